@@ -1,0 +1,51 @@
+# One command sets everything up and runs: make train, make test. Everything lives in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+BENCH  := $(VENV)/.bench-installed
+JOBS   ?= 2
+
+.PHONY: setup train test test-slow test-gpu lint bench clean help
+
+help:
+	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
+	@echo "make test       set up, lint, type-check, run the tests"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
+	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "banach needs Python 3.11 or newer, got " + sys.version.split()[0] + "; run: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(BENCH): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $@
+
+setup: $(STAMP)
+
+train: setup
+	$(BIN)/python examples/digits.py
+
+test: setup lint
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-gpu:
+	PYTHONPATH=src python3 -m pytest -m gpu
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(BENCH)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,46 @@
+"""banach: implicit networks in PyTorch. `solve` finds a fixed point, `attach` differentiates at it."""
+
+from banach import nn
+from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
+from banach.network import ImplicitNetwork, fixed_point
+from banach.solve import (
+    RMS,
+    Anderson,
+    Broyden,
+    Euclidean,
+    NotConverged,
+    Picard,
+    Solution,
+    Solver,
+    Status,
+    Tolerance,
+    WorstPixel,
+    solve,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GMRES",
+    "JFB",
+    "RMS",
+    "Anderson",
+    "Broyden",
+    "Euclidean",
+    "Implicit",
+    "ImplicitNetwork",
+    "Mode",
+    "Neumann",
+    "NormalCG",
+    "NotConverged",
+    "Picard",
+    "Solution",
+    "Solver",
+    "Status",
+    "Tolerance",
+    "Unroll",
+    "WorstPixel",
+    "fixed_point",
+    "nn",
+    "solve",
+]

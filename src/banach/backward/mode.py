@@ -1,0 +1,26 @@
+"""The one method a backward mode has."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from banach.latent import Latent
+from banach.solve import Map
+
+
+class Mode(Protocol):
+    """A way to differentiate at a fixed point. It never sees the solver.
+
+    The exact gradient turns the cotangent g of z* into w = (I - J')^-1 g, J = dT/dz at z*, before it enters
+    T's parameters; a mode is a way to get w, or something near it. No gradient reaches z_star itself.
+    """
+
+    def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
+        """T(z_star, *inputs), carrying a gradient to everything T reads but z_star."""
+        ...
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,52 @@
+"""Backpropagation through a few more steps from the fixed point: the phantom gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from banach.backward.mode import check_count
+from banach.latent import Latent, detach, map_leaves
+from banach.solve import Map
+from banach.solve.solver import check_fraction
+
+
+@dataclass(frozen=True)
+class Unroll:
+    """K times z <- d z + (1 - d) T(z) from z*, recorded; the value is the K-th iterate.
+
+    From an exact fixed point, undamped, K steps give Neumann(K - 1). Started at z0 with `max_steps=0` it is
+    ordinary backpropagation through K steps. `checkpoint=True` keeps one latent per step and recomputes the
+    rest. (Phantom gradient: Geng et al. 2021.)
+    """
+
+    steps: int = 1
+    damping: float = 0.0
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps, 1)
+        check_fraction("damping", self.damping)
+
+    def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
+        z = z_star = detach(z_star)
+        for _ in range(self.steps):
+            if self.checkpoint and torch.is_grad_enabled():
+                z = checkpoint(self._step, T, _typed(z, z_star), *inputs, use_reentrant=False)
+            else:
+                z = self._step(T, _typed(z, z_star), *inputs)
+        return z
+
+    def _step(self, T: Map, z: Latent, *inputs: Any) -> Latent:
+        value = T(z, *inputs)
+        if not self.damping:
+            return value
+        return map_leaves(lambda a, b: torch.lerp(b.to(a.dtype), a, self.damping), z, value)
+
+
+def _typed(z: Latent, like: Latent) -> Latent:
+    """T is called with z in the type of z*, also where autocast made T's output a shorter one."""
+    return map_leaves(lambda a, b: b.to(a.dtype), like, z)

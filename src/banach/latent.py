@@ -1,0 +1,221 @@
+"""What a latent is: a tensor, or a nest (tuple, list, dict) of tensors that share the batch axis.
+
+Inside the library a latent is a matrix, one row per sample: `Space` knows the way there and back.
+For one tensor both ways are views, in the order the memory already has (so channels_last survives);
+for a nest the way there is one concatenation and the way back is views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A nest of tensors. Recursive types gain nothing here: every function below walks it in the same way.
+Latent = Any
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def leaves(nest: Latent) -> list[Tensor]:
+    """The tensors of a nest, dictionaries in the order of their own keys."""
+    if isinstance(nest, Tensor):
+        return [nest]
+    if isinstance(nest, dict):
+        return [leaf for part in nest.values() for leaf in leaves(part)]
+    if isinstance(nest, (tuple, list)):
+        return [leaf for part in nest for leaf in leaves(part)]
+    raise TypeError(f"a latent is a tensor or a tuple, list or dict of tensors, got {type(nest).__name__}")
+
+
+def leaves_like(template: Latent, nest: Latent, what: str) -> list[Tensor]:
+    """The tensors of `nest` in the order of `template`: dictionaries may list their keys in any order."""
+    if isinstance(template, Tensor):
+        if isinstance(nest, Tensor):
+            return [nest]
+    elif isinstance(template, dict):
+        if isinstance(nest, dict) and nest.keys() == template.keys():
+            return [leaf for key in template for leaf in leaves_like(template[key], nest[key], what)]
+    elif isinstance(nest, (tuple, list)) and len(nest) == len(template):
+        pairs = zip(template, nest, strict=True)
+        return [leaf for a, b in pairs for leaf in leaves_like(a, b, what)]
+    raise TypeError(f"{what} must keep the structure of z0: {_outline(template)} became {_outline(nest)}")
+
+
+def rebuild(template: Latent, parts: Sequence[Tensor]) -> Latent:
+    """The nest shaped like `template` whose tensors are `parts`."""
+    return _rebuild(template, iter(parts))
+
+
+def map_leaves(function: Callable[..., Tensor], nest: Latent, *others: Latent) -> Latent:
+    """`function` applied to every tensor of a nest, and to those of `others` that stand in its place."""
+    columns = [leaves(nest), *(leaves_like(nest, other, "T") for other in others)]
+    return rebuild(nest, [function(*row) for row in zip(*columns, strict=True)])
+
+
+def detach(nest: Latent) -> Latent:
+    """The same values, carrying no gradient."""
+    return map_leaves(Tensor.detach, nest)
+
+
+def select(nest: Latent, index: Tensor) -> Latent:
+    """The samples of a nest that `index` names, along the batch axis."""
+    return map_leaves(lambda leaf: leaf.index_select(0, index), nest)
+
+
+def _rebuild(template: Latent, parts: Any) -> Latent:
+    if isinstance(template, Tensor):
+        return next(parts)
+    if isinstance(template, dict):
+        return {key: _rebuild(part, parts) for key, part in template.items()}
+    children = [_rebuild(part, parts) for part in template]
+    if hasattr(template, "_fields"):
+        return type(template)(*children)
+    return type(template)(children)
+
+
+def _outline(nest: Latent) -> str:
+    if isinstance(nest, dict):
+        return "{" + ", ".join(f"{key!r}: {_outline(part)}" for key, part in nest.items()) + "}"
+    if isinstance(nest, (tuple, list)):
+        return "(" + ", ".join(_outline(part) for part in nest) + ")"
+    return "tensor" if isinstance(nest, Tensor) else type(nest).__name__
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layout of one latent, and the way between the user's nest and a matrix of rows.
+
+    Coupled samples (and a 0-d latent) are one row. Rows are in at least float32, whatever the
+    latent's own type; the nest handed back is in `dtype`, which is the latent's own, except that under
+    autocast a half-precision latent becomes float32.
+    """
+
+    template: Latent
+    shapes: tuple[tuple[int, ...], ...]  # of each leaf, batch axis included
+    last: tuple[bool, ...]  # is the leaf channels_last in memory?
+    dtype: torch.dtype
+    device: torch.device
+    coupled: bool
+    autocast: bool
+
+    @staticmethod
+    def of(z0: Latent, *, coupled: bool = False) -> Space:
+        parts = leaves(z0)
+        if not parts:
+            raise ValueError("z0 must hold at least one tensor, got an empty nest")
+        first = parts[0]
+        for leaf in parts:
+            _check_leaf(leaf, first)
+        coupled = coupled or any(leaf.dim() == 0 for leaf in parts)
+        if not coupled and any(leaf.shape[0] != first.shape[0] for leaf in parts):
+            sizes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
+            raise ValueError(f"the tensors of z0 must share their first (batch) axis, got shapes {sizes}")
+        autocast = torch.is_autocast_enabled(first.device.type)
+        low = first.dtype in (torch.bfloat16, torch.float16)
+        return Space(
+            template=rebuild(z0, [first[:0] if leaf.dim() else first for leaf in parts]),
+            shapes=tuple(tuple(leaf.shape) for leaf in parts),
+            last=tuple(_is_channels_last(leaf) for leaf in parts),
+            dtype=torch.float32 if autocast and low else first.dtype,
+            device=first.device,
+            coupled=coupled,
+            autocast=autocast,
+        )
+
+    @property
+    def batch(self) -> int:
+        """How many samples the user counts: the length of the first axis; a 0-d latent is one."""
+        return self.shapes[0][0] if self.shapes[0] else 1
+
+    @property
+    def samples(self) -> int:
+        """How many samples stop on their own: the rows of the matrix."""
+        return 1 if self.coupled else self.batch
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns that each leaf takes in the matrix."""
+        start = 0 if self.coupled else 1
+        return tuple(math.prod(shape[start:]) for shape in self.shapes)
+
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else self.dtype
+
+    def rows(self, nest: Latent, what: str = "T") -> Tensor:
+        """The nest as a matrix (samples, width); a view where that is possible."""
+        parts = [nest] if isinstance(nest, Tensor) else leaves_like(self.template, nest, what)
+        if isinstance(nest, Tensor) and not isinstance(self.template, Tensor):
+            leaves_like(self.template, nest, what)
+        for leaf, shape in zip(parts, self.shapes, strict=True):
+            self._check_same(leaf, shape, what)
+        flat = [self._flatten(*pair) for pair in zip(parts, self.last, strict=True)]
+        return (flat[0] if len(flat) == 1 else torch.cat(flat, 1)).to(self.rows_dtype)
+
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """The leaves that the rows hold, as views, still in the type of the rows."""
+        if len(self.shapes) == 1:
+            return [self._unflatten(rows, self.shapes[0], self.last[0])]
+        columns = rows.split(list(self.sizes), 1)
+        return [self._unflatten(*triple) for triple in zip(columns, self.shapes, self.last, strict=True)]
+
+    def nest(self, rows: Tensor) -> Latent:
+        """The rows as the user's nest, in the latent's own type."""
+        return rebuild(self.template, [part.to(self.dtype) for part in self.parts(rows)])
+
+    def resized(self, batch: int) -> Space:
+        """The same layout with another number of samples."""
+        return replace(self, shapes=tuple((batch, *shape[1:]) for shape in self.shapes))
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """One value per sample the user counts, from one value per row."""
+        return per_row.expand(self.batch) if self.coupled else per_row
+
+    def _flatten(self, leaf: Tensor, last: bool) -> Tensor:
+        if last:
+            leaf = leaf.movedim(1, -1)
+        return leaf.reshape(1, -1) if self.coupled else leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+
+    def _unflatten(self, columns: Tensor, shape: tuple[int, ...], last: bool) -> Tensor:
+        if not last:
+            return columns.view(shape)
+        return columns.view((shape[0], *shape[2:], shape[1])).movedim(-1, 1)
+
+    def _check_same(self, leaf: Tensor, shape: tuple[int, ...], what: str) -> None:
+        if tuple(leaf.shape) != shape:
+            raise ValueError(f"{what} must keep the shape of its input: {shape} became {tuple(leaf.shape)}")
+        if leaf.dtype != self.dtype and not self.autocast:
+            raise TypeError(
+                f"{what} must keep the dtype of its input: {_name(self.dtype)} became {_name(leaf.dtype)}; "
+                f"give z0 in {_name(leaf.dtype)}"
+            )
+        if leaf.device != self.device:
+            raise ValueError(
+                f"{what} must keep the device of its input: {self.device} became {leaf.device}; "
+                f"put z0 on {leaf.device}"
+            )
+
+
+def _check_leaf(leaf: Tensor, first: Tensor) -> None:
+    if not leaf.is_floating_point():
+        raise TypeError(f"z0 must be of a floating-point dtype, got {_name(leaf.dtype)}; call z0.float()")
+    if leaf.dtype != first.dtype:
+        raise TypeError(
+            f"the tensors of z0 must share one dtype, got {_name(first.dtype)} and {_name(leaf.dtype)}"
+        )
+    if leaf.device != first.device:
+        raise ValueError(f"the tensors of z0 must share one device, got {first.device} and {leaf.device}")
+
+
+def _is_channels_last(leaf: Tensor) -> bool:
+    memory = _CHANNELS_LAST.get(leaf.dim())
+    return memory is not None and not leaf.is_contiguous() and leaf.is_contiguous(memory_format=memory)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,28 @@
+"""FIND u*: a solver proposes, the loop evaluates. No autograd in this room."""
+
+from banach.solve.anderson import Anderson
+from banach.solve.broyden import Broyden
+from banach.solve.loop import Map, solve
+from banach.solve.picard import Picard
+from banach.solve.solution import NotConverged, Solution, Status
+from banach.solve.solver import Memory, Point, Solver
+from banach.solve.tolerance import RMS, Euclidean, Norm, Tolerance, WorstPixel
+
+__all__ = [
+    "RMS",
+    "Anderson",
+    "Broyden",
+    "Euclidean",
+    "Map",
+    "Memory",
+    "Norm",
+    "NotConverged",
+    "Picard",
+    "Point",
+    "Solution",
+    "Solver",
+    "Status",
+    "Tolerance",
+    "WorstPixel",
+    "solve",
+]

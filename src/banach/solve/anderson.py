@@ -1,0 +1,77 @@
+"""Anderson acceleration, per sample, safeguarded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banach.solve.solver import Memory, Point, check_fraction, check_memory
+
+
+@dataclass(frozen=True)
+class Anderson:
+    """z <- z + b r - (dZ + b dR) c,  c = argmin |r - dR c|,  b = 1 - damping.
+
+    dZ and dR hold the last `memory` differences of z and of r = T(z) - z. The Gram matrix dR' dR gains one
+    row per step. Differences rather than raw residuals, since the Gram matrix of nearly equal residuals
+    loses its digits. A sample takes a Picard step where the fit cannot be trusted: coefficients beyond
+    `bound`, a singular history, or a residual that has grown beyond `growth` times its least.
+    `ridge` lifts the diagonal, relative to itself; None: ten roundings of the dtype.
+    (Anderson 1965; Walker and Ni 2011.)
+    """
+
+    memory: int = 5
+    damping: float = 0.0
+    ridge: float | None = None
+    bound: float = 1e4
+    growth: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_memory(self.memory)
+        check_fraction("damping", self.damping)
+        if self.ridge is not None and not self.ridge >= 0:
+            raise ValueError(f"ridge must be at least 0, got {self.ridge}")
+        for name in ("bound", "growth"):
+            if not getattr(self, name) > 1:
+                raise ValueError(f"{name} must be above 1, got {getattr(self, name)}")
+
+    def start(self, z: Tensor) -> Memory:
+        samples, width = z.shape
+        # The slot is the outer axis in memory, so that writing one is writing one contiguous matrix.
+        history = z.new_zeros(2, self.memory, samples, width).transpose(1, 2)
+        gram = torch.eye(self.memory, dtype=z.dtype, device=z.device).repeat(samples, 1, 1)
+        return z, z, history[0], history[1], gram
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        z_before, r_before, dZ, dR, gram = memory
+        if at.step == 1:
+            return self._mix(at), (at.z, at.r, dZ, dR, gram)
+        slot = (at.step - 2) % self.memory
+        torch.sub(at.z, z_before, out=dZ[:, slot])
+        torch.sub(at.r, r_before, out=dR[:, slot])
+        self._write_row(gram, torch.bmm(dR, dR[:, slot, :, None])[..., 0], slot)
+        c = self._coefficients(gram, torch.bmm(dR, at.r[..., None]), at).mT
+        z = torch.baddbmm(self._mix(at)[:, None], c, dZ, alpha=-1)
+        z.baddbmm_(c, dR, alpha=self.damping - 1)
+        return z[:, 0], (at.z, at.r, dZ, dR, gram)
+
+    def _mix(self, at: Point) -> Tensor:
+        return torch.lerp(at.Tz, at.z, self.damping) if self.damping else at.Tz
+
+    def _write_row(self, gram: Tensor, row: Tensor, slot: int) -> None:
+        """The new row and column; the diagonal is lifted as it is written, so no copy is needed later."""
+        ridge = 10 * torch.finfo(row.dtype).eps if self.ridge is None else self.ridge
+        row[:, slot].mul_(1 + ridge)
+        gram[:, slot] = row
+        gram[:, :, slot] = row
+
+    def _coefficients(self, gram: Tensor, right: Tensor, at: Point) -> Tensor:
+        """(samples, memory, 1): the least-squares fit, or zero where it is not to be trusted."""
+        c, _ = torch.linalg.solve_ex(gram, right)
+        # One comparison for both safeguards; NaN and infinity, from a singular history, fail it too.
+        doubt = torch.addcdiv(
+            torch.linalg.vector_norm(c, dim=(1, 2)), at.residual, at.least, value=self.bound / self.growth
+        )
+        return torch.where((doubt <= self.bound)[:, None, None], c, 0.0)

@@ -1,0 +1,165 @@
+"""solve(): the one loop that evaluates T, exactly once per step, whatever the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banach.latent import Latent, Space, detach, select
+from banach.solve.picard import Picard
+from banach.solve.precision import rounding, with_autocast_of, without_autocast
+from banach.solve.solution import NotConverged, Solution
+from banach.solve.solver import Point, Solver
+from banach.solve.state import State, finish, to_numpy
+from banach.solve.tolerance import Tolerance
+
+Map = Callable[..., Latent]
+
+
+@torch.no_grad()
+def solve(
+    T: Map,
+    z0: Latent,
+    solver: Solver = Picard(),
+    *,
+    inputs: tuple[Any, ...] = (),
+    tolerance: Tolerance = Tolerance(),
+    coupled: bool = False,
+    compact: bool = False,
+    record: bool = False,
+    on_step: Callable[[int, Latent], None] | None = None,
+    throw: bool = False,
+) -> Solution:
+    """Find z = T(z, *inputs), starting at z0, without recording a gradient.
+
+    A converged sample is frozen, so its answer does not depend on who else is in the batch; with
+    `compact=True` it leaves the batch instead (then all that belongs to a sample must be in `inputs`).
+    `coupled=True`: the samples share statistics, and the batch stops as one. `record=True` keeps the
+    residuals (`Solution.trace`). `on_step(k, z)` sees every iterate. `throw=True` raises `NotConverged`
+    unless every sample converged.
+    """
+    _check(T, solver, inputs, tolerance)
+    space = Space.of(z0, coupled=coupled)
+    if compact and (space.coupled or not inputs):
+        raise ValueError(_why_not_compact(space.coupled))
+    run = Run(T, solver, tolerance, space, detach(tuple(inputs)))
+    state = run.start(detach(z0))
+    trace: list[Tensor] | None = [] if record else None
+    with without_autocast(space):
+        for k in range(1, tolerance.max_steps + 1):
+            run.step(state, k)
+            if trace is not None:
+                trace.append(run.everyone(state).reached[0].clone())
+            if on_step is not None:
+                on_step(k, space.nest(run.everyone(state).z))
+            if tolerance.check_every and k % tolerance.check_every == 0:
+                state = run.check(state, k, compact=compact)
+                if not run.busy:
+                    break
+        solution = finish(run.everyone(state), space, tolerance, trace, run.nonfinite)
+    if throw and not bool(solution.converged.all()):
+        raise NotConverged(solution)
+    return solution
+
+
+class Run:
+    """One solve: what stays the same from step to step, and the samples that have left the batch."""
+
+    def __init__(
+        self, T: Map, solver: Solver, tolerance: Tolerance, space: Space, inputs: tuple[Any, ...]
+    ) -> None:
+        self.T, self.solver, self.tolerance = with_autocast_of(space, T), solver, tolerance
+        self.space, self.inputs = space, inputs
+        self.eps = rounding(space)
+        self.busy = True
+        # In the units of norm.measure, so that no step has to scale a residual.
+        self.atol = tolerance.atol / tolerance.norm.scale(space)
+        self.whole: State | None = None  # the whole batch, once some samples have left it
+        self.index: Tensor | None = None  # which samples of the whole batch are still here
+        self.nonfinite = self.nonfinite_left = 0  # samples the host knows of: in all, and among those gone
+
+    def start(self, z0: Latent) -> State:
+        rows = self.space.rows(z0, "start").contiguous()
+        return State.start(rows, self.solver.start(rows), relative=self.tolerance.rtol > 0)
+
+    def step(self, state: State, k: int) -> None:
+        """Evaluate T once, record the residual, move every sample that is still active."""
+        rtol = self.tolerance.rtol
+        Tz = self.space.rows(self._evaluate(self.space.nest(state.z), first=k == 1))
+        r = Tz - state.z
+        relative = (self._size(Tz), rtol) if rtol else None
+        state.observe(k, self._size(r), relative)
+        point = Point(k, state.z, Tz, r, state.reached[0], state.best[0])
+        proposal, state.memory = self.solver.step(state.memory, point)
+        state.advance(proposal, self.atol)
+        state.Tz = Tz
+
+    def check(self, state: State, k: int, *, compact: bool) -> State:
+        """Ask the host which samples are done; judge stalling; let done samples leave the batch."""
+        seen = state.on_host(k)
+        active = seen.active
+        if seen.idle.any() and state.Tz is not None:
+            flat = seen.idle & (seen.residual <= self.eps * to_numpy(self._size(state.Tz)))
+            if flat.any():
+                state.stall(flat)
+                active = active & ~flat
+        nonfinite = int(seen.nonfinite.sum()) + self.nonfinite_left
+        if nonfinite > self.nonfinite:
+            self.nonfinite = nonfinite
+            state.scrub()
+        self.busy = bool(active.any())
+        # Leaving costs a copy of what stays: worth it when at least one in sixteen is done.
+        if compact and self.busy and 16 * (active.size - active.sum()) >= active.size:
+            return self._let_go(state, active)
+        return state
+
+    def _evaluate(self, z: Latent, *, first: bool) -> Latent:
+        try:
+            return self.T(z, *self.inputs)
+        except RuntimeError as error:
+            if first and any(word in str(error) for word in ("dtype", "scalar type", "device")):
+                raise TypeError(
+                    f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error}); "
+                    "give z0 the dtype and device of T's weights"
+                ) from error
+            raise
+
+    def _size(self, rows: Tensor) -> Tensor:
+        return self.tolerance.norm.measure(rows, self.space)
+
+    def everyone(self, state: State) -> State:
+        """The whole batch: the samples that are here put back among those that have left."""
+        if self.whole is None or self.index is None:
+            return state
+        self.whole.put(self.index, state)
+        return self.whole
+
+    def _let_go(self, state: State, active: np.ndarray) -> State:
+        stay = torch.from_numpy(np.flatnonzero(active)).to(self.space.device)
+        self.whole = self.everyone(state)
+        self.index = stay if self.index is None else self.index.index_select(0, stay)
+        self.inputs = select(self.inputs, stay)
+        self.space = self.space.resized(len(stay))
+        self.nonfinite_left = self.nonfinite
+        return state.take(stay)
+
+
+def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:
+    if not callable(T):
+        raise TypeError(f"T must be callable, got {type(T).__name__}")
+    if isinstance(solver, type) or not hasattr(solver, "step"):
+        raise TypeError(f"solver must be a solver object such as Picard() or Anderson(), got {solver!r}")
+    if not isinstance(tolerance, Tolerance):
+        raise TypeError(f"tolerance must be a Tolerance, got {tolerance!r}; write Tolerance(atol=...)")
+    if not isinstance(inputs, (tuple, list)):
+        raise TypeError(f"inputs must be a tuple of tensors, got {type(inputs).__name__}; write inputs=(x,)")
+
+
+def _why_not_compact(coupled: bool) -> str:
+    if coupled:
+        return "compact=True needs independent samples, but these are coupled and stop as one; leave it out"
+    return "compact=True needs what belongs to a sample in `inputs`, since a closure cannot be cut: T(z, *inputs)"

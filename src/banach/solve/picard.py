@@ -1,0 +1,30 @@
+"""Picard's iteration, plain or damped (Krasnoselskii-Mann)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banach.solve.solver import Memory, Point, check_fraction
+
+
+@dataclass(frozen=True)
+class Picard:
+    """z <- d z + (1 - d) T(z), d the damping.
+
+    Undamped it converges when T contracts (Banach). Damped it also converges when T is merely averaged
+    or nonexpansive, such as a rotation (Krasnoselskii 1955, Mann 1953).
+    """
+
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fraction("damping", self.damping)
+
+    def start(self, z: Tensor) -> Memory:
+        return ()
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        return (torch.lerp(at.Tz, at.z, self.damping) if self.damping else at.Tz), memory

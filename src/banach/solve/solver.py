@@ -1,0 +1,50 @@
+"""The two methods a solver has. A solver never evaluates T: it sees z and T(z) and proposes the next z."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+# What a solver remembers: tensors whose first axis is the sample, so that samples can leave the batch.
+Memory = tuple[Tensor, ...]
+
+
+class Point(NamedTuple):
+    """One evaluation, one row per sample: all a solver is told."""
+
+    step: int  # 1 for the first evaluation
+    z: Tensor  # (samples, width)
+    Tz: Tensor  # T(z)
+    r: Tensor  # T(z) - z
+    residual: Tensor  # (samples,): norm of r, up to a constant factor
+    least: Tensor  # (samples,): the least residual so far, this one included
+
+
+class Solver(Protocol):
+    """An algorithm that turns evaluations of T into a sequence that converges to z = T(z).
+
+    Rows are independent: what is proposed for one may not depend on another. Tensors in `Memory` may be
+    written in place. `z` and `r` belong to the loop and stay as they are; `Tz` may be overwritten by the
+    next evaluation, so do not keep it.
+    """
+
+    def start(self, z: Tensor) -> Memory:
+        """The memory before the first evaluation."""
+        ...
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        """The next z, and the memory that goes with it."""
+        ...
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse a damping outside [0, 1)."""
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+def check_memory(value: int) -> None:
+    """Refuse a history that is not a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"memory must be a whole number of at least 1, got {value!r}")

@@ -1,0 +1,150 @@
+"""The state of a running solve: iterates, the numbers kept per sample, and the solver's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banach.latent import Space
+from banach.solve.solution import Solution
+from banach.solve.solver import Memory
+from banach.solve.tolerance import Tolerance
+
+IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
+
+
+class Seen(NamedTuple):
+    """What one look from the host tells: masks over the samples."""
+
+    active: np.ndarray
+    nonfinite: np.ndarray
+    idle: np.ndarray  # active, and no new least residual in the last IDLE evaluations
+    residual: np.ndarray
+
+
+@dataclass
+class State:
+    """One row per sample. The numbers of a sample stand in columns, so one kernel moves all of them:
+    `reached` and `best` have rows (residual, step) and, with a relative tolerance, (excess): residual minus
+    its relative part. `reached` stops changing when a sample freezes; `best` is at the least residual.
+    """
+
+    z: Tensor  # (samples, width)
+    best_z: Tensor  # the iterate whose own residual is least
+    active: Tensor  # (samples,)
+    stats: Tensor  # (2, 2 or 3, samples): reached, best
+    now: Tensor  # (2 or 3, samples): workspace for the current evaluation
+    memory: Memory
+    stalled: Tensor | None = None
+    Tz: Tensor | None = None
+
+    @staticmethod
+    def start(z: Tensor, memory: Memory, *, relative: bool) -> State:
+        stats = z.new_full((2, 3 if relative else 2, len(z)), torch.inf)
+        stats[:, 1] = 0
+        active = torch.ones(len(z), dtype=torch.bool, device=z.device)
+        return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory)
+
+    @property
+    def reached(self) -> Tensor:
+        return self.stats[0]
+
+    @property
+    def best(self) -> Tensor:
+        return self.stats[1]
+
+    @property
+    def test(self) -> Tensor:
+        """The row that is compared with the absolute tolerance."""
+        return self.reached[2 if self.stats.shape[1] == 3 else 0]
+
+    def observe(self, step: int, residual: Tensor, relative: tuple[Tensor, float] | None) -> None:
+        """Record the residual of z at this step for the active samples; remember z where it is the best."""
+        # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
+        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=self.now[0])
+        self.now[1].fill_(step)
+        if relative is not None:
+            torch.sub(self.now[0], relative[0], alpha=relative[1], out=self.now[2])
+        torch.where(self.active, self.now, self.reached, out=self.reached)
+        better = self.reached[0] < self.best[0]
+        torch.where(better, self.reached, self.best, out=self.best)
+        torch.where(better[:, None], self.z, self.best_z, out=self.best_z)
+
+    def advance(self, proposal: Tensor, atol: float) -> None:
+        """Move the active samples; those that met the tolerance or left the finite numbers freeze there."""
+        self.z = torch.where(self.active[:, None], proposal, self.z)
+        torch.gt(self.test, atol, out=self.active)
+        if self.stalled is not None:
+            self.active &= ~self.stalled
+
+    def on_host(self, step: int) -> Seen:
+        """Copy the few numbers per sample to the host, once: one round trip whatever is asked of them."""
+        active, stats = to_numpy(self.active), to_numpy(self.stats)
+        residual, best_step = stats[0, 0], stats[1, 1]
+        return Seen(active, np.isnan(residual), active & (best_step <= step - IDLE), residual)
+
+    def stall(self, flat: np.ndarray) -> None:
+        """Freeze these samples where they are: they move no more, and not because they met the tolerance."""
+        mask = torch.from_numpy(flat).to(self.active.device)
+        self.stalled = mask if self.stalled is None else self.stalled | mask
+        self.active &= ~mask
+
+    def scrub(self) -> None:
+        """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
+        self.z = torch.where(self.reached[0].isnan()[:, None], self.best_z, self.z)
+
+    def take(self, index: Tensor) -> State:
+        """The samples that `index` names, as a state of their own."""
+        return State(
+            self.z.index_select(0, index),
+            self.best_z.index_select(0, index),
+            self.active.index_select(0, index),
+            self.stats.index_select(2, index),
+            self.now.index_select(1, index),
+            tuple(part.index_select(0, index) for part in self.memory),
+            None if self.stalled is None else self.stalled.index_select(0, index),
+        )
+
+    def put(self, index: Tensor, part: State) -> None:
+        """Write the samples of `part` back where `index` says; the solver's memory is not needed again."""
+        self.z.index_copy_(0, index, part.z)
+        self.best_z.index_copy_(0, index, part.best_z)
+        self.active.index_copy_(0, index, part.active)
+        self.stats.index_copy_(2, index, part.stats)
+        if part.stalled is not None:
+            if self.stalled is None:
+                self.stalled = torch.zeros_like(self.active)
+            self.stalled.index_copy_(0, index, part.stalled)
+
+
+def finish(
+    state: State, space: Space, tolerance: Tolerance, trace: list[Tensor] | None, nonfinite_seen: int
+) -> Solution:
+    """The solution a state stands for: scaled residuals, and the best iterate where T was not finite."""
+    scale = tolerance.norm.scale(space)
+    nonfinite = state.reached[0].isnan()
+    stalled = torch.zeros_like(nonfinite) if state.stalled is None else state.stalled
+    residual = torch.where(nonfinite, state.best[0], state.reached[0]) * scale
+    value = torch.where(nonfinite[:, None], state.best_z, state.z)
+    return Solution(
+        value=space.nest(value),
+        residual=space.spread(residual),
+        converged=space.spread(state.test <= tolerance.atol / scale),
+        steps=space.spread(state.reached[1].long()),
+        stalled=space.spread(stalled),
+        nonfinite=space.spread(nonfinite),
+        residuals=None if trace is None else tuple(space.spread(row * scale) for row in trace),
+        nonfinite_seen=nonfinite_seen,
+    )
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor on the host."""
+    try:
+        return tensor.cpu().numpy()
+    except RuntimeError:  # inside a torch.func transform a tensor has no storage of its own
+        return np.asarray(tensor.tolist())

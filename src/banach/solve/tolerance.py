@@ -1,0 +1,91 @@
+"""When to stop: absolute and relative tolerance, the norm they are in, the budget of steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from banach.latent import Space
+
+
+class Norm(Protocol):
+    """A norm per sample, as `scale(space) * measure(rows, space)`.
+
+    The two are apart so that the loop can compare unscaled values and scale once at the end.
+    """
+
+    def measure(self, rows: Tensor, space: Space) -> Tensor:
+        """(samples,): the norm of every row up to the constant factor `scale`."""
+        ...
+
+    def scale(self, space: Space) -> float:
+        """The factor that turns `measure` into the norm."""
+        ...
+
+
+@dataclass(frozen=True)
+class Euclidean:
+    """|x|_2 over everything a sample holds. Grows with the size of the latent."""
+
+    def measure(self, rows: Tensor, space: Space) -> Tensor:
+        return torch.linalg.vector_norm(rows, dim=1)
+
+    def scale(self, space: Space) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class RMS(Euclidean):
+    """|x|_2 / sqrt(n): the size of a typical entry, so one tolerance fits latents of any size."""
+
+    def scale(self, space: Space) -> float:
+        return 1.0 / math.sqrt(max(sum(space.sizes), 1))
+
+
+@dataclass(frozen=True)
+class WorstPixel:
+    """max over pixels of the 2-norm over channels (axis 1): the test in the JFB authors' code."""
+
+    def measure(self, rows: Tensor, space: Space) -> Tensor:
+        pixels = [
+            torch.linalg.vector_norm(part, dim=1) if part.dim() > 1 else part.abs() for part in space.parts(rows)
+        ]
+        if space.coupled:
+            return torch.stack([pixel.amax() for pixel in pixels]).amax(0, keepdim=True)
+        return torch.stack([pixel.flatten(1).amax(1) if pixel.dim() > 1 else pixel for pixel in pixels]).amax(0)
+
+    def scale(self, space: Space) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """A sample has converged when its residual is finite and at most `atol + rtol * norm(T(z))`.
+
+    `check_every`: ask the host whether all samples are done at every so many steps; 0 never asks, so
+    exactly `max_steps` steps run (samples still freeze as they converge) and the loop can be captured.
+    """
+
+    atol: float = 1e-4
+    rtol: float = 0.0
+    max_steps: int = 50
+    norm: Norm = RMS()
+    check_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("atol", "rtol"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        for name in ("max_steps", "check_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        if not hasattr(self.norm, "measure"):
+            raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")
