@@ -21,15 +21,15 @@ Latent = Any
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def leaves(nest: Latent) -> list[Tensor]:
+def leaves(nest: Latent, what: str = "a latent") -> list[Tensor]:
     """The tensors of a nest, dictionaries in the order of their own keys."""
     if isinstance(nest, Tensor):
         return [nest]
     if isinstance(nest, dict):
-        return [leaf for part in nest.values() for leaf in leaves(part)]
+        return [leaf for part in nest.values() for leaf in leaves(part, what)]
     if isinstance(nest, (tuple, list)):
-        return [leaf for part in nest for leaf in leaves(part)]
-    raise TypeError(f"a latent is a tensor or a tuple, list or dict of tensors, got {type(nest).__name__}")
+        return [leaf for part in nest for leaf in leaves(part, what)]
+    raise TypeError(f"{what} must be a tensor or a tuple, list or dict of tensors, got {type(nest).__name__}")
 
 
 def leaves_like(template: Latent, nest: Latent, what: str) -> list[Tensor]:
@@ -64,7 +64,8 @@ def detach(nest: Latent) -> Latent:
 
 def select(nest: Latent, index: Tensor) -> Latent:
     """The samples of a nest that `index` names, along the batch axis."""
-    return map_leaves(lambda leaf: leaf.index_select(0, index), nest)
+    # Not `index_select`, which forgets that an image was channels_last.
+    return map_leaves(lambda leaf: leaf[index], nest)
 
 
 def _rebuild(template: Latent, parts: Any) -> Latent:
@@ -115,10 +116,11 @@ class Space:
         if not coupled and any(leaf.shape[0] != first.shape[0] for leaf in parts):
             sizes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
             raise ValueError(f"the tensors of z0 must share their first (batch) axis, got shapes {sizes}")
-        autocast = torch.is_autocast_enabled(first.device.type)
+        kind = first.device.type
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         low = first.dtype in (torch.bfloat16, torch.float16)
         return Space(
-            template=rebuild(z0, [first[:0] if leaf.dim() else first for leaf in parts]),
+            template=rebuild(z0, [first.new_empty(0)] * len(parts)),  # not a view: it would keep z0 alive
             shapes=tuple(tuple(leaf.shape) for leaf in parts),
             last=tuple(_is_channels_last(leaf) for leaf in parts),
             dtype=torch.float32 if autocast and low else first.dtype,
@@ -149,13 +151,15 @@ class Space:
 
     def rows(self, nest: Latent, what: str = "T") -> Tensor:
         """The nest as a matrix (samples, width); a view where that is possible."""
-        parts = [nest] if isinstance(nest, Tensor) else leaves_like(self.template, nest, what)
-        if isinstance(nest, Tensor) and not isinstance(self.template, Tensor):
-            leaves_like(self.template, nest, what)
+        if isinstance(nest, Tensor) and isinstance(self.template, Tensor):  # the common case, kept short
+            self._check_same(nest, self.shapes[0], what)
+            flat = self._flatten(nest, self.last[0])
+            return flat if flat.dtype == self.rows_dtype else flat.to(self.rows_dtype)
+        parts = leaves_like(self.template, nest, what)
         for leaf, shape in zip(parts, self.shapes, strict=True):
             self._check_same(leaf, shape, what)
-        flat = [self._flatten(*pair) for pair in zip(parts, self.last, strict=True)]
-        return (flat[0] if len(flat) == 1 else torch.cat(flat, 1)).to(self.rows_dtype)
+        columns = [self._flatten(*pair) for pair in zip(parts, self.last, strict=True)]
+        return torch.cat(columns, 1).to(self.rows_dtype)
 
     def parts(self, rows: Tensor) -> list[Tensor]:
         """The leaves that the rows hold, as views, still in the type of the rows."""
@@ -166,7 +170,11 @@ class Space:
 
     def nest(self, rows: Tensor) -> Latent:
         """The rows as the user's nest, in the latent's own type."""
-        return rebuild(self.template, [part.to(self.dtype) for part in self.parts(rows)])
+        if rows.dtype != self.dtype:
+            rows = rows.to(self.dtype)
+        if isinstance(self.template, Tensor):
+            return self._unflatten(rows, self.shapes[0], self.last[0])
+        return rebuild(self.template, self.parts(rows))
 
     def resized(self, batch: int) -> Space:
         """The same layout with another number of samples."""

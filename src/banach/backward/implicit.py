@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from banach.backward.krylov import GMRES, Adjoint, NormalCG
+from banach.backward.adjoint import Adjoint, units
+from banach.backward.jacobian import Jacobian
+from banach.backward.krylov import GMRES, NormalCG
 from banach.latent import Latent, Space, detach, leaves_like, rebuild
 from banach.solve import Anderson, Map, Picard, Solver, Status, Tolerance, solve
-from banach.solve.precision import with_autocast_of, without_autocast
+from banach.solve.precision import rounding, with_autocast_of
 
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
 
@@ -22,11 +25,12 @@ Report = Callable[[int, Tensor, tuple[Status, ...]], None]
 @dataclass(frozen=True)
 class Implicit:
     """w = (I - J')^-1 g, by a matrix-free linear solve: `NormalCG()` (the paper's), `GMRES()`, or the
-    fixed-point iteration w <- J' w + g by `Picard()` or `Anderson()`.
+    fixed-point iteration w <- J' w + g by `Picard()`, `Anderson()` or `Broyden()`. All start at w = g, which
+    is JFB: so that is what `max_steps=0` gives. The tolerance is relative to g.
 
     `report(products, residual, status)` is called after every backward pass with the true number of
     J-products, and per sample the residual |g - (I - J') w| and its `Status`. An unmet tolerance warns.
-    A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it.
+    A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it. A backward pass evaluates T once.
     Second derivatives are refused: they would need T recorded at a z* that moves with the parameters, which
     doubles the memory of every first derivative. `Unroll` from z0 has them.
     """
@@ -39,17 +43,22 @@ class Implicit:
         if isinstance(self.method, type) or not (hasattr(self.method, "solve") or hasattr(self.method, "step")):
             raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or Anderson(), got {self.method!r}")
         if not isinstance(self.tolerance, Tolerance):
-            raise TypeError(f"tolerance must be a Tolerance, got {self.tolerance!r}")
+            raise TypeError(f"tolerance must be a Tolerance, got {self.tolerance!r}; write Tolerance(rtol=...)")
+        if self.report is not None and not callable(self.report):
+            raise TypeError(f"report must be a function of (products, residual, status), got {self.report!r}")
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
-        value = T(z_star, *inputs)
-        parts = leaves_like(z_star, value, "T")
-        if not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
-            return value
         space = Space.of(z_star, coupled=coupled)
-        problem = _Problem(self, with_autocast_of(space, T), z_star, tuple(inputs), space)
-        return rebuild(z_star, _Backward.apply(problem, *parts))
+        value = T(z_star, *inputs)
+        with torch.no_grad():
+            space.rows(value)  # refuses another shape or dtype now, rather than in the backward pass
+        parts: Any = leaves_like(z_star, value, "T")
+        if _differentiated(parts):
+            T = with_autocast_of(space, T)
+            problem = _Problem(self, T, z_star, tuple(inputs), space, rounding(space), _type_of(space))
+            parts = _Backward.apply(problem, *parts)
+        return rebuild(z_star, parts)
 
 
 @dataclass(frozen=True)
@@ -61,94 +70,112 @@ class _Problem:
     z_star: Latent
     inputs: tuple[Any, ...]
     space: Space
+    eps: float  # the rounding of T's arithmetic, and the type it is in: autocast may be gone by now
+    computed_in: torch.dtype
 
     def solve(self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """w for the cotangent g."""
-        with torch.no_grad(), without_autocast(self.space):
+        with torch.no_grad(), _without_autocast(self.space.device.type):
             cotangent = [part.detach().to(self.space.dtype) for part in g]
-            w = self.space.nest(self._rows(self.space.rows(rebuild(self.z_star, cotangent), "the cotangent")))
-        found = [a.to(b.dtype) for a, b in zip(leaves_like(self.z_star, w, "w"), g, strict=True)]
+            w = self._rows(self.space.rows(rebuild(self.z_star, cotangent), "the cotangent"))
+            found = [a.to(b.dtype) for a, b in zip(self.space.parts(w), g, strict=True)]
         if torch.is_grad_enabled():  # a graph of this backward pass is being recorded
             return _Refuse.apply(len(found), *found, *g, *parts)
         return tuple(found)
 
-    def _map(self, z: Latent) -> Latent:
-        """T at fixed inputs, in the structure of z*; under autocast in its type too."""
-        value = leaves_like(self.z_star, self.T(z, *self.inputs), "T")
-        return rebuild(self.z_star, [part.to(self.space.dtype) for part in value])
-
     def _rows(self, g: Tensor) -> Tensor:
+        mode = self.mode
         finite = g.isfinite().all(1)
-        equation = self._equation(torch.where(finite[:, None], g, 0.0))
-        w = _apply_method(self.mode.method, equation)
-        self._tell(equation, w, finite)
-        return torch.where(finite[:, None], w, g)
+        right = torch.where(finite[:, None], g, 0.0)
+        unit = units(right)
+        common = unit.amax() if len(unit) else 1.0
+        jacobian = Jacobian(self.T, self.z_star, self.inputs, self.space, unit / common)
+        equation = Adjoint(jacobian, mode.tolerance, self.eps, right / unit[:, None], unit)
+        w = mode.method.solve(equation) if hasattr(mode.method, "solve") else self._iterate(equation)
+        if mode.tolerance.check_every or mode.report is not None:
+            self._tell(equation, w, finite)
+        return torch.where(finite[:, None], w * unit[:, None], g)
 
-    def _equation(self, g: Tensor) -> Adjoint:
-        space = self.space
-        with torch.enable_grad():  # torch.func needs it to record J' as a function
-            pull = torch.func.vjp(self._map, self.z_star)[1]
-            push = torch.func.vjp(pull, self.z_star)[1]  # J' is linear: the pullback of J' is J
-        return Adjoint(
-            transposed=lambda w: space.rows(detach(pull(space.nest(w))[0]), "J'"),
-            forward=lambda v: space.rows(detach(push((space.nest(v),))[0]), "J"),
-            g=g,
-            tolerance=self.mode.tolerance,
-            space=space,
-        )
+    def _iterate(self, equation: Adjoint) -> Tensor:
+        """w <- J' w + g by a fixed-point solver."""
+        limits, kind, method = self.mode.tolerance, self.space.device.type, cast(Solver, self.mode.method)
+        norm = _InThresholds.of(equation)
+        tolerance = Tolerance(atol=1.0, max_steps=limits.max_steps, norm=norm, check_every=limits.check_every)
+
+        def step(w: Tensor) -> Tensor:
+            with _without_autocast(kind):
+                return equation.g + equation.jacobian.transposed(w)
+
+        # The loop calls a sample stalled by the rounding of T, and autocast is how it is told of a short type.
+        short = self.computed_in in (torch.bfloat16, torch.float16)
+        with torch.autocast(kind, dtype=self.computed_in) if short else nullcontext():
+            return solve(step, equation.g, method, tolerance=tolerance).value
 
     def _tell(self, equation: Adjoint, w: Tensor, finite: Tensor) -> None:
-        """Report and warn from the true residual, not from the one a recursion believes."""
-        if not self.mode.tolerance.check_every and self.mode.report is None:
-            return
-        residual = equation.size(equation.g - equation.A(w))
-        met = residual <= equation.threshold
-        status = tuple(
-            Status.NONFINITE if not f or not r < torch.inf else Status.CONVERGED if m else Status.MAX_STEPS
-            for f, r, m in zip(finite.tolist(), residual.tolist(), met.tolist(), strict=True)
-        )
-        spread = status * self.space.batch if self.space.coupled else status
-        if self.mode.report is not None:
-            self.mode.report(equation.products, self.space.spread(residual), spread)
-        if not bool((met | ~finite).all()):
-            warnings.warn(_complaint(self.mode, residual / equation.size(equation.g), status), stacklevel=2)
-
-
-def _apply_method(method: Any, equation: Adjoint) -> Tensor:
-    if hasattr(method, "solve"):
-        return method.solve(equation)
-    # A fixed-point solver: in units of the threshold, so that "relative to g" becomes an absolute tolerance.
-    tolerance = equation.tolerance
-    unit = equation.threshold[:, None]
-    unit = torch.where(unit > 0, unit, 1.0)
-    g = equation.g / unit
-    scaled = Tolerance(
-        atol=1.0, max_steps=tolerance.max_steps, norm=_Like(equation), check_every=tolerance.check_every
-    )
-    return solve(lambda w: g + w - equation.A(w), g, method, tolerance=scaled).value * unit
+        """Report how the equation was solved, and warn where that is short of the tolerance."""
+        residual, space, report = equation.size(equation.residual(w)), self.space, self.mode.report
+        ends = list(zip(finite.tolist(), equation.ends(w), strict=True))
+        if report is not None:
+            status = tuple(end if sound else Status.NONFINITE for sound, end in ends)
+            status = status * space.batch if space.coupled else status
+            true = torch.where(finite, residual * equation.unit, torch.nan)
+            report(equation.jacobian.products, space.spread(true), status)
+        missed = [end for sound, end in ends if sound and end is not Status.CONVERGED]
+        if missed:
+            worst = (residual / equation.size(equation.g)).masked_fill(residual <= equation.threshold, 0.0).max()
+            warnings.warn(_complaint(self.mode.method, missed, len(ends), float(worst)), stacklevel=2)
 
 
 @dataclass(frozen=True)
-class _Like:
-    """The norm of the equation's tolerance, for rows whose nest the fixed-point loop does not know."""
+class _InThresholds:
+    """The norm of every row in units of its own threshold, since the loop has one tolerance for all rows.
+
+    A threshold of zero becomes one that rounding cannot reach, except by an exact hit.
+    """
 
     equation: Adjoint
+    unit: Tensor
+
+    @staticmethod
+    def of(equation: Adjoint) -> _InThresholds:
+        least = torch.finfo(equation.g.dtype).eps ** 2 * equation.size(equation.g)
+        unit = torch.maximum(equation.threshold, least)
+        return _InThresholds(equation, torch.where(unit > 0, unit, 1.0))
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
-        return self.equation.tolerance.norm.measure(rows, self.equation.space)
+        return self.equation.size(rows) / self.unit
 
     def scale(self, space: Space) -> float:
-        return self.equation.tolerance.norm.scale(self.equation.space)
+        return 1.0
 
 
-def _complaint(mode: Implicit, relative: Tensor, status: tuple[Status, ...]) -> str:
-    count = Counter(status)
-    missed = sum(n for kind, n in count.items() if kind is not Status.CONVERGED)
+def _complaint(method: Any, missed: Sequence[Status], samples: int, worst: float) -> str:
+    if Status.NONFINITE in missed:
+        advice = "check that T and its derivative are finite at z*"
+    elif Status.MAX_STEPS in missed:
+        advice = "allow more max_steps, loosen rtol, or check that T contracts (banach.contraction_factor)"
+    else:
+        advice = "the rounding of T allows no better, so loosen rtol or compute T in higher precision"
     return (
-        f"the adjoint equation missed its tolerance for {missed} of {len(status)} samples "
-        f"(worst residual {float(relative.max()):.1e} of |g|) by {mode.method}: "
-        "allow more max_steps, loosen rtol, or check that T contracts (banach.contraction_factor)"
+        f"the adjoint equation missed its tolerance for {len(missed)} of {samples} samples "
+        f"(worst residual {worst:.1e} of |g|) by {method}: {advice}"
     )
+
+
+def _differentiated(parts: list[Tensor]) -> bool:
+    """Is a gradient recorded here, or a tangent carried along? Forward mode asks for no grad mode."""
+    recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    return recorded or any(unpack_dual(part).tangent is not None for part in parts)
+
+
+def _type_of(space: Space) -> torch.dtype:
+    """The type of T's arithmetic."""
+    return torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """The backward pass may run under an autocast that the forward pass did not: T keeps that of its own."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _Backward(torch.autograd.Function):
@@ -167,6 +194,11 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.problem.solve(g, ctx.saved_tensors))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        # Passed by, the tangent would be that of one evaluation: JFB's, which is not what was asked for.
+        raise RuntimeError("Implicit has no forward-mode derivative: use torch.func.vjp or grad, or Unroll(steps)")
 
 
 class _Refuse(torch.autograd.Function):

@@ -8,41 +8,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banach.latent import Space
-from banach.solve import Tolerance
+from banach.backward.adjoint import Adjoint
+from banach.backward.mode import check_count
+
+# From a residual, who is active and how many steps there are: the update of w, and how many were taken.
+Cycle = Callable[[Adjoint, Tensor, Tensor, int], tuple[Tensor, int]]
 
 
-@dataclass
-class Adjoint:
-    """The equation (I - J') w = g: products with A = I - J' and A' = I - J, counted, and the stopping test."""
+def in_cycles(equation: Adjoint, cycle: Cycle, *, record: bool = False) -> Tensor:
+    """Start at w = g, which is JFB, and correct w by cycles, each from a residual that is computed afresh.
 
-    transposed: Callable[[Tensor], Tensor]  # w -> J' w
-    forward: Callable[[Tensor], Tensor]  # v -> J v
-    g: Tensor  # (samples, width)
-    tolerance: Tolerance
-    space: Space
-    products: int = 0
-
-    def A(self, w: Tensor) -> Tensor:
-        self.products += self.space.batch
-        return w - self.transposed(w)
-
-    def At(self, v: Tensor) -> Tensor:
-        self.products += self.space.batch
-        return v - self.forward(v)
-
-    def size(self, rows: Tensor) -> Tensor:
-        return self.tolerance.norm.measure(rows, self.space) * self.tolerance.norm.scale(self.space)
-
-    @property
-    def threshold(self) -> Tensor:
-        """(samples,): what the residual must come down to; the relative part is relative to g."""
-        return self.tolerance.atol + self.tolerance.rtol * self.size(self.g)
-
-    def idle(self, active: Tensor, step: int) -> bool:
-        """Ask the host, at checks only, whether nobody is active any more."""
-        every = self.tolerance.check_every
-        return bool(every) and step % every == 0 and not bool(active.any())
+    So rounding in a cycle's recursion is mended by the next. A sample ends when it meets the threshold, or
+    when it is within rounding and a cycle no longer halves its residual.
+    """
+    w, done = equation.g, 0
+    before = torch.full_like(equation.threshold, torch.inf)
+    while done < equation.tolerance.max_steps:
+        r = equation.residual(w, record=record and not done)
+        size = equation.size(r)
+        stuck = (size > before / 2) & (size <= equation.rounding(w))
+        active = (size > equation.threshold) & ~stuck
+        if equation.idle(active):
+            break
+        update, used = cycle(equation, r, active, equation.tolerance.max_steps - done)
+        w, done, before = w + update, done + used, size
+    return w
 
 
 @dataclass(frozen=True)
@@ -54,23 +44,23 @@ class NormalCG:
     """
 
     def solve(self, equation: Adjoint) -> Tensor:
-        w, r = torch.zeros_like(equation.g), equation.g
-        s = equation.At(r)
-        p, power = s, torch.linalg.vecdot(s, s)
-        threshold = equation.threshold
-        active = equation.size(r) > threshold
-        for step in range(1, equation.tolerance.max_steps + 1):
-            if equation.idle(active, step - 1):
-                break
+        return in_cycles(equation, self._cycle, record=True)
+
+    def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
+        w = torch.zeros_like(r)
+        p, power, step = w, torch.ones_like(equation.threshold), 0
+        while True:
+            s = equation.At(r)
+            power, before = torch.linalg.vecdot(s, s), power
+            p = s + _ratio(power, before) * p
             q = equation.A(p)
             alpha = _ratio(power, torch.linalg.vecdot(q, q))
             w = torch.where(active[:, None], w + alpha * p, w)
             r = torch.where(active[:, None], r - alpha * q, r)
-            s = equation.At(r)
-            power, before = torch.linalg.vecdot(s, s), power
-            p = s + _ratio(power, before) * p
-            active = active & (equation.size(r) > threshold)
-        return w
+            active = active & (equation.size(r) > equation.threshold)
+            step += 1
+            if step == room or equation.idle(active, step):
+                return w, step
 
 
 @dataclass(frozen=True)
@@ -84,76 +74,62 @@ class GMRES:
     restart: int = 20
 
     def __post_init__(self) -> None:
-        if isinstance(self.restart, bool) or not isinstance(self.restart, int) or self.restart < 1:
-            raise ValueError(f"restart must be a whole number of at least 1, got {self.restart!r}")
+        check_count("restart", self.restart, 1)
 
     def solve(self, equation: Adjoint) -> Tensor:
-        w, r, done = torch.zeros_like(equation.g), equation.g, 0
-        threshold = equation.threshold
-        active = equation.size(r) > threshold
-        while done < equation.tolerance.max_steps and not equation.idle(active, 0):
-            room = min(self.restart, equation.tolerance.max_steps - done)
-            update, used = self._cycle(equation, r, active, threshold, room)
-            w, done = w + update, done + used
-            r = equation.g - equation.A(w)
-            active = active & (equation.size(r) > threshold)
-        return w
+        return in_cycles(equation, self._cycle)
 
-    def _cycle(
-        self, equation: Adjoint, r: Tensor, active: Tensor, threshold: Tensor, room: int
-    ) -> tuple[Tensor, int]:
-        """One Arnoldi cycle from residual r: the update of w, and the number of products spent."""
+    def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
+        """Arnoldi's basis V and Hessenberg matrix H; the rotations Q make H triangular as it grows."""
+        room = min(self.restart, room)
         beta = torch.linalg.vector_norm(r, dim=1)
-        goal = threshold * _ratio(beta, equation.size(r))[:, 0]  # the threshold, as a Euclidean length
-        V = [torch.where(active[:, None], r * _inverse(beta), 0.0)]
-        columns: list[list[Tensor]] = []
-        rotations: list[tuple[Tensor, Tensor]] = []
-        right = [beta]
+        goal = equation.threshold * _ratio(beta, equation.size(r))[:, 0]  # the threshold, as a Euclidean length
+        V = r.new_zeros(room + 1, *r.shape).transpose(0, 1)  # a vector of the basis is one contiguous matrix
+        V[:, 0] = torch.where(active[:, None], r * _inverse(beta), 0.0)
+        H = r.new_zeros(len(r), room + 1, room)
+        Q = torch.eye(room + 1, dtype=r.dtype, device=r.device).repeat(len(r), 1, 1)
         for step in range(room):
-            h, v = _orthogonalise(equation.A(V[step]), V)
-            column = _rotate([*h, torch.linalg.vector_norm(v, dim=1)], rotations)
-            rotations.append(_rotation(column[step], column[step + 1]))
-            column = _rotate(column, rotations[-1:], start=step)
-            columns.append(column)
-            right[step:] = _rotate([right[step], torch.zeros_like(beta)], rotations[-1:])
-            active = active & (right[-1].abs() > goal)
-            V.append(torch.where(active[:, None], v * _inverse(torch.linalg.vector_norm(v, dim=1)), 0.0))
+            H[:, : step + 1, step], v = _orthogonalise(equation.A(V[:, step]), V[:, : step + 1])
+            length = torch.linalg.vector_norm(v, dim=1)
+            H[:, step + 1, step] = length
+            _rotate_(Q, H, step)
+            active = active & (beta * Q[:, step + 1, 0].abs() > goal)
+            V[:, step + 1] = torch.where(active[:, None], v * _inverse(length), 0.0)
             if equation.idle(active, step + 1):
                 break
-        return _combine(columns, right, V), len(columns)
+        used = step + 1
+        y = _back_substitute(H[:, :used, :used], beta[:, None] * Q[:, :used, 0])
+        return torch.bmm(y[:, None], V[:, :used])[:, 0], used
 
 
-def _orthogonalise(v: Tensor, basis: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """v without its parts along the basis, and those parts; twice, since once loses orthogonality."""
-    V = torch.stack(basis, 1)
+def _orthogonalise(v: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts of v along the basis, and v without them; twice, since once loses orthogonality."""
     first = torch.bmm(V, v[..., None])
     v = torch.baddbmm(v[..., None], V.mT, first, alpha=-1)[..., 0]
     second = torch.bmm(V, v[..., None])
     v = torch.baddbmm(v[..., None], V.mT, second, alpha=-1)[..., 0]
-    return list((first + second)[..., 0].unbind(1)), v
+    return (first + second)[..., 0], v
 
 
-def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine that turn (a, b) into (length, 0); the identity where both are zero."""
+def _rotate_(Q: Tensor, H: Tensor, step: int) -> None:
+    """Apply the rotations so far to the new column, and add the one that clears its last entry."""
+    column = torch.bmm(Q, H[:, :, step, None])[..., 0]
+    a, b = column[:, step], column[:, step + 1]
     length = torch.hypot(a, b)
-    zero = length == 0
-    return torch.where(zero, 1.0, a / length), torch.where(zero, 0.0, b / length)
+    cos, sin = torch.where(length == 0, 1.0, _ratio(a, length)[:, 0])[:, None], _ratio(b, length)
+    upper, lower = Q[:, step].clone(), Q[:, step + 1].clone()
+    Q[:, step] = cos * upper + sin * lower
+    Q[:, step + 1] = cos * lower - sin * upper
+    column[:, step] = length
+    H[:, : step + 1, step] = column[:, : step + 1]
 
 
-def _rotate(x: list[Tensor], rotations: list[tuple[Tensor, Tensor]], start: int = 0) -> list[Tensor]:
-    x = list(x)
-    for i, (cos, sin) in enumerate(rotations, start):
-        x[i], x[i + 1] = cos * x[i] + sin * x[i + 1], cos * x[i + 1] - sin * x[i]
-    return x
-
-
-def _combine(columns: list[list[Tensor]], right: list[Tensor], V: list[Tensor]) -> Tensor:
-    """Back substitution in the triangular system, then the combination of basis vectors."""
-    y: list[Tensor] = [torch.zeros_like(right[0])] * len(columns)
-    for i in reversed(range(len(columns))):
-        known = [columns[j][i] * y[j] for j in range(i + 1, len(columns))]
-        y[i] = _ratio(right[i] - sum(known), columns[i][i])[:, 0]
-    return torch.stack([a[:, None] * v for a, v in zip(y, V, strict=False)]).sum(0)
+def _back_substitute(R: Tensor, right: Tensor) -> Tensor:
+    """R^-1 right, and 0 where the diagonal is 0: the basis has nothing to add there."""
+    diagonal = R.diagonal(dim1=1, dim2=2)
+    nothing = diagonal == 0
+    R = R + torch.diag_embed(nothing.to(R.dtype))
+    return torch.linalg.solve_triangular(R, torch.where(nothing, 0.0, right)[..., None], upper=True)[..., 0]
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:

@@ -37,5 +37,5 @@ class Neumann:
 
 
 def carrying(z: Latent, source: Latent) -> Latent:
-    """The value of z, bit for bit, with the derivative of `source`."""
+    """The value of z, with the derivative of `source`."""
     return map_leaves(lambda a, b: a + (b - b.detach()).to(a.dtype), z, source)

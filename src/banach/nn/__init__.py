@@ -1,5 +1,23 @@
 """Pieces people build Q, R and S from: layers that behave inside a fixed point."""
 
+from banach.nn.affine import operator_norm
 from banach.nn.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d, convert_dropout
+from banach.nn.lipschitz import Lipschitz
+from banach.nn.monotone import ForwardBackward, MonotoneLinear
+from banach.nn.scaled import Scaled, ScaledInput
+from banach.nn.streams import TwoStream
 
-__all__ = ["Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "convert_dropout"]
+__all__ = [
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "ForwardBackward",
+    "Lipschitz",
+    "MonotoneLinear",
+    "Scaled",
+    "ScaledInput",
+    "TwoStream",
+    "convert_dropout",
+    "operator_norm",
+]

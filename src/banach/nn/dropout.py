@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from banach.nn.passes import running_pass
+from banach.nn.passes import draws_masks, running_pass
 
 
 class _OneMask:
-    """x * m / (1 - p), with m drawn once per pass; outside a pass like PyTorch's own."""
+    """x * m / (1 - p), with m drawn once per pass; outside a pass like PyTorch's own.
+
+    The mask belongs to the layer: called at two places in R, it drops the same entries at both, so give each
+    place a layer of its own.
+    """
 
     one_mask_per_pass = True
     p: float
@@ -20,14 +25,37 @@ class _OneMask:
 
     def forward(self, x: Tensor) -> Tensor:
         now = running_pass()
-        if not self.training or self.p == 0 or now is None:
+        if now is None:
+            _refuse_recomputation(self)
+        if now is None or not self.training or self.p == 0:
             return super().forward(x)  # type: ignore[misc]
+        _remember(self)
         mask = now.mask(self, self.shape(x), 1 - self.p, x.device)  # type: ignore[arg-type]
         # At p = 1 nothing is kept and the scale would be infinite.
         return torch.where(mask, x / (1 - self.p) if self.p < 1 else x, x.new_zeros(()))
 
     def shape(self, x: Tensor) -> torch.Size:
         return x.shape
+
+
+# Layers that were evaluated inside a pass.
+_inside: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _remember(layer: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _inside.add(layer)
+
+
+def _refuse_recomputation(layer: Any) -> None:
+    """A checkpoint inside R recomputes in the backward pass, where the mask is not known."""
+    if torch.compiler.is_compiling() or not draws_masks(layer) or layer not in _inside:
+        return
+    if torch._C._current_graph_task_id() != -1:  # the backward pass is running
+        raise RuntimeError(
+            "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask: "
+            "use Unroll(checkpoint=True) instead"
+        )
 
 
 class _OneMaskPerChannel(_OneMask):
@@ -75,25 +103,32 @@ def convert_dropout(module: nn.Module) -> nn.Module:
     if type(module) in _TWINS:
         twin = _TWINS[type(module)](module.p, module.inplace)
         return twin.train(module.training)
-    for name, child in module.named_children():
-        setattr(module, name, convert_dropout(child))
+    for name, child in module._modules.items():  # not named_children(), which names a shared layer only once
+        if child is not None:
+            module._modules[name] = convert_dropout(child)
     return module
 
 
 def check_dropout(R: Any) -> None:
-    """Refuse a train-mode dropout in R that would draw a new mask at every evaluation."""
-    if not isinstance(R, nn.Module) or not R.training:
+    """Refuse a train-mode layer in R that would draw at random anew at every evaluation."""
+    if not isinstance(R, nn.Module):
         return
     for name, module in R.named_modules():
-        plain = isinstance(module, nn.modules.dropout._DropoutNd) and not isinstance(module, _OneMask)
-        hidden = isinstance(module, nn.MultiheadAttention) and module.dropout > 0
-        if module.training and ((plain and module.p > 0) or hidden):
-            advice = (
-                "set its dropout to 0 and use banach.nn.Dropout outside it"
-                if hidden
-                else "use banach.nn.Dropout, or banach.nn.convert_dropout(R)"
-            )
+        advice = _advice(module) if module.training else None
+        if advice is not None:
+            place = f"R.{name}" if name else "R"
             raise RuntimeError(
-                f"R.{name} is {type(module).__name__}, which draws a new mask at every evaluation, so there is "
+                f"{place} is {type(module).__name__}, which draws at random anew at every evaluation, so there is "
                 f"no fixed point to find: {advice}"
             )
+
+
+def _advice(module: nn.Module) -> str | None:
+    """What to use instead of a module that draws at random, or None if it does not."""
+    if isinstance(module, nn.modules.dropout._DropoutNd) and not isinstance(module, _OneMask) and module.p > 0:
+        return "use banach.nn.Dropout, or banach.nn.convert_dropout(R)"
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
+        return "set its dropout to 0 and use banach.nn.Dropout outside it"
+    if isinstance(module, nn.RReLU) and module.lower < module.upper:
+        return "use nn.LeakyReLU"
+    return None

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from banach.latent import Latent
 
-
-class _Current(threading.local):
-    """The pass that is evaluating R in this thread. (Backward threads evaluate too: checkpoint, J-products.)"""
-
-    running: Pass | None = None
+Result = TypeVar("Result")
+Masks = dict[Any, Any]
 
 
-_current = _Current()
+# The pass that is evaluating R, per thread: backward threads evaluate too. Bare, since Dynamo does not notice
+# that an attribute hides a class attribute: compiled outside a pass, R would never see one.
+_current = threading.local()
+
+
+def _running() -> Pass | None:
+    return getattr(_current, "running", None)
 
 
 class Pass:
@@ -29,37 +32,48 @@ class Pass:
     and only what the last evaluation of the pass left in them is written back: one update per pass.
     Dropout masks are drawn at the first evaluation and held here, not on the module, so that a network can
     be used many times in one graph. Recomputation and J-products after the pass read the same snapshot and
-    masks and write nothing.
+    masks and write nothing. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
 
-    `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later.
+    `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later. A pass that is never
+    entered writes nothing at all.
     """
 
     def __init__(self, R: Any) -> None:
-        modules = list(R.modules()) if isinstance(R, nn.Module) else []
+        known = isinstance(R, nn.Module)
+        modules = list(R.modules()) if known else []
         buffers = dict(R.named_buffers()) if any(module.training for module in modules) else {}
         self.R = R
-        self.masks: dict[tuple[int, torch.Size], Tensor] | None = {} if any(map(draws_masks, modules)) else None
+        # A plain function may call layers that nobody can see from here: it gets masks in case it does.
+        self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
         self.snapshot = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        self.scratch: dict[str, Tensor] | None = None  # the buffers of evaluations that are not recorded
         self.latest: dict[str, Tensor] | None = None
+        self.made: dict[int, tuple[Tensor, Any]] = {}
+        self.rows: list[Tensor] = []  # which samples are here, where an outer pass has let some go
         self.index: Tensor | None = None
         self.open = False
         self.outer: Pass | None = None
 
     def __enter__(self) -> Pass:
-        self.open, self.outer, _current.running = True, _current.running, self
+        self.open, self.outer, _current.running = True, _running(), self
+        if self.masks is not None and self.outer is not None and self.outer.masks is not None:
+            # R of the outer pass holds this network: its masks must last as long as the outer pass.
+            self.masks = self.outer.masks.setdefault(id(self.R), {})
+            self.rows = self.outer.present()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.open, _current.running = False, self.outer
         if self.latest is not None and error is None:
             self._write_back(self.latest)
-        self.latest = None
+        self.latest = self.scratch = None
+        self.made = {}
 
     def evaluate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """R(u, v). `index` says which samples of the batch these are, when some have left it."""
-        if self.masks is None or (index is None and _current.running is self):
+        if self.masks is None or (index is None and _running() is self):
             return self._call(u, v)
-        with self._running(index):
+        with self._here(index):
             return self._call(u, v)
 
     def mask(self, layer: nn.Module, shape: torch.Size, keep: float, device: torch.device) -> Tensor:
@@ -68,17 +82,38 @@ class Pass:
         key = (id(layer), shape[1:])
         if key not in self.masks:
             self.masks[key] = torch.rand(shape, device=device) < keep
-        mask = self.masks[key]
-        return mask if self.index is None else mask.index_select(0, self.index)
+        mask: Tensor = self.masks[key]
+        for rows in self.present():
+            mask = mask.index_select(0, rows)
+        if mask.shape != shape:
+            raise ValueError(
+                f"dropout in R has a mask for a batch of {mask.shape[0]} and got a batch of {shape[0]}: one pass "
+                "is one batch; where R drops, axis 0 must be the batch, or leave out compact=True"
+            )
+        return mask
+
+    def present(self) -> list[Tensor]:
+        """Selections that lead from the whole batch to the samples that are here."""
+        return self.rows if self.index is None else [*self.rows, self.index]
 
     def _call(self, u: Latent, v: Latent) -> Latent:
         if not self.snapshot:
             return self.R(u, v)
-        buffers = {name: buffer.clone() for name, buffer in self.snapshot.items()}
+        buffers = self._buffers()
         value = torch.func.functional_call(self.R, buffers, (u, v))
         if self.open:
             self.latest = buffers
         return value
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The snapshot again. A recorded evaluation gets a copy of its own, since its graph may hold it."""
+        if not self.open or torch.is_grad_enabled():
+            return {name: buffer.clone() for name, buffer in self.snapshot.items()}
+        if self.scratch is None:
+            self.scratch = {name: buffer.clone() for name, buffer in self.snapshot.items()}
+        else:
+            _copy_all(self.scratch, self.snapshot)
+        return dict(self.scratch)
 
     def _write_back(self, buffers: dict[str, Tensor]) -> None:
         own = dict(self.R.named_buffers())
@@ -87,8 +122,8 @@ class Pass:
                 own[name].copy_(buffer)
 
     @contextmanager
-    def _running(self, index: Tensor | None) -> Iterator[None]:
-        before, _current.running, self.index = _current.running, self, index
+    def _here(self, index: Tensor | None) -> Iterator[None]:
+        before, _current.running, self.index = _running(), self, index
         try:
             yield
         finally:
@@ -96,9 +131,23 @@ class Pass:
 
 
 def running_pass() -> Pass | None:
-    """The pass that is evaluating R right now in this thread, if any."""
-    now = _current.running
+    """The pass that is evaluating R right now in this thread, if it keeps masks."""
+    now = _running()
     return now if now is not None and now.masks is not None else None
+
+
+def once_per_pass(owner: nn.Module, source: Tensor, make: Callable[[], Result]) -> Result:
+    """make(), or what it gave earlier in this pass for the same source: a weight need be scaled only once.
+
+    Evaluations that are recorded make their own, which their graph needs.
+    """
+    now = _running()
+    if now is None or not now.open or torch.is_grad_enabled():
+        return make()
+    kept = now.made.get(id(owner))
+    if kept is None or kept[0] is not source:
+        kept = now.made[id(owner)] = (source, make())
+    return kept[1]
 
 
 def draws_masks(module: nn.Module) -> bool:
@@ -115,3 +164,10 @@ def uses_batch_statistics(R: Any) -> bool:
         and (module.training or (module.running_mean is None and module.running_var is None))
         for module in R.modules()
     )
+
+
+def _copy_all(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
+    """One kernel per type rather than one per buffer: this happens at every step of a solve."""
+    for dtype in {tensor.dtype: None for tensor in source.values()}:
+        names = [name for name, tensor in source.items() if tensor.dtype == dtype]
+        torch._foreach_copy_([target[name] for name in names], [source[name] for name in names])

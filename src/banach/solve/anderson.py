@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banach.solve.solver import Memory, Point, check_fraction, check_memory
+from banach.solve.solver import Memory, Point, check_count, check_fraction
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Anderson:
     dZ and dR hold the last `memory` differences of z and of r = T(z) - z. The Gram matrix dR' dR gains one
     row per step. Differences rather than raw residuals, since the Gram matrix of nearly equal residuals
     loses its digits. A sample takes a Picard step where the fit cannot be trusted: coefficients beyond
-    `bound`, a singular history, or a residual that has grown beyond `growth` times its least.
+    `bound`, a singular history, a residual that has grown beyond `growth` times its least, or no new least
+    in `patience` evaluations (without which it can circle for ever on a ReLU map that Picard solves).
     `ridge` lifts the diagonal, relative to itself; None: ten roundings of the dtype.
     (Anderson 1965; Walker and Ni 2011.)
     """
@@ -27,9 +28,11 @@ class Anderson:
     ridge: float | None = None
     bound: float = 1e4
     growth: float = 10.0
+    patience: int = 10
 
     def __post_init__(self) -> None:
-        check_memory(self.memory)
+        check_count("memory", self.memory)
+        check_count("patience", self.patience)
         check_fraction("damping", self.damping)
         if self.ridge is not None and not self.ridge >= 0:
             raise ValueError(f"ridge must be at least 0, got {self.ridge}")
@@ -42,20 +45,22 @@ class Anderson:
         # The slot is the outer axis in memory, so that writing one is writing one contiguous matrix.
         history = z.new_zeros(2, self.memory, samples, width).transpose(1, 2)
         gram = torch.eye(self.memory, dtype=z.dtype, device=z.device).repeat(samples, 1, 1)
-        return z, z, history[0], history[1], gram
+        return z, z, history[0], history[1], gram, z.new_zeros(samples, 1, 1)
 
     def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
-        z_before, r_before, dZ, dR, gram = memory
+        z_before, r_before, dZ, dR, gram, zero = memory
+        memory = (at.z, at.r, *memory[2:])
         if at.step == 1:
-            return self._mix(at), (at.z, at.r, dZ, dR, gram)
+            return self._mix(at), memory
         slot = (at.step - 2) % self.memory
         torch.sub(at.z, z_before, out=dZ[:, slot])
         torch.sub(at.r, r_before, out=dR[:, slot])
-        self._write_row(gram, torch.bmm(dR, dR[:, slot, :, None])[..., 0], slot)
-        c = self._coefficients(gram, torch.bmm(dR, at.r[..., None]), at).mT
+        self._write_row(gram, torch.bmm(dR[:, slot, None], dR.mT)[:, 0], slot)
+        c, _ = torch.linalg.solve_ex(gram, torch.bmm(at.r[:, None], dR.mT).mT)
+        c = torch.where(self._trusted(c, at)[:, None, None], c, zero).mT
         z = torch.baddbmm(self._mix(at)[:, None], c, dZ, alpha=-1)
         z.baddbmm_(c, dR, alpha=self.damping - 1)
-        return z[:, 0], (at.z, at.r, dZ, dR, gram)
+        return z[:, 0], memory
 
     def _mix(self, at: Point) -> Tensor:
         return torch.lerp(at.Tz, at.z, self.damping) if self.damping else at.Tz
@@ -67,11 +72,13 @@ class Anderson:
         gram[:, slot] = row
         gram[:, :, slot] = row
 
-    def _coefficients(self, gram: Tensor, right: Tensor, at: Point) -> Tensor:
-        """(samples, memory, 1): the least-squares fit, or zero where it is not to be trusted."""
-        c, _ = torch.linalg.solve_ex(gram, right)
-        # One comparison for both safeguards; NaN and infinity, from a singular history, fail it too.
+    def _trusted(self, c: Tensor, at: Point) -> Tensor:
+        """(samples,): is the fit to be used? |c| / bound + growth so far / growth + age / patience <= 1.
+
+        One comparison for all safeguards, in units of bound; NaN and infinity, from a singular history, fail it.
+        """
         doubt = torch.addcdiv(
             torch.linalg.vector_norm(c, dim=(1, 2)), at.residual, at.least, value=self.bound / self.growth
         )
-        return torch.where((doubt <= self.bound)[:, None, None], c, 0.0)
+        doubt.sub_(at.least_at, alpha=self.bound / self.patience)
+        return doubt <= self.bound * (1 - at.evaluation / self.patience)

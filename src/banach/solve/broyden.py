@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banach.solve.solver import Memory, Point, check_memory
+from banach.solve.solver import Memory, Point, check_count
 
 
 @dataclass(frozen=True)
@@ -17,21 +17,23 @@ class Broyden:
     After `memory` ranks H starts again from -I, so memory and time per step are bounded whatever the number
     of steps. (Overwriting the oldest rank instead was measured: it diverges on a symmetric map of
     contraction .95 that this solves in a sixth of Picard's steps.) A rank whose denominator vanishes is
-    skipped; a sample whose residual has grown beyond `growth` times its least forgets its ranks and takes a
-    Picard step. (Broyden 1965; Kelley 1995.)
+    skipped; a sample whose residual has grown beyond `growth` times its least, or is `patience` evaluations
+    past it, forgets its ranks and takes a Picard step. (Broyden 1965; Kelley 1995.)
     """
 
     memory: int = 10
     growth: float = 10.0
+    patience: int = 10
 
     def __post_init__(self) -> None:
-        check_memory(self.memory)
+        check_count("memory", self.memory)
+        check_count("patience", self.patience)
         if not self.growth > 1:
             raise ValueError(f"growth must be above 1, got {self.growth}")
 
     def start(self, z: Tensor) -> Memory:
         samples, width = z.shape
-        ranks = z.new_zeros(2, self.memory, samples, width).transpose(1, 2)
+        ranks = z.new_zeros(2, samples, self.memory, width)
         return z, z, ranks[0], ranks[1]
 
     def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
@@ -39,7 +41,7 @@ class Broyden:
         if at.step == 1:
             return at.Tz, (at.z, at.r, U, V)
         slot = (at.step - 2) % self.memory
-        wild = at.residual > self.growth * at.least
+        wild = (at.residual > self.growth * at.least) | (at.least_at < at.evaluation - self.patience)
         U.masked_fill_(wild[:, None, None], 0.0) if slot else U.zero_()
         self._learn(U, V, at.z - z_before, at.r - r_before, slot)
         move = torch.where(wild[:, None], -at.r, _inverse(U, V, at.r))
@@ -50,7 +52,9 @@ class Broyden:
         """H <- H + (dz - H dr) (dz' H) / (dz' H dr): the least change after which H dr = dz."""
         hdr = _inverse(U, V, dr)
         denominator = torch.linalg.vecdot(dz, hdr)
-        size = torch.linalg.vector_norm(dz, dim=1) * torch.linalg.vector_norm(hdr, dim=1)
+        # Small beside dz too: a residual that moves by rounding alone would send z to infinity.
+        length = torch.linalg.vector_norm(dz, dim=1)
+        size = length * torch.maximum(length, torch.linalg.vector_norm(hdr, dim=1))
         sound = denominator.abs() > 1e3 * torch.finfo(dz.dtype).eps * size
         left = (dz - hdr) / torch.where(sound, denominator, 1.0)[:, None]
         right = _inverse(V, U, dz)
@@ -60,5 +64,5 @@ class Broyden:
 
 def _inverse(U: Tensor, V: Tensor, x: Tensor) -> Tensor:
     """(-I + U V') x for every row; with U and V exchanged, the transpose."""
-    weights = torch.bmm(V, x[..., None]).mT
+    weights = torch.bmm(x[:, None], V.mT)  # a row times a matrix: on the CPU far faster than matrix times column
     return torch.baddbmm(x[:, None], weights, U, beta=-1)[:, 0]

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, Space, detach, select
+from banach.latent import Latent, Space, detach, leaves, select
+from banach.solve.exported import run_exported
 from banach.solve.picard import Picard
 from banach.solve.precision import rounding, with_autocast_of, without_autocast
 from banach.solve.solution import NotConverged, Solution
 from banach.solve.solver import Point, Solver
-from banach.solve.state import State, finish, to_numpy
+from banach.solve.state import Seen, State, finish, to_numpy
 from banach.solve.tolerance import Tolerance
 
 Map = Callable[..., Latent]
@@ -44,14 +45,18 @@ def solve(
     """
     _check(T, solver, inputs, tolerance)
     space = Space.of(z0, coupled=coupled)
-    if compact and (space.coupled or not inputs):
-        raise ValueError(_why_not_compact(space.coupled))
+    if compact:
+        _check_compact(space, inputs)
     run = Run(T, solver, tolerance, space, detach(tuple(inputs)))
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
+    if torch.compiler.is_exporting():
+        state, steps = run_exported(run, state), range(0)
+    else:
+        steps = range(1, tolerance.max_steps + 1)
     with without_autocast(space):
-        for k in range(1, tolerance.max_steps + 1):
-            run.step(state, k)
+        for k in steps:
+            run.step(state, k, k)
             if trace is not None:
                 trace.append(run.everyone(state).reached[0].clone())
             if on_step is not None:
@@ -76,6 +81,8 @@ class Run:
         self.space, self.inputs = space, inputs
         self.eps = rounding(space)
         self.busy = True
+        # Then the host can keep the best iterate by reference, and masks nothing while all are active.
+        self.asks_each_step = tolerance.check_every == 1 and not torch.compiler.is_exporting()
         # In the units of norm.measure, so that no step has to scale a residual.
         self.atol = tolerance.atol / tolerance.norm.scale(space)
         self.whole: State | None = None  # the whole batch, once some samples have left it
@@ -86,22 +93,28 @@ class Run:
         rows = self.space.rows(z0, "start").contiguous()
         return State.start(rows, self.solver.start(rows), relative=self.tolerance.rtol > 0)
 
-    def step(self, state: State, k: int) -> None:
-        """Evaluate T once, record the residual, move every sample that is still active."""
+    def step(self, state: State, k: int | Tensor, turn: int) -> None:
+        """Evaluate T once, record the residual, move every sample that is still active.
+
+        `turn` is the step as the solver counts it; in an exported program k is a tensor and turn repeats.
+        """
         rtol = self.tolerance.rtol
-        Tz = self.space.rows(self._evaluate(self.space.nest(state.z), first=k == 1))
+        Tz = self.space.rows(self._evaluate(state.z, first=turn == 1))
         r = Tz - state.z
-        relative = (self._size(Tz), rtol) if rtol else None
-        state.observe(k, self._size(r), relative)
-        point = Point(k, state.z, Tz, r, state.reached[0], state.best[0])
+        state.Tz = Tz
+        state.observe(k, self._size(r), (self._size(Tz), rtol) if rtol else None)
+        point = Point(turn, state.z, Tz, r, state.residual, state.least, state.least_at, k)
         proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal, self.atol)
-        state.Tz = Tz
+        if not self.asks_each_step:
+            state.keep_best()
 
     def check(self, state: State, k: int, *, compact: bool) -> State:
         """Ask the host which samples are done; judge stalling; let done samples leave the batch."""
-        seen = state.on_host(k)
+        seen = state.on_host(k, self.atol)
         active = seen.active
+        if self.asks_each_step:
+            self._keep_best(state, seen)
         if seen.idle.any() and state.Tz is not None:
             flat = seen.idle & (seen.residual <= self.eps * to_numpy(self._size(state.Tz)))
             if flat.any():
@@ -111,15 +124,16 @@ class Run:
         if nonfinite > self.nonfinite:
             self.nonfinite = nonfinite
             state.scrub()
-        self.busy = bool(active.any())
+        self.busy, state.all_active = bool(active.any()), bool(active.all())
         # Leaving costs a copy of what stays: worth it when at least one in sixteen is done.
         if compact and self.busy and 16 * (active.size - active.sum()) >= active.size:
             return self._let_go(state, active)
         return state
 
-    def _evaluate(self, z: Latent, *, first: bool) -> Latent:
+    def _evaluate(self, z: Tensor, *, first: bool) -> Latent:
+        before = _version(z) if first else None
         try:
-            return self.T(z, *self.inputs)
+            value = self.T(self.space.nest(z), *self.inputs)
         except RuntimeError as error:
             if first and any(word in str(error) for word in ("dtype", "scalar type", "device")):
                 raise TypeError(
@@ -127,9 +141,19 @@ class Run:
                     "give z0 the dtype and device of T's weights"
                 ) from error
             raise
+        if first and _version(z) != before:
+            raise ValueError("T must not change its input in place: begin with an operation that is not in place")
+        return value
 
     def _size(self, rows: Tensor) -> Tensor:
         return self.tolerance.norm.measure(rows, self.space)
+
+    def _keep_best(self, state: State, seen: Seen) -> None:
+        """What `State.keep_best` does, without a kernel where all samples got better, or none did."""
+        if seen.better.all():
+            state.best_z = state.z_before
+        elif seen.better.any():
+            state.best_z = torch.where(state.better.unsqueeze(1), state.z_before, state.best_z)
 
     def everyone(self, state: State) -> State:
         """The whole batch: the samples that are here put back among those that have left."""
@@ -145,7 +169,14 @@ class Run:
         self.inputs = select(self.inputs, stay)
         self.space = self.space.resized(len(stay))
         self.nonfinite_left = self.nonfinite
-        return state.take(stay)
+        left = state.take(stay)
+        self.whole.memory = ()
+        return left
+
+
+def _version(z: Tensor) -> int | None:
+    """How often z was written to, where that can be known: it costs nothing to ask."""
+    return None if torch.compiler.is_compiling() or z.is_inference() else z._version
 
 
 def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:
@@ -157,9 +188,21 @@ def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance
         raise TypeError(f"tolerance must be a Tolerance, got {tolerance!r}; write Tolerance(atol=...)")
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(f"inputs must be a tuple of tensors, got {type(inputs).__name__}; write inputs=(x,)")
+    leaves(inputs, "each of `inputs`")
 
 
-def _why_not_compact(coupled: bool) -> str:
-    if coupled:
-        return "compact=True needs independent samples, but these are coupled and stop as one; leave it out"
-    return "compact=True needs what belongs to a sample in `inputs`, since a closure cannot be cut: T(z, *inputs)"
+def _check_compact(space: Space, inputs: tuple[Any, ...]) -> None:
+    if space.coupled:
+        raise ValueError(
+            "compact=True needs independent samples, but these are coupled and stop as one; leave it out"
+        )
+    if not inputs:
+        raise ValueError(
+            "compact=True needs what belongs to a sample in `inputs`, since a closure cannot be cut: T(z, *inputs)"
+        )
+    for leaf in leaves(inputs):
+        if leaf.shape[:1] != (space.batch,):
+            raise ValueError(
+                f"compact=True cuts every tensor of `inputs` along the batch: expected {space.batch} rows, "
+                f"got shape {tuple(leaf.shape)}; let T close over what is not per sample"
+            )

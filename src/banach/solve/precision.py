@@ -15,7 +15,7 @@ TF32_EPS = 2.0**-10
 
 def rounding(space: Space) -> float:
     """eps of the type T computes in: autocast's, TF32's where that is allowed, else the latent's own."""
-    if space.autocast:
+    if space.autocast and space.dtype != torch.float64:  # which autocast leaves alone
         return float(torch.finfo(torch.get_autocast_dtype(space.device.type)).eps)
     if space.device.type == "cuda" and space.dtype == torch.float32 and _tf32_allowed():
         return TF32_EPS

@@ -35,7 +35,7 @@ class NotConverged(RuntimeError):
         self.solution = solution
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Solution:
     """After n steps `value` is z_n and `residual` is the norm of T(z_{n-1}) - z_{n-1}, per sample.
 
@@ -74,5 +74,5 @@ class Solution:
         """One sentence per kind of end that is not convergence."""
         counts = Counter(status for status in self.status if status is not Status.CONVERGED)
         total = len(self.steps)
-        lines = [f"{count} of {total} samples {kind.value}" for kind, count in counts.items()]
+        lines = [f"{count} of {total} samples: {kind.value}" for kind, count in counts.items()]
         return "; ".join(lines) or f"all {total} samples converged"

@@ -19,6 +19,8 @@ class Point(NamedTuple):
     r: Tensor  # T(z) - z
     residual: Tensor  # (samples,): norm of r, up to a constant factor
     least: Tensor  # (samples,): the least residual so far, this one included
+    least_at: Tensor  # (samples,): the evaluation that gave it
+    evaluation: int | Tensor  # how many so far: `step`, but in an exported program, where steps repeat, a tensor
 
 
 class Solver(Protocol):
@@ -44,7 +46,7 @@ def check_fraction(name: str, value: float) -> None:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
 
 
-def check_memory(value: int) -> None:
-    """Refuse a history that is not a positive whole number."""
+def check_count(name: str, value: int) -> None:
+    """Refuse a history, or a patience, that is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"memory must be a whole number of at least 1, got {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -23,6 +23,7 @@ class Seen(NamedTuple):
     active: np.ndarray
     nonfinite: np.ndarray
     idle: np.ndarray  # active, and no new least residual in the last IDLE evaluations
+    better: np.ndarray  # the last evaluation gave a new least residual
     residual: np.ndarray
 
 
@@ -41,51 +42,61 @@ class State:
     memory: Memory
     stalled: Tensor | None = None
     Tz: Tensor | None = None
+    all_active: bool = True  # does the host know that every sample is active? Then nothing has to be masked.
+
+    def __post_init__(self) -> None:
+        # Views, made once: `stats` and `now` are only ever written in place.
+        self.reached, self.best = self.stats[0], self.stats[1]
+        self.residual, self.least, self.least_at = self.reached[0], self.best[0], self.best[1]
+        self.test = self.reached[2 if self.stats.shape[1] == 3 else 0]  # what is compared with atol
+        self.now_residual, self.now_step, self.now_test = self.now[0], self.now[1], self.now[-1]
+        self.better, self.z_before = self.active, self.z  # of the last evaluation: new least residual; where
 
     @staticmethod
     def start(z: Tensor, memory: Memory, *, relative: bool) -> State:
-        stats = z.new_full((2, 3 if relative else 2, len(z)), torch.inf)
+        stats = z.new_full((2, 3 if relative else 2, z.shape[0]), torch.inf)
         stats[:, 1] = 0
-        active = torch.ones(len(z), dtype=torch.bool, device=z.device)
+        active = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
         return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory)
 
     @property
-    def reached(self) -> Tensor:
-        return self.stats[0]
+    def nonfinite(self) -> Tensor:
+        """(samples,): the residual was not finite (NaN), or the norm of T(z) was not (minus infinity)."""
+        return ~(self.test > -torch.inf)
 
-    @property
-    def best(self) -> Tensor:
-        return self.stats[1]
-
-    @property
-    def test(self) -> Tensor:
-        """The row that is compared with the absolute tolerance."""
-        return self.reached[2 if self.stats.shape[1] == 3 else 0]
-
-    def observe(self, step: int, residual: Tensor, relative: tuple[Tensor, float] | None) -> None:
-        """Record the residual of z at this step for the active samples; remember z where it is the best."""
+    def observe(self, step: int | Tensor, residual: Tensor, relative: tuple[Tensor, float] | None) -> None:
+        """Record the residual of z at this step for the active samples, and where it is their least."""
         # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
-        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=self.now[0])
-        self.now[1].fill_(step)
+        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=self.now_residual)
+        self.now_step.fill_(step)
         if relative is not None:
-            torch.sub(self.now[0], relative[0], alpha=relative[1], out=self.now[2])
+            torch.sub(self.now_residual, relative[0], alpha=relative[1], out=self.now_test)
         torch.where(self.active, self.now, self.reached, out=self.reached)
-        better = self.reached[0] < self.best[0]
-        torch.where(better, self.reached, self.best, out=self.best)
-        torch.where(better[:, None], self.z, self.best_z, out=self.best_z)
+        self.better = self.residual < self.least
+        torch.where(self.better, self.reached, self.best, out=self.best)
+
+    def keep_best(self) -> None:
+        """Remember the iterate that T was evaluated at last, where its residual is the least so far."""
+        torch.where(self.better.unsqueeze(1), self.z_before, self.best_z, out=self.best_z)
 
     def advance(self, proposal: Tensor, atol: float) -> None:
         """Move the active samples; those that met the tolerance or left the finite numbers freeze there."""
-        self.z = torch.where(self.active[:, None], proposal, self.z)
+        self.z_before = self.z
+        if not self.all_active:
+            self.z = torch.where(self.active.unsqueeze(1), proposal, self.z)
+        else:  # a copy of T(z): T may write its next value into the same memory
+            self.z, self.all_active = proposal.clone() if proposal is self.Tz else proposal, False
         torch.gt(self.test, atol, out=self.active)
         if self.stalled is not None:
             self.active &= ~self.stalled
 
-    def on_host(self, step: int) -> Seen:
+    def on_host(self, step: int, atol: float) -> Seen:
         """Copy the few numbers per sample to the host, once: one round trip whatever is asked of them."""
-        active, stats = to_numpy(self.active), to_numpy(self.stats)
-        residual, best_step = stats[0, 0], stats[1, 1]
-        return Seen(active, np.isnan(residual), active & (best_step <= step - IDLE), residual)
+        stats = to_numpy(self.stats)
+        residual, best_step, test = stats[0, 0], stats[1, 1], stats[0, 2 if len(stats[0]) == 3 else 0]
+        active = test > atol if self.stalled is None else to_numpy(self.active)
+        idle = active & (best_step <= step - IDLE)
+        return Seen(active, ~(test > -np.inf), idle, best_step == step, residual)
 
     def stall(self, flat: np.ndarray) -> None:
         """Freeze these samples where they are: they move no more, and not because they met the tolerance."""
@@ -95,7 +106,7 @@ class State:
 
     def scrub(self) -> None:
         """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
-        self.z = torch.where(self.reached[0].isnan()[:, None], self.best_z, self.z)
+        self.z = torch.where(self.nonfinite[:, None], self.best_z, self.z)
 
     def take(self, index: Tensor) -> State:
         """The samples that `index` names, as a state of their own."""
@@ -111,8 +122,8 @@ class State:
 
     def put(self, index: Tensor, part: State) -> None:
         """Write the samples of `part` back where `index` says; the solver's memory is not needed again."""
-        self.z.index_copy_(0, index, part.z)
-        self.best_z.index_copy_(0, index, part.best_z)
+        self.z = self.z.index_copy(0, index, part.z)  # new tensors: `on_step` may have kept the old ones
+        self.best_z = self.best_z.index_copy(0, index, part.best_z)
         self.active.index_copy_(0, index, part.active)
         self.stats.index_copy_(2, index, part.stats)
         if part.stalled is not None:
@@ -126,14 +137,14 @@ def finish(
 ) -> Solution:
     """The solution a state stands for: scaled residuals, and the best iterate where T was not finite."""
     scale = tolerance.norm.scale(space)
-    nonfinite = state.reached[0].isnan()
+    nonfinite = state.nonfinite
     stalled = torch.zeros_like(nonfinite) if state.stalled is None else state.stalled
     residual = torch.where(nonfinite, state.best[0], state.reached[0]) * scale
     value = torch.where(nonfinite[:, None], state.best_z, state.z)
     return Solution(
         value=space.nest(value),
         residual=space.spread(residual),
-        converged=space.spread(state.test <= tolerance.atol / scale),
+        converged=space.spread((state.test <= tolerance.atol / scale) & ~nonfinite),
         steps=space.spread(state.reached[1].long()),
         stalled=space.spread(stalled),
         nonfinite=space.spread(nonfinite),

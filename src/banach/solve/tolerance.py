@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 import torch
@@ -51,9 +52,10 @@ class WorstPixel:
     """max over pixels of the 2-norm over channels (axis 1): the test in the JFB authors' code."""
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
-        pixels = [
-            torch.linalg.vector_norm(part, dim=1) if part.dim() > 1 else part.abs() for part in space.parts(rows)
-        ]
+        parts = [part for part in space.parts(rows) if part.numel()]
+        if not parts:
+            return rows.new_zeros(len(rows))
+        pixels = [torch.linalg.vector_norm(part, dim=1) if part.dim() > 1 else part.abs() for part in parts]
         if space.coupled:
             return torch.stack([pixel.amax() for pixel in pixels]).amax(0, keepdim=True)
         return torch.stack([pixel.flatten(1).amax(1) if pixel.dim() > 1 else pixel for pixel in pixels]).amax(0)
@@ -79,7 +81,9 @@ class Tolerance:
     def __post_init__(self) -> None:
         for name in ("atol", "rtol"):
             value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {value}")
         for name in ("max_steps", "check_every"):
             value = getattr(self, name)
@@ -87,5 +91,5 @@ class Tolerance:
                 raise TypeError(f"{name} must be a whole number, got {value!r}")
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
-        if not hasattr(self.norm, "measure"):
+        if isinstance(self.norm, type) or not hasattr(self.norm, "measure"):
             raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")

@@ -1,0 +1,1 @@
+"""Against what a user would pick instead: same maps, same stopping norm, same budget, same run."""

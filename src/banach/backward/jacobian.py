@@ -1,0 +1,67 @@
+"""Products with the Jacobian of T at one point, and with its transpose, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.latent import Latent, Space, leaves_like, rebuild
+from banach.solve import Map
+
+
+class Jacobian:
+    """J = dT/dz at z, as products with rows: one evaluation of T, then none.
+
+    `products` counts one for every sample of a batched product. J' is the pullback of T, and J the pullback
+    of that: J' is linear, so one recorded product with it is enough, at any vector. (Forward mode would
+    evaluate T again for every product.) Call it without gradients, or T's graph is recorded once more.
+    Rows come and go in units of their own, `unit` (samples,); T sees them in common ones.
+    """
+
+    def __init__(self, T: Map, z: Latent, inputs: tuple[Any, ...], space: Space, unit: Tensor) -> None:
+        def fixed(z: Latent) -> Latent:
+            """T at fixed inputs, in the structure of z; under autocast in its type too."""
+            parts = leaves_like(space.template, T(z, *inputs), "T")
+            return rebuild(space.template, [part.to(space.dtype) for part in parts])
+
+        self.space, self.products, self.unit = space, 0, unit[:, None]
+        with _explained():
+            self._pull: Callable[..., Any] = torch.func.vjp(fixed, z)[1]
+        self._push: Callable[..., Any] | None = None
+
+    def transposed(self, w: Tensor, *, record: bool = False) -> Tensor:
+        """J' w. `record=True` keeps what `forward` needs, which would otherwise cost a product of its own."""
+        nest = self._hand_over(w)
+        if record:
+            product, self._push = torch.func.vjp(self._pull, nest)[:2]
+        else:
+            product = self._pull(nest)
+        return self.space.rows(product[0], "J'") / self.unit
+
+    def forward(self, v: Tensor) -> Tensor:
+        """J v."""
+        if self._push is None:
+            self.transposed(v, record=True)
+        assert self._push is not None
+        return self.space.rows(self._push((self._hand_over(v),))[0], "J") / self.unit
+
+    def _hand_over(self, rows: Tensor) -> Latent:
+        self.products += self.space.batch
+        return self.space.nest(rows * self.unit)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "mutate a captured Tensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "T writes to a tensor that it closes over, such as the running statistics of a batch norm in train "
+            "mode, which Implicit cannot differentiate: use ImplicitNetwork, which keeps them, or eval mode"
+        ) from error

@@ -1,0 +1,75 @@
+"""Batches: shuffled, augmented, normalised batches, a function of (seed, epoch, batch) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banach.data import counter
+from banach.data.augment import Augmentation, check_augmentation
+from banach.data.images import Images
+
+_ORDER, _CHANGE = 0, 1  # two streams of random numbers: which images, and what is done to them
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """(float32 images, int64 labels) on the device of `images`.
+
+    Batch k of epoch e is the same whether the epoch began there or at 0, today or after a resume, and on every
+    device (to rounding). To capture a step, put `index` and `key` in tensors of its own and call `make`.
+    """
+
+    images: Images
+    size: int
+    seed: int = 0
+    augment: Augmentation | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"the batch size must be a whole number, at least 1, got {self.size!r}")
+        if self.augment is not None:
+            check_augmentation(self.augment)
+        if len(self) == 0:
+            raise ValueError(
+                f"{len(self.images)} images make no batch of {self.size}; choose a smaller batch size"
+            )
+
+    def __len__(self) -> int:
+        """How many batches an epoch has."""
+        whole, left = divmod(len(self.images), self.size)
+        return whole if self.drop_last or not left else whole + 1
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from batch `start` on."""
+        if not 0 <= start <= len(self):
+            raise ValueError(f"an epoch has batches 0 to {len(self) - 1}, got start={start}")
+        order = self.order(epoch)
+        for k in range(start, len(self)):
+            yield self.make(self.index(order, k), self.key(epoch, k))
+
+    def order(self, epoch: int) -> Tensor:
+        """Every image once, in the order of that epoch."""
+        if not self.shuffle:
+            return torch.arange(len(self.images), device=self.images.device)
+        return counter.permutation(counter.key(self.seed, _ORDER, epoch), len(self.images), self.images.device)
+
+    def index(self, order: Tensor, k: int) -> Tensor:
+        """The images of batch k, a view of the order."""
+        return order[k * self.size : (k + 1) * self.size]
+
+    def key(self, epoch: int, k: int) -> int:
+        """What the augmentation of batch k is drawn from."""
+        return counter.key(self.seed, _CHANGE, epoch, k)
+
+    def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The batch of these images. Asks the host for nothing: with tensors for both it can be captured."""
+        x = self.images.normalise(self.images.pixels.index_select(0, index))
+        if self.augment is not None and self.augment.draws:
+            x = self.augment.apply(x, counter.uniform(key, len(index), self.augment.draws, x.device))
+        return x, self.images.labels.index_select(0, index)

@@ -1,0 +1,55 @@
+"""Random numbers as a function of where they are used: no state, so a resumed run draws what it would have drawn.
+
+SplitMix64 (Steele, Lea and Flood, 2014), the n-th output for a key being mix(key + n * golden), in whole-number
+tensor operations. So the numbers are the same on every device and ask the host for nothing; and with the key in a
+tensor a captured graph draws afresh at every replay, which a seeded torch.Generator cannot do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+WORD = 1 << 64
+
+
+def key(*numbers: int) -> int:
+    """One signed 64-bit key from several whole numbers, such as a seed, an epoch and a batch."""
+    word = 0
+    for number in numbers:
+        word = _mix((word + (number + 1) * GOLDEN) % WORD)
+    return _signed(word)
+
+
+def bits(key: int | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """(count,) int64, every bit random. `key`: a whole number, or a 0-d int64 tensor on the device."""
+    z = torch.arange(1, count + 1, device=device) * _signed(GOLDEN) + key
+    z = (z ^ _shift(z, 30)) * _signed(FIRST)
+    z = (z ^ _shift(z, 27)) * _signed(SECOND)
+    return z ^ _shift(z, 31)
+
+
+def uniform(key: int | Tensor, rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:
+    """(rows, columns) float32, multiples of 2^-24 in [0, 1)."""
+    return (_shift(bits(key, rows * columns, device), 40).to(torch.float32) * 2.0**-24).view(rows, columns)
+
+
+def permutation(key: int | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """The numbers 0 to count - 1 in random order: the order that sorts `count` random words."""
+    return torch.argsort(bits(key, count, device), stable=True)
+
+
+def _mix(z: int) -> int:
+    z = (z ^ (z >> 30)) * FIRST % WORD
+    z = (z ^ (z >> 27)) * SECOND % WORD
+    return z ^ (z >> 31)
+
+
+def _shift(z: Tensor, by: int) -> Tensor:
+    """z >> by, with zeros coming in: torch's own shift brings in the sign."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - WORD if word >= WORD // 2 else word

@@ -1,0 +1,85 @@
+"""Images: one split of a data set, as tensors that live on the training device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from banach.data.split import held_out
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """`pixels` uint8 (N, C, H, W) and `labels` int64 (N,), on one device.
+
+    `title` is what a result calls the data. `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    """
+
+    pixels: Tensor
+    labels: Tensor
+    name: str
+    title: str
+    split: str
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.pixels.dtype != torch.uint8 or self.pixels.dim() != 4:
+            got = f"{self.pixels.dtype} {tuple(self.pixels.shape)}"
+            raise TypeError(f"pixels must be uint8 of shape (N, C, H, W), got {got}")
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.pixels.shape[:1]:
+            got = f"{self.labels.dtype} {tuple(self.labels.shape)}"
+            raise TypeError(f"labels must be int64 of shape ({len(self.pixels)},), got {got}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.pixels.shape[1]:
+                raise ValueError(f"{name} must have one number per channel: {self.pixels.shape[1]}, got {values}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"Images({self.title!r}, {self.split!r}, {tuple(self.pixels.shape)} on {self.device})"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        channels, height, width = self.pixels.shape[1:]
+        return channels, height, width
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pixels.device
+
+    def to(self, device: torch.device | str) -> Images:
+        return replace(self, pixels=self.pixels.to(device), labels=self.labels.to(device))
+
+    def take(self, index: Tensor | Sequence[int]) -> Images:
+        """The images that `index` names, in its order."""
+        index = torch.as_tensor(index, dtype=torch.int64, device=self.device)
+        return replace(self, pixels=self.pixels.index_select(0, index), labels=self.labels.index_select(0, index))
+
+    def subset(self, count: int) -> Images:
+        """`count` images, each class with its share: always the same ones."""
+        index = held_out(self.labels.cpu().numpy(), count)
+        return self.take(torch.from_numpy(index))
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """(pixels / 255 - mean) / std, in float32."""
+        scale, shift = self._affine
+        return torch.addcmul(shift, pixels.to(torch.float32), scale)
+
+    @cached_property
+    def _affine(self) -> tuple[Tensor, Tensor]:
+        # Made once: a tensor made from Python numbers is a copy that the device waits for.
+        mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
+        both = torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
+        return both[0].view(-1, 1, 1), both[1].view(-1, 1, 1)

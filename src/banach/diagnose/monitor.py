@@ -1,0 +1,91 @@
+"""A watch on the contraction during training: it measures and warns, and never edits weights."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from banach.backward.mode import check_count
+from banach.diagnose.contraction import STILL, Contraction, measure_contraction
+from banach.diagnose.still import check_network
+from banach.latent import map_leaves
+
+
+class ContractionWarning(RuntimeWarning):
+    """T does not contract on real data: the paper's Assumption is violated there."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One measurement in short: at which call, over how many samples, and the worst of each figure."""
+
+    call: int
+    samples: int
+    violations: int
+    sigma: float
+    rate: float
+
+
+class ContractionMonitor:
+    """monitor(net, d) in a training loop: measures at every `every`-th call, from the first on.
+
+    Warns with `ContractionWarning` when the contraction is violated on the data (sigma_max(dT/du) >= 1, or
+    residuals that do not shrink), once per run (`once=False`: every time). `samples` is how many of the batch
+    are measured (None: all). With batch norm in train mode they are normalised by themselves, as a batch of
+    that size would be. `history` holds a `Reading` per measurement.
+    """
+
+    def __init__(self, *, samples: int | None = 8, every: int = 1, once: bool = True, seed: int = 0) -> None:
+        check_count("every", every, 1)
+        if samples is not None:
+            check_count("samples", samples, 1)
+        self.samples, self.every, self.once, self.seed = samples, every, once, seed
+        self.calls = 0
+        self.warned = False
+        self.history: list[Reading] = []
+
+    def __call__(self, net: Any, d: Any) -> Contraction | None:
+        """The measurement, or None at a call between two."""
+        check_network(net)
+        self.calls += 1
+        if (self.calls - 1) % self.every:
+            return None
+        measured = measure_contraction(net, d if self.samples is None else _first(d, self.samples), seed=self.seed)
+        self.history.append(_reading(self.calls, measured))
+        if measured.violations and not (self.once and self.warned):
+            self.warned = True
+            warnings.warn(_complaint(self.history[-1]), ContractionWarning, stacklevel=2)
+        return measured
+
+
+def _first(d: Any, count: int) -> Any:
+    """The first samples of a batch; data that is no nest of tensors stays whole."""
+    try:
+        return map_leaves(lambda leaf: leaf[:count], d)
+    except TypeError:
+        return d
+
+
+def _reading(call: int, measured: Contraction) -> Reading:
+    rates = measured.rate[~measured.rate.isnan()]
+    return Reading(
+        call=call,
+        samples=len(measured.sigma),
+        violations=measured.violations,
+        sigma=float(measured.sigma.max()) if len(measured.sigma) else float("nan"),
+        rate=float(rates.max()) if len(rates) else float("nan"),
+    )
+
+
+def _complaint(reading: Reading) -> str:
+    if reading.rate != reading.rate:
+        pace = "the observed rate is not known"
+    else:
+        fate = "still converges" if reading.rate < STILL else "does not converge"
+        pace = f"undamped Picard {fate} (observed rate up to {reading.rate:.3g})"
+    return (
+        f"T does not contract at {reading.violations} of {reading.samples} samples: sigma_max(dT/du) is up to "
+        f"{reading.sigma:.3g}, where a contraction has less than 1, and {pace}. The weights are left as they are: "
+        "lower R's gain, or use Anderson and watch the residual"
+    )

@@ -1,0 +1,110 @@
+"""Pieces that more than one of the networks here is built from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Image = tuple[int, int, int]  # channels, height, width
+SLOPE = 0.1  # of every leaky ReLU below zero
+
+
+class Parts(NamedTuple):
+    """The three parts of an implicit network, N(d) = S(u*), u* = R(u*, Q(d))."""
+
+    Q: nn.Module
+    R: nn.Module
+    S: nn.Module
+
+
+def conv3x3(inputs: int, outputs: int, *, stride: int = 1, padding: int = 1, bias: bool = True) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding, bias=bias)
+
+
+def latent_norm(channels: int, batch_norm: bool) -> nn.Module:
+    """Batch norm without weights of its own, or nothing, for a network whose batch norm is left out."""
+    return nn.BatchNorm2d(channels, affine=False) if batch_norm else nn.Identity()
+
+
+class LatentBlock(nn.Module):
+    """x -> BN(x + res(x)),  res = conv, LReLU, conv, LReLU, LReLU."""
+
+    def __init__(self, channels: int, batch_norm: bool) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(channels, channels)
+        self.conv2 = conv3x3(channels, channels)
+        self.norm = latent_norm(channels, batch_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.leaky_relu(self.conv1(x), SLOPE)
+        # The authors' network activates twice here. Twice a slope is once its square: one pass over memory less.
+        y = F.leaky_relu(self.conv2(y), SLOPE**2)
+        return self.norm(x + y)
+
+
+class LatentResNet(nn.Module):
+    """R(u, v) = gamma * (B_n o ... o B_1)(u + v), each B a `LatentBlock`: R of the paper's MNIST and SVHN nets.
+
+    gamma scales the output and bounds no Lipschitz constant: that this contracts is to be measured.
+    """
+
+    def __init__(self, channels: int, blocks: int, gamma: float, *, batch_norm: bool = True) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.blocks = nn.Sequential(*(LatentBlock(channels, batch_norm) for _ in range(blocks)))
+
+    @torch.no_grad()
+    def shrink_(self, factor: float) -> LatentResNet:
+        """Multiply the last convolution of each residual map, so that a fresh R is nearer to gamma * (u + v)."""
+        for name, parameter in self.named_parameters():
+            if ".conv2." in name:
+                parameter.mul_(factor)
+        return self
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return self.gamma * self.blocks(u + v)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}"
+
+
+def readout(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
+    """S of the paper's MNIST and SVHN nets: a convolution without padding, then a linear map without bias."""
+    if min(height, width) < 3:
+        raise ValueError(
+            f"the latent is {height}x{width} pixels, and S begins with a 3x3 convolution; give larger images"
+        )
+    kept = 16
+    return nn.Sequential(
+        OrderedDict(
+            conv=conv3x3(channels, kept, padding=0),
+            act=nn.LeakyReLU(SLOPE),
+            drop=nn.Dropout2d(0.2),
+            flat=nn.Flatten(),
+            linear=nn.Linear(kept * (height - 2) * (width - 2), classes, bias=False),
+        )
+    )
+
+
+class Shortcut(nn.Module):
+    """The identity between different sizes, without parameters: skip pixels, add channels of zeros.
+
+    Half of the new channels come before, half after. (He et al. 2016, option A.)
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.before = (outputs - inputs) // 2
+        self.after = outputs - inputs - self.before
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stride > 1:
+            x = x[:, :, :: self.stride, :: self.stride]
+        if not self.before and not self.after:
+            return x
+        return F.pad(x, (0, 0, 0, 0, self.before, self.after))

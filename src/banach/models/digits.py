@@ -1,0 +1,55 @@
+"""A network for scikit-learn's digits, 8x8 grey images: 19,810 parameters, latent 24x4x4, trained in seconds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, conv3x3
+from banach.models.recipe import Cosine, Recipe
+from banach.models.registry import register
+
+CHANNELS = 24
+
+
+class DigitsData(nn.Module):
+    """Q: conv, BN, LReLU, max pool 2, conv, BN, LReLU."""
+
+    def __init__(self, channels: int = 1) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(channels, CHANNELS)
+        self.norm1 = nn.BatchNorm2d(CHANNELS)
+        self.conv2 = conv3x3(CHANNELS, CHANNELS)
+        self.norm2 = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, d: Tensor) -> Tensor:
+        # Pool before the activation: it increases, so the values are the same, on a quarter of the pixels.
+        x = F.leaky_relu(F.max_pool2d(self.norm1(self.conv1(d)), 2), SLOPE)
+        return F.leaky_relu(self.norm2(self.conv2(x)), SLOPE)
+
+
+def digits(image: Image = (1, 8, 8), classes: int = 10, *, batch_norm: bool = True) -> Parts:
+    """Parameters in Q, R and S: 5,544, 10,416 and 3,850.
+
+    gamma is .4, so that after training Picard's iteration reaches an RMS of 1e-4 in about 14 steps.
+    """
+    channels, height, width = image
+    if min(height, width) < 2:
+        raise ValueError(f"Q pools 2x2 pixels, got images of {height}x{width}; give larger ones")
+    linear = nn.Linear(CHANNELS * (height // 2) * (width // 2), classes)
+    return Parts(
+        Q=DigitsData(channels),
+        R=LatentResNet(CHANNELS, blocks=1, gamma=0.4, batch_norm=batch_norm),
+        S=nn.Sequential(OrderedDict(drop=nn.Dropout2d(0.3), flat=nn.Flatten(), linear=linear)),
+    )
+
+
+register(
+    "digits",
+    digits,
+    description="a small network for scikit-learn's digits: 19,810 parameters, latent 24x4x4",
+    image=(1, 8, 8),
+    recipes={"default": Recipe(lr=7e-3, weight_decay=1e-4, epochs=20, batch_size=64, schedule=Cosine())},
+)

@@ -1,0 +1,147 @@
+"""Where a number comes from: mean, spread and count, the machine, the versions, the commit, the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A measured quantity. `spread` is the sample standard deviation; one value has none."""
+
+    mean: float
+    spread: float | None
+    count: int
+    median: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Summary:
+        numbers = [float(value) for value in values]
+        if not numbers:
+            raise ValueError("a summary needs at least one value, got none")
+        # The built-in sum takes NaN and infinity as they come; statistics.stdev refuses them.
+        mean = sum(numbers) / len(numbers)
+        squares = sum((number - mean) ** 2 for number in numbers)
+        spread = math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else None
+        return Summary(mean, spread, len(numbers), statistics.median(numbers))
+
+
+def provenance(settings: Any = None, *, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a reader needs to judge or repeat a run on `device`: plain values, ready for JSON."""
+    from banach import __version__
+
+    commit, dirty = source_commit()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "versions": {
+            "banach": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "numpy": np.__version__,
+        },
+        "commit": commit,
+        "dirty": dirty,
+        "settings": plain({} if settings is None else settings),
+    }
+
+
+def device_name(device: torch.device | str) -> str:
+    """The name of the hardware behind a torch device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"cpu: {cpu_name()}" if device.type == "cpu" else str(device)
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), "") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def source_commit(package: Path = _PACKAGE) -> tuple[str | None, bool | None]:
+    """The commit of the sources, and whether the tree has changes; (None, None) outside a checkout.
+
+    Asked once per process: what counts is the code that was imported, and the results that a run writes
+    would themselves make the tree dirty. Git is asked for the tree that holds `src/banach`, so that a
+    package installed inside someone else's repository does not report that repository's commit.
+    """
+    top = _git(package, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() / "src" / "banach" != package:
+        return None, None
+    commit, changes = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain")
+    return commit, None if changes is None else bool(changes)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it. NaN and infinity become strings that `float` reads back."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(part) for part in value]
+    if isinstance(value, Summary):
+        return plain(dataclasses.asdict(value))
+    return str(value)  # Path, dtype, device, and the settings objects, whose repr is their definition
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> Path:
+    """Write `content` so that the file is either the old one or the whole new one, never half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Inside a git hook GIT_DIR points to another tree than the folder's.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

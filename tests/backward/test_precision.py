@@ -1,0 +1,173 @@
+"""Short types and autocast: the products are in T's type, the algebra between them in at least float32."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backward.contracts_backward import PLAIN, error, name
+from backward.systems_backward import Told
+from banach import (
+    GMRES,
+    Anderson,
+    Broyden,
+    Implicit,
+    Mode,
+    NormalCG,
+    Picard,
+    Status,
+    Tolerance,
+    Unroll,
+    solve,
+)
+from problems import contraction, normal
+
+METHODS: list[Any] = [NormalCG(), GMRES(), Picard(), Anderson(), Broyden()]
+LOOSE = Tolerance(atol=0, rtol=2e-2, max_steps=100)
+MODES: list[Mode] = [*(Implicit(method, LOOSE) for method in METHODS), *PLAIN, Unroll(3, checkpoint=True)]
+every = pytest.mark.parametrize("mode", MODES, ids=name)
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def layer(dtype: torch.dtype, gamma: float = 0.7) -> tuple[Tensor, Tensor]:
+    return contraction(16, gamma).to(dtype).requires_grad_(), normal(4, 16, seed=70).to(dtype).requires_grad_()
+
+
+def run(mode: Mode, W: Tensor, x: Tensor, forward: bool = False, backward: bool = False) -> Tensor:
+    """One pass, with the forward or the backward part under autocast: the gradients."""
+    with autocast() if forward else nullcontext():
+        value = attached(mode, W, x)
+    with autocast() if backward else nullcontext():
+        loss = (value.to(torch.float64) * normal(4, 16, seed=71)).sum()
+        found = torch.autograd.grad(loss, (W, x))
+    assert [part.dtype for part in found] == [W.dtype, x.dtype]
+    return torch.cat([part.flatten().double() for part in found])
+
+
+def attached(mode: Mode, W: Tensor, x: Tensor) -> Tensor:
+    def T(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(torch.nn.functional.linear(z, W) + x)
+
+    tolerance = Tolerance(atol=1e-12 if x.dtype == torch.float64 else 1e-2, max_steps=400)
+    u = solve(T, torch.zeros_like(x), inputs=(x,), tolerance=tolerance).value
+    return mode.attach(T, u, (x,))
+
+
+def reference(mode: Mode) -> Tensor:
+    W, x = layer(torch.float64)
+    return run(Implicit(tolerance=Tolerance(atol=0, rtol=1e-10)) if isinstance(mode, Implicit) else mode, W, x)
+
+
+@every
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=str)
+def test_short_latents(mode: Mode, dtype: torch.dtype, eps: float) -> None:
+    assert error(run(mode, *layer(dtype)), reference(mode)) <= 6 * max(eps, 4e-3)
+
+
+@every
+def test_autocast_forward_and_backward_outside(mode: Mode) -> None:
+    """The usual way. T is evaluated again in the backward pass, under the autocast of the forward pass."""
+    found = run(mode, *layer(torch.float32), forward=True)
+    assert error(found, reference(mode)) <= 3e-2
+    assert error(found, run(mode, *layer(torch.float32))) > 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_backward_under_an_autocast_that_forward_did_not_have(method: Any) -> None:
+    """J is that of the forward pass, and the solver's algebra is not in bfloat16. Seen in the gradient in x, since
+    T's own backward pass multiplies by nothing there that autocast would shorten."""
+    W, x = layer(torch.float32)
+    mode = Implicit(method, Tolerance(atol=0, rtol=1e-6, max_steps=200))
+    assert error(run(mode, W, x, backward=True)[W.numel() :], run(mode, W, x)[W.numel() :]) <= 1e-6
+
+
+@every
+def test_many_passes_in_one_autocast_region(mode: Mode) -> None:
+    """Autocast keeps the weights it has cast: none from no_grad, or from torch.func, may be used again."""
+    W, x = layer(torch.float32)
+    with autocast():
+        first, second = run(mode, W, x), run(mode, W, x)
+    assert torch.equal(first, second)
+    assert error(first, reference(mode)) <= 3e-2
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
+def test_an_unreachable_tolerance_does_not_burn_steps(method: Any, kind: str) -> None:
+    """bfloat16 cannot meet 1e-6. Found as 500 products per sample for nothing, at every training step."""
+    told = Told()
+    W, x = layer(torch.bfloat16 if kind == "bfloat16" else torch.float32, gamma=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(Implicit(method, report=told), W, x, forward=kind == "autocast")
+    assert len(caught) == 1
+    assert "rounding of T allows no better" in str(caught[0].message)
+    assert told.products[0] <= 4 * 150
+    assert Status.STALLED in told.status[0]
+    assert Status.MAX_STEPS not in told.status[0]
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("power", [-8, 10])
+def test_the_scale_of_a_loss_costs_float16_no_digit(power: int) -> None:
+    """A gradient scaler multiplies by powers of two: the products are taken in units of the cotangent."""
+    W, x = layer(torch.float16)
+
+    def w(scale: float) -> Tensor:
+        value = attached(Implicit(tolerance=LOOSE), W, x)
+        g = normal(4, 16, seed=72).half() * scale
+        return torch.autograd.grad(value, x, g)[0].float()
+
+    assert error(w(2.0**power) / 2.0**power, w(1.0)) <= 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_part_of_T_that_is_kept_out_of_autocast_stays_out(method: Any) -> None:
+    """Its products with J' are in float32 too, so the tolerance of float32 can be met."""
+    W, x = layer(torch.float32)
+
+    def T(z: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(torch.nn.functional.linear(z, W) + x)
+
+    u, g = normal(4, 16, seed=74).float(), normal(4, 16, seed=75).float()
+
+    def w() -> Tensor:
+        return torch.autograd.grad(Implicit(method).attach(T, u, (x,)), x, g)[0]
+
+    with autocast():
+        under = w()
+    assert error(under, w()) <= 1e-5
+
+
+@every
+def test_a_map_that_autocast_shortens(mode: Mode) -> None:
+    """T ends in a product, which autocast makes bfloat16. It is called with z in the type of z* all the same."""
+    W, x = contraction(16, 0.5).float().requires_grad_(), normal(4, 16, seed=73).float()
+    seen = set()
+
+    def T(z: Tensor) -> Tensor:
+        seen.add(z.dtype)
+        return torch.nn.functional.linear(torch.tanh(z + x), W)
+
+    with autocast():
+        value = mode.attach(T, torch.zeros_like(x))
+    value.float().square().sum().backward()
+    assert seen == {torch.float32}
+    assert value.dtype == (torch.float32 if isinstance(mode, Unroll) and mode.damping else torch.bfloat16)
+    assert W.grad is not None
+    assert W.grad.isfinite().all()
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_value_has_the_type_of_the_latent(mode: Mode, dtype: torch.dtype) -> None:
+    assert attached(mode, *layer(dtype)).dtype == dtype

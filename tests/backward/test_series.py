@@ -1,0 +1,117 @@
+"""JFB, Neumann and Unroll against each other, against powers of J and against finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from backward.contracts_backward import attach, error, gradient, sensitivity
+from backward.maps_backward import Case, all_cases, layer
+from banach import JFB, Implicit, Mode, Neumann, Tolerance, Unroll
+
+CASES = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+
+
+@CASES
+def test_jfb_is_neumann_zero_is_unroll_one(case: Case) -> None:
+    jfb = gradient(JFB(), case)
+    assert error(gradient(Neumann(0), case), jfb) <= 1e-12
+    assert error(gradient(Unroll(1), case), jfb) <= 1e-12
+
+
+@CASES
+@pytest.mark.parametrize("steps", [2, 3, 7])
+def test_unroll_from_a_fixed_point_is_neumann(case: Case, steps: int) -> None:
+    assert error(gradient(Unroll(steps), case), gradient(Neumann(steps - 1), case)) <= 1e-12
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 5, 20])
+def test_neumann_is_its_truncated_sum(order: int) -> None:
+    case = layer(gamma=0.9)
+    J, P = case.dense()
+    w = total = case.cotangent()
+    for _ in range(order):
+        w = J.T @ w
+        total = total + w
+    assert error(gradient(Neumann(order), case), P.T @ total) <= 1e-12
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.9])
+def test_the_error_of_neumann_falls_like_gamma_to_the_order_plus_one(gamma: float) -> None:
+    """On an orthogonal J the bound is met with equality: |w - w_k| = gamma^(k+1) |w|."""
+    Q = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))[0]
+    b = torch.ones(2, 6, dtype=torch.float64)
+    g = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+    exact = torch.linalg.solve(torch.eye(6, dtype=torch.float64) - gamma * Q.T, g.T).T
+
+    def w(mode: Mode) -> Tensor:
+        x = b.clone().requires_grad_()
+        value = mode.attach(lambda z, x: gamma * z @ Q.T + x, torch.zeros_like(b), (x,))
+        return torch.autograd.grad(value, x, g)[0]
+
+    sizes = [error(w(Neumann(k)), exact) for k in range(12)]
+    assert sizes == pytest.approx([gamma ** (k + 1) for k in range(12)], rel=1e-10)
+
+
+@pytest.mark.parametrize(("steps", "damping"), [(1, 0.0), (1, 0.5), (4, 0.0), (4, 0.25), (9, 0.9)])
+def test_unroll_is_the_derivative_of_its_own_value(steps: int, damping: float) -> None:
+    """Central differences of the K-th damped iterate, from a point that is no fixed point."""
+    base = layer()
+    case = Case(base.name, base.build, base.theta, base.z_star + 0.3)
+    mode, h = Unroll(steps, damping), 1e-6
+
+    def loss(theta: tuple[Tensor, ...]) -> float:
+        with torch.no_grad():
+            return float(case.vector(attach(mode, case, theta)) @ case.cotangent())
+
+    found, at = gradient(mode, case), 0
+    for i, t in enumerate(case.theta):
+        for j in range(t.numel()):
+            step = torch.zeros_like(t)
+            step.view(-1)[j] = h
+            up, down = (tuple(u + s * step if k == i else u for k, u in enumerate(case.theta)) for s in (1, -1))
+            assert (loss(up) - loss(down)) / (2 * h) == pytest.approx(float(found[at]), rel=1e-6, abs=1e-8)
+            at += 1
+    _, S = sensitivity(mode, case)
+    assert error(found, S.T @ case.cotangent()) <= 1e-12
+
+
+def test_unroll_value_is_the_last_damped_iterate() -> None:
+    base = layer()
+    case = Case(base.name, base.build, base.theta, base.z_star + 0.3)
+    z = case.vector(case.z_star)
+    for _ in range(5):
+        z = 0.3 * z + 0.7 * case.flat(z, *case.theta)
+    assert error(case.vector(attach(Unroll(5, damping=0.3), case, case.theta)), z) <= 1e-14
+
+
+@CASES
+def test_a_long_unrolling_from_zero_is_the_implicit_gradient(case: Case) -> None:
+    """An independent route to the exact gradient: plain backpropagation through 250 steps from z0."""
+    start = Case(case.name, case.build, case.theta, torch.utils._pytree.tree_map(torch.zeros_like, case.z_star))
+    full = gradient(Unroll(250), start)
+    exact = gradient(Implicit(tolerance=Tolerance(atol=0, rtol=1e-13, max_steps=1000)), case)
+    assert error(exact, full) <= 1e-9
+
+
+@pytest.mark.parametrize("mode", [JFB(), Neumann(3), Unroll(2), Unroll(3, damping=0.5), Implicit()])
+def test_evaluations_of_T(mode: Mode) -> None:
+    """No more of them than the mode's formula has; without grad mode none that only a gradient needs."""
+    case, calls = layer(), 0
+    T, inputs = case.build(*case.fresh())
+
+    def counted(*arguments: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return T(*arguments)
+
+    steps = mode.steps if isinstance(mode, Unroll) else 1
+    with torch.no_grad():
+        mode.attach(counted, case.z_star, inputs)
+    assert calls == steps
+    value = mode.attach(counted, case.z_star, inputs)
+    assert calls == 2 * steps + (mode.order if isinstance(mode, Neumann) else 0)
+    before = calls
+    value.sum().backward()
+    assert calls - before == (1 if isinstance(mode, Implicit) else 0)

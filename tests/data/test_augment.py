@@ -1,0 +1,201 @@
+"""Each augmentation against a loop over images and pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from banach.data import Affine, Augmentation, Chain, Crop, Erase, Flip, counter, paper_cifar10
+
+
+def batch(n: int = 40, shape: tuple[int, int, int] = (3, 9, 7), seed: int = 0) -> Tensor:
+    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draws(augmentation: Augmentation, n: int = 40, key: int = 11) -> Tensor:
+    return counter.uniform(key, n, augmentation.draws)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])
+def test_flip(p: float) -> None:
+    x, u = batch(), draws(Flip(p))
+    got = Flip(p).apply(x, u)
+    for i in range(len(x)):
+        for j in range(7):
+            source = 6 - j if u[i, 0] < p else j
+            assert torch.equal(got[i, :, :, j], x[i, :, :, source])
+    flipped = (u[:, 0] < p).sum()
+    assert flipped == {0.0: 0, 1.0: 40}.get(p, flipped)
+
+
+@pytest.mark.parametrize(("pad", "fill"), [(0, 0.0), (1, 0.0), (2, 0.449), (4, -3.0)])
+def test_crop(pad: int, fill: float) -> None:
+    x, u = batch(), draws(Crop(pad, fill))
+    got = Crop(pad, fill).apply(x, u)
+    assert got.shape == x.shape
+    for i in range(len(x)):
+        down, right = (math.floor(float(v) * (2 * pad + 1)) - pad for v in u[i])
+        for r in range(9):
+            for c in range(7):
+                inside = 0 <= r + down < 9 and 0 <= c + right < 7
+                expected = x[i, :, r + down, c + right] if inside else torch.full((3,), fill, dtype=x.dtype)
+                assert torch.equal(got[i, :, r, c], expected)
+
+
+def test_every_crop_occurs() -> None:
+    x = torch.arange(35.0).view(1, 1, 5, 7).expand(2_000, 1, 5, 7)
+    got = Crop(2, fill=-1.0).apply(x, draws(Crop(2), 2_000))
+    assert len({tuple(image.flatten().tolist()) for image in got}) == 25
+
+
+def test_the_largest_draw_stays_inside() -> None:
+    u = torch.full((1, 2), 1 - 2.0**-24)
+    for pad in (1, 2, 3, 4, 7, 8, 50):
+        assert Crop(pad).apply(batch(1), u).shape == (1, 3, 9, 7)
+    x = batch(1)
+    assert torch.equal(Crop(2).apply(x, u)[0, :, :7, :5], x[0, :, 2:, 2:])
+
+
+def erased(erase: Erase, u: list[float], height: int, width: int) -> tuple[int, int, int, int] | None:
+    """Top, left, height and width of the rectangle, decided one draw after another."""
+    if u[0] >= erase.p:
+        return None
+    n = erase.attempts
+    for area_draw, ratio_draw in zip(u[3 : 3 + n], u[3 + n :], strict=True):
+        area = height * width * (erase.area[0] + area_draw * (erase.area[1] - erase.area[0]))
+        low, high = math.log(erase.ratio[0]), math.log(erase.ratio[1])
+        ratio = math.exp(low + ratio_draw * (high - low))
+        h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if h < height and w < width:
+            return math.floor(u[1] * (height - h + 1)), math.floor(u[2] * (width - w + 1)), h, w
+    return None
+
+
+@pytest.mark.parametrize(
+    "erase",
+    [
+        Erase(),
+        Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0)),
+        Erase(p=1.0, area=(0.5, 0.9), ratio=(0.1, 10.0), fill=2.5, attempts=2),  # often nothing fits
+        Erase(p=0.0),
+        Erase(p=1.0, area=(0.25, 0.25), ratio=(1.0, 1.0)),
+    ],
+)
+def test_erase(erase: Erase) -> None:
+    x = batch(120, (2, 12, 10))
+    u = draws(erase, 120)
+    got = erase.apply(x, u)
+    rectangles = [erased(erase, u[i].tolist(), 12, 10) for i in range(120)]
+    for i, rectangle in enumerate(rectangles):
+        expected = x[i].clone()
+        if rectangle:
+            top, left, h, w = rectangle
+            expected[:, top : top + h, left : left + w] = erase.fill
+        assert torch.equal(got[i], expected)
+    if erase.attempts == 2:
+        assert 0 < rectangles.count(None) < 120
+
+
+def bilinear(image: np.ndarray, row: float, column: float, fill: float) -> np.ndarray:
+    """The value between four pixels; outside the image is `fill`."""
+    r, c = math.floor(row), math.floor(column)
+    total = np.zeros(image.shape[0])
+    for i, weight_r in ((r, 1 - (row - r)), (r + 1, row - r)):
+        for j, weight_c in ((c, 1 - (column - c)), (c + 1, column - c)):
+            inside = 0 <= i < image.shape[1] and 0 <= j < image.shape[2]
+            total += weight_r * weight_c * (image[:, i, j] if inside else fill)
+    return total
+
+
+@pytest.mark.parametrize(
+    "affine",
+    [
+        Affine(),
+        Affine(degrees=180, translate=0.3, scale=(0.5, 2.0), fill=1.5),
+        Affine(degrees=0, translate=0, scale=(1, 1)),
+    ],
+)
+def test_affine(affine: Affine) -> None:
+    n, height, width = 12, 9, 6
+    x, u = batch(n, (2, height, width)), draws(affine, n)
+    got = affine.apply(x, u)
+    for i in range(n):
+        a, s, right, down = (float(v) for v in u[i])
+        angle = math.radians(affine.degrees) * (2 * a - 1)
+        scale = affine.scale[0] + (affine.scale[1] - affine.scale[0]) * s
+        shift = np.array([(2 * right - 1) * affine.translate * width, (2 * down - 1) * affine.translate * height])
+        forward = scale * np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        centre = np.array([(width - 1) / 2, (height - 1) / 2])
+        for r in range(height):
+            for c in range(width):
+                column, row = np.linalg.solve(forward, np.array([c, r]) - centre - shift) + centre
+                expected = bilinear(x[i].numpy(), row, column, affine.fill)
+                np.testing.assert_allclose(got[i, :, r, c].numpy(), expected, atol=1e-9)
+
+
+def test_affine_that_does_nothing() -> None:
+    x = batch(5)
+    torch.testing.assert_close(Affine(0, 0, (1, 1), fill=7.0).apply(x, draws(Affine(), 5)), x, atol=1e-12, rtol=0)
+
+
+def test_a_chain_gives_each_its_own_draws() -> None:
+    parts: tuple[Augmentation, ...] = (Flip(), Crop(2, 0.449), Erase(), Affine())
+    chain = Chain(*parts)
+    x, u = batch(), draws(chain)
+    assert chain.draws == 1 + 2 + 23 + 4
+    expected = x
+    for part, columns in zip(parts, (slice(0, 1), slice(1, 3), slice(3, 26), slice(26, 30)), strict=True):
+        expected = part.apply(expected, u[:, columns])
+    assert torch.equal(chain.apply(x, u), expected)
+    assert torch.equal(Chain().apply(x, u[:, :0]), x)
+
+
+def test_the_papers_augmentation() -> None:
+    flip, crop, erase = paper_cifar10().parts
+    assert flip == Flip(p=0.5)
+    assert crop == Crop(pad=2, fill=0.449)
+    assert erase == Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0), fill=0.0, attempts=10)
+
+
+@pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
+def test_an_image_does_not_depend_on_its_batch(augmentation: Augmentation) -> None:
+    x, u = batch(), draws(augmentation)
+    whole = augmentation.apply(x, u)
+    for i in (0, 17, 39):
+        torch.testing.assert_close(augmentation.apply(x[i : i + 1], u[i : i + 1])[0], whole[i], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
+def test_nothing_is_asked_of_the_host(augmentation: Augmentation) -> None:
+    """On the meta device there are no values to ask for."""
+    x, u = batch().to("meta"), draws(augmentation).to("meta")
+    assert augmentation.apply(x, u).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Flip(1.5), "p must lie between 0 and 1"),
+        (lambda: Crop(-1), "pad must be a whole number"),
+        (lambda: Crop(1.5), "pad must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Erase(area=(0.5, 0.2)), "area must lie"),
+        (lambda: Erase(ratio=(0.0, 1.0)), "ratio must lie"),
+        (lambda: Erase(attempts=0), "attempts must be"),
+        (lambda: Affine(degrees=-1), "degrees must be"),
+        (lambda: Affine(translate=math.nan), "translate must be"),
+        (lambda: Affine(scale=(0, 1)), "scale must be"),
+    ],
+)
+def test_bad_options_are_refused(make: Callable[[], object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        make()
+
+
+def test_a_class_is_no_augmentation() -> None:
+    with pytest.raises(TypeError, match=r"Flip\(\)"):
+        Chain(Flip)  # type: ignore[arg-type]

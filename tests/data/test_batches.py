@@ -1,0 +1,169 @@
+"""Batches: every image once an epoch, the same after a resume, normalised, nothing asked of the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from banach.data import Affine, Batches, Chain, Crop, Erase, Flip, Images, counter, paper_cifar10
+
+MEAN, STD = (0.4, 0.5), (0.2, 0.25)
+
+
+def images(count: int = 53) -> Images:
+    """The label of an image is its number, and its pixels tell it too."""
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (count, 2, 9, 7), generator=generator, dtype=torch.uint8)
+    classes = tuple(str(n) for n in range(count))
+    return Images(pixels, torch.arange(count), "mine", "Mine", "train", classes, MEAN, STD)
+
+
+EVERYTHING = Chain(Flip(), Crop(2, 0.449), Erase(), Affine())
+
+
+def test_an_epoch_has_every_image_once() -> None:
+    batches = Batches(images(), 10, seed=3)
+    parts = list(batches.epoch(0))
+    assert [len(y) for _, y in parts] == [10, 10, 10, 10, 10, 3]
+    assert len(batches) == 6
+    assert sorted(torch.cat([y for _, y in parts]).tolist()) == list(range(53))
+
+
+def test_drop_last() -> None:
+    batches = Batches(images(), 10, drop_last=True)
+    assert len(batches) == 5
+    assert [len(y) for _, y in batches.epoch(2)] == [10] * 5
+    assert len(Batches(images(50), 10, drop_last=True)) == len(Batches(images(50), 10)) == 5
+
+
+def test_values_are_normalised() -> None:
+    data = images()
+    for x, y in Batches(data, 20).epoch(0):
+        assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+        expected = (data.pixels.numpy()[y.numpy()] / 255 - np.reshape(MEAN, (2, 1, 1))) / np.reshape(
+            STD, (2, 1, 1)
+        )
+        np.testing.assert_allclose(x.numpy(), expected, atol=1e-6)
+
+
+def test_order_of_an_epoch() -> None:
+    shuffled = Batches(images(), 53, seed=3)
+    orders = [shuffled.order(epoch).tolist() for epoch in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert Batches(images(), 53, seed=4).order(0).tolist() != orders[0]
+    plain = Batches(images(), 10, shuffle=False)
+    assert torch.cat([y for _, y in plain.epoch(1)]).tolist() == list(range(53))
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5, 6])
+def test_a_resumed_epoch_is_bit_equal(start: int) -> None:
+    """A new object, as after a new start of the process, with other random numbers drawn in between."""
+    whole = list(Batches(images(), 10, seed=7, augment=EVERYTHING).epoch(3))
+    torch.manual_seed(start)
+    resumed = list(Batches(images(), 10, seed=7, augment=EVERYTHING).epoch(3, start=start))
+    assert len(resumed) == 6 - start
+    for (x, y), (other_x, other_y) in zip(whole[start:], resumed, strict=True):
+        assert torch.equal(x, other_x)
+        assert torch.equal(y, other_y)
+
+
+def test_torchs_own_generator_is_left_alone() -> None:
+    before = torch.random.get_rng_state()
+    list(Batches(images(), 10, augment=EVERYTHING).epoch(0))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_augmentation_differs_between_batches_epochs_and_seeds() -> None:
+    index = torch.arange(8)
+    seen = []
+    for seed, epoch, k in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
+        batches = Batches(images(), 8, seed=seed, augment=EVERYTHING)
+        seen.append(batches.make(index, batches.key(epoch, k))[0])
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_augmentation_is_applied_to_normalised_images() -> None:
+    data = images()
+    batches = Batches(data, 20, seed=5, augment=Crop(2, fill=0.449))
+    order = batches.order(1)
+    for k, (x, y) in enumerate(batches.epoch(1)):
+        index = order[20 * k : 20 * k + 20]
+        u = counter.uniform(batches.key(1, k), len(index), 2)
+        assert torch.equal(y, index)
+        assert torch.equal(x, Crop(2, fill=0.449).apply(data.normalise(data.pixels[index]), u))
+    assert (x == torch.tensor(0.449)).any()
+
+
+def test_nothing_is_asked_of_the_host() -> None:
+    """On the meta device there are no values to ask for."""
+    batches = Batches(images().to("meta"), 10, augment=EVERYTHING)
+    index, key = (
+        torch.empty(10, dtype=torch.int64, device="meta"),
+        torch.empty((), dtype=torch.int64, device="meta"),
+    )
+    x, y = batches.make(index, key)
+    assert (x.shape, y.shape) == ((10, 2, 9, 7), (10,))
+
+
+def test_a_key_in_a_tensor_makes_the_same_batch() -> None:
+    batches = Batches(images(), 10, augment=EVERYTHING)
+    index = torch.arange(10)
+    assert torch.equal(batches.make(index, torch.tensor(99))[0], batches.make(index, 99)[0])
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_bad_sizes_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="whole number, at least 1"):
+        Batches(images(), size)
+
+
+def test_other_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="53 images make no batch of 54"):
+        Batches(images(), 54, drop_last=True)
+    with pytest.raises(TypeError, match="an augmentation is an object"):
+        Batches(images(), 5, augment=Flip)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batches 0 to 5, got start=7"):
+        list(Batches(images(), 10).epoch(0, start=7))
+
+
+@pytest.mark.gpu
+def test_a_captured_batch_on_a_gpu() -> None:
+    """Replayed with other indices and another key, a CUDA graph gives what the CPU gives."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    host, device = (Batches(images().to(d), 10, seed=2, augment=EVERYTHING) for d in ("cpu", "cuda"))
+    index, key = (
+        torch.zeros(10, dtype=torch.int64, device="cuda"),
+        torch.zeros((), dtype=torch.int64, device="cuda"),
+    )
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        device.make(index, key)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x, y = device.make(index, key)
+    assert torch.equal(device.order(4).cpu(), host.order(4))
+    for k, (expected, labels) in enumerate(host.epoch(4)):
+        if k < 5:
+            index.copy_(device.index(device.order(4), k))
+            key.fill_(device.key(4, k))
+            graph.replay()
+            assert torch.equal(y.cpu(), labels)
+            torch.testing.assert_close(x.cpu(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_host_sync_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    for augment in (EVERYTHING, paper_cifar10()):
+        batches = Batches(images().to("cuda"), 10, augment=augment)
+        list(batches.epoch(0))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            list(batches.epoch(1))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

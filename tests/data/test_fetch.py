@@ -1,0 +1,233 @@
+"""Downloads, from a server on this machine: checked, whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import struct
+import sys
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from banach.data import CIFAR10, MNIST, DataError, Download, cache_dir, fetch, load
+
+pytest.importorskip("pooch", reason="downloads need pooch")
+
+
+@dataclass
+class Server:
+    """Files by name, and the names that were asked for."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    address: str = ""
+
+    def offer(self, name: str, content: bytes, *, archive: bool = False) -> Download:
+        self.files[name] = content
+        return Download(f"{self.address}/{name}", hashlib.md5(content).hexdigest(), archive=archive)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    state = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.lstrip("/")
+            state.asked.append(name)
+            content = state.files.get(name)
+            self.send_response(404 if content is None else 200)
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            # "cut-" files break off in the middle, as a lost connection does.
+            self.wfile.write((content or b"")[: len(content or b"") // 2 if name.startswith("cut-") else None])
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        state.address = f"http://127.0.0.1:{http.server_address[1]}"
+        yield state
+        http.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def mnist(server: Server, small: Callable, random_arrays: Callable) -> np.ndarray:
+    """MNIST, small, at the server; returns the images of its test part."""
+    downloads = []
+    for prefix, count in (("train", 40), ("t10k", 20)):
+        pixels, labels = random_arrays(count, (28, 28))
+        images = struct.pack(">IIII", 0x803, *pixels.shape) + pixels.tobytes()
+        downloads.append(server.offer(f"{prefix}-images-idx3-ubyte.gz", gzip.compress(images)))
+        content = gzip.compress(struct.pack(">II", 0x801, count) + labels.tobytes())
+        downloads.append(server.offer(f"{prefix}-labels-idx1-ubyte.gz", content))
+    small(MNIST, layouts=(replace(MNIST.layouts[0], downloads=tuple(downloads)),))
+    return pixels
+
+
+def tar(files: dict[str, bytes], link: str | None = None) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            if name == link:
+                member.type, member.linkname, member.size = tarfile.SYMTYPE, "/etc/passwd", 0
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def cifar(server: Server, small: Callable, random_arrays: Callable) -> dict[str, bytes]:
+    """The files of a small CIFAR-10, binary version."""
+    pixels, labels = random_arrays(60, (3, 32, 32))
+    records = np.concatenate([labels[:, None], pixels.reshape(60, -1)], 1)
+    names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
+    parts = np.split(records, [8, 16, 24, 32, 40])
+    files = {f"cifar-10-batches-bin/{n}": p.tobytes() for n, p in zip(names, parts, strict=True)}
+    files["cifar-10-batches-bin/readme.html"] = b"not needed"
+    files["../escape"] = b"hostile"
+    return files
+
+
+def with_archive(small: Callable, download: Download, other: Download | None = None) -> None:
+    layouts = [replace(CIFAR10.layouts[0], downloads=(download,))]
+    if other:
+        layouts.append(replace(CIFAR10.layouts[0], downloads=(other,)))
+    small(CIFAR10, layouts=tuple(layouts))
+
+
+def everything(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")} if root.exists() else set()
+
+
+def test_files_go_to_the_cache_and_load(mnist: np.ndarray, server: Server) -> None:
+    reports = fetch("mnist")
+    assert [report.ok for report in reports] == [True, True]
+    assert np.array_equal(load("mnist", "test").pixels[:, 0].numpy(), mnist)
+    assert everything(cache_dir()) == {"mnist", *(f"mnist/{name}" for name in server.files)}
+
+
+def test_what_is_there_is_not_asked_for_again(mnist: np.ndarray, server: Server, tmp_path: Path) -> None:
+    fetch("mnist", tmp_path / "new")
+    assert sorted(server.asked) == sorted(server.files)
+    fetch("mnist", tmp_path / "new")
+    assert len(server.asked) == 4
+    (tmp_path / "new" / "mnist" / "t10k-labels-idx1-ubyte.gz").write_bytes(b"broken")
+    fetch("mnist", tmp_path / "new")
+    assert server.asked[4:] == ["t10k-labels-idx1-ubyte.gz"]
+
+
+def test_banach_data_is_the_place_if_set(
+    mnist: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BANACH_DATA", str(tmp_path / "environment"))
+    fetch("mnist")
+    assert (tmp_path / "environment" / "mnist" / "train-images-idx3-ubyte.gz").exists()
+
+
+def test_another_content_is_refused_and_leaves_nothing(mnist: np.ndarray, server: Server) -> None:
+    server.files["t10k-images-idx3-ubyte.gz"] += b"x"
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz does not have its published MD5"):
+        fetch("mnist")
+    assert everything(cache_dir()) == {"mnist"}
+
+
+def test_a_lost_connection_leaves_nothing(small: Callable, server: Server, cifar: dict) -> None:
+    with_archive(small, server.offer("cut-cifar.tar.gz", tar(cifar), archive=True))
+    with pytest.raises(DataError, match=r"cut-cifar.tar.gz cannot be reached|published MD5"):
+        fetch("cifar10")
+    assert everything(cache_dir()) == {"cifar-10-batches-bin"}
+
+
+def test_no_answer(small: Callable, server: Server) -> None:
+    with_archive(small, Download(f"{server.address}/missing.tar.gz", "0" * 32, archive=True))
+    with pytest.raises(DataError, match=r"missing.tar.gz cannot be reached \(HTTPError: 404"):
+        fetch("cifar10")
+
+
+def test_an_archive_gives_its_named_files_only(
+    small: Callable, server: Server, cifar: dict, tmp_path: Path
+) -> None:
+    with_archive(small, server.offer("cifar.tar.gz", tar(cifar), archive=True))
+    fetch("cifar10", tmp_path / "new")
+    names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
+    folder = "cifar-10-batches-bin"
+    assert everything(tmp_path / "new") == {folder, *(f"{folder}/{name}" for name in names)}
+    for name in names:
+        assert (tmp_path / "new" / folder / name).read_bytes() == cifar[f"{folder}/{name}"]
+
+
+def test_a_link_in_an_archive_is_refused(small: Callable, server: Server, cifar: dict) -> None:
+    content = tar(cifar, link="cifar-10-batches-bin/data_batch_3.bin")
+    with_archive(small, server.offer("cifar.tar.gz", content, archive=True))
+    with pytest.raises(DataError, match=r"no plain file cifar-10-batches-bin/data_batch_3.bin"):
+        fetch("cifar10")
+    assert everything(cache_dir()) == {"cifar-10-batches-bin"}
+
+
+def test_an_archive_that_lacks_a_file_is_refused(small: Callable, server: Server, cifar: dict) -> None:
+    del cifar["cifar-10-batches-bin/test_batch.bin"]
+    with_archive(small, server.offer("cifar.tar.gz", tar(cifar), archive=True))
+    with pytest.raises(DataError, match=r"no plain file cifar-10-batches-bin/test_batch.bin"):
+        fetch("cifar10")
+
+
+def test_the_next_layout_is_tried(small: Callable, server: Server, cifar: dict) -> None:
+    missing = Download(f"{server.address}/missing.tar.gz", "0" * 32, archive=True)
+    with_archive(small, missing, server.offer("cifar.tar.gz", tar(cifar), archive=True))
+    assert all(report.ok for report in fetch("cifar10"))
+    assert server.asked == ["missing.tar.gz", "cifar.tar.gz"]
+
+
+def test_a_damaged_file_that_hides_the_download_is_named(mnist: np.ndarray, tmp_path: Path) -> None:
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-images-idx3-ubyte").write_bytes(b"damaged, and preferred to the .gz")
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte cannot be used.*delete it"):
+        fetch("mnist", tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(mnist: np.ndarray, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="cannot be written to"):
+        fetch("mnist", tmp_path / "file")
+
+
+def test_a_full_disk_leaves_nothing(mnist: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pooch.retrieve", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        fetch("mnist")
+    assert everything(cache_dir()) == {"mnist"}
+
+
+def test_without_pooch(mnist: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(DataError, match=r"a download needs pooch.*banach\[app\]"):
+        fetch("mnist")
+
+
+def test_digits_need_no_download() -> None:
+    assert all(report.ok for report in fetch("digits"))
+
+
+def test_addresses_are_the_publishers() -> None:
+    from banach.data import SVHN
+
+    found = {d.url: d.md5 for s in (MNIST, CIFAR10, SVHN) for layout in s.layouts for d in layout.downloads}
+    assert len(found) == 8
+    assert found["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"] == "c32a1d4ab5d03f1284b67883e8d87530"
+    assert all(len(md5) == 32 for md5 in found.values())

@@ -1,0 +1,113 @@
+"""Where data is looked for, and what is said when it is not there."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from banach.data import MNIST, DataError, cache_dir, listing, load, verify
+
+
+@pytest.fixture
+def place(small: Callable) -> Callable[[Path, int], Path]:
+    """Writes a tiny MNIST whose every pixel is `value`, so that one sees which was read."""
+    small(MNIST)
+
+    def write(root: Path, value: int) -> Path:
+        (root / "mnist").mkdir(parents=True)
+        for prefix, count in (("train", 40), ("t10k", 20)):
+            pixels, labels = np.full((count, 28, 28), value, np.uint8), np.arange(count, dtype=np.uint8) % 10
+            head, short = struct.pack(">IIII", 0x803, count, 28, 28), struct.pack(">II", 0x801, count)
+            (root / "mnist" / f"{prefix}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
+            (root / "mnist" / f"{prefix}-labels-idx1-ubyte").write_bytes(short + labels.tobytes())
+        return root
+
+    return write
+
+
+def value(data_dir: Path | str | None = None) -> int:
+    return int(load("mnist", "test", data_dir).pixels[0, 0, 0, 0])
+
+
+def test_the_order(tmp_path: Path, place: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(cache_dir(), 3)
+    assert value() == 3
+    monkeypatch.setenv("BANACH_DATA", str(place(tmp_path / "environment", 2)))
+    assert value() == 2
+    assert value(place(tmp_path / "argument", 1)) == 1
+    (tmp_path / "empty").mkdir()
+    assert value(str(tmp_path / "empty")) == 2
+
+
+def test_not_found_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load("svhn", "test", tmp_path)
+    for part in (f"{tmp_path},", str(cache_dir()), "`banach data fetch svhn`", "--data-dir", "BANACH_DATA"):
+        assert part in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"the data folder .*nowhere is not a folder"):
+        load("mnist", "test", tmp_path / "nowhere")
+    monkeypatch.setenv("BANACH_DATA", str(tmp_path / "gone"))
+    with pytest.raises(DataError, match=r"BANACH_DATA .*gone is not a folder"):
+        load("mnist", "test")
+
+
+def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("BANACH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "banach"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "banach"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert cache_dir() == tmp_path / "local" / "banach"
+
+
+def test_listing(tmp_path: Path, place: Callable) -> None:
+    place(tmp_path, 1)
+    found = {item.dataset.name: (item.here, item.folder) for item in listing(tmp_path)}
+    assert found["digits"] == (True, None)
+    assert found["mnist"] == (True, tmp_path / "mnist")
+    assert found["svhn"] == (False, None)
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").unlink()
+    assert not next(item for item in listing(tmp_path) if item.dataset.name == "mnist").here
+
+
+def test_verify_reports_each_part(tmp_path: Path, place: Callable) -> None:
+    place(tmp_path, 1)
+    (tmp_path / "mnist" / "t10k-images-idx3-ubyte").write_bytes(b"junk")
+    train, test = verify("mnist", tmp_path)
+    assert (train.ok, train.part, train.count, train.title) == (True, "train", 40, "MNIST")
+    assert train.files[0] == tmp_path / "mnist" / "train-images-idx3-ubyte"
+    assert (test.ok, test.part, test.count) == (False, "test", 0)
+    assert "t10k-images-idx3-ubyte" in test.message
+    assert "banach data fetch mnist" in test.message
+
+
+def test_verify_of_what_is_not_there() -> None:
+    assert all(not report.ok and "was not found" in report.message for report in verify("cifar10"))
+
+
+def test_verify_digits() -> None:
+    reports = verify("digits")
+    assert [(report.ok, report.count) for report in reports] == [(True, 1_437), (True, 360)]
+
+
+@pytest.mark.parametrize(("module", "name"), [("sklearn", "digits"), ("scipy", "svhn")])
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, {"sklearn": "sklearn.datasets", "scipy": "scipy.io"}[module], None)
+    (tmp_path / "svhn").mkdir()
+    (tmp_path / "svhn" / "test_32x32.mat").write_bytes(b"")
+    with pytest.raises(DataError, match=rf"{name} needs sci.*pip install 'banach\[app\]'"):
+        load(name, "test", tmp_path)

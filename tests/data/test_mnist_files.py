@@ -1,0 +1,127 @@
+"""IDX files: read as published, gzipped or not, and refused when damaged."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from banach.data import MNIST, load
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+
+@pytest.fixture
+def files(tmp_path: Path, small: Callable, random_arrays: Callable) -> Path:
+    small(MNIST)
+    for seed, (prefix, count) in enumerate((("train", 40), ("t10k", 20))):
+        pixels, labels = random_arrays(count, (28, 28), seed)
+        write(tmp_path / "mnist", prefix, pixels, labels)
+    return tmp_path
+
+
+def write(folder: Path, prefix: str, pixels: np.ndarray, labels: np.ndarray) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    head = struct.pack(">IIII", 0x803, *pixels.shape)
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, len(labels)) + labels.tobytes())
+
+
+def test_values_are_those_written(files: Path, random_arrays: Callable) -> None:
+    pixels, labels = random_arrays(40, (28, 28), 0)
+    got = load("mnist", "train+validation", files)
+    assert got.pixels.dtype == torch.uint8
+    assert got.labels.dtype == torch.int64
+    assert got.pixels.shape == (40, 1, 28, 28)
+    assert np.array_equal(got.pixels[:, 0].numpy(), pixels)
+    assert np.array_equal(got.labels.numpy(), labels)
+    assert (got.name, got.title, got.split, got.num_classes) == ("mnist", "MNIST", "train+validation", 10)
+    test_pixels, _ = random_arrays(20, (28, 28), 1)
+    assert np.array_equal(load("mnist", "test", files).pixels[:, 0].numpy(), test_pixels)
+
+
+@pytest.mark.parametrize("folder", ["mnist", "MNIST/raw", "."])
+@pytest.mark.parametrize("zipped", [(), (IMAGES,), (IMAGES, LABELS)])
+def test_layouts(files: Path, folder: str, zipped: tuple[str, ...]) -> None:
+    expected = load("mnist", "train", files)
+    other = files / "other" / folder
+    other.mkdir(parents=True)
+    for name in (IMAGES, LABELS):
+        data = (files / "mnist" / name).read_bytes()
+        (other / f"{name}.gz").write_bytes(gzip.compress(data)) if name in zipped else (other / name).write_bytes(
+            data
+        )
+    got = load("mnist", "train", files / "other")
+    assert torch.equal(got.pixels, expected.pixels)
+    assert torch.equal(got.labels, expected.labels)
+
+
+def image_bytes(folder: Path) -> bytes:
+    return (folder / IMAGES).read_bytes()
+
+
+def label_bytes(folder: Path) -> bytes:
+    return (folder / LABELS).read_bytes()
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], bytes], str]] = {
+    "truncated": (IMAGES, lambda f: image_bytes(f)[:-1], "there are 31,359"),
+    "too long": (IMAGES, lambda f: image_bytes(f) + b"x", "there are more"),
+    "empty": (IMAGES, lambda f: b"", "starts with nothing"),
+    "cut in the header": (IMAGES, lambda f: image_bytes(f)[:9], "inside its header"),
+    "labels in place of images": (IMAGES, lambda f: label_bytes(f), "starts with 00000801, expected 00000803"),
+    "another magic": (IMAGES, lambda f: b"\x00\x00\x0d\x03" + image_bytes(f)[4:], "expected 00000803"),
+    "no images": (IMAGES, lambda f: struct.pack(">IIII", 0x803, 0, 28, 28), "asks for 0 bytes"),
+    "a header that asks for all memory": (
+        IMAGES,
+        lambda f: struct.pack(">IIII", 0x803, 2**32 - 1, 2**32 - 1, 28),
+        "asks for",
+    ),
+    "another size": (
+        IMAGES,
+        lambda f: struct.pack(">IIII", 0x803, 40, 14, 56) + image_bytes(f)[16:],
+        "(1, 14, 56)",
+    ),
+    "a label out of range": (LABELS, lambda f: label_bytes(f)[:-1] + b"\x0a", "a label of 10, expected 0 to 9"),
+    "fewer labels than images": (
+        LABELS,
+        lambda f: struct.pack(">II", 0x801, 39) + label_bytes(f)[8:-1],
+        "39 labels, and train-images-idx3-ubyte 40 images",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused(files: Path, refusal: Callable, damage: str) -> None:
+    name, change, expected = DAMAGE[damage]
+    (files / "mnist" / name).write_bytes(change(files / "mnist"))
+    assert expected in refusal("mnist", files, name)
+
+
+def test_wrong_count_is_refused(files: Path, refusal: Callable, small: Callable) -> None:
+    small(MNIST, train=41)
+    assert "40 images and 40 labels, expected 41 of each" in refusal("mnist", files, IMAGES)
+
+
+@pytest.mark.parametrize("change", [lambda z: z[:-9], lambda z: z[:40] + bytes(8) + z[48:], lambda z: b"no gzip"])
+def test_broken_gzip_is_refused(files: Path, refusal: Callable, change: Callable[[bytes], bytes]) -> None:
+    path = files / "mnist" / IMAGES
+    path.with_name(IMAGES + ".gz").write_bytes(change(gzip.compress(path.read_bytes())))
+    path.unlink()
+    assert "cannot be decompressed" in refusal("mnist", files, IMAGES + ".gz")
+
+
+def test_a_folder_in_place_of_a_file_is_refused(files: Path, refusal: Callable) -> None:
+    (files / "mnist" / IMAGES).unlink()
+    (files / "mnist" / IMAGES).mkdir()
+    assert "cannot be read" in refusal("mnist", files, IMAGES)
+
+
+def test_a_missing_file_is_named(files: Path, refusal: Callable) -> None:
+    (files / "mnist" / LABELS).unlink()
+    assert f"has no {LABELS}" in refusal("mnist", files, LABELS)

@@ -1,0 +1,86 @@
+"""The real files: their SHA-256, splits, titles, and a flipped bit. MNIST always, the larger ones when asked."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from banach.data import DataError, load, verify
+
+SIZES = {
+    "mnist": (55_000, 5_000, 10_000),
+    "cifar10": (45_000, 5_000, 10_000),
+    "svhn": (68_257, 5_000, 26_032),
+}
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "svhn": "SVHN re-cropped from the originals"}
+
+every = pytest.mark.parametrize(
+    "name", ["mnist", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cifar10", "svhn"))]
+)
+
+
+@every
+def test_splits_and_titles(name: str, real_data: Callable[[str], Path]) -> None:
+    root = real_data(name)
+    parts = [load(name, split, root) for split in ("train", "validation", "test")]
+    assert tuple(len(part) for part in parts) == SIZES[name]
+    assert {part.title for part in parts} == {TITLES[name]}
+    whole = load(name, "train+validation", root).labels.bincount()
+    assert torch.equal(parts[0].labels.bincount() + parts[1].labels.bincount(), whole)
+    share = parts[1].labels.bincount() - 5_000 * whole / whole.sum()
+    assert share.abs().max() < 1
+
+
+@every
+def test_verified(name: str, real_data: Callable[[str], Path]) -> None:
+    reports = verify(name, real_data(name))
+    assert all(report.ok for report in reports)
+    assert [report.title for report in reports] == [TITLES[name]] * 2
+
+
+@every
+def test_one_flipped_bit_is_refused(name: str, real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    found = verify(name, real_data(name))[1].files
+    (tmp_path / found[0].parent.name).mkdir()
+    for path in found:
+        data = bytearray(path.read_bytes())
+        if path == found[0]:
+            data[len(data) // 2] ^= 1
+        (tmp_path / path.parent.name / path.name).write_bytes(data)
+    with pytest.raises(DataError, match=f"{found[0].name} cannot be used: the test arrays have SHA-256"):
+        load(name, "test", tmp_path)
+    assert "not checked" in load(name, "test", tmp_path, check=False).title
+    assert not verify(name, tmp_path)[1].ok
+
+
+def test_mnist_is_quick(real_data: Callable[[str], Path]) -> None:
+    root = real_data("mnist")
+    start = time.process_time()
+    load("mnist", "train", root)
+    assert time.process_time() - start < 1
+
+
+def test_first_labels_of_mnist(real_data: Callable[[str], Path]) -> None:
+    images = load("mnist", "train+validation", real_data("mnist"))
+    assert images.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    x = images.normalise(images.pixels)
+    assert abs(float(x.mean())) < 1e-3
+    assert abs(float(x.std()) - 1) < 1e-3
+
+
+@pytest.mark.slow
+def test_cifar_as_pickles_is_the_same(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    root = real_data("cifar10")
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    for path in (root / "cifar-10-batches-bin").iterdir():
+        records = np.fromfile(path, np.uint8).reshape(-1, 3073)
+        batch = {"data": records[:, 1:].copy(), "labels": records[:, 0].tolist()}
+        (tmp_path / "cifar-10-batches-py" / path.stem).write_bytes(pickle.dumps(batch, protocol=2))
+    assert all(report.ok and report.title == "CIFAR-10" for report in verify("cifar10", tmp_path))
+    assert torch.equal(load("cifar10", "validation", tmp_path).pixels, load("cifar10", "validation", root).pixels)

@@ -1,0 +1,198 @@
+"""The validation split: fixed, stratified, disjoint from the rest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from banach.data import DIGITS, Arrays, DataError, DataSet, Images, Layout, get, load, names, register
+from banach.data.split import KEY, held_out, rest
+
+LABELS = np.random.RandomState(0).choice(10, 2_000, p=[0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.03, 0.02])
+
+
+def shares(labels: np.ndarray, count: int) -> dict[int, int]:
+    """Largest remainder, by fractions."""
+    sizes = Counter(labels.tolist())
+    exact = {c: Fraction(n * count, len(labels)) for c, n in sizes.items()}
+    whole = {c: int(f) for c, f in exact.items()}
+    for c in sorted(exact, key=lambda c: (whole[c] - exact[c], c))[: count - sum(whole.values())]:
+        whole[c] += 1
+    return {c: n for c, n in whole.items() if n}
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 199, 1_000, 2_000])
+def test_every_class_gives_its_share(count: int) -> None:
+    index = held_out(LABELS, count)
+    assert len(index) == len(set(index.tolist())) == count
+    assert (np.diff(index) > 0).all()
+    assert Counter(LABELS[index].tolist()) == shares(LABELS, count)
+
+
+def test_the_first_of_each_class_in_the_order_of_philox() -> None:
+    words = np.random.Philox(key=KEY).random_raw(len(LABELS)).tolist()
+    expected = []
+    for c, count in shares(LABELS, 150).items():
+        own = sorted((i for i in range(len(LABELS)) if LABELS[i] == c), key=lambda i: words[i])
+        expected += own[:count]
+    assert held_out(LABELS, 150).tolist() == sorted(expected)
+
+
+def test_the_split_never_changes() -> None:
+    """Pinned: a change here makes every earlier result incomparable."""
+    index = held_out(np.arange(60_000) % 10, 5_000)
+    digest = hashlib.sha256(index.astype("<i8").tobytes()).hexdigest()
+    assert digest == "ebc4cfbc9582f97fd06c30a5f18ced178f44a2018eb28c8c1e4c8ef63a51190c"
+
+
+def test_rest_is_the_complement() -> None:
+    index = held_out(LABELS, 300)
+    other = rest(len(LABELS), index)
+    assert sorted([*index.tolist(), *other.tolist()]) == list(range(len(LABELS)))
+
+
+@pytest.mark.parametrize("count", [-1, 2_001])
+def test_too_many_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="choose 0 to 2000"):
+        held_out(LABELS, count)
+
+
+def test_digits_are_scikit_learns_without_loss() -> None:
+    from sklearn.datasets import load_digits
+
+    whole = load_digits()
+    parts = [load("digits", split) for split in ("train", "validation", "test")]
+    assert [len(part) for part in parts] == [1_257, 180, 360]
+    pixels, labels = torch.cat([p.pixels for p in parts]), torch.cat([p.labels for p in parts])
+    values = pixels[:, 0].numpy() / 15
+    mine = sorted((bytes(v.astype(np.uint8).ravel()), int(l)) for v, l in zip(values, labels, strict=True))
+    theirs = sorted(
+        (bytes(v.astype(np.uint8).ravel()), int(l)) for v, l in zip(whole.images, whole.target, strict=True)
+    )
+    assert np.array_equal(values, np.round(values))
+    assert mine == theirs  # every image once: the splits are disjoint and lose nothing
+    assert set(Counter(parts[1].labels.tolist()).values()) == {18}
+
+
+def test_digits_normalisation() -> None:
+    train = load("digits", "train")
+    x = train.normalise(train.pixels)
+    assert x.dtype == torch.float32
+    assert abs(x.mean()) < 1e-3
+    assert abs(x.std() - 1) < 1e-3
+
+
+def test_train_and_validation_make_up_the_whole() -> None:
+    both, train, validation = (load("digits", s) for s in ("train+validation", "train", "validation"))
+    index = held_out(both.labels.numpy(), 180)
+    assert torch.equal(both.take(index.tolist()).pixels, validation.pixels)
+    assert torch.equal(both.take(rest(len(both), index).tolist()).labels, train.labels)
+
+
+def test_subset_is_stratified_and_fixed() -> None:
+    train = load("digits", "train")
+    part = train.subset(100)
+    assert Counter(part.labels.tolist()) == shares(train.labels.numpy(), 100)
+    assert torch.equal(part.pixels, train.subset(100).pixels)
+
+
+def test_an_unknown_split_or_name_is_refused() -> None:
+    with pytest.raises(DataError, match="no split 'valid'; choose one of train, validation, test"):
+        load("digits", "valid")
+    with pytest.raises(DataError, match="did you mean 'cifar10'"):
+        load("cifar-10", "train")
+    with pytest.raises(DataError, match="choose one of digits, mnist, cifar10, svhn"):
+        load("zzz", "train")
+
+
+def mine(read: Callable[..., Arrays], **changes: object) -> DataSet:
+    options = {
+        "name": "mine",
+        "title": "Mine",
+        "shape": (2, 3, 4),
+        "classes": ("a", "b"),
+        "mean": (0.5, 0.25),
+        "std": (1.0, 2.0),
+        "counts": {"train": 10, "test": 4},
+        "validation": 4,
+        "layouts": (Layout(read=read),),
+        **changes,
+    }
+    return DataSet(**options)  # type: ignore[arg-type]
+
+
+def read_mine(part: str, paths: tuple) -> Arrays:
+    count = {"train": 10, "test": 4}[part]
+    pixels = np.arange(count * 24, dtype=np.uint8).reshape(count, 2, 3, 4)
+    return Arrays(pixels, (np.arange(count) % 2).astype(np.uint8))
+
+
+def test_a_data_set_of_ones_own() -> None:
+    register(mine(read_mine))
+    assert names()[-1] == "mine"
+    assert get("mine").title == "Mine"
+    got = load("mine", "validation")
+    assert got.labels.tolist().count(0) == 2
+    expected = (got.pixels.double() / 255 - torch.tensor([0.5, 0.25]).view(2, 1, 1)) / torch.tensor([1, 2]).view(
+        2, 1, 1
+    )
+    torch.testing.assert_close(got.normalise(got.pixels).double(), expected, atol=1e-6, rtol=0)
+    with pytest.raises(DataError, match="replace=True"):
+        register(mine(read_mine))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        (lambda: Arrays(np.zeros((10, 2, 3, 4)), np.zeros(10, np.uint8)), "float64 images"),
+        (lambda: Arrays(np.zeros((10, 2, 4, 3), np.uint8), np.zeros(10, np.uint8)), r"\(2, 4, 3\)"),
+        (lambda: Arrays(np.zeros((9, 2, 3, 4), np.uint8), np.zeros(9, np.uint8)), "9 images and 9 labels"),
+        (lambda: Arrays(np.zeros((10, 2, 3, 4), np.uint8), np.zeros(9, np.uint8)), "10 images and 9 labels"),
+        (
+            lambda: Arrays(np.zeros((10, 2, 3, 4), np.uint8), np.full(10, 2, np.uint8)),
+            "label of 2, expected 0 to 1",
+        ),
+    ],
+)
+def test_a_reader_that_returns_something_else_is_refused(arrays: Callable, expected: str) -> None:
+    register(mine(lambda part, paths: arrays()))
+    with pytest.raises(DataError, match=f"mine cannot be used: .*{expected}"):
+        load("mine", "train")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layouts": ()},
+        {"counts": {"train": 10}},
+        {"validation": 10},
+        {"validation": 0},
+        {"mean": (0.5,)},
+        {"std": (1.0, 0.0)},
+    ],
+)
+def test_a_definition_that_cannot_be_is_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"got|no layout"):
+        mine(read_mine, **changes)
+
+
+def test_images_check_themselves() -> None:
+    good = load("digits", "validation")
+    options = {f: getattr(good, f) for f in ("name", "title", "split", "classes", "mean", "std")}
+    with pytest.raises(TypeError, match="pixels must be uint8"):
+        Images(good.pixels.float(), good.labels, **options)
+    with pytest.raises(TypeError, match="labels must be int64"):
+        Images(good.pixels, good.labels[:-1], **options)
+    with pytest.raises(ValueError, match="one number per channel"):
+        Images(good.pixels.expand(-1, 3, -1, -1), good.labels, **options)
+
+
+def test_digits_are_found_whatever_the_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANACH_DATA", "/nowhere")
+    assert load("digits", "test").title == DIGITS.title

@@ -1,0 +1,214 @@
+"""contraction_factor against dense singular values, in every corner a latent has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach.diagnose import contraction_factor, is_coupled
+from banach.diagnose.jacobian import Jacobian, largest_singular_value
+
+EXACT: dict[str, Any] = {"rtol": 1e-12, "max_steps": 500}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def matrices(z: Tensor, A: Tensor) -> Tensor:
+    return torch.einsum("bij,bj->bi", A, z)
+
+
+def test_per_sample_matrices() -> None:
+    A = normal(7, 6, 6)
+    sigma = contraction_factor(matrices, torch.zeros(7, 6, dtype=torch.float64), (A,), **EXACT)
+    torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-10, atol=0)
+
+
+def test_default_accuracy() -> None:
+    """The promised rtol of 1e-4, from below, on spectra without a gap."""
+    A = normal(20, 40, 40, seed=1)
+    true = torch.linalg.matrix_norm(A, 2)
+    sigma = contraction_factor(matrices, torch.zeros(20, 40, dtype=torch.float64), (A,))
+    assert ((true - sigma) / true).max() < 1e-3
+    assert ((true - sigma) / true).median() < 1e-4
+    assert (sigma <= true * (1 + 1e-12)).all()
+
+
+def test_nonlinear_at_its_point() -> None:
+    W, z = normal(5, 5, seed=2), normal(3, 5, seed=3)
+    sigma = contraction_factor(lambda z: torch.tanh(z @ W.T), z, **EXACT)
+    slopes = 1 - torch.tanh(z @ W.T) ** 2
+    torch.testing.assert_close(sigma, torch.linalg.matrix_norm(slopes[:, :, None] * W, 2), rtol=1e-10, atol=0)
+
+
+def test_samples_do_not_see_each_other() -> None:
+    A = normal(4, 6, 6, seed=4)
+    z = torch.zeros(4, 6, dtype=torch.float64)
+    together = contraction_factor(matrices, z, (A,), **EXACT)
+    alone = torch.cat([contraction_factor(matrices, z[:1], (A[i : i + 1],), **EXACT) for i in range(4)])
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
+
+
+def test_nearly_equal_top_pair() -> None:
+    V = torch.linalg.qr(normal(8, 8, seed=5))[0]
+    A = V @ torch.diag(torch.tensor([1.3, 1.3 - 1e-9, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1], dtype=torch.float64)) @ V.T
+    sigma = contraction_factor(lambda z: z @ A.T, torch.zeros(2, 8, dtype=torch.float64))
+    torch.testing.assert_close(sigma, torch.full_like(sigma, 1.3), rtol=1e-6, atol=0)
+
+
+def test_an_unlucky_start_does_not_end_at_the_second_value() -> None:
+    """From seed 0 the estimate rests at 5.62 for two steps, then finds 6.96: a rest is no end."""
+    A = normal(4, 12, 12, seed=9)
+    sigma = contraction_factor(matrices, torch.zeros(4, 12, dtype=torch.float64), (A,), rtol=1e-2)
+    torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-2, atol=0)
+
+
+def test_few_products_on_a_dense_spectrum() -> None:
+    """Plain power iteration is 1% off here after 40 steps."""
+    spectrum = torch.linspace(0, 0.95, 512, dtype=torch.float64)
+    sigma = contraction_factor(lambda z: z * spectrum, torch.zeros(1, 512, dtype=torch.float64), max_steps=40)
+    assert abs(float(sigma) - 0.95) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_nested_latent(kind: str) -> None:
+    A = normal(3, 9, 9, seed=6)
+
+    def T(z: Any) -> Any:
+        a, b = (z["a"], z["b"]) if isinstance(z, dict) else z
+        out = matrices(torch.cat([a.flatten(1), b], 1), A)
+        first, second = out[:, :4].view(3, 2, 2), out[:, 4:]
+        return {"b": second, "a": first} if isinstance(z, dict) else (first, second)
+
+    parts = (torch.zeros(3, 2, 2, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64))
+    z: Any = parts if kind == "tuple" else dict(zip("ab", parts, strict=True))
+    torch.testing.assert_close(
+        contraction_factor(T, z, **EXACT), torch.linalg.matrix_norm(A, 2), rtol=1e-10, atol=0
+    )
+
+
+def test_coupled_is_one_value_for_the_batch(jacobian: Any) -> None:
+    bn = nn.BatchNorm1d(3).double()
+    z = normal(5, 3, seed=7)
+    sigma = contraction_factor(bn, z, coupled=True, **EXACT)
+    reference = nn.BatchNorm1d(3).double()
+    dense = jacobian(reference, z)
+    assert sigma.shape == (5,)
+    torch.testing.assert_close(sigma, torch.linalg.matrix_norm(dense, 2).expand(5), rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_keeps_its_state(training: bool, unchanged: Any) -> None:
+    T = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double().train(training)
+    with unchanged(T):
+        contraction_factor(T, normal(4, 3), coupled=training)
+        is_coupled(T, normal(4, 3))
+
+
+def test_a_random_map_keeps_the_global_random_state(unchanged: Any) -> None:
+    with unchanged():
+        contraction_factor(lambda z: z * torch.rand(3, dtype=z.dtype), normal(4, 3))
+
+
+def test_seed_only_moves_the_start() -> None:
+    A = normal(3, 6, 6, seed=8)
+    z = torch.zeros(3, 6, dtype=torch.float64)
+    short = [contraction_factor(matrices, z, (A,), max_steps=1, seed=s) for s in (0, 0, 1)]
+    assert torch.equal(short[0], short[1])
+    assert not torch.equal(short[0], short[2])
+    long = [contraction_factor(matrices, z, (A,), seed=s, **EXACT) for s in (0, 1)]
+    torch.testing.assert_close(long[0], long[1], rtol=1e-9, atol=0)
+
+
+def test_inside_no_grad_and_inference_mode() -> None:
+    A = normal(2, 4, 4)
+    expected = torch.linalg.matrix_norm(A, 2)
+    with torch.no_grad():
+        first = contraction_factor(matrices, torch.zeros(2, 4, dtype=torch.float64), (A,), **EXACT)
+    with torch.inference_mode():
+        made_here = torch.zeros(2, 4, dtype=torch.float64)
+        second = contraction_factor(matrices, made_here, (A + 0,), **EXACT)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, expected)
+    assert not first.requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
+def test_lower_precision(dtype: torch.dtype, rtol: float) -> None:
+    A = normal(4, 12, 12, seed=9)
+    sigma = contraction_factor(matrices, torch.zeros(4, 12, dtype=dtype), (A.to(dtype),))
+    assert sigma.dtype == torch.float32
+    torch.testing.assert_close(sigma.double(), torch.linalg.matrix_norm(A, 2), rtol=rtol, atol=0)
+
+
+def test_bf16_autocast() -> None:
+    layer = nn.Linear(32, 32, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(normal(32, 32, seed=10))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sigma = contraction_factor(layer, torch.zeros(3, 32))
+    true = torch.linalg.matrix_norm(layer.weight.detach(), 2)
+    torch.testing.assert_close(sigma, true.expand(3), rtol=2e-2, atol=0)
+
+
+def test_channels_last() -> None:
+    conv = nn.Conv2d(3, 3, 3, padding=1).double()
+    z = normal(2, 3, 4, 4)
+    plain = contraction_factor(conv, z, **EXACT)
+    last = contraction_factor(conv, z.to(memory_format=torch.channels_last), **EXACT)
+    torch.testing.assert_close(plain, last, rtol=1e-9, atol=0)
+
+
+def test_small_corners() -> None:
+    assert contraction_factor(lambda z: 3 * z, torch.ones(0, 2)).shape == (0,)
+    assert torch.equal(contraction_factor(lambda z: torch.ones(4, 2), torch.ones(4, 2)), torch.zeros(4))
+    one = contraction_factor(torch.cos, torch.tensor(1.0, dtype=torch.float64))
+    torch.testing.assert_close(one, torch.tensor([math.sin(1.0)], dtype=torch.float64))
+
+
+def test_a_nonfinite_sample_is_nan_and_alone_in_it() -> None:
+    A = normal(3, 5, 5, seed=11)
+    A[1] = torch.nan
+    sigma = contraction_factor(matrices, torch.zeros(3, 5, dtype=torch.float64), (A,), **EXACT)
+    assert sigma[1].isnan()
+    torch.testing.assert_close(sigma[[0, 2]], torch.linalg.matrix_norm(A[[0, 2]], 2), rtol=1e-9, atol=0)
+
+
+def test_rectangular_jacobian() -> None:
+    A = normal(3, 7, 4, seed=12)
+    J = Jacobian.of(lambda x: torch.einsum("bij,bj->bi", A, x), torch.zeros(3, 4, dtype=torch.float64))
+    v, w = normal(3, 4, seed=13), normal(3, 7, seed=14)
+    torch.testing.assert_close(J.forward(v), torch.einsum("bij,bj->bi", A, v))
+    torch.testing.assert_close(J.transposed(w), torch.einsum("bij,bi->bj", A, w))
+    sigma = largest_singular_value(J, max_steps=100, rtol=1e-12, seed=0)
+    torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-10, atol=0)
+
+
+def test_is_coupled() -> None:
+    z = normal(4, 3)
+    bn = nn.BatchNorm1d(3).double()
+    assert is_coupled(bn, z)
+    assert not is_coupled(bn.eval(), z)
+    assert not is_coupled(lambda z: torch.tanh(z), z)
+    assert is_coupled(lambda z: z - z.mean(0), z)
+    assert not is_coupled(lambda z: z - z.mean(0), z[:1])  # one sample has nobody to depend on
+
+
+def test_refusals() -> None:
+    z = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"):
+        contraction_factor(lambda z: z[:, :1], z)
+    with pytest.raises(TypeError, match="structure of z0"):
+        contraction_factor(lambda z: (z, z), z)
+    with pytest.raises(ValueError, match="max_steps must be a whole number of at least 1, got 0"):
+        contraction_factor(torch.tanh, z, max_steps=0)
+    bn = nn.BatchNorm1d(3)
+    with pytest.raises(RuntimeError, match="give the module itself as T"):
+        contraction_factor(lambda z: bn(z), z, coupled=True)
+    with pytest.raises(ValueError, match="keep the batch axis: 2 samples became 1"):
+        Jacobian.of(lambda x: x.sum(0, keepdim=True), z)

@@ -1,0 +1,126 @@
+"""observed_rate on traces whose rate is known; Banach's bound against the true error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from banach import RMS, Euclidean, Picard, Solution, Tolerance, solve
+from banach.diagnose import contraction_factor, error_bound, observed_rate
+
+
+def column(*residuals: float) -> Tensor:
+    return torch.tensor(residuals, dtype=torch.float64)[:, None]
+
+
+def picard(A: Tensor, steps: int, norm: RMS | Euclidean = RMS(), atol: float = 0.0) -> tuple[Solution, Tensor]:
+    b = torch.ones(1, len(A), dtype=torch.float64)
+    tolerance = Tolerance(atol=atol, max_steps=steps, norm=norm)
+    found = solve(lambda z: z @ A.T + b, torch.zeros_like(b), Picard(), tolerance=tolerance, record=True)
+    return found, torch.linalg.solve(torch.eye(len(A), dtype=A.dtype) - A, b[0])
+
+
+def test_geometric_traces() -> None:
+    k = torch.arange(30, dtype=torch.float64)[:, None]
+    rates = torch.tensor([0.2, 0.5, 0.95, 1.0, 1.3], dtype=torch.float64)
+    torch.testing.assert_close(observed_rate(rates**k, torch.full((5,), 30)), rates, rtol=1e-12, atol=0)
+
+
+def test_only_the_last_ratios_count() -> None:
+    trace = column(1.0, 0.9, 0.81, 0.405, 0.2025, 0.10125)
+    torch.testing.assert_close(observed_rate(trace, last=3), torch.tensor([0.5], dtype=torch.float64))
+    torch.testing.assert_close(observed_rate(trace, last=1), torch.tensor([0.5], dtype=torch.float64))
+    torch.testing.assert_close(observed_rate(trace), torch.tensor([0.10125**0.2], dtype=torch.float64))
+
+
+def test_a_frozen_sample_repeats_its_last() -> None:
+    trace = torch.cat([column(1, 0.1, 0.01, 0.01, 0.01, 0.01), column(1, 0.5, 0.25, 0.125, 0.0625, 0.03125)], 1)
+    expected = torch.tensor([0.1, 0.5], dtype=torch.float64)
+    torch.testing.assert_close(observed_rate(trace), expected)
+    torch.testing.assert_close(observed_rate(trace, torch.tensor([3, 6])), expected)
+
+
+def test_steps_tell_standing_still_from_frozen() -> None:
+    trace = column(1, 1, 1, 1)
+    assert observed_rate(trace, torch.tensor([4])).item() == 1.0
+    assert observed_rate(trace, torch.tensor([1])).isnan().all()
+    assert observed_rate(trace).isnan().all()
+
+
+def test_rounding_is_not_convergence() -> None:
+    trace = column(1, 1e-4, 1e-8, 1e-12, 3e-16, 4e-16, 2e-16, 3e-16)
+    torch.testing.assert_close(observed_rate(trace), torch.tensor([1e-4], dtype=torch.float64), rtol=1e-9, atol=0)
+    coarse = observed_rate(column(1, 0.1, 0.01, 0.009, 0.0095), floor=0.0099)
+    torch.testing.assert_close(coarse, torch.tensor([0.1], dtype=torch.float64))
+
+
+def test_corners() -> None:
+    assert observed_rate(column(1, 0)).item() == 0.0
+    assert observed_rate(column(1)).isnan().all()
+    assert observed_rate(column(0, 0)).isnan().all()
+    assert observed_rate(torch.empty(0, 3)).isnan().tolist() == [True] * 3
+    assert observed_rate(torch.empty(5, 0)).shape == (0,)
+    diverged = observed_rate(column(1, 2, 4, float("nan"), float("nan")))
+    torch.testing.assert_close(diverged, torch.tensor([2.0], dtype=torch.float64))
+
+
+def test_rate_of_a_real_iteration_is_the_spectral_radius() -> None:
+    A = torch.diag(torch.tensor([0.8, 0.5, -0.3], dtype=torch.float64))
+    found, _ = picard(A, 60)
+    assert found.trace is not None
+    torch.testing.assert_close(
+        observed_rate(found.trace, found.steps), torch.tensor([0.8], dtype=torch.float64), rtol=1e-6, atol=0
+    )
+
+
+def test_sigma_above_one_while_the_iteration_converges() -> None:
+    A = torch.tensor([[0.5, 2.0], [0.0, 0.4]], dtype=torch.float64)
+    found, _ = picard(A, 100)
+    assert found.trace is not None
+    assert contraction_factor(lambda z: z @ A.T, torch.zeros(1, 2, dtype=torch.float64)).item() > 2
+    assert abs(float(observed_rate(found.trace, found.steps)) - 0.5) < 5e-3
+
+
+@pytest.mark.parametrize("norm", [RMS(), Euclidean()])
+@pytest.mark.parametrize("steps", [1, 3, 10, 25])
+def test_error_bound_holds(norm: RMS | Euclidean, steps: int) -> None:
+    A = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    A *= 0.9 / torch.linalg.matrix_norm(A, 2)
+    found, fixed = picard(A, steps, norm)
+    scale = 6**-0.5 if isinstance(norm, RMS) else 1.0
+    after = float((found.value[0] - fixed).norm()) * scale
+    gap = (torch.eye(6, dtype=A.dtype) - A) @ found.value[0] - 1
+    now = float(gap.norm()) * scale
+    assert after <= error_bound(found.residual, 0.9, after_step=True).item()
+    assert after <= error_bound(torch.tensor(now), 0.9).item()
+    # The bound of the value after the step must not be met by chance: it is that of before, times gamma.
+    torch.testing.assert_close(
+        error_bound(found.residual, 0.9, after_step=True), 0.9 * error_bound(found.residual, 0.9)
+    )
+
+
+def test_error_bound_is_attained() -> None:
+    """T(z) = gamma z + b: the error is exactly r / (1 - gamma)."""
+    found, fixed = picard(0.7 * torch.eye(3, dtype=torch.float64), 4, Euclidean())
+    before = (found.value[0] - 1) / 0.7
+    exact = error_bound(found.residual, torch.tensor([0.7], dtype=torch.float64))
+    torch.testing.assert_close(exact[0], (before - fixed).norm())
+    one_on = error_bound(found.residual, 0.7, after_step=True)
+    torch.testing.assert_close(one_on[0], (found.value[0] - fixed).norm())
+
+
+def test_error_bound_without_contraction() -> None:
+    r = torch.tensor([1.0, 1.0, 1.0])
+    bound = error_bound(r, torch.tensor([0.5, 1.0, 2.0]))
+    assert bound.tolist() == [2.0, float("inf"), float("inf")]
+    assert error_bound(r[:1], torch.tensor([float("nan")])).isnan().all()
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"trace must be \(steps, batch\), got shape \(3,\)"):
+        observed_rate(torch.ones(3))
+    with pytest.raises(ValueError, match="last must be a whole number of at least 1, got 0"):
+        observed_rate(torch.ones(3, 1), last=0)
+    with pytest.raises(ValueError, match=r"gamma must be at least 0, got -0\.5"):
+        error_bound(torch.ones(1), -0.5)

@@ -1,0 +1,194 @@
+"""The monitor warns with the figures, once, and leaves the run alone; the verdict says what they mean."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from banach import JFB, ImplicitNetwork, Neumann, Solution, Tolerance
+from banach.diagnose import (
+    Agreement,
+    Contraction,
+    ContractionMonitor,
+    ContractionWarning,
+    Descent,
+    descent_check,
+    measure_contraction,
+    suggested_order,
+    verdict,
+)
+
+
+@pytest.fixture
+def steep(tiny: Any) -> ImplicitNetwork:
+    """sigma about 3 near zero, and yet every iteration converges: J is nearly nilpotent."""
+    net = tiny(n=2)
+    with torch.no_grad():
+        net.R.linear.weight.copy_(torch.tensor([[0.3, 3.0], [0.0, 0.3]]))
+    return net
+
+
+def test_silent_on_a_contraction(tiny: Any, data: Tensor) -> None:
+    monitor = ContractionMonitor()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measured = monitor(tiny(gain=0.5), data)
+    assert measured is not None
+    assert measured.contracts
+    (reading,) = monitor.history
+    assert (reading.call, reading.samples, reading.violations) == (1, 6, 0)
+    assert reading.sigma == pytest.approx(float(measured.sigma.max()))
+    assert reading.rate == pytest.approx(float(measured.rate.max()))
+
+
+def test_warns_once_with_the_figures(steep: Any, data: Tensor, unchanged: Any) -> None:
+    monitor = ContractionMonitor()
+    with unchanged(steep), pytest.warns(ContractionWarning) as caught:
+        measured = monitor(steep, 0.1 * data)
+    assert measured is not None
+    (warning,) = caught
+    said = str(warning.message)
+    assert issubclass(ContractionWarning, RuntimeWarning)
+    assert f"at {measured.violations} of 6 samples" in said
+    assert f"up to {float(measured.sigma.max()):.3g}" in said
+    assert f"still converges (observed rate up to {float(measured.rate.max()):.3g})" in said
+    assert warning.filename == __file__  # it points at the training loop
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor(steep, 0.1 * data)
+    assert [reading.violations for reading in monitor.history] == [measured.violations] * 2
+
+
+def test_warns_every_time_where_asked(steep: Any, data: Tensor) -> None:
+    monitor = ContractionMonitor(once=False)
+    for _ in range(2):
+        with pytest.warns(ContractionWarning):
+            monitor(steep, 0.1 * data)
+
+
+def test_says_when_the_iteration_does_not_converge(tiny: Any, data: Tensor) -> None:
+    net = tiny(n=1, tolerance=Tolerance(max_steps=100))
+    with torch.no_grad():
+        net.R.linear.weight.fill_(-4.0)
+    monitor = ContractionMonitor()
+    with pytest.warns(ContractionWarning, match="at 6 of 6 samples.*does not converge"):
+        measured = monitor(net, 0.1 * data)
+    assert measured is not None
+    # It went round in a circle, at points where tanh is flat: sigma alone would have said nothing.
+    assert (measured.sigma < 1).all()
+    assert not measured.contracts
+
+
+def test_every_and_samples(tiny: Any, data: Tensor) -> None:
+    monitor = ContractionMonitor(every=3, samples=2)
+    net = tiny()
+    found = [monitor(net, data) for _ in range(7)]
+    assert [one is not None for one in found] == [True, False, False, True, False, False, True]
+    assert [reading.call for reading in monitor.history] == [1, 4, 7]
+    assert {reading.samples for reading in monitor.history} == {2}
+    whole = ContractionMonitor(samples=None)
+    whole(net, data)
+    assert whole.history[0].samples == 6
+
+
+def test_can_be_copied_and_saved(tiny: Any, data: Tensor) -> None:
+    monitor = ContractionMonitor()
+    monitor(tiny(), data)
+    assert pickle.loads(pickle.dumps(monitor)).history == monitor.history
+    assert copy.deepcopy(monitor).history == monitor.history
+
+
+def test_monitor_refusals(tiny: Any, data: Tensor) -> None:
+    for options in ({"every": 0}, {"samples": 0}, {"samples": True}):
+        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+            ContractionMonitor(**options)
+    with pytest.raises(TypeError, match="net must be an ImplicitNetwork"):
+        ContractionMonitor()(torch.nn.Linear(2, 2), data)
+
+
+def solved(converged: bool = True, count: int = 3) -> Solution:
+    ends = torch.full((count,), converged)
+    flags = torch.zeros(count, dtype=torch.bool)
+    return Solution(torch.zeros(count, 1), torch.zeros(count), ends, torch.ones(count), flags, flags)
+
+
+def measured(sigma: list[float], rate: list[float]) -> Contraction:
+    s, r = torch.tensor(sigma), torch.tensor(rate)
+    return Contraction(s, r, torch.zeros_like(s), torch.zeros_like(s), False, solved())
+
+
+def compared(cosine: float, ratio: float = 0.8, converged: bool = True, mode: object = JFB()) -> Descent:
+    return Descent(cosine, ratio, {"R": Agreement(cosine, ratio)}, 1.0, mode, JFB(), solved(converged))  # type: ignore[arg-type]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "said"),
+    [
+        ([0.5, 0.7], [0.4, 0.5], "T contracts on all 2 samples: sigma_max at most 0.7, observed rate at most 0.5"),
+        (
+            [0.5, 1.4],
+            [0.4, 0.75],
+            "converges, observed rate at most 0.75 per step, though T does not contract on 1",
+        ),
+        ([0.5, 1.4], [0.4, 1.07], "does not converge on 1 of 2 samples: its residual goes by up to 1.07 per step"),
+        ([0.5, 1.4], [0.4, 0.99999], "does not converge on 1 of 2 samples"),
+        ([0.5, 0.6], [NAN] * 2, "T contracts on all 2 samples: sigma_max at most 0.6, too few residuals"),
+        (
+            [0.5, 1.6],
+            [NAN] * 2,
+            "does not contract on 1 of 2 samples (sigma_max up to 1.6), and there were too few",
+        ),
+        ([0.5, NAN], [0.5] * 2, "T is not finite at 1 of 2 samples"),
+        ([], [], "Nothing was measured"),
+    ],
+)
+def test_verdict_on_the_iteration(sigma: list[float], rate: list[float], said: str) -> None:
+    assert said in verdict(measured(sigma, rate))
+
+
+def test_verdict_on_the_gradient() -> None:
+    fine = measured([0.5], [0.5])
+    assert "The gradient of JFB is good: cosine 0.98, norm ratio 0.8." in verdict(fine, compared(0.98))
+    rough = verdict(fine, compared(0.6))
+    assert "points downhill, but roughly: cosine 0.6, norm ratio 0.8; use Neumann(4) or Implicit()" in rough
+    assert "is no descent direction" in verdict(fine, compared(-0.1))
+    assert "use Implicit()." in verdict(measured([2.0], [1.2]), compared(0.5))
+    assert "away from the fixed point" in verdict(fine, compared(0.98, converged=False))
+    assert "a gradient is zero" in verdict(fine, compared(NAN))
+    assert "The gradient of Neumann(order=3) is good" in verdict(fine, compared(0.99, mode=Neumann(3)))
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.75, 0.95])
+def test_suggested_order_is_the_least(rate: float) -> None:
+    k = suggested_order(rate)
+    assert k is not None
+    assert rate ** (k + 1) <= 0.05 + 1e-12
+    assert k == 0 or rate**k > 0.05
+
+
+def test_suggested_order_corners() -> None:
+    assert suggested_order(0.0) == 0
+    assert suggested_order(1.0) is None
+    assert suggested_order(NAN) is None
+
+
+def test_suggested_order_does_what_it_promises(tiny: Any, data: Tensor) -> None:
+    net = tiny(gain=0.9)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.square().sum()
+
+    contraction = measure_contraction(net, data)
+    order = suggested_order(float(contraction.rate.max()))
+    assert order is not None
+    assert descent_check(net, data, loss, backward=Neumann(order)).cosine > 0.99
+    assert "T contracts on all 6 samples" in verdict(contraction, descent_check(net, data, loss))

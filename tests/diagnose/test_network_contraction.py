@@ -1,0 +1,278 @@
+"""measure_contraction on networks, batch norm in R or not, against dense Jacobians; and that nothing changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import banach
+from banach import Anderson, ImplicitNetwork, Picard, Status, Tolerance
+from banach.diagnose import (
+    ContractionMonitor,
+    contraction_factor,
+    descent_check,
+    linearise,
+    measure_contraction,
+    measure_sensitivity,
+    network_map,
+)
+
+EXACT: dict[str, Any] = {"rtol": 1e-12, "max_steps": 500}
+
+
+def iterate(net: ImplicitNetwork, d: Tensor, steps: int = 400) -> tuple[ImplicitNetwork, Tensor, Tensor]:
+    """A copy of the network, Q(d) and the fixed point, by a plain loop of the reference's own."""
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        v = twin.Q(d)
+        u = torch.zeros_like(v)
+        for _ in range(steps):
+            u = twin.R(u, v)
+    return twin, v, u
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_train_mode_against_dense(tiny: Any, data: Tensor, jacobian: Any, norm: bool) -> None:
+    net = tiny(norm=norm)
+    with torch.no_grad():
+        if norm:
+            net.R.norm.weight.fill_(0.3)
+    measured = measure_contraction(net, data, **EXACT)
+    twin, v, u = iterate(net, data)
+    J = jacobian(lambda u: twin.R(u, v), u)
+    assert measured.coupled is norm
+    if norm:
+        expected = torch.linalg.matrix_norm(J, 2).expand(6)
+    else:
+        expected = torch.stack(
+            [torch.linalg.matrix_norm(J[5 * i : 5 * i + 5, 5 * i : 5 * i + 5], 2) for i in range(6)]
+        )
+    torch.testing.assert_close(measured.sigma, expected, rtol=1e-7, atol=0)
+    radius = torch.linalg.eigvals(J).abs().max()
+    assert abs(float(measured.rate.max() / radius) - 1) < 0.1
+
+
+def test_eval_mode_batch_norm_is_per_sample(tiny: Any, data: Tensor, jacobian: Any) -> None:
+    net = tiny(norm=True)
+    with torch.no_grad():
+        net.R.norm.weight.fill_(0.2)
+        for _ in range(3):
+            net(data)
+    net.eval()
+    measured = measure_contraction(net, data, **EXACT)
+    twin, v, u = iterate(net, data)
+    assert not measured.coupled
+    for i in range(6):
+        J = jacobian(lambda u, i=i: twin.R(u, v[i : i + 1]), u[i : i + 1])
+        torch.testing.assert_close(measured.sigma[i], torch.linalg.matrix_norm(J, 2), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_convolutions_on_real_digits(conv: Any, digits: Any, jacobian: Any, training: bool) -> None:
+    net = conv().train(training)
+    images, _ = digits(4)
+    measured = measure_contraction(net, images, **EXACT)
+    twin, v, u = iterate(net, images)
+    J = jacobian(lambda u: twin.R(u, v), u)
+    expected = (
+        torch.linalg.matrix_norm(J, 2).expand(4)
+        if training
+        else torch.stack([torch.linalg.matrix_norm(J[32 * i :, 32 * i :][:32, :32], 2) for i in range(4)])
+    )
+    torch.testing.assert_close(measured.sigma, expected, rtol=1e-6, atol=0)
+    assert measured.solution.status == (Status.CONVERGED,) * 4
+    # The rate of the iteration is bounded by sigma, and is near the spectral radius.
+    assert (measured.rate <= measured.sigma + 1e-6).all()
+    assert abs(float(measured.rate.max() / torch.linalg.eigvals(J).abs().max()) - 1) < 0.1
+
+
+def test_network_map_feeds_contraction_factor(conv: Any, digits: Any) -> None:
+    net = conv()
+    m = network_map(net, digits(5)[0])
+    sigma = contraction_factor(m.T, m.u, m.inputs, coupled=m.coupled)
+    torch.testing.assert_close(sigma, measure_contraction(net, digits(5)[0]).sigma)
+    with torch.no_grad():
+        torch.testing.assert_close(m.u, net.latent(digits(5)[0])[1].value, rtol=0, atol=0)
+
+
+def test_error_bounds_the_true_error(tiny: Any, data: Tensor) -> None:
+    net = tiny(gain=0.8, tolerance=Tolerance(atol=1e-2))
+    measured = measure_contraction(net, data, **EXACT)
+    _, _, u = iterate(net, data)
+    with torch.no_grad():
+        used = net.latent(data)[1].value
+    true = (used - u).norm(dim=1) / 5**0.5
+    assert (measured.residual > 1e-6).all()
+    assert (true <= measured.error * 1.05).all()  # sigma is the local constant; the iterate is near
+    assert (measured.error < 20 * true).all()
+
+
+def test_it_converges_though_sigma_exceeds_one(tiny: Any, data: Tensor) -> None:
+    net = tiny(n=2, gain=0.0)
+    with torch.no_grad():
+        net.R.linear.weight.copy_(torch.tensor([[0.3, 3.0], [0.0, 0.3]]))
+    measured = measure_contraction(net, 0.1 * data)
+    assert not measured.contracts
+    assert measured.violations == int((measured.sigma >= 1).sum()) > 0
+    assert (measured.rate < 1).all()
+    assert measured.error[measured.sigma >= 1].isinf().all()
+
+
+def test_rate_is_of_picard_whatever_the_solver(tiny: Any, data: Tensor) -> None:
+    """Anderson solves what undamped Picard does not; the rate says so."""
+    net = tiny(n=1, solver=Anderson())
+    with torch.no_grad():
+        net.R.linear.weight.fill_(-3.0)
+        net.Q.weight.mul_(0.01)
+        net.Q.bias.zero_()
+    measured = measure_contraction(net, data, steps=12)
+    assert measured.solution.converged.all()
+    assert (measured.sigma > 1).all()
+    assert (measured.rate > 1).any()
+
+
+def test_warm_start(tiny: Any, data: Tensor) -> None:
+    net = tiny()
+    u = iterate(net, data)[2]
+    measured = measure_contraction(net, data, u)
+    assert (measured.solution.steps == 1).all()
+    torch.testing.assert_close(measured.sigma, measure_contraction(net, data).sigma)
+    assert measured.rate.isnan().all()  # it starts at the fixed point: there is no rate to see
+
+
+def test_nested_latents(data: Tensor) -> None:
+    class R(nn.Module):
+        def forward(self, u: dict[str, Tensor], v: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"b": 0.5 * u["a"] + v["b"], "a": 0.25 * u["b"] + v["a"]}
+
+    def Q(d: Tensor) -> dict[str, Tensor]:
+        return {"a": d, "b": 2 * d}
+
+    net = ImplicitNetwork(Q, R(), lambda u: u["a"], tolerance=Tolerance(atol=1e-12, max_steps=200))
+    measured = measure_contraction(net, data, **EXACT)
+    torch.testing.assert_close(measured.sigma, torch.full((6,), 0.5, dtype=torch.float64))
+    torch.testing.assert_close(measured.rate, torch.full((6,), 0.125**0.5, dtype=torch.float64), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_changes(conv: Any, digits: Any, unchanged: Any, training: bool) -> None:
+    """Batch norm in Q and R, dropout in R and S, on real images: every measurement leaves them as they were."""
+    net = conv(drop=0.3).train(training)
+    images, labels = digits(3)
+    with unchanged(net):
+        network_map(net, images)
+        measure_contraction(net, images)
+        measure_sensitivity(net, images)
+        descent_check(net, images, lambda y: nn.functional.cross_entropy(y, labels))
+        linearise(net, images[:1], lambda y: nn.functional.cross_entropy(y, labels[:1]))
+        ContractionMonitor()(net, images)
+
+
+def test_measuring_changes_no_run(conv: Any, digits: Any) -> None:
+    """A training run with dropout and batch norm, measured at every step, ends where the other one ends."""
+    images, labels = digits(8)
+
+    def run(measured: bool) -> list[Tensor]:
+        net = conv(drop=0.2)
+        optimiser = torch.optim.SGD(net.parameters(), 0.1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            for _ in range(3):
+                loss = nn.functional.cross_entropy(net(images), labels)
+                optimiser.zero_grad()
+                loss.backward()
+                if measured:
+                    measure_contraction(net, images)
+                    descent_check(net, images, lambda y: nn.functional.cross_entropy(y, labels))
+                optimiser.step()
+        return [*net.state_dict().values()]
+
+    for a, b in zip(run(False), run(True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bf16_autocast_and_bf16_weights(conv: Any, digits: Any) -> None:
+    net = conv().eval()
+    images = digits(4)[0].float()
+    exact = measure_contraction(net, images.double()).sigma
+    net = net.float()
+    net.tolerance = Tolerance(atol=1e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        auto = measure_contraction(net, images)
+    torch.testing.assert_close(auto.sigma.double(), exact, rtol=3e-2, atol=0)
+    half = measure_contraction(net.bfloat16(), images.bfloat16())
+    torch.testing.assert_close(half.sigma.double(), exact, rtol=5e-2, atol=0)
+
+
+def test_inside_inference_mode(conv: Any, digits: Any) -> None:
+    net = conv().eval()
+    images, labels = digits(3)
+    outside = measure_contraction(net, images)
+    with torch.inference_mode():
+        fresh = images + 0
+        inside = measure_contraction(net, fresh)
+        descent = descent_check(net, fresh, lambda y: nn.functional.cross_entropy(y, labels))
+    torch.testing.assert_close(inside.sigma, outside.sigma)
+    assert descent.cosine > 0
+
+
+def test_explicit_twin_and_picard_depth_zero(tiny: Any, data: Tensor) -> None:
+    net = tiny(tolerance=Tolerance(max_steps=0))
+    m = network_map(net, data)
+    assert torch.equal(m.u, torch.zeros(6, 5, dtype=torch.float64))
+    assert measure_contraction(net, data).sigma.shape == (6,)
+
+
+def test_dropout_in_R_is_one_mask(tiny: Any, data: Tensor) -> None:
+    net = tiny(drop=0.5)
+    m = network_map(net, data)
+    first, second = m.T(m.u, *m.inputs), m.T(m.u, *m.inputs)
+    assert torch.equal(first, second)
+    assert float((first == 0).double().mean()) > 0.2
+
+
+def test_a_dropout_that_draws_anew_is_refused(tiny: Any, data: Tensor) -> None:
+    net = tiny()
+    net.R = nn.Sequential(nn.Dropout(0.5))
+    with pytest.raises(RuntimeError, match="no fixed point to find"):
+        measure_contraction(net, data)
+
+
+def test_wrapped_networks_are_refused_in_words(data: Tensor) -> None:
+    with pytest.raises(TypeError, match=r"net must be an ImplicitNetwork, got Linear; .*net\.module"):
+        measure_contraction(nn.Linear(2, 2), data)
+
+
+def test_divergence_is_measured_not_raised(tiny: Any, data: Tensor) -> None:
+    class Explode(nn.Module):
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 3 * u + u**3 + v
+
+    net = ImplicitNetwork(nn.Identity(), Explode(), nn.Identity(), solver=Picard())
+    measured = measure_contraction(net, data)
+    assert all(status is Status.NONFINITE for status in measured.solution.status)
+    assert (measured.rate > 1).all()
+    assert (measured.sigma > 2.99).all()
+
+
+@pytest.mark.gpu
+def test_on_cuda(conv: Any, digits: Any) -> None:
+    net = conv(drop=0.2).cuda()
+    images = digits(4)[0].cuda()
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first = measure_contraction(net, images)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(torch.cuda.get_rng_state(), states[1])
+    assert first.sigma.is_cuda
+    net.eval()
+    host = measure_contraction(copy.deepcopy(net).cpu(), images.cpu())
+    torch.testing.assert_close(measure_contraction(net, images).sigma.cpu(), host.sigma)
+
+
+def test_public_names_are_here() -> None:
+    missing = [name for name in banach.diagnose.__all__ if not hasattr(banach.diagnose, name)]
+    assert not missing

@@ -1,0 +1,194 @@
+"""Names, descriptions, settings, and a model of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach import (
+    JFB,
+    RMS,
+    Anderson,
+    ImplicitNetwork,
+    Neumann,
+    Picard,
+    Tolerance,
+    WorstPixel,
+    models,
+)
+from banach.models import Constant, Cosine, Recipe, Steps, registry
+
+PAPER = ("mnist", "svhn", "cifar10")
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+
+
+class Mix(nn.Module):
+    """R(u, v) = (u + v) / 3, whose fixed point is v / 2."""
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return (u + v) / 3
+
+
+def own(image: tuple[int, int, int], classes: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return nn.Flatten(), Mix(), nn.Linear(image[0] * image[1] * image[2], classes, bias=False)
+
+
+def test_names_and_one_line_each() -> None:
+    assert set(models.names()) == {"mnist", "svhn", "cifar10", "resnet56", "digits"}
+    for name in models.names():
+        description = models.get(name).description
+        assert description
+        assert "\n" not in description
+        assert len(description) < 90
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_the_description_states_the_true_size(name: str) -> None:
+    parameters = sum(p.numel() for p in models.build(name).parameters())
+    assert f"{parameters:,} parameters" in models.get(name).description
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("minst", "mnist"), ("CIFAR10", "cifar10"), ("resnet-56", "resnet56")]
+)
+def test_an_unknown_name_is_refused_with_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown model: '{wrong}'; did you mean '{right}'.* choose from"):
+        models.build(wrong)
+
+
+def test_a_name_near_nothing_lists_them_all() -> None:
+    with pytest.raises(ValueError, match=r"unknown model: 'zzz'; choose from .*mnist"):
+        models.get("zzz")
+
+
+def test_your_own_model() -> None:
+    models.register("own", own, description="a linear one", image=(2, 3, 3), classes=4)
+    assert models.names()[-1] == "own"
+    net = models.build("own", tolerance=Tolerance(atol=1e-7))
+    assert isinstance(net, ImplicitNetwork)
+    d = torch.randn(5, 2, 3, 3)
+    expected = d.flatten(1) @ net.S.weight.T / 2  # type: ignore[attr-defined]
+    torch.testing.assert_close(net(d), expected, rtol=1e-5, atol=1e-5)
+    assert models.build("own", image=(1, 2, 2), classes=3)(torch.randn(1, 1, 2, 2)).shape == (1, 3)
+    assert models.recipe("own").tolerance == Tolerance()
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="there is a model 'mnist' already; choose another name"):
+        models.register("mnist", own, description="mine", image=(1, 2, 2))
+    models.register("mnist", own, description="mine", image=(1, 2, 2), overwrite=True)
+    assert models.get("mnist").description == "mine"
+
+
+def test_a_builder_may_return_a_whole_network() -> None:
+    def whole(image: tuple[int, int, int], classes: int) -> nn.Module:
+        return ImplicitNetwork(*own(image, classes), solver=Anderson(2), coupled=True)
+
+    models.register("whole", whole, description="whole", image=(1, 2, 2))
+    net = models.build("whole", backward=Neumann(3))
+    assert isinstance(net, ImplicitNetwork)
+    assert (net.solver, net.backward, net.coupled) == (Anderson(2), Neumann(3), True)
+    assert models.build("whole", explicit=True).tolerance.max_steps == 0  # type: ignore[union-attr]
+
+
+def test_what_a_builder_may_not_be_or_return() -> None:
+    with pytest.raises(TypeError, match="builder must be a function"):
+        models.register("bad", 3, description="bad", image=(1, 2, 2))  # type: ignore[arg-type]
+    models.register("bad", lambda image, classes: "net", description="bad", image=(1, 2, 2))
+    with pytest.raises(TypeError, match=r"the builder of bad must return \(Q, R, S\) or a module, got str"):
+        models.build("bad")
+
+
+def test_a_model_without_a_twin_says_so() -> None:
+    models.register("own", own, description="a linear one", image=(2, 3, 3))
+    for name in ("own", "resnet56"):
+        with pytest.raises(ValueError, match=f"{name} has no twin without batch norm"):
+            models.build(name, batch_norm=False)
+
+
+def test_an_explicit_network_takes_no_solver() -> None:
+    with pytest.raises(ValueError, match="resnet56 has no fixed point to find; leave out solver and backward"):
+        models.build("resnet56", solver=Picard(), backward=JFB())
+    assert isinstance(models.build("resnet56", explicit=True), nn.Module)
+
+
+@pytest.mark.parametrize("image", [(28, 28), (1, 28, 0), (1.0, 28, 28), 28])
+def test_images_that_are_none(image: object) -> None:
+    with pytest.raises(ValueError, match=r"image must be \(channels, height, width\)"):
+        models.build("mnist", image=image)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("classes", [0, 2.5, True])
+def test_classes_that_are_none(classes: object) -> None:
+    with pytest.raises(ValueError, match="classes must be a whole number of at least 1"):
+        models.build("mnist", classes=classes)  # type: ignore[arg-type]
+
+
+def test_settings_reach_the_network() -> None:
+    tolerance = Tolerance(atol=1e-3, max_steps=7)
+    net = models.build("mnist", solver=Anderson(4), tolerance=tolerance, backward=Neumann(1))
+    assert isinstance(net, ImplicitNetwork)
+    assert (net.solver, net.tolerance, net.backward) == (Anderson(4), tolerance, Neumann(1))
+    twin = models.build("mnist", tolerance=tolerance, explicit=True)
+    assert isinstance(twin, ImplicitNetwork)
+    assert twin.tolerance == dataclasses.replace(tolerance, max_steps=0)
+    with pytest.raises(TypeError, match="toleranse"):
+        models.build("mnist", toleranse=tolerance)  # type: ignore[call-arg]
+
+
+# eps, max_steps, lr, weight decay, epochs: the paper notes' table.
+TABLE = {
+    ("mnist", "released"): (1e-1, 50, 2e-4, 1e-6, 100),
+    ("mnist", "paper"): (1e-4, 50, 1e-4, 1e-6, 100),
+    ("mnist", "jacobian"): (1e-1, 50, 2e-4, 1e-6, 100),
+    ("svhn", "released"): (1e-4, 200, 1e-4, 2e-4, 100),
+    ("svhn", "paper"): (1e-4, 200, 1e-4, 2e-4, 100),
+    ("svhn", "jacobian"): (1e-4, 200, 1e-4, 2e-4, 100),
+    ("cifar10", "released"): (1e-1, 50, 1e-3, 1e-3, 1000),
+    ("cifar10", "paper"): (1e-1, 50, 1e-3, 1e-3, 1000),
+    ("cifar10", "jacobian"): (1e-4, 500, 1e-3, 1e-3, 1000),
+}
+
+
+@pytest.mark.parametrize(("name", "which"), TABLE)
+def test_recipes_of_the_paper(name: str, which: str) -> None:
+    r = models.recipe(name, which)
+    assert (r.eps, r.max_steps, r.lr, r.weight_decay, r.epochs) == TABLE[name, which]
+    assert (r.batch_size, r.norm, r.momentum) == (100, WorstPixel(), None)
+    assert r.tolerance == Tolerance(atol=r.eps, max_steps=r.max_steps, norm=WorstPixel())
+
+
+def test_default_recipes_and_tolerances() -> None:
+    for name in PAPER:
+        assert models.recipe(name) == models.recipe(name, "released")
+        net = models.build(name, image=(3, 12, 12))
+        assert isinstance(net, ImplicitNetwork)
+        assert net.tolerance == models.recipe(name).tolerance
+        assert (net.solver, net.backward) == (Picard(), JFB())
+    assert models.recipe("digits").tolerance == Tolerance(atol=1e-4, norm=RMS())
+
+
+def test_a_recipe_is_frozen_and_its_name_checked() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        models.recipe("mnist").lr = 1.0  # type: ignore[misc]
+    with pytest.raises(ValueError, match="unknown recipe of mnist: 'papper'; did you mean 'paper'"):
+        models.recipe("mnist", "papper")
+    with pytest.raises(TypeError):
+        Recipe(lr=1.0, epochs=1, batch_size=1, weight_dekay=1.0)  # type: ignore[call-arg]
+
+
+def test_schedules() -> None:
+    assert [Constant().multiplier(e, 100) for e in (0, 50.5, 100)] == [1, 1, 1]
+    halved = models.recipe("cifar10").schedule
+    assert [halved.multiplier(e, 1000) for e in (0, 199.9, 200, 399, 400, 999)] == [1, 1, 0.5, 0.5, 0.25, 1 / 16]
+    assert [Cosine().multiplier(e, 20) for e in (0, 10, 20)] == pytest.approx([1, 0.5, 0])
+    tenth = models.recipe("resnet56").schedule
+    assert tenth == Steps(at=(91, 136), factor=0.1)
+    assert tenth.multiplier(140, 182) == pytest.approx(0.01)

@@ -1,0 +1,185 @@
+"""One training step in every backward mode; statistics updated once; copies, pickles, memory formats, names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach import (
+    GMRES,
+    JFB,
+    Anderson,
+    Implicit,
+    ImplicitNetwork,
+    Mode,
+    Neumann,
+    NormalCG,
+    Tolerance,
+    Unroll,
+    models,
+)
+from models.reference_models import IMPLICIT, REFERENCE, SMALL, conv, images, lrelu, network
+
+FEW = Tolerance(max_steps=3)
+LOOSE = Tolerance(atol=0, rtol=1e-2, max_steps=200)
+MODES: list[Mode] = [
+    JFB(),
+    Neumann(2),
+    Unroll(2),
+    Implicit(NormalCG(), LOOSE),
+    Implicit(GMRES(), LOOSE),
+]
+
+
+def batch_norms(module: nn.Module) -> list[nn.BatchNorm2d]:
+    return [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=repr)
+@pytest.mark.parametrize("batch_norm", [True, False])
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_one_step(name: str, batch_norm: bool, mode: Mode) -> None:
+    torch.manual_seed(0)
+    net = models.build(name, image=SMALL[name], batch_norm=batch_norm, backward=mode)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
+    d, labels = images(name, 8, SMALL[name]).float(), torch.arange(8)
+    before = [p.detach().clone() for p in net.parameters()]
+    loss = F.cross_entropy(net(d), labels)
+    loss.backward()
+    optimizer.step()
+    assert loss.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    # A bias before a batch norm has no gradient but rounding, yet Adam moves it too.
+    assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    norms = batch_norms(net)
+    assert len(norms) > 0
+    assert [int(m.num_batches_tracked) for m in norms] == [1] * len(norms)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["mnist", "svhn", "digits"])
+def test_statistics_in_R_are_those_at_the_fixed_point(name: str) -> None:
+    """running mean = .9 * 0 + .1 * the mean of x + res(x), x = u* + Q(d): of the last evaluation alone."""
+    torch.manual_seed(0)
+    net = models.build(name, image=SMALL[name]).double().train()
+    d, seen = images(name, 6, SMALL[name]), []
+    net.Q.register_forward_hook(lambda _module, _input, v: seen.append(v.detach()))  # type: ignore[union-attr]
+    _, found = net(d, solution=True)
+    w, x = net.state_dict(), found.value + seen[0]
+    assert len(seen) == 1
+    assert int(found.steps.max()) > 2
+    x = x + lrelu(lrelu(conv(w, "R.blocks.0.conv2", lrelu(conv(w, "R.blocks.0.conv1", x)))))
+    torch.testing.assert_close(w["R.blocks.0.norm.running_mean"], 0.1 * x.mean((0, 2, 3)))
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_training_lowers_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    net = models.build(name, image=SMALL[name], tolerance=Tolerance(max_steps=10))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    d, labels = images(name, 8, SMALL[name]).float(), torch.arange(8)
+    losses = []
+    for _ in range(4):
+        loss = F.cross_entropy(net(d), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", [*IMPLICIT, "resnet56"])
+def test_channels_last_is_kept(name: str) -> None:
+    image = SMALL.get(name, (3, 16, 16))
+    torch.manual_seed(0)
+    net = models.build(name, image=image).double().eval()
+    if isinstance(net, ImplicitNetwork):
+        net.tolerance = FEW
+    d = images(name, 3, image)
+    with torch.no_grad():
+        expected = net(d)
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        lost: list[str] = []
+        for label, module in net.named_modules():
+            if label != "start":
+                module.register_forward_hook(_watch(label, lost))
+        torch.testing.assert_close(net(d.contiguous(memory_format=torch.channels_last)), expected)
+    assert lost == []
+
+
+def _watch(label: str, lost: list[str]):  # type: ignore[no-untyped-def]
+    def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        for tensor in (*inputs, output):
+            if tensor.dim() == 4 and not tensor.is_contiguous(memory_format=torch.channels_last):
+                lost.append(label)
+
+    return hook
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"]
+)
+def test_copies(name: str, way) -> None:  # type: ignore[no-untyped-def]
+    net = network(name, image=SMALL[name], solver=Anderson(3), backward=Neumann(2), tolerance=FEW).eval()
+    d = images(name, 2, SMALL[name])
+    twin = way(net)
+    assert (twin.solver, twin.tolerance, twin.backward) == (Anderson(3), net.tolerance, Neumann(2))
+    with torch.no_grad():
+        expected = net(d)
+        assert torch.equal(twin(d), expected)
+        for parameter in net.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(d), expected)
+        assert not torch.equal(net(d), expected)
+
+
+STATE = {
+    "mnist": (14 + 14 + 3, ["Q.conv1.weight", "Q.norm2.running_var", "R.blocks.1.conv2.bias", "S.linear.weight"]),
+    "svhn": (5 * 7 + 7 + 7 + 3, ["Q.conv.weight", "Q.blocks.2.norm2.bias", "R.blocks.0.norm.running_mean"]),
+    "cifar10": (2 + 37 * 7 + 3, ["Q.conv.bias", "Q.stage2.15.conv2.weight", "R.blocks.4.norm.running_var"]),
+    "digits": (14 + 7 + 2, ["Q.conv2.weight", "R.blocks.0.conv1.weight", "S.linear.bias"]),
+    "resnet56": (55 * 6 + 2, ["conv.weight", "blocks.26.norm2.weight", "linear.bias"]),
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_names_in_a_checkpoint_are_stable(name: str) -> None:
+    keys = list(models.build(name).state_dict())
+    length, some = STATE[name]
+    assert len(keys) == length
+    assert set(some) <= set(keys)
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_twins_exchange_weights(name: str) -> None:
+    net = network(name)
+    network(name, explicit=True).load_state_dict(net.state_dict())
+    missing, extra = network(name, batch_norm=False).load_state_dict(net.state_dict(), strict=False)
+    assert missing == []
+    assert all(".norm." in key and key.startswith("R.") for key in extra)
+    assert extra
+
+
+def test_bfloat16_weights() -> None:
+    net = models.build("digits").bfloat16().eval()
+    with torch.no_grad():
+        assert net(torch.zeros(2, 1, 8, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_Q_is_evaluated_once_and_R_once_per_step() -> None:
+    net = network("mnist", image=SMALL["mnist"]).train()
+    calls = {"Q": 0, "R": 0}
+    for part in ("Q", "R"):
+        getattr(net, part).register_forward_hook(lambda *_, part=part: calls.update({part: calls[part] + 1}))
+    _, found = net(images("mnist", 4, SMALL["mnist"]), solution=True)
+    assert calls == {"Q": 1, "R": int(found.steps.max()) + 1}
+
+
+def test_the_reference_covers_every_implicit_model() -> None:
+    known = [name for name in models.names() if models.get(name).has_twin]
+    assert sorted(known) == sorted(REFERENCE)

@@ -1,0 +1,63 @@
+"""What the tests of this room share: the matrix of an operator, the backward modes, small maps in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from banach import JFB, Implicit, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
+
+TIGHT = Tolerance(atol=1e-13, max_steps=300)
+EXACT = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=200))
+MODES: dict[str, Mode] = {
+    "jfb": JFB(),
+    "neumann": Neumann(3),
+    "unroll": Unroll(3),
+    "damped": Unroll(3, damping=0.4),
+    "checkpoint": Unroll(3, checkpoint=True),
+    "implicit": EXACT,
+}
+
+
+def matrix(function: Callable[[Tensor], Tensor], *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The matrix of the linear part of a map of one sample, one column per unit vector."""
+    n = torch.Size(shape).numel()
+    units = torch.eye(n, dtype=dtype).view(n, *shape)
+    origin = function(torch.zeros(1, *shape, dtype=dtype))
+    return (function(units) - origin).flatten(1).T
+
+
+def largest(A: Tensor) -> float:
+    return float(torch.linalg.svdvals(A.detach())[0])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def network(R: Any, width: int = 6, inputs: int = 4, **options: Any) -> Any:
+    """Q and S linear, around an R on vectors; solved to rounding unless told otherwise."""
+    torch.manual_seed(11)
+    Q, S = nn.Linear(inputs, width).double(), nn.Linear(width, 2).double()
+    return ImplicitNetwork(Q, R, S, **{"tolerance": TIGHT, **options})
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of every buffer."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(module.named_parameters())
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor], atol: float) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], rtol=0, atol=atol) for k in a)

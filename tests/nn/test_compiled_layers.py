@@ -1,0 +1,104 @@
+"""torch.compile in one graph: these layers in whole passes, alone, and in a compiled R; equal to eager."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import banach
+from banach import JFB, Mode, Neumann, Tolerance, Unroll
+from banach.nn import Lipschitz, TwoStream
+from nn.parts_nn import close, gradients, network, normal, state
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo's own, in some versions
+
+FIXED = Tolerance(max_steps=2, check_every=0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Everything(nn.Module):
+    """Batch norm, dropout and a bounded weight in one R."""
+
+    def __init__(self, *, batch_norm: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.affine = Lipschitz(nn.Linear(6, 6).double(), 0.5)
+        self.norm = nn.BatchNorm1d(6).double() if batch_norm else nn.Identity()
+        self.drop = banach.nn.Dropout(0.4)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.drop(self.norm(self.affine(u)))) + v
+
+
+def compare(compiled: Any, held: Any, eager: Any, passes: int = 2) -> None:
+    """Two passes by both: same values, gradients and buffers, and masks that differ from pass to pass."""
+    values = []
+    for seed in range(passes):
+        torch.manual_seed(seed)
+        y = compiled(normal(5, 4))
+        got = gradients(held, y.square().sum())
+        torch.manual_seed(seed)
+        expected = eager(normal(5, 4))
+        assert torch.allclose(y, expected, rtol=0, atol=1e-12)
+        assert close(got, gradients(eager, expected.square().sum()), atol=1e-12)
+        assert close(state(held), state(eager), atol=1e-12)
+        values.append(y)
+    assert not torch.allclose(values[0], values[-1])
+
+
+@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2)])
+def test_a_pass_is_one_graph(mode: Mode) -> None:
+    net = network(Everything(), tolerance=FIXED, backward=mode)
+    compare(torch.compile(net, fullgraph=True, backend="aot_eager"), net, copy.deepcopy(net))
+    assert int(net.R.norm.num_batches_tracked) == 2
+
+
+def test_a_checkpointed_pass_is_one_graph() -> None:
+    R = nn.Module()
+    net = network(R, tolerance=FIXED, backward=Unroll(2, checkpoint=True))
+    net.R = Everything(batch_norm=False)
+    net.R.affine = nn.Linear(6, 6).double()  # buffers that change inside a checkpoint are PyTorch's own refusal
+    compare(torch.compile(net, fullgraph=True, backend="aot_eager"), net, copy.deepcopy(net))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_a_compiled_r_in_an_eager_loop_settles_on_its_graphs() -> None:
+    net = network(Everything(), tolerance=FIXED)
+    eager = copy.deepcopy(net)
+    outer = copy.copy(net)
+    outer._modules = dict(net._modules)
+    outer.R = torch.compile(net.R, fullgraph=True, backend="aot_eager")
+    kept = copy.deepcopy(net.state_dict())
+    with torch.no_grad():
+        outer.R(normal(5, 6), normal(5, 6))  # compiled outside a pass first, where there is no mask to find
+    net.load_state_dict(kept)
+    compare(outer, net, eager)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compare(outer, net, eager, passes=4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bounded_layers_alone(training: bool) -> None:
+    torch.manual_seed(0)
+    R = TwoStream.conv(2, (4, 3), gamma=0.7, ell=2.0).double().train(training)
+    with torch.no_grad():
+        for p in R.parameters():
+            p.mul_(3)
+    twin = copy.deepcopy(R)
+    compiled = torch.compile(R, fullgraph=True, backend="aot_eager")
+    u, v = normal(3, 2, 4, 3), normal(3, 2, 4, 3, seed=1)
+    for _ in range(2):
+        y, expected = compiled(u, v), twin(u, v)
+        assert torch.allclose(y, expected, rtol=0, atol=1e-12)
+        assert close(gradients(R, y.sin().sum()), gradients(twin, expected.sin().sum()), atol=1e-11)
+        assert close(state(R), state(twin), atol=1e-12)

@@ -1,0 +1,81 @@
+"""On a GPU: masks are drawn there, a pass at fixed depth asks the host for nothing and can be captured whole."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import banach
+from banach import JFB, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
+from banach.nn import Lipschitz, TwoStream, operator_norm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+class Everything(nn.Module):
+    """Batch norm, dropout and a bounded convolution in one R."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.affine = Lipschitz(nn.Conv2d(4, 4, 3, padding=1), 0.5, size=6)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = banach.nn.Dropout2d(0.4)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.drop(self.norm(self.affine(u)))) + v
+
+
+def network(mode: Mode) -> ImplicitNetwork:
+    fixed = Tolerance(max_steps=4, check_every=0)
+    Q, S = nn.Conv2d(1, 4, 3, padding=1), nn.Flatten()
+    return ImplicitNetwork(Q, Everything(), S, tolerance=fixed, backward=mode).cuda()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2), Unroll(2, checkpoint=True)])
+def test_a_training_pass_asks_the_host_for_nothing(mode: Mode) -> None:
+    net = network(mode)
+    d = torch.randn(5, 1, 6, 6, device="cuda")
+    net(d).square().sum().backward()  # libraries are set up here
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        net(d).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2)])
+def test_a_training_pass_can_be_captured(mode: Mode) -> None:
+    net = network(mode)
+    d = torch.randn(5, 1, 6, 6, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(net(d).square().sum(), list(net.parameters()))
+    torch.cuda.synchronize()
+    seen = int(net.R.norm.num_batches_tracked)  # type: ignore[attr-defined]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = net(d)
+        torch.autograd.grad(y.square().sum(), list(net.parameters()))
+    values = []
+    for _ in range(3):
+        graph.replay()
+        values.append(y.clone())
+    assert int(net.R.norm.num_batches_tracked) == seen + 3  # type: ignore[attr-defined]
+    assert torch.isfinite(values[0]).all()
+    assert not torch.equal(values[0], values[1])  # every replay draws its own mask
+
+
+def test_norms_and_bounds_agree_with_the_cpu() -> None:
+    torch.manual_seed(0)
+    R = TwoStream.conv(8, (9, 7), 3, gamma=0.8, ell=2.0).double()
+    u, v = torch.randn(2, 8, 9, 7).double(), torch.randn(2, 3, 9, 7).double()
+    expected = R.eval()(u, v)
+    layer = nn.Conv2d(5, 5, 3, stride=2, padding=1, padding_mode="circular").double()
+    norm = operator_norm(layer, (9, 7))
+    torch.testing.assert_close(operator_norm(layer.cuda(), (9, 7)).cpu(), norm, rtol=1e-9, atol=0)
+    torch.testing.assert_close(R.cuda()(u.cuda(), v.cuda()).cpu(), expected, rtol=1e-9, atol=1e-12)
+    made = Lipschitz(layer, 0.3, size=(9, 7))
+    assert made.direction.is_cuda
+    torch.testing.assert_close(made.norm().detach().cpu(), norm, rtol=1e-9, atol=0)

@@ -1,0 +1,300 @@
+"""Buffers of R: one update per pass, at the last forward evaluation, in every backward mode; none elsewhere."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach import JFB, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
+from banach.nn.passes import Pass, uses_batch_statistics
+from nn.parts_nn import MODES, close, gradients, network, normal, same, state
+
+
+class NormR(nn.Module):
+    """R(u, v) = 0.4 tanh(norm(A u)) + v."""
+
+    linear: Any
+    norm: Any
+
+    def __init__(self, norm: nn.Module | None = None, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(width, width).double()
+        self.norm = (nn.BatchNorm1d(width) if norm is None else norm).double()
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.4 * torch.tanh(self.norm(self.linear(u))) + v
+
+
+def by_hand(R: NormR, u: Tensor, v: Tensor) -> Tensor:
+    """R in train mode, without a module that could write anywhere."""
+    x = F.batch_norm(R.linear(u), None, None, R.norm.weight, R.norm.bias, training=True)
+    return 0.4 * torch.tanh(x) + v
+
+
+def last_point(R: NormR, mode: Mode, z: Tensor, v: Tensor) -> Tensor:
+    """Where the last forward evaluation of the pass happens: z*, or the last iterate but one of Unroll."""
+    if isinstance(mode, Unroll):
+        for _ in range(mode.steps - 1):
+            z = mode.damping * z + (1 - mode.damping) * by_hand(R, z, v)
+    return z
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_update_at_the_last_evaluation_and_none_in_backward(
+    mode: str, momentum: float | None, grad: bool
+) -> None:
+    # Two steps are far from the fixed point, so that the point of the update shows.
+    R = NormR(nn.BatchNorm1d(6, momentum=momentum))
+    net = network(R, backward=MODES[mode], tolerance=Tolerance(atol=0, max_steps=2))
+    with torch.no_grad():  # a history of its own: the third batch, statistics not at their start
+        R.norm.running_mean.copy_(normal(6, seed=7))
+        R.norm.num_batches_tracked.fill_(2)
+    before = state(R.norm)
+    d = normal(5, 4)
+    with torch.set_grad_enabled(grad):
+        u, found = net.latent(d)
+    with torch.no_grad():
+        x = R.linear(last_point(R, MODES[mode], found.value, net.Q(d)))
+    weight = 1 / 3 if momentum is None else momentum
+    mean = (1 - weight) * before["running_mean"] + weight * x.mean(0)
+    var = (1 - weight) * before["running_var"] + weight * x.var(0)
+    after = state(R.norm)
+    assert torch.allclose(after["running_mean"], mean, rtol=0, atol=1e-13)
+    assert torch.allclose(after["running_var"], var, rtol=0, atol=1e-13)
+    assert int(after["num_batches_tracked"]) == 3
+    if grad:
+        u.square().sum().backward(retain_graph=True)
+        u.square().sum().backward()
+        assert same(state(R.norm), after)
+
+
+LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "1d": (nn.BatchNorm1d(3), (3, 4)),
+    "2d": (nn.BatchNorm2d(3, affine=False), (3, 4, 2)),
+    "3d": (nn.BatchNorm3d(3, momentum=0.3), (3, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_batch_norm(kind: str) -> None:
+    class Plain(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Identity(), nn.ModuleDict({"deep": norm})["deep"])
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.3 * self.inner(u) + v
+
+    norm, shape = LAYERS[kind]
+    norm = copy.deepcopy(norm).double()
+    net = ImplicitNetwork(nn.Identity(), Plain(norm), nn.Identity(), tolerance=Tolerance(atol=1e-13))
+    assert uses_batch_statistics(net.R)
+    d = normal(5, *shape)
+    _, found = net.latent(d)
+    axes = [0, *range(2, len(shape) + 1)]
+    weight = norm.momentum
+    mean = weight * found.value.mean(axes)
+    var = 1 - weight + weight * found.value.transpose(0, 1).flatten(1).var(1)
+    assert torch.allclose(norm.running_mean, mean, atol=1e-12)
+    assert torch.allclose(norm.running_var, var, atol=1e-12)
+    assert int(norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_written_in_eval_mode(mode: str) -> None:
+    net = network(NormR(), backward=MODES[mode])
+    net(normal(5, 4))
+    net.eval()
+    before = state(net)
+    net(normal(5, 4, seed=2)).sum().backward()
+    assert same(state(net), before)
+
+
+def test_training_is_asked_of_each_layer() -> None:
+    net = network(NormR()).eval()
+    net.R.norm.train()
+    net(normal(5, 4))
+    assert int(net.R.norm.num_batches_tracked) == 1
+    net.train()
+    net.R.norm.eval()
+    before = state(net)
+    net(normal(5, 4))
+    assert same(state(net), before)
+
+
+def test_spectral_norms_vectors_take_one_step_per_pass() -> None:
+    R = NormR(nn.Identity())
+    R.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6).double())
+    own = R.linear.parametrizations.weight[0]
+    own._v.copy_(F.normalize(normal(6, seed=1), dim=0))
+    W, v = R.linear.parametrizations.weight.original.detach(), own._v.clone()
+    net = network(R)
+    for mode in MODES.values():
+        net.backward = mode
+        u, found = net.latent(normal(5, 4))
+        assert bool(found.converged.all())  # one weight for the whole pass
+        left = F.normalize(W @ v, dim=0)
+        v = F.normalize(W.T @ left, dim=0)
+        assert torch.allclose(own._u, left, atol=1e-12)
+        assert torch.allclose(own._v, v, atol=1e-12)
+        u.sum().backward()
+        assert torch.allclose(own._v, v, atol=1e-12)
+
+
+def test_a_buffer_that_is_assigned_rather_than_written() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Tensor
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            self.seen = self.seen + 1
+            return 0.5 * u + v
+
+    net = network(Counter())
+    for passes in (1.0, 2.0, 3.0):
+        net(normal(5, 4))
+        assert float(net.R.seen) == passes
+    with torch.no_grad():
+        net(normal(5, 4))
+    assert float(net.R.seen) == 4.0
+
+
+class Failing(NormR):
+    calls, fail_at = 0, 10**9
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        value = super().forward(u, v)  # the statistics are written first
+        self.calls += 1
+        if self.calls >= self.fail_at:
+            raise KeyboardInterrupt
+        return value
+
+
+@pytest.mark.parametrize("fail_at", [1, 3])
+def test_an_exception_in_r_leaves_the_buffers_untouched(fail_at: int) -> None:
+    R = Failing()
+    R.fail_at = fail_at
+    net = network(R)
+    before, weight = state(net), R.norm.running_mean
+    with pytest.raises(KeyboardInterrupt):
+        net(normal(5, 4))
+    assert same(state(net), before)
+    assert R.norm.running_mean is weight  # the module has its own tensors back
+    R.fail_at = 10**9
+    net(normal(5, 4))
+    assert int(R.norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_network_many_times_in_one_graph(mode: str) -> None:
+    net = network(NormR(), backward=MODES[mode])
+    first, second = normal(5, 4), normal(7, 4, seed=1)
+    alone, apart = copy.deepcopy(net), copy.deepcopy(net)
+    together = gradients(net, net(first).square().sum() + net(second).square().sum())
+    a = gradients(alone, alone(first).square().sum())
+    b = gradients(apart, apart(second).square().sum())
+    assert close(together, {name: a[name] + b[name] for name in a}, atol=1e-11)
+    alone(second)
+    assert same(state(net), state(alone))
+    assert int(net.R.norm.num_batches_tracked) == 2
+
+
+def test_batch_norm_normalises_by_the_current_batch_at_every_evaluation() -> None:
+    net = network(NormR())
+    d = normal(5, 4)
+    u, found = net.latent(d)
+    assert torch.allclose(u, by_hand(net.R, u, net.Q(d)), atol=1e-12)
+    with torch.no_grad():
+        net.R.norm.running_mean.fill_(100.0)  # train mode does not look at it
+    assert torch.equal(net.latent(d)[0], u)
+    assert found.steps.unique().numel() == 1
+
+
+@pytest.mark.parametrize("mode", ["jfb", "neumann", "unroll", "implicit"])
+def test_inside_functional_transforms(mode: str) -> None:
+    """As in PyTorch itself, buffers that change are handed to the transformed function."""
+    net = network(NormR(), backward=MODES[mode])
+    plain = copy.deepcopy(net)
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(p: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        buffers = state(net)
+        return torch.func.functional_call(net, (p, buffers), (normal(5, 4),)).square().sum(), buffers
+
+    got, buffers = torch.func.grad(loss, has_aux=True)(parameters)
+    assert close(got, gradients(plain, plain(normal(5, 4)).square().sum()), atol=1e-11)
+    assert same(buffers, state(plain))
+    assert int(net.R.norm.num_batches_tracked) == 0
+
+
+def test_a_pass_that_is_never_entered_writes_nothing() -> None:
+    R, u, v = NormR(), normal(5, 6), normal(5, 6, seed=1)
+    before = state(R)
+    one = Pass(R)
+    rows = torch.func.jacrev(lambda z: one.evaluate(z, v))(u)
+    expected = torch.autograd.functional.jacobian(lambda z: by_hand(R, z, v), u)
+    assert torch.allclose(rows, expected, atol=1e-12)
+    assert same(state(R), before)
+
+
+def test_a_network_inside_r() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ImplicitNetwork(nn.Identity(), NormR(), nn.Identity(), tolerance=Tolerance(atol=1e-13))
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.3 * self.inner(u + v)
+
+    net = network(Outer(), coupled=True)
+    y, found = net(normal(5, 4), solution=True)
+    assert bool(found.converged.all())
+    norm = net.R.inner.R.norm
+    assert int(norm.num_batches_tracked) == 1
+    with torch.no_grad():
+        w, _ = copy.deepcopy(net.R.inner).latent(found.value + net.Q(normal(5, 4)))
+        expected = 0.1 * net.R.inner.R.linear(w).mean(0)
+    assert torch.allclose(norm.running_mean, expected, atol=1e-11)
+    y.sum().backward()
+    assert int(norm.num_batches_tracked) == 1
+
+
+def test_who_couples_the_batch() -> None:
+    bare = nn.BatchNorm1d(3, track_running_stats=False)
+    modules: list[tuple[Any, bool]] = [
+        (nn.BatchNorm2d(3), True),
+        (nn.BatchNorm2d(3).eval(), False),
+        (nn.SyncBatchNorm(3), True),
+        (nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3))), True),
+        (bare.eval(), True),
+        (
+            nn.Sequential(nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.InstanceNorm1d(3, track_running_stats=True)),
+            False,
+        ),
+        (lambda u, v: u, False),
+    ]
+    for module, couples in modules:
+        assert uses_batch_statistics(module) is couples
+
+
+def test_copies_keep_the_history() -> None:
+    net = network(NormR(), backward=Neumann(2))
+    net(normal(5, 4))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    net(normal(5, 4, seed=1))
+    twin(normal(5, 4, seed=1))
+    assert same(state(net), state(twin))
+    assert int(twin.R.norm.num_batches_tracked) == 2
+    twin.backward = JFB()
+    other = network(NormR())
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other.eval()(normal(3, 4)), twin.eval()(normal(3, 4)))

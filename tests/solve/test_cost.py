@@ -1,0 +1,184 @@
+"""What a step costs beside T: kernels, allocations of the latent's size, questions to the host; and tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from banach import Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, solve
+from banach.solve.state import State
+from problems import affine, convolution, distance, mixed_rates, nested, normal
+
+SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
+solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+SHAPE = (4, 3, 8, 8)
+
+
+class Meter(TorchDispatchMode):
+    """Counts non-view aten calls, new tensors of at least the latent's size, and reads of a value by the host."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.kernels, self.allocations, self.reads = size, 0, 0, 0
+        self.paused = False
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if self.paused or op.is_view:
+            return out
+        old = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        new = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in old]
+        self.kernels += 1
+        self.allocations += sum(t.numel() >= self.size for t in new)
+        self.reads += op.overloadpacket.__name__ in ("_local_scalar_dense", "item", "is_nonzero", "equal")
+        return out
+
+
+def measure(solver: Solver, steps: int, z0: Tensor, **settings: Any) -> Meter:
+    """The meter after so many steps of z -> z / 2, T itself not counted."""
+    meter = Meter(z0.numel())
+
+    def T(z: Tensor) -> Tensor:
+        meter.paused = True
+        value = z / 2
+        meter.paused = False
+        return value
+
+    with meter:
+        solve(T, z0, solver, tolerance=Tolerance(atol=0, max_steps=steps, check_every=0, **settings))
+    return meter
+
+
+def per_step(solver: Solver, z0: Tensor, **settings: Any) -> tuple[int, ...]:
+    """The most that any one step, from the third on, adds: kernels, allocations, reads."""
+    meters = [measure(solver, n, z0, **settings) for n in range(2, 15)]
+    added = [
+        (b.kernels - a.kernels, b.allocations - a.allocations, b.reads - a.reads) for a, b in pairwise(meters)
+    ]
+    return tuple(map(max, zip(*added, strict=True)))
+
+
+LAST = torch.ones(SHAPE).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "z0", [torch.ones(4, 200), torch.ones(SHAPE), LAST], ids=["rows", "image", "channels_last"]
+)
+@pytest.mark.parametrize(
+    ("solver", "rtol", "kernels", "allocations"),
+    [(Picard(), 0.0, 10, 2), (Picard(), 1e-3, 12, 2), (Anderson(memory=5), 0.0, 25, 3)],
+)
+def test_figures_of_one_step(solver: Solver, rtol: float, kernels: int, allocations: int, z0: Tensor) -> None:
+    found = per_step(solver, z0, rtol=rtol)
+    assert found[0] <= kernels
+    assert found[1] <= allocations
+    assert found[2] == 0
+
+
+@solvers
+@pytest.mark.parametrize("rtol", [0.0, 1e-3])
+def test_no_step_reads_a_value(solver: Solver, rtol: float) -> None:
+    assert measure(solver, 30, torch.ones(SHAPE), rtol=rtol).reads == 0
+
+
+@solvers
+def test_cost_of_a_step_does_not_grow(solver: Solver) -> None:
+    z0 = torch.ones(4, 50)
+    counts = [measure(solver, n, z0).kernels for n in (40, 50, 60)]
+    assert counts[2] - counts[1] == counts[1] - counts[0]
+
+
+@solvers
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_fixed_depth_needs_no_data_at_all(solver: Solver, coupled: bool) -> None:
+    """On the meta device there are no values: an `.item()`, a branch or a copy to the host would raise."""
+    z0 = torch.zeros(4, 3, device="meta")
+    tolerance = Tolerance(max_steps=15, rtol=1e-3, check_every=0)
+    found = solve(lambda z: z / 2, z0, solver, tolerance=tolerance, coupled=coupled)
+    assert found.value.shape == (4, 3)
+    assert found.steps.shape == (4,)
+
+
+@pytest.mark.parametrize(("every", "asked"), [(1, 20), (4, 5), (7, 2), (0, 0), (50, 0)])
+def test_the_host_is_asked_at_checks_alone(monkeypatch: pytest.MonkeyPatch, every: int, asked: int) -> None:
+    looks: list[int] = []
+    look = State.on_host
+
+    def counted(self: State, step: int, atol: float) -> Any:
+        looks.append(step)
+        return look(self, step, atol)
+
+    monkeypatch.setattr(State, "on_host", counted)
+    x = normal(2, 3)
+    solve(lambda z: z + x, torch.zeros_like(x), tolerance=Tolerance(max_steps=20, check_every=every))
+    assert len(looks) == asked
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_T_is_given_a_view(channels_last: bool) -> None:
+    """The way between rows and latent copies nothing: T's argument shares memory with the iterate before it."""
+    p = convolution()
+    z0 = p.z0.contiguous(memory_format=torch.channels_last) if channels_last else p.z0
+    given: list[int] = []
+    shown: list[int] = [z0.data_ptr()]
+
+    def T(z: Tensor, x: Tensor) -> Tensor:
+        given.append(z.data_ptr())
+        return p.T(z, x)
+
+    solve(
+        T, z0, inputs=p.inputs, tolerance=Tolerance(max_steps=4), on_step=lambda k, z: shown.append(z.data_ptr())
+    )
+    assert given == shown[:-1]
+
+
+def compiled(run: Callable[[], Solution]) -> Solution:
+    torch._dynamo.reset()
+    return torch.compile(run, fullgraph=True, backend="eager")()
+
+
+@pytest.mark.parametrize(("solver", "rtol"), [*zip(SOLVERS, [0.0, 1e-6, 0.0, 1e-6], strict=True)], ids=repr)
+def test_a_fixed_depth_is_one_graph(solver: Solver, rtol: float) -> None:
+    p, tolerance = affine(), Tolerance(atol=1e-3, rtol=rtol, max_steps=6, check_every=0)
+    eager = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance)
+    traced = compiled(lambda: solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance))
+    assert distance(traced.value, eager.value) < 1e-12
+    assert traced.steps.tolist() == eager.steps.tolist()
+
+
+def test_a_nest_is_one_graph() -> None:
+    p, tolerance = nested(), Tolerance(max_steps=3, check_every=0)
+    eager = solve(p.T, p.z0, inputs=p.inputs, tolerance=tolerance)
+    traced = compiled(lambda: solve(p.T, p.z0, inputs=p.inputs, tolerance=tolerance))
+    assert distance(traced.value, eager.value) < 1e-12
+
+
+def test_inside_torch_func() -> None:
+    """A solve inside a transform: values have no storage of their own, so the host is asked another way."""
+    p = mixed_rates(batch=3, high=0.5)
+
+    def loss(b: Tensor) -> Tensor:
+        found = solve(lambda z: p.T(z, p.inputs[0], b), p.z0, Anderson())
+        return (p.T(found.value, p.inputs[0], b) ** 2).sum() / 2
+
+    b = p.inputs[1]
+    gradient = torch.func.grad(loss)(b)
+    torch.testing.assert_close(gradient, p.solution, rtol=0, atol=1e-3)  # d loss / db = T(u) = u
+
+
+@solvers
+def test_inference_mode(solver: Solver) -> None:
+    p = affine()
+    with torch.inference_mode():
+        made_inside = p.z0.clone()
+        found = solve(p.T, made_inside, solver, inputs=p.inputs, tolerance=Tolerance(atol=1e-9, max_steps=200))
+    assert found.status == (Status.CONVERGED,) * 3
+    outside = solve(p.T, made_inside, solver, inputs=p.inputs, tolerance=Tolerance(atol=1e-9, max_steps=200))
+    assert distance(outside.value, p.solution) < 1e-7

@@ -1,0 +1,269 @@
+"""What each solver is for: damping, acceleration, safeguards, and a memory that does not grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from banach import Anderson, Broyden, Picard, Solver, Status, Tolerance, solve
+from problems import (
+    Problem,
+    affine,
+    averaged,
+    constant,
+    contraction,
+    distance,
+    normal,
+    relu_network,
+    rotation,
+    symmetric,
+    tanh_network,
+    translation,
+)
+
+ACCELERATED: list[Solver] = [
+    Anderson(),
+    Anderson(memory=1),
+    Anderson(memory=12),
+    Anderson(damping=0.4),
+    Anderson(ridge=0.0),
+    Broyden(),
+    Broyden(memory=1),
+    Broyden(memory=30),
+]
+accelerated = pytest.mark.parametrize("solver", ACCELERATED, ids=repr)
+
+
+def mean_steps(p: Problem, solver: Solver, atol: float = 1e-8) -> float:
+    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=atol, max_steps=2000))
+    assert set(found.status) == {Status.CONVERGED}, found.summary()
+    assert distance(found.value, p.solution) < 1e3 * atol
+    return float(found.steps.double().mean())
+
+
+def keep(seen: list[Tensor]) -> Callable[[int, Tensor], None]:
+    return lambda k, z: seen.append(z)
+
+
+def test_picard_is_what_it_says() -> None:
+    p = affine(batch=2)
+    for damping in (0.0, 0.3):
+        seen: list[Tensor] = []
+        solve(
+            p.T,
+            p.z0,
+            Picard(damping),
+            inputs=p.inputs,
+            tolerance=Tolerance(atol=0, max_steps=5),
+            on_step=keep(seen),
+        )
+        z = p.z0
+        for found in seen:
+            z = damping * z + (1 - damping) * p.closed(z)
+            torch.testing.assert_close(found, z, rtol=0, atol=1e-15)
+
+
+def test_only_damping_solves_an_averaged_map() -> None:
+    p, tolerance = averaged(), Tolerance(atol=1e-10, max_steps=300)
+    plain = solve(p.T, p.z0, Picard(), inputs=p.inputs, tolerance=tolerance)
+    assert set(plain.status) == {Status.MAX_STEPS}
+    assert distance(plain.value, p.solution) > 0.1
+    damped = solve(p.T, p.z0, Picard(0.5), inputs=p.inputs, tolerance=tolerance)
+    assert set(damped.status) == {Status.CONVERGED}
+    assert distance(damped.value, p.solution) < 1e-9
+    # A quarter turn damped by half shrinks every plane by |(1 + i) / 2| = 1 / sqrt 2 per step.
+    assert int(damped.steps.max()) <= 2 * 36
+
+
+def test_anderson_gains_on_a_symmetric_spectrum_and_nothing_on_a_rotation() -> None:
+    p = symmetric()
+    picard = mean_steps(p, Picard())
+    assert mean_steps(p, Anderson(memory=5)) / picard <= 0.3
+    assert mean_steps(p, Broyden()) / picard <= 0.3
+    turn = rotation()
+    picard = mean_steps(turn, Picard())
+    for solver in (Anderson(memory=5), Broyden()):
+        assert 0.8 < mean_steps(turn, solver) / picard < 1.2
+
+
+@pytest.mark.parametrize("memory", [1, 2, 4])
+def test_anderson_is_the_least_squares_extrapolation(memory: int) -> None:
+    """Against the formula with a dense least-squares solve, sample by sample, before any safeguard acts."""
+    p = tanh_network(batch=2, n=6)
+    seen: list[Tensor] = [p.z0]
+    solve(
+        p.T,
+        p.z0,
+        Anderson(memory=memory, damping=0.25, ridge=0.0),
+        inputs=p.inputs,
+        tolerance=Tolerance(atol=0, max_steps=6),
+        on_step=keep(seen),
+    )
+    residuals = [p.closed(z) - z for z in seen]
+    for k in range(6):
+        for i in range(2):
+            past = range(max(0, k - memory), k)
+            step = 0.75 * residuals[k][i]
+            if past:
+                dZ = torch.stack([seen[j + 1][i] - seen[j][i] for j in past], 1)
+                dR = torch.stack([residuals[j + 1][i] - residuals[j][i] for j in past], 1)
+                c = torch.linalg.lstsq(dR, residuals[k][i]).solution
+                step = step - (dZ + 0.75 * dR) @ c
+            torch.testing.assert_close(seen[k + 1][i], seen[k][i] + step, rtol=1e-6, atol=1e-9)
+
+
+def test_broyden_is_the_dense_good_method() -> None:
+    """Against Broyden's update of a dense inverse, before the first restart."""
+    p = tanh_network(batch=1, n=6)
+    seen: list[Tensor] = [p.z0]
+    solve(
+        p.T,
+        p.z0,
+        Broyden(memory=10),
+        inputs=p.inputs,
+        tolerance=Tolerance(atol=0, max_steps=8),
+        on_step=keep(seen),
+    )
+    H = -torch.eye(6, dtype=torch.float64)
+    residuals = [(p.closed(z) - z)[0] for z in seen]
+    for k in range(8):
+        if k:
+            dz, dr = (seen[k] - seen[k - 1])[0], residuals[k] - residuals[k - 1]
+            H = H + torch.outer(dz - H @ dr, dz @ H) / (dz @ H @ dr)
+        torch.testing.assert_close(seen[k + 1][0], seen[k][0] - H @ residuals[k], rtol=1e-7, atol=1e-11)
+
+
+@accelerated
+@pytest.mark.parametrize("max_steps", [1, 2, 3])
+def test_a_few_steps(solver: Solver, max_steps: int) -> None:
+    p = affine()
+    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(max_steps=max_steps))
+    assert found.steps.tolist() == [max_steps] * 3
+    assert found.value.isfinite().all()
+
+
+@accelerated
+def test_an_exact_hit(solver: Solver) -> None:
+    p = constant()
+    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=0, max_steps=200, check_every=0))
+    assert set(found.status) == {Status.CONVERGED}
+    assert distance(found.value, p.solution) == 0
+    start = solve(
+        p.T, p.solution, solver, inputs=p.inputs, tolerance=Tolerance(atol=0, max_steps=20, check_every=0)
+    )
+    assert start.steps.tolist() == [1] * 3
+    assert distance(start.value, p.solution) == 0
+
+
+@accelerated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_translation_has_no_fixed_point_and_none_is_claimed(solver: Solver, dtype: torch.dtype) -> None:
+    # Residuals differ by rounding alone: an unguarded secant jumps so far that z + x rounds to z.
+    p = translation(dtype=dtype)
+    for z0 in (p.z0, p.z0 + 0.1, p.z0 + 1e3):
+        found = solve(p.T, z0, solver, inputs=p.inputs, tolerance=Tolerance(max_steps=100))
+        assert set(found.status) == {Status.MAX_STEPS}
+        assert found.value.isfinite().all()
+        expected = p.inputs[0].square().mean(1).sqrt()
+        torch.testing.assert_close(found.residual, expected, rtol=1e-2, atol=0)
+
+
+@accelerated
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_memory_larger_than_the_latent(solver: Solver, n: int) -> None:
+    p = affine(batch=4, n=n, gamma=0.9)
+    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=1e-10, max_steps=400))
+    assert set(found.status) == {Status.CONVERGED}
+    assert distance(found.value, p.solution) < 1e-7
+
+
+@accelerated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("problem", [tanh_network, relu_network])
+def test_safeguards_keep_a_contraction_convergent(solver: Solver, dtype: torch.dtype, problem: type) -> None:
+    p: Problem = problem(batch=64, n=24, gamma=0.98, dtype=dtype)
+    atol = 1e-8 if dtype == torch.float64 else 1e-5
+    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=atol, max_steps=400))
+    assert set(found.status) == {Status.CONVERGED}
+    assert distance(found.value, p.solution) < 1e3 * atol
+
+
+@pytest.mark.parametrize("solver", [Anderson(), Anderson(memory=2), Broyden(), Broyden(memory=3)], ids=repr)
+@pytest.mark.parametrize(("kink", "seed"), [(torch.relu, 9), (torch.abs, 5)], ids=["relu", "abs"])
+def test_no_circling_on_a_kinked_contraction(solver: Solver, kink: Callable[[Tensor], Tensor], seed: int) -> None:
+    """relu(W z + x) and |W z| - x, gamma = .95. Without patience up to one sample in six went round for ever."""
+    W = normal(2, 2, seed=seed)
+    W = 0.95 * (W + W.T) / torch.linalg.matrix_norm(W + W.T, 2)
+    x = normal(200, 2, seed=100 + seed)
+    T = (lambda z: kink(z @ W + x)) if kink is torch.relu else (lambda z: kink(z @ W) - x)
+    found = solve(T, torch.zeros_like(x), solver, tolerance=Tolerance(atol=1e-9, max_steps=300))
+    assert found.converged.all(), found.summary()
+
+
+@accelerated
+def test_history_is_per_sample(solver: Solver) -> None:
+    """One sample linear, one kinked, one at its fixed point, of very different sizes: nobody disturbs anybody."""
+    A = contraction(4, 0.8)
+    b = normal(3, 4) * torch.tensor([[1e-6], [1.0], [1e6]])
+
+    def T(z: Tensor, b: Tensor) -> Tensor:
+        return z @ A.T + b
+
+    tolerance = Tolerance(atol=0, rtol=1e-9, max_steps=300)
+    together = solve(T, torch.zeros_like(b), solver, inputs=(b,), tolerance=tolerance)
+    assert together.converged.all()
+    solution = torch.linalg.solve(torch.eye(4, dtype=b.dtype) - A, b.T).T
+    assert ((together.value - solution).norm(dim=1) <= 1e-7 * solution.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("solver", [Anderson(memory=3), Broyden(memory=3)], ids=repr)
+def test_memory_is_bounded_whatever_max_steps(solver: Solver) -> None:
+    p = rotation(batch=2, n=16, gamma=0.99)
+    sizes: list[int] = []
+
+    class Watch:
+        def start(self, z: Tensor) -> tuple[Tensor, ...]:
+            return solver.start(z)
+
+        def step(self, memory: tuple[Tensor, ...], at: object) -> tuple[Tensor, tuple[Tensor, ...]]:
+            proposal, memory = solver.step(memory, at)  # type: ignore[arg-type]
+            sizes.append(sum(part.untyped_storage().nbytes() for part in memory))
+            return proposal, memory
+
+    solve(p.T, p.z0, Watch(), inputs=p.inputs, tolerance=Tolerance(atol=1e-14, max_steps=200))
+    assert len(sizes) > 100
+    assert max(sizes) == min(sizes) <= 8 * 16 * 2 * (2 + 4 * 3) * 2
+
+
+@pytest.mark.parametrize("solver", ACCELERATED, ids=repr)
+def test_a_solver_writes_to_nothing_but_its_memory(solver: Solver) -> None:
+    p = affine()
+    steps: list[int] = []
+
+    class Watch:
+        def start(self, z: Tensor) -> tuple[Tensor, ...]:
+            return solver.start(z)
+
+        def step(self, memory: tuple[Tensor, ...], at: object) -> tuple[Tensor, tuple[Tensor, ...]]:
+            kept = [part.clone() for part in (at.z, at.Tz, at.r)]  # type: ignore[attr-defined]
+            result = solver.step(memory, at)  # type: ignore[arg-type]
+            for before, now in zip(kept, (at.z, at.Tz, at.r), strict=True):  # type: ignore[attr-defined]
+                assert torch.equal(before, now)
+            steps.append(1)
+            return result
+
+    solve(p.T, p.z0, Watch(), inputs=p.inputs, tolerance=Tolerance(atol=1e-9))
+    assert len(steps) > 3
+
+
+@pytest.mark.parametrize("solver", [Picard(0.1), Anderson(memory=3), Broyden(memory=4)], ids=repr)
+def test_solvers_are_values(solver: Solver) -> None:
+    """Frozen, comparable, hashable: a setting, not a state."""
+    twin = type(solver)(**vars(solver))
+    assert solver == twin
+    assert hash(solver) == hash(twin)
+    with pytest.raises(AttributeError):
+        solver.memory = 9  # type: ignore[attr-defined]

@@ -1,0 +1,223 @@
+"""What a latent is: nests, rows and back, layouts, types, and what is refused."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from banach.latent import Space, detach, leaves, leaves_like, map_leaves, rebuild, select
+from problems import normal
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+A, B, C = torch.zeros(2, 3), torch.ones(2), torch.full((2, 2, 2), 2.0)
+NESTS: dict[str, Any] = {
+    "tensor": A,
+    "tuple": (A, B),
+    "list": [A, B, C],
+    "dict": {"x": A, "y": B},
+    "named": Pair(A, (B, C)),
+    "deep": {"x": [A, {"y": (B,)}], "z": C},
+    "one": (A,),
+}
+nests = pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS.keys())
+
+
+def structure(nest: Any) -> Any:
+    """The nest without its tensors, types included."""
+    if isinstance(nest, Tensor):
+        return None
+    if isinstance(nest, dict):
+        return {key: structure(part) for key, part in nest.items()}
+    return (type(nest), *[structure(part) for part in nest])
+
+
+@nests
+def test_leaves_and_back(nest: Any) -> None:
+    parts = leaves(nest)
+    assert all(isinstance(part, Tensor) for part in parts)
+    again = rebuild(nest, parts)
+    assert structure(again) == structure(nest)
+    assert all(a is b for a, b in zip(leaves(again), parts, strict=True))
+
+
+@nests
+def test_map_leaves(nest: Any) -> None:
+    doubled = map_leaves(lambda a, b: a + b, nest, nest)
+    assert structure(doubled) == structure(nest)
+    for twice, once in zip(leaves(doubled), leaves(nest), strict=True):
+        assert torch.equal(twice, 2 * once)
+
+
+def test_dictionaries_may_list_their_keys_in_any_order() -> None:
+    parts = leaves_like({"x": A, "y": B}, {"y": B, "x": A}, "T")
+    assert parts[0] is A
+    assert parts[1] is B
+    assert isinstance(rebuild(OrderedDict(x=A, y=B), [A, B]), dict)
+
+
+def test_tuples_and_lists_are_the_same_to_us() -> None:
+    assert leaves_like((A, B), [A, B], "T")[1] is B
+
+
+@pytest.mark.parametrize(
+    ("template", "nest", "message"),
+    [
+        (A, (A,), r"tensor became \(tensor\)"),
+        ((A,), A, r"\(tensor\) became tensor"),
+        ((A, B), (A,), r"\(tensor, tensor\) became \(tensor\)"),
+        ({"x": A}, {"y": A}, "{'x': tensor} became {'y': tensor}"),
+        ({"x": A}, (A,), r"{'x': tensor} became \(tensor\)"),
+        ((A,), {"x": A}, r"\(tensor\) became {'x': tensor}"),
+        (A, 3.0, "tensor became float"),
+    ],
+)
+def test_another_structure_is_refused(template: Any, nest: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"J must keep the structure of z0: .*{message}"):
+        leaves_like(template, nest, "J")
+
+
+def test_what_is_no_latent() -> None:
+    with pytest.raises(TypeError, match="a latent must be a tensor or a tuple, list or dict of tensors, got int"):
+        leaves((A, 3))
+
+
+def test_detach_shares_the_values() -> None:
+    x = A.clone().requires_grad_()
+    (free,) = detach((x,))
+    assert not free.requires_grad
+    assert free.data_ptr() == x.data_ptr()
+
+
+def test_select_keeps_layout_and_order() -> None:
+    image = normal(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    picked = select({"image": image, "number": torch.arange(4.0)}, torch.tensor([3, 1]))
+    assert picked["number"].tolist() == [3.0, 1.0]
+    assert torch.equal(picked["image"], image[[3, 1]])
+    assert picked["image"].is_contiguous(memory_format=torch.channels_last)
+
+
+@nests
+@pytest.mark.parametrize("coupled", [False, True])
+def test_rows_and_back(nest: Any, coupled: bool) -> None:
+    nest = map_leaves(lambda leaf: leaf + normal(*leaf.shape, dtype=leaf.dtype), nest)
+    space = Space.of(nest, coupled=coupled)
+    rows = space.rows(nest)
+    width = sum(leaf[0].numel() for leaf in leaves(nest))
+    assert rows.shape == ((1, 2 * width) if coupled else (2, width))
+    assert sum(space.sizes) == rows.shape[1]
+    back = space.nest(rows)
+    assert structure(back) == structure(nest)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(back), leaves(nest), strict=True))
+    assert (space.batch, space.samples) == (2, 1 if coupled else 2)
+
+
+def test_a_row_holds_one_sample() -> None:
+    nest = (normal(3, 2, 2), normal(3, seed=1), normal(3, 4, seed=2))
+    rows = Space.of(nest).rows(nest)
+    for i in range(3):
+        assert torch.equal(rows[i], torch.cat([nest[0][i].flatten(), nest[1][i : i + 1], nest[2][i]]))
+
+
+FORMATS = [(4, torch.contiguous_format), (4, torch.channels_last), (5, torch.channels_last_3d)]
+
+
+@pytest.mark.parametrize(("dim", "memory"), FORMATS, ids=str)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_one_tensor_is_viewed_not_copied(dim: int, memory: torch.memory_format, coupled: bool) -> None:
+    z = normal(2, 3, *[4] * (dim - 2)).contiguous(memory_format=memory)
+    space = Space.of(z, coupled=coupled)
+    rows = space.rows(z)
+    assert rows.is_contiguous()
+    assert rows.data_ptr() == z.data_ptr()
+    back = space.nest(rows)
+    assert back.data_ptr() == z.data_ptr()
+    assert back.stride() == z.stride()
+    assert torch.equal(back, z)
+
+
+def test_parts_of_a_nest_are_views_of_its_rows() -> None:
+    nest = (normal(2, 3), normal(2, 4, 2, 2).contiguous(memory_format=torch.channels_last))
+    space = Space.of(nest)
+    rows = space.rows(nest)
+    first, second = space.nest(rows)
+    rows.zero_()
+    assert not first.any()
+    assert not second.any()
+
+
+def test_any_layout_may_be_given() -> None:
+    z = normal(2, 3, 4)
+    space = Space.of(z)
+    strided = torch.empty(4, 3, 2, dtype=z.dtype).permute(2, 1, 0).copy_(z)
+    assert not strided.is_contiguous()
+    assert torch.equal(space.nest(space.rows(strided)), z)
+    assert torch.equal(space.nest(space.rows(z[:1].expand(2, 3, 4))), z[:1].expand(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_rows_are_in_at_least_float32(dtype: torch.dtype, rows: torch.dtype) -> None:
+    z = torch.ones(2, 3, dtype=dtype)
+    space = Space.of(z)
+    assert space.rows(z).dtype == rows
+    assert space.nest(space.rows(z)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_under_autocast_a_latent_is_at_least_float32(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        space = Space.of(torch.ones(2, 3, dtype=dtype))
+    assert space.autocast
+    assert space.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert space.rows(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == space.dtype
+
+
+def test_a_number_is_one_coupled_sample() -> None:
+    space = Space.of(torch.tensor(3.0))
+    assert (space.batch, space.samples, space.coupled) == (1, 1, True)
+    assert space.rows(torch.tensor(3.0)).shape == (1, 1)
+    assert space.nest(torch.full((1, 1), 4.0)).shape == ()
+    mixed = Space.of((torch.zeros(5, 2), torch.tensor(0.0)))
+    assert (mixed.batch, mixed.samples, mixed.sizes) == (5, 1, (10, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((0,), (0, 1)), ((0, 3), (0, 3)), ((2, 0), (2, 0)), ((2, 0, 4), (2, 0))]
+)
+@pytest.mark.parametrize("coupled", [False, True])
+def test_nothing_is_a_latent_too(shape: tuple[int, ...], rows: tuple[int, ...], coupled: bool) -> None:
+    z = torch.zeros(shape)
+    space = Space.of(z, coupled=coupled)
+    assert space.rows(z).shape == ((1, 0) if coupled else rows)
+    assert space.nest(space.rows(z)).shape == shape
+
+
+def test_resized_and_spread() -> None:
+    space = Space.of({"a": torch.zeros(4, 3), "b": torch.zeros(4)})
+    small = space.resized(2)
+    assert small.batch == 2
+    assert small.nest(torch.zeros(2, 4))["a"].shape == (2, 3)
+    assert space.spread(torch.arange(4)).tolist() == [0, 1, 2, 3]
+    assert Space.of(torch.zeros(3, 2), coupled=True).spread(torch.tensor([7])).tolist() == [7, 7, 7]
+
+
+def test_a_space_keeps_no_latent_alive() -> None:
+    """It is held by graphs and closures: the tensors it remembers are empty."""
+    space = Space.of((torch.zeros(100, 100), torch.zeros(100, 50)))
+    assert all(leaf.untyped_storage().nbytes() == 0 for leaf in leaves(space.template))

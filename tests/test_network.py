@@ -1,0 +1,230 @@
+"""ImplicitNetwork and fixed_point: the order of things, special cases of the paper, starts, bad input."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from networks import LinearR, conv_network, gradients, images, linear_network
+from torch import Tensor, nn
+
+import banach
+from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Picard, Status, Tolerance, Unroll
+
+TIGHT = Tolerance(atol=1e-14, max_steps=500)
+
+
+def data(batch: int = 4, width: int = 5) -> Tensor:
+    return torch.randn(batch, width, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+class Counting(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(*args)
+
+
+def test_signatures_are_the_public_ones() -> None:
+    names = list(inspect.signature(ImplicitNetwork.__init__).parameters)[1:]
+    assert names == ["Q", "R", "S", "solver", "tolerance", "backward", "start", "coupled", "compact"]
+    assert list(inspect.signature(banach.fixed_point).parameters) == [
+        "T", "z0", "inputs", "solver", "tolerance", "backward", "coupled",
+    ]  # fmt: skip
+    assert list(inspect.signature(ImplicitNetwork.forward).parameters) == ["self", "d", "z0", "solution"]
+
+
+def test_a_first_network_learns() -> None:
+    torch.manual_seed(0)
+    net = ImplicitNetwork(nn.Linear(2, 16), LinearR(16, dtype=torch.float32), nn.Linear(16, 2), solver=Anderson())
+    points = torch.randn(256, 2)
+    labels = (points.prod(1) > 0).long()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(net(points), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert (net(points).argmax(1) == labels).float().mean() > 0.95
+
+
+def test_q_runs_once_and_the_value_is_the_fixed_point() -> None:
+    net = linear_network()
+    net.Q = Counting(net.Q)  # type: ignore[assignment]
+    u, found = net.latent(data())
+    assert net.Q.calls == 1
+    v = net.Q.inner(data())
+    assert torch.allclose(u, torch.tanh(u @ net.R.weight.T + v), atol=1e-13)
+    assert found.status == (Status.CONVERGED,) * 4
+    y, same = net(data(), solution=True)
+    assert torch.equal(y, net.S(u))
+    assert torch.equal(same.steps, found.steps)
+
+
+def test_s_identity_is_a_deq_and_its_gradient_is_the_implicit_one() -> None:
+    net = linear_network()
+    net.S, net.backward = nn.Identity(), Implicit(tolerance=Tolerance(atol=0, rtol=1e-13, max_steps=500))
+    exact = gradients(net, net(data()).sin().sum())
+    net.backward, net.tolerance = Unroll(400), Tolerance(max_steps=0)
+    unrolled = gradients(net, net(data()).sin().sum())
+    for a, b in zip(exact, unrolled, strict=True):
+        assert torch.allclose(a, b, atol=1e-11)
+
+
+def test_max_steps_zero_is_the_explicit_twin() -> None:
+    net = conv_network(batch_norm=True).eval()
+    net.tolerance = Tolerance(max_steps=0)
+    v = net.Q(images())
+    assert torch.equal(net(images()), net.S(net.R(torch.zeros_like(v), v)))
+
+
+def test_r_that_returns_v_gives_the_feedforward_network() -> None:
+    parts = linear_network()
+    net = ImplicitNetwork(parts.Q, lambda u, v: v, parts.S)
+    y, found = net(data(), solution=True)
+    assert torch.equal(y, net.S(net.Q(data())))
+    assert found.steps.tolist() == [2] * 4
+    loss = y.square().sum()
+    plain = net.S(net.Q(data())).square().sum()
+    for a, b in zip(gradients(net, loss), gradients(net, plain), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backward", [JFB(), Neumann(3), Unroll(2), Implicit()])
+def test_grad_mode_records_and_never_changes_the_answer(backward: banach.Mode) -> None:
+    net = linear_network().eval()  # eval mode, with a gradient: training has no say
+    net.backward = backward
+    with_gradient = net(data())
+    assert with_gradient.requires_grad
+    with torch.no_grad():
+        without = net(data())
+    assert not without.requires_grad
+    assert torch.equal(with_gradient, without)
+    assert torch.equal(net.train()(data()), without)
+
+
+def test_starts() -> None:
+    net = linear_network()
+    _, cold = net.latent(data())
+    u, warm = net.latent(data(), z0=net.latent(data())[0].detach())
+    assert int(warm.steps.max()) < int(cold.steps.min()) // 4
+    net.start = nn.Linear(6, 6).double()  # a learned guess is a submodule, and gets no gradient from the loss
+    assert any(name.startswith("start.") for name, _ in net.named_parameters())
+    grads = torch.autograd.grad(net(data()).sum(), list(net.start.parameters()), allow_unused=True)
+    assert grads == (None, None)
+    assert torch.allclose(net.latent(data())[0], u, atol=1e-12)
+
+
+def test_solver_tolerance_and_backward_may_be_assigned() -> None:
+    net = linear_network()
+    _, slow = net.latent(data())
+    net.solver = Anderson()
+    _, fast = net.latent(data())
+    assert fast.steps.sum() < slow.steps.sum()
+    net.tolerance = Tolerance(max_steps=3)
+    assert net.latent(data())[1].status == (Status.MAX_STEPS,) * 4
+
+
+def test_coupling_is_looked_for() -> None:
+    net = conv_network(batch_norm=True)
+    _, found = net.latent(images())
+    assert found.steps.unique().numel() == 1
+    assert found.residual.unique().numel() == 1
+    assert net.eval().latent(images())[1].residual.unique().numel() > 1
+    net.train().coupled = False
+    assert net.latent(images())[1].residual.unique().numel() > 1
+
+
+def test_compact_changes_nothing_but_the_work() -> None:
+    net = conv_network(gamma=0.55).eval()
+    plain, found = net(images(16), solution=True)
+    net.compact = True
+    compacted, same = net(images(16), solution=True)
+    assert torch.equal(found.steps, same.steps)
+    assert torch.allclose(plain, compacted, atol=1e-6)
+    bn = conv_network(batch_norm=True)
+    bn.compact = True
+    bn(images())  # coupled in train mode: there is nobody to leave, and that is no error
+
+
+def test_copies() -> None:
+    net = conv_network(batch_norm=True)
+    net.solver, net.backward = Anderson(memory=3), Neumann(2)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    assert torch.equal(net.eval()(images()), twin.eval()(images()))
+    assert twin.solver == Anderson(memory=3)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    average.update_parameters(net)
+    assert torch.equal(average(images()), net(images()))
+
+
+def test_one_network_many_times_in_one_graph() -> None:
+    net = linear_network()
+    x, y = data(), data() + 1
+    together = gradients(net, net(x).sum() * net(y).sum())
+    a, b = net(x).sum(), net(y).sum()
+    apart = [b.detach() * p + a.detach() * q for p, q in zip(gradients(net, a), gradients(net, b), strict=True)]
+    for got, expected in zip(together, apart, strict=True):
+        assert torch.allclose(got, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("backward", [JFB(), Neumann(3), Unroll(2, checkpoint=True), Implicit()])
+def test_retain_graph_twice(backward: banach.Mode) -> None:
+    net = linear_network()
+    net.backward = backward
+    loss = net(data()).square().sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    loss.backward()
+    second = [p.grad for p in net.parameters() if p.grad is not None]
+    for a, b in zip(first, second, strict=True):
+        assert torch.allclose(2 * a, b)
+
+
+def test_nan_in_data_is_said_and_spares_the_other_samples() -> None:
+    net = linear_network()
+    x = data()
+    clean = net(x)
+    x[2, 0] = torch.nan
+    with pytest.warns(RuntimeWarning, match=r"1 of 4 samples: T gave NaN or infinity.*check the data for NaN"):
+        y, found = net(x, solution=True)
+    assert found.status[2] is Status.NONFINITE
+    others = [0, 1, 3]
+    assert torch.allclose(y[others], clean[others])
+    assert torch.isfinite(found.value).all()
+
+
+def test_bad_input_gets_one_sentence() -> None:
+    net = linear_network()
+    with pytest.raises(TypeError, match=r"z0 must have the dtype and device of Q\(d\): got torch.float32"):
+        net(data(), z0=torch.zeros(4, 6))
+    with pytest.raises(TypeError, match="device of Q"):
+        net(data(), z0=torch.zeros(4, 6, dtype=torch.float64, device="meta"))
+    with pytest.raises(ValueError, match=r"T must keep the shape of its input: \(4, 6\) became \(4, 5\)"):
+        ImplicitNetwork(net.Q, lambda u, v: v[:, 1:], net.S)(data())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slover'"):
+        ImplicitNetwork(net.Q, net.R, net.S, slover=Picard())  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="Q must be a module or a function, got int"):
+        ImplicitNetwork(3, net.R, net.S)  # type: ignore[arg-type]
+    net.backward = JFB  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"backward must be a mode such as JFB\(\)"):
+        net(data())
+    with pytest.raises(TypeError, match="give z0 the dtype and device of T's weights"):
+        banach.fixed_point(nn.Linear(3, 3), torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_fixed_point_reaches_what_a_closure_holds() -> None:
+    base = torch.tensor([[0.3, 0.1], [0.0, 0.2]], dtype=torch.float64, requires_grad=True)
+    scaled = base * 1.5  # not a leaf
+    b = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    exact = Implicit(tolerance=Tolerance(atol=0, rtol=1e-13, max_steps=100))
+    z = banach.fixed_point(lambda z: z @ scaled.T + b, torch.zeros_like(b), tolerance=TIGHT, backward=exact)
+    got = torch.autograd.grad(z.square().sum(), (base, b))
+    eye = torch.eye(2, dtype=torch.float64)
+    dense = torch.linalg.solve(eye - base * 1.5, b.T).T
+    for a, e in zip(got, torch.autograd.grad(dense.square().sum(), (base, b)), strict=True):
+        assert torch.allclose(a, e, rtol=1e-10)

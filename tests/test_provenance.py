@@ -1,0 +1,126 @@
+"""Where a number comes from: the summary against numpy, the commit against git, files that are whole or old."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import banach
+from banach import provenance as source
+from banach.provenance import Summary, plain, provenance, source_commit, write_json
+
+
+def test_a_summary_is_mean_sample_deviation_count_and_median() -> None:
+    values = np.random.default_rng(0).normal(size=7)
+    found = Summary.of(values)
+    assert found.mean == pytest.approx(values.mean(), rel=1e-12)
+    assert found.spread == pytest.approx(values.std(ddof=1), rel=1e-12)
+    assert found.median == pytest.approx(np.median(values), rel=1e-12)
+    assert found.count == 7
+
+
+def test_one_value_has_no_spread_and_none_has_no_summary() -> None:
+    assert Summary.of([3]) == Summary(3.0, None, 1, 3.0)
+    with pytest.raises(ValueError, match="at least one value, got none"):
+        Summary.of([])
+
+
+def test_a_nan_is_not_hidden() -> None:
+    found = Summary.of([1.0, math.nan, 2.0])
+    assert math.isnan(found.mean)
+    assert found.spread is not None
+    assert math.isnan(found.spread)
+    infinite = Summary.of([1.0, math.inf])
+    assert infinite.mean == math.inf
+
+
+def test_provenance_names_machine_versions_and_settings() -> None:
+    found = provenance({"solver": banach.Picard(damping=0.25), "dtype": torch.float64})
+    assert found["versions"] == {
+        "banach": banach.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "numpy": np.__version__,
+    }
+    assert found["settings"] == {"solver": "Picard(damping=0.25)", "dtype": "torch.float64"}
+    assert found["device"].startswith("cpu: ")
+    assert len(found["cpu"]) > 1
+    assert found["threads"] == torch.get_num_threads()
+    assert found["date"].endswith("+00:00")
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_what_json_cannot_hold_becomes_plain() -> None:
+    mixed = {
+        "nan": math.nan,
+        "deep": (1, [-math.inf, np.float32(0.5)], {2: torch.tensor([1.5, math.inf])}),
+        "summary": Summary.of([1.0]),
+        "path": Path("a") / "b",
+        "kept": [True, None, "x", np.int64(3)],
+    }
+    assert plain(mixed) == {
+        "nan": "nan",
+        "deep": [1, ["-inf", 0.5], {"2": [1.5, "inf"]}],
+        "summary": {"mean": 1.0, "spread": None, "count": 1, "median": 1.0},
+        "path": "a/b",
+        "kept": [True, None, "x", 3],
+    }
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_json(tmp_path / "new" / "a.json", {"x": math.nan})
+    assert json.loads(path.read_text()) == {"x": "nan"}
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(source.os, "replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_json(path, {"x": 2})
+    assert json.loads(path.read_text()) == {"x": "nan"}
+    assert [file.name for file in path.parent.iterdir()] == ["a.json"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_that_of_the_tree_that_holds_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as inside a hook
+    package = tmp_path / "tree" / "src" / "banach"
+    package.mkdir(parents=True)
+    (package / "a.py").write_text("x = 1\n")
+    _git(tmp_path / "tree", "init", "--quiet")
+    _git(tmp_path / "tree", "add", ".")
+    _git(tmp_path / "tree", "commit", "--quiet", "-m", "one")
+    commit = _git(tmp_path / "tree", "rev-parse", "HEAD")
+    assert source_commit(package) == (commit, False)
+    (package / "a.py").write_text("x = 2\n")
+    assert source_commit(package) == (commit, False)  # the code that was imported is what counts
+    source_commit.cache_clear()
+    assert source_commit(package) == (commit, True)
+    # The same files as a package inside someone else's repository: their commit is not ours.
+    other = tmp_path / "tree" / "site-packages" / "banach"
+    shutil.copytree(package, other)
+    assert source_commit(other) == (None, None)
+
+
+def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
+    assert source_commit(tmp_path) == (None, None)
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false"]
+    command = ["git", *who, "-C", str(folder), *arguments]
+    # A clean environment: no hook's GIT_DIR, no user's configuration.
+    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
