@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from banach.provenance import source_commit
-from benchmarks import compaction, invariance, looptime, memory, onestep, overhead, steps
+from benchmarks import compaction, invariance, looptime, memory, modes, onestep, overhead, steps
 from benchmarks.report import Result
 
 
@@ -32,6 +32,7 @@ BENCHMARKS = {
     "onestep": Benchmark(onestep.run, onestep.Settings(), onestep.QUICK),
     "compaction": Benchmark(compaction.run, compaction.Settings(), compaction.QUICK),
     "invariance": Benchmark(invariance.run, invariance.Settings(), invariance.QUICK),
+    "modes": Benchmark(modes.run, modes.Settings(), modes.QUICK),
     "looptime": Benchmark(looptime.run, looptime.Settings(), looptime.QUICK),
 }
 

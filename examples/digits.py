@@ -79,7 +79,9 @@ def train(net: ImplicitNetwork, images: Tensor, labels: Tensor, epochs: int) -> 
         loss_, depth, residual = (sums / batches).tolist()
         history.append({"epoch": epoch, "loss": loss_, "depth": depth, "residual": residual})
         if epoch % 5 == 0 or epoch == epochs:
-            print(f"epoch {epoch:3d}   loss {loss_:.3f}   depth {depth:4.1f}   residual {residual:.1e}", flush=True)
+            print(
+                f"epoch {epoch:3d}   loss {loss_:.3f}   depth {depth:4.1f}   residual {residual:.1e}", flush=True
+            )
     return history
 
 

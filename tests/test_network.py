@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
-from networks import LinearR, conv_network, gradients, images, linear_network
 from torch import Tensor, nn
 
 import banach
 from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Picard, Status, Tolerance, Unroll
+from networks import LinearR, conv_network, gradients, images, linear_network
 
 TIGHT = Tolerance(atol=1e-14, max_steps=500)
 

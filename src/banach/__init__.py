@@ -1,7 +1,8 @@
 """banach: implicit networks in PyTorch. `solve` finds a fixed point, `attach` differentiates at it."""
 
-from banach import nn
+from banach import diagnose, nn
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
+from banach.diagnose import ContractionMonitor, contraction_factor, descent_check
 from banach.network import ImplicitNetwork, fixed_point
 from banach.solve import (
     RMS,
@@ -26,6 +27,7 @@ __all__ = [
     "RMS",
     "Anderson",
     "Broyden",
+    "ContractionMonitor",
     "Euclidean",
     "Implicit",
     "ImplicitNetwork",
@@ -40,6 +42,9 @@ __all__ = [
     "Tolerance",
     "Unroll",
     "WorstPixel",
+    "contraction_factor",
+    "descent_check",
+    "diagnose",
     "fixed_point",
     "nn",
     "solve",

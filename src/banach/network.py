@@ -48,6 +48,11 @@ class ImplicitNetwork(nn.Module):
     is the explicit twin S(R(z0, Q(d))).
     """
 
+    Q: Any  # modules or plain functions
+    R: Any
+    S: Any
+    start: Any
+
     def __init__(
         self,
         Q: Callable[..., Latent],

@@ -272,12 +272,22 @@ def test_half_precision_and_autocast_measure_in_float32() -> None:
         assert float(layer.norm().detach()) == pytest.approx(exact, rel=1e-5)
         assert layer(torch.randn(3, 40)).dtype is torch.bfloat16
         made = Lipschitz(inner, 1.0)
+        assert float(operator_norm(inner)) == pytest.approx(exact, rel=1e-5)
     assert float(made.norm().detach()) == pytest.approx(exact, rel=1e-5)
     half = copy.deepcopy(layer).bfloat16()
     assert half.norm().dtype is torch.float32
     assert float(half.norm().detach()) == pytest.approx(largest(half.layer.weight.double()), rel=2e-5)
     assert half.train()(torch.randn(3, 40).bfloat16()).dtype is torch.bfloat16
     assert half.direction.dtype is torch.bfloat16
+
+
+def test_the_meta_device_gives_shapes() -> None:
+    with torch.device("meta"):
+        layer = Lipschitz(nn.Conv2d(3, 4, 3, stride=2), size=(6, 5))
+        assert layer(torch.empty(2, 3, 6, 5)).shape == (2, 4, 2, 2)
+    real = layer.to_empty(device="cpu")
+    real.load_state_dict(Lipschitz(nn.Conv2d(3, 4, 3, stride=2), size=(6, 5)).state_dict())
+    assert torch.isfinite(real(torch.randn(2, 3, 6, 5))).all()
 
 
 def test_bad_input_gets_one_sentence() -> None:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from networks import conv_network, gradients, images
 
 import banach
 from banach import JFB, Anderson, Broyden, Neumann, Picard, Tolerance, Unroll
+from networks import conv_network, gradients, images
 
 # What PyTorch's own tracer says while it traces.
 pytestmark = [

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from networks import conv_network, images
 
 import banach
 from banach import Anderson, Broyden, Picard, Tolerance
+from networks import conv_network, images
 
 
 @pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.3), Anderson(memory=3), Broyden(memory=4)])

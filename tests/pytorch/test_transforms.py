@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from networks import conv_network, gradients, images, linear_network
 
 import banach
 from banach import JFB, Anderson, Implicit, Neumann, Status, Tolerance, Unroll
+from networks import conv_network, gradients, images, linear_network
 
 EXACT = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=200))
 

@@ -52,6 +52,29 @@ def test_a_frozen_sample_keeps_its_value() -> None:
 
 
 @solvers
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("every", [1, 3, 0])
+def test_T_may_write_every_value_into_the_same_memory(solver: Solver, compact: bool, every: int) -> None:
+    """As a captured graph does: what it returned last is overwritten by the next evaluation."""
+    p = mixed_rates(batch=9, high=0.8)
+    tolerance = Tolerance(atol=1e-6, max_steps=150, check_every=every)
+    plain = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance)
+    memory = torch.empty_like(p.z0)
+
+    def T(z: Tensor, *inputs: Tensor) -> Tensor:
+        memory.fill_(math.nan)
+        return memory[: len(z)].copy_(p.T(z, *inputs))
+
+    reused = solve(T, p.z0, solver, inputs=p.inputs, tolerance=tolerance, compact=compact)
+    assert plain.converged.all()
+    close(reused, plain, 1e-6)
+    kept: list[Tensor] = []
+    again = solve(T, p.z0, solver, inputs=p.inputs, tolerance=tolerance, on_step=lambda k, z: kept.append(z))
+    assert distance(again.value, plain.value) < 1e-6
+    assert all(z.isfinite().all() for z in kept)
+
+
+@solvers
 def test_compaction_of_nests(solver: Solver) -> None:
     p = nested(batch=7)
     tolerance = Tolerance(atol=1e-9, max_steps=100)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +98,8 @@ def operator_norm(layer: AffineLayer, size: int | Sequence[int] | None = None, *
     """|A|, the largest singular value of the layer's operator on a grid of this size; carries no gradient."""
     operator = operator_of(layer, size)
     weight = at_least_float32(layer.weight.detach())
-    return stretch(operator, weight, leading(operator, weight, first_direction(operator, weight), rounds))
+    with without_autocast(weight):
+        return stretch(operator, weight, leading(operator, weight, first_direction(operator, weight), rounds))
 
 
 def first_direction(operator: Operator, weight: Tensor) -> Tensor:
@@ -147,6 +150,12 @@ def _krylov(operator: Operator, weight: Tensor, x: Tensor, width: int) -> tuple[
         kept = torch.linalg.vector_norm(v) > 1e3 * torch.finfo(v.dtype).eps * torch.linalg.vector_norm(before)
         basis.append(torch.where(kept, _unit(v), 0.0))
     return torch.stack(basis[:-1]), torch.stack(images)
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    """A norm is measured in the type of the weight. (The meta device has no autocast to leave.)"""
+    kind = like.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from banach.nn.affine import (
     operator_of,
     power,
     stretch,
+    without_autocast,
 )
 from banach.nn.passes import once_per_pass
 
@@ -29,7 +30,7 @@ class Lipschitz(nn.Module):
     steps at every call in train mode (inside R: once per pass), left as it is in eval mode. It approaches
     from below, so weights that move fast may exceed the bound by a little until x catches up; `refine()` finds x
     anew. The gradient takes x as constant, which is exact for first derivatives once x is found.
-    (Miyato et al. 2018; for convolutions Gouk et al. 2018.)
+    (Miyato et al. 2018; for convolutions Gouk et al. 2021.)
     """
 
     direction: Tensor
@@ -77,7 +78,7 @@ class Lipschitz(nn.Module):
 
     def refine(self, rounds: int = 5) -> Lipschitz:
         """Find the leading direction anew to high accuracy, each round at the price of twenty power steps."""
-        with torch.autocast(self.direction.device.type, enabled=False):
+        with without_autocast(self.direction):
             weight = at_least_float32(self.layer.weight.detach())
             self.direction.copy_(leading(self.operator, weight, self.direction.to(weight.dtype), rounds))
         return self
@@ -95,11 +96,11 @@ class Lipschitz(nn.Module):
         return weight / excess.to(weight.dtype), x
 
     def _follow(self, weight: Tensor, x: Tensor) -> Tensor:
-        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(weight):
             weight = at_least_float32(weight)
             return power(self.operator, weight, x.to(weight.dtype), self.steps)
 
     def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
-        with torch.autocast(weight.device.type, enabled=False):
+        with without_autocast(weight):
             weight = at_least_float32(weight)
             return stretch(self.operator, weight, x.to(weight.dtype))

@@ -21,7 +21,8 @@ class TwoStream(nn.Module):
     L, the latent stream, and F, the final stream after the merge, are 1-Lipschitz; D, the data stream, has k
     affine maps that are l-Lipschitz. `TwoStream.linear` and `TwoStream.conv` build all three out of affine maps
     and activations in turn; other modules that keep the bounds may be given instead. Activations must be
-    1-Lipschitz: ReLU, LeakyReLU and tanh are, GELU and SiLU are not.
+    1-Lipschitz: ReLU, LeakyReLU and tanh are, GELU and SiLU are not. D is evaluated at every step; with
+    `layers=(k, 0, m)` it is empty, and Q is the data stream.
     (The paper's figure of a possible architecture for T.)
     """
 

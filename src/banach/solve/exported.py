@@ -47,8 +47,8 @@ def run_exported(run: Run, state: State) -> State:
 
 
 def _traced(run: Run, batch: int) -> Run:
-    """The same run as a traced graph must see it: the batch is a symbol of its own in a loop's body, and grad mode is the
-    caller's at run time, so T's value is cut from the graph by hand.
+    """The same run as a traced graph must see it: the batch is a symbol of its own in a loop's body, and grad
+    mode is the caller's at run time, so T's value is cut from the graph by hand.
     """
     space = run.space if run.space.coupled else run.space.resized(batch)
     return type(run)(lambda *given: detach(run.T(*given)), run.solver, run.tolerance, space, run.inputs)

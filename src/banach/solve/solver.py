@@ -28,7 +28,7 @@ class Solver(Protocol):
 
     Rows are independent: what is proposed for one may not depend on another. Tensors in `Memory` may be
     written in place. `z` and `r` belong to the loop and stay as they are; `Tz` may be overwritten by the
-    next evaluation, so do not keep it.
+    next evaluation, so do not keep it. What is proposed belongs to the loop too: a new tensor, or `Tz` itself.
     """
 
     def start(self, z: Tensor) -> Memory:

@@ -42,7 +42,7 @@ class State:
     memory: Memory
     stalled: Tensor | None = None
     Tz: Tensor | None = None
-    all_active: bool = True  # does the host know that every sample is active? Then nothing has to be masked.
+    all_active: bool = False  # does the host know that every sample is active? Then nothing has to be masked.
 
     def __post_init__(self) -> None:
         # Views, made once: `stats` and `now` are only ever written in place.
@@ -57,7 +57,7 @@ class State:
         stats = z.new_full((2, 3 if relative else 2, z.shape[0]), torch.inf)
         stats[:, 1] = 0
         active = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
-        return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory)
+        return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory, all_active=True)
 
     @property
     def nonfinite(self) -> Tensor:

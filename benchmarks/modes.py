@@ -1,0 +1,112 @@
+"""Backward modes side by side: how near the exact gradient, at what time and memory, on a trained digits network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach import (
+    GMRES,
+    JFB,
+    Anderson,
+    Implicit,
+    ImplicitNetwork,
+    Mode,
+    Neumann,
+    NormalCG,
+    Tolerance,
+    Unroll,
+    descent_check,
+)
+from banach.diagnose import measure_contraction, verdict
+from benchmarks.counting import LiveBytes
+from benchmarks.report import Result, Row
+from benchmarks.timing import interleaved, ratio
+
+
+@dataclass(frozen=True)
+class Settings:
+    batch: int = 64
+    train_steps: int = 200
+    repeats: int = 15
+    seed: int = 0
+
+
+QUICK = Settings(batch=16, train_steps=5, repeats=2)
+
+MODES: dict[str, Mode] = {
+    "JFB": JFB(),
+    "Neumann(1)": Neumann(1),
+    "Neumann(5)": Neumann(5),
+    "Unroll(3)": Unroll(3),
+    "Unroll(3), checkpointed": Unroll(3, checkpoint=True),
+    "Unroll(5, damping .5)": Unroll(5, 0.5),
+    "Implicit, NormalCG, 1e-4": Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-4, max_steps=200)),
+    "Implicit, GMRES, 1e-4": Implicit(GMRES(), Tolerance(atol=0, rtol=1e-4, max_steps=200)),
+    "Implicit, Anderson, 1e-4": Implicit(Anderson(), Tolerance(atol=0, rtol=1e-4, max_steps=200)),
+}
+
+
+class R(nn.Module):
+    """Half a residual block with batch norm, as in the paper's MNIST network, on 16x8x8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16, affine=False)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        x = u + v
+        return 0.5 * self.norm(x + F.leaky_relu(self.two(F.leaky_relu(self.one(x), 0.1)), 0.1))
+
+
+def run(settings: Settings = Settings()) -> Result:
+    images, labels = _digits()
+    net = _trained(images, labels, settings)
+    images, labels = images[: settings.batch], labels[: settings.batch]
+    seconds = interleaved(
+        {name: lambda mode=mode: _step(net, mode, images, labels) for name, mode in MODES.items()},
+        settings.repeats,
+    )
+    rows = [_row(name, mode, net, images, labels) for name, mode in MODES.items()]
+    for row in rows:
+        row["time / JFB"] = ratio(seconds[row["mode"]], seconds["JFB"])
+    measured = measure_contraction(net, images)
+    notes = [verdict(measured, descent_check(net, images, lambda y: F.cross_entropy(y, labels), backward=JFB()))]
+    return Result("modes", "what does a better gradient cost?", rows, [], notes, settings)
+
+
+def _row(name: str, mode: Mode, net: ImplicitNetwork, images: Tensor, labels: Tensor) -> Row:
+    found = descent_check(net, images, lambda y: F.cross_entropy(y, labels), backward=mode)
+    with LiveBytes() as live:
+        _step(net, mode, images, labels)
+    return {"mode": name, "cosine": found.cosine, "norm ratio": found.ratio, "peak MB": live.peak / 2**20}
+
+
+def _step(net: ImplicitNetwork, mode: Mode, images: Tensor, labels: Tensor) -> None:
+    net.backward = mode
+    net.zero_grad()
+    F.cross_entropy(net(images), labels).backward()
+
+
+def _trained(images: Tensor, labels: Tensor, settings: Settings) -> ImplicitNetwork:
+    torch.manual_seed(settings.seed)
+    Q = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.LeakyReLU(0.1))
+    S = nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10))
+    net = ImplicitNetwork(Q, R(), S, tolerance=Tolerance(max_steps=60))
+    optimizer = torch.optim.Adam(net.parameters(), 2e-3)
+    for _ in range(settings.train_steps):
+        pick = torch.randint(len(images), (64,))
+        _step(net, JFB(), images[pick], labels[pick])
+        optimizer.step()
+    return net.eval()
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(labels)
