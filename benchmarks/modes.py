@@ -1,8 +1,9 @@
-"""Backward modes side by side: how near the exact gradient, at what time and memory, on a trained digits network."""
+"""Backward modes side by side: how near the exact gradient, at what time and memory, on a digits network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -67,10 +68,8 @@ def run(settings: Settings = Settings()) -> Result:
     images, labels = _digits()
     net = _trained(images, labels, settings)
     images, labels = images[: settings.batch], labels[: settings.batch]
-    seconds = interleaved(
-        {name: lambda mode=mode: _step(net, mode, images, labels) for name, mode in MODES.items()},
-        settings.repeats,
-    )
+    steps = {name: partial(_step, net, mode, images, labels) for name, mode in MODES.items()}
+    seconds = interleaved(steps, settings.repeats)
     rows = [_row(name, mode, net, images, labels) for name, mode in MODES.items()]
     for row in rows:
         row["time / JFB"] = ratio(seconds[row["mode"]], seconds["JFB"])

@@ -54,7 +54,7 @@ def test_a_first_network_learns() -> None:
 
 def test_q_runs_once_and_the_value_is_the_fixed_point() -> None:
     net = linear_network()
-    net.Q = Counting(net.Q)  # type: ignore[assignment]
+    net.Q = Counting(net.Q)
     u, found = net.latent(data())
     assert net.Q.calls == 1
     v = net.Q.inner(data())

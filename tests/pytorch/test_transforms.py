@@ -61,7 +61,7 @@ def test_a_network_in_bfloat16() -> None:
 def test_channels_last_is_kept(solver: banach.Solver) -> None:
     net = conv_network(batch_norm=True).eval()
     expected = net(images())
-    net = net.to(memory_format=torch.channels_last)
+    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     net.solver = solver
     seen = []
     net.R.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
