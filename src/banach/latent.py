@@ -117,7 +117,7 @@ class Space:
             sizes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
             raise ValueError(f"the tensors of z0 must share their first (batch) axis, got shapes {sizes}")
         kind = first.device.type
-        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
         low = first.dtype in (torch.bfloat16, torch.float16)
         return Space(
             template=rebuild(z0, [first.new_empty(0)] * len(parts)),  # not a view: it would keep z0 alive

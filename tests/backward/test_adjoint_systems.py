@@ -108,6 +108,13 @@ def test_gmres_on_a_shift_needs_all_its_steps() -> None:
     assert told.status == [(Status.CONVERGED,)]
 
 
+@pytest.mark.filterwarnings("ignore:the adjoint equation missed")
+def test_gmres_keeps_its_basis_orthogonal() -> None:
+    """I - J' has condition 1e14 here; orthogonalised once instead of twice, w is off in the eleventh digit."""
+    J, g = 5 * shift(20)[None], cotangents(1, 20)
+    assert worst(solve_adjoint(GMRES(80), J, g, max_steps=80), dense(J, g)) <= 1e-13
+
+
 @short
 def test_identical_systems_that_end_at_different_steps(method: Any) -> None:
     """One J for all; the cotangents are 0, an eigenvector, a sum of two, and a full one."""
@@ -128,6 +135,19 @@ def test_a_sample_alone_and_in_a_batch(method: Any, check_every: int) -> None:
         alone = solve_adjoint(method, J[i : i + 1], g[i : i + 1], max_steps=5000, check_every=check_every)
         assert worst(together[i : i + 1], alone) <= 1e-10
     assert worst(together, dense(J, g)) <= 1e-8
+
+
+@short
+@pytest.mark.parametrize("check_every", [0, 1, 4])
+def test_a_finished_sample_is_frozen(method: Any, check_every: int) -> None:
+    """At a loose tolerance the answer is far from exact, and the same to rounding whoever else is there."""
+    J, g = mixed(), cotangents(6, 6)
+    loose = {"rtol": 0.03, "max_steps": 60, "check_every": check_every}
+    together, exact = solve_adjoint(method, J, g, **loose), dense(J, g)
+    for i in range(6):
+        alone = solve_adjoint(method, J[i : i + 1], g[i : i + 1], **loose)
+        assert worst(together[i : i + 1], alone) <= 1e-12
+    assert worst(together, exact) > 1e-4
 
 
 @short

@@ -61,10 +61,11 @@ def test_nearly_equal_top_pair() -> None:
     torch.testing.assert_close(sigma, torch.full_like(sigma, 1.3), rtol=1e-6, atol=0)
 
 
-def test_an_unlucky_start_does_not_end_at_the_second_value() -> None:
-    """From seed 0 the estimate rests at 5.62 for two steps, then finds 6.96: a rest is no end."""
-    A = normal(4, 12, 12, seed=9)
-    sigma = contraction_factor(matrices, torch.zeros(4, 12, dtype=torch.float64), (A,), rtol=1e-2)
+@pytest.mark.parametrize("seed", [59, 88, 148])
+def test_an_unlucky_start_does_not_end_at_the_second_value(seed: int) -> None:
+    """Here the estimate rests for a step or two, 6 to 13% short of the largest value: a rest is no end."""
+    A = normal(1, 12, 12, seed=seed)
+    sigma = contraction_factor(matrices, torch.zeros(1, 12, dtype=torch.float64), (A,), rtol=1e-2)
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-2, atol=0)
 
 

@@ -202,6 +202,23 @@ def test_corollary_radius_ends_at_the_first_ascent() -> None:
         corollary(CASES[0])
 
 
+def test_corollary_reports_the_worst_direction() -> None:
+    seen: list[Tensor] = []
+
+    def direction_at(u: Tensor) -> Tensor:
+        seen.append(u)
+        return (u[0] - 1) * CASES[0].gradient
+
+    at = dataclasses.replace(CASES[0], u=torch.zeros(4, dtype=torch.float64), direction_at=direction_at)
+    found = corollary(at, (0.5,), directions=6)
+    assert len(seen) == 6
+    assert all(float(u.norm()) == pytest.approx(0.5) for u in seen)
+    squared = float(CASES[0].gradient @ CASES[0].gradient)
+    assert found.inner[0] == pytest.approx(max(float(u[0]) - 1 for u in seen) * squared)
+    gaps = [float((direction_at(u) - CASES[0].direction).norm()) for u in list(seen)]
+    assert found.moved[0] == pytest.approx(max(gaps))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_real_digit_with_batch_norm_in_R(conv: Any, digits: Any, training: bool) -> None:
     net = conv().train(training)

@@ -44,8 +44,8 @@ def mnist_Q(w: State, d: Tensor) -> Tensor:
 
 
 def digits_Q(w: State, d: Tensor) -> Tensor:
-    x = F.max_pool2d(lrelu(norm(w, "Q.norm1", conv(w, "Q.conv1", d))), 2)
-    return lrelu(norm(w, "Q.norm2", conv(w, "Q.conv2", x)))
+    x = lrelu(norm(w, "Q.norm1", conv(w, "Q.conv1", d)))
+    return F.max_pool2d(lrelu(norm(w, "Q.norm2", conv(w, "Q.conv2", x))), 2)
 
 
 def shortcut(x: Tensor, channels: int) -> Tensor:

@@ -32,7 +32,7 @@ def train(epochs: int, seed: int) -> tuple[float, int]:
             optimizer.param_groups[0]["lr"] = recipe.lr * recipe.schedule.multiplier(
                 epoch + i / len(parts), epochs
             )
-            loss = F.cross_entropy(net(d[part]), labels[part])
+            loss = F.cross_entropy(net(d[part]), labels[part], label_smoothing=recipe.label_smoothing)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

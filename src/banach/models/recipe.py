@@ -57,6 +57,7 @@ class Recipe:
     batch_size: int
     weight_decay: float = 0.0
     momentum: float | None = None
+    label_smoothing: float = 0.0
     schedule: Schedule = Constant()
     eps: float = 1e-4
     max_steps: int = 50

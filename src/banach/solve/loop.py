@@ -47,10 +47,13 @@ def solve(
     space = Space.of(z0, coupled=coupled)
     if compact:
         _check_compact(space, inputs)
-    run = Run(T, solver, tolerance, space, detach(tuple(inputs)))
+    # torch 2.11 says so under torch.compile as well; there the loop is Python's.
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    asks = tolerance.check_every == 1 and not exporting
+    run = Run(T, solver, tolerance, space, detach(tuple(inputs)), asks_each_step=asks)
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
-    if torch.compiler.is_exporting():
+    if exporting:
         state, steps = run_exported(run, state), range(0)
     else:
         steps = range(1, tolerance.max_steps + 1)
@@ -75,14 +78,21 @@ class Run:
     """One solve: what stays the same from step to step, and the samples that have left the batch."""
 
     def __init__(
-        self, T: Map, solver: Solver, tolerance: Tolerance, space: Space, inputs: tuple[Any, ...]
+        self,
+        T: Map,
+        solver: Solver,
+        tolerance: Tolerance,
+        space: Space,
+        inputs: tuple[Any, ...],
+        *,
+        asks_each_step: bool = False,
     ) -> None:
         self.T, self.solver, self.tolerance = with_autocast_of(space, T), solver, tolerance
         self.space, self.inputs = space, inputs
         self.eps = rounding(space)
         self.busy = True
         # Then the host can keep the best iterate by reference, and masks nothing while all are active.
-        self.asks_each_step = tolerance.check_every == 1 and not torch.compiler.is_exporting()
+        self.asks_each_step = asks_each_step
         # In the units of norm.measure, so that no step has to scale a residual.
         self.atol = tolerance.atol / tolerance.norm.scale(space)
         self.whole: State | None = None  # the whole batch, once some samples have left it

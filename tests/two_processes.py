@@ -1,0 +1,18 @@
+"""What each of two processes does in the test of DistributedDataParallel; a module, so that it can be spawned."""
+
+import torch
+import torch.distributed as dist
+
+from networks import conv_network, images
+
+
+def train_in_a_process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    net = torch.nn.parallel.DistributedDataParallel(conv_network(dropout=0.0))
+    half = images(6)[3 * rank : 3 * rank + 3]
+    net(half, solution=True)[0].square().mean().backward()
+    if rank == 0:
+        torch.save([p.grad for p in net.module.parameters()], f"{folder}/gradients.pt")
+    dist.barrier()
+    dist.destroy_process_group()
