@@ -142,7 +142,7 @@ def test_a_sample_alone_and_in_a_batch(method: Any, check_every: int) -> None:
 def test_a_finished_sample_is_frozen(method: Any, check_every: int) -> None:
     """At a loose tolerance the answer is far from exact, and the same to rounding whoever else is there."""
     J, g = mixed(), cotangents(6, 6)
-    loose = {"rtol": 0.03, "max_steps": 60, "check_every": check_every}
+    loose: dict[str, Any] = {"rtol": 0.03, "max_steps": 60, "check_every": check_every}
     together, exact = solve_adjoint(method, J, g, **loose), dense(J, g)
     for i in range(6):
         alone = solve_adjoint(method, J[i : i + 1], g[i : i + 1], **loose)

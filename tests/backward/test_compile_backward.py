@@ -58,3 +58,11 @@ def test_implicit_around_a_compiled_T() -> None:
     (a,) = torch.autograd.grad(Implicit().attach(compiled, z, (x,)), W, g)
     (b,) = torch.autograd.grad(Implicit().attach(T, z, (x,)), W, g)
     assert error(a, b) <= 1e-12
+
+
+def test_the_value_of_implicit_compiles_without_grad_mode() -> None:
+    torch.compiler.reset()
+    mode, z, x, W = Implicit(), normal(3, 5, seed=100), normal(3, 5, seed=102), contraction(5, 0.7)
+    compiled = torch.compile(passes, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(mode, W, x, z), passes(mode, W, x, z))

@@ -119,6 +119,7 @@ class Run:
         if not self.asks_each_step:
             state.keep_best()
 
+    @torch.compiler.disable  # the host decides here: traced, it would be compiled anew at every step
     def check(self, state: State, k: int, *, compact: bool) -> State:
         """Ask the host which samples are done; judge stalling; let done samples leave the batch."""
         seen = state.on_host(k, self.atol)
