@@ -31,7 +31,7 @@ train: setup
 	$(BIN)/python examples/digits.py
 
 test: setup lint
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"

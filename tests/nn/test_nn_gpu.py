@@ -53,7 +53,7 @@ def test_a_training_pass_can_be_captured(mode: Mode) -> None:
         for _ in range(3):
             torch.autograd.grad(net(d).square().sum(), list(net.parameters()))
     torch.cuda.synchronize()
-    seen = int(net.R.norm.num_batches_tracked) 
+    seen = int(net.R.norm.num_batches_tracked)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = net(d)
@@ -62,7 +62,7 @@ def test_a_training_pass_can_be_captured(mode: Mode) -> None:
     for _ in range(3):
         graph.replay()
         values.append(y.clone())
-    assert int(net.R.norm.num_batches_tracked) == seen + 3 
+    assert int(net.R.norm.num_batches_tracked) == seen + 3
     assert torch.isfinite(values[0]).all()
     assert not torch.equal(values[0], values[1])  # every replay draws its own mask
 

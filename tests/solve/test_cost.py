@@ -144,11 +144,16 @@ def test_T_is_given_a_view(channels_last: bool) -> None:
     assert given == shown[:-1]
 
 
+# PyTorch's own, where its compiler is first imported.
+torch_warns = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+
+
 def compiled(run: Callable[[], Solution]) -> Solution:
     torch._dynamo.reset()
     return torch.compile(run, fullgraph=True, backend="eager")()
 
 
+@torch_warns
 @pytest.mark.parametrize(("solver", "rtol"), [*zip(SOLVERS, [0.0, 1e-6, 0.0, 1e-6], strict=True)], ids=repr)
 def test_a_fixed_depth_is_one_graph(solver: Solver, rtol: float) -> None:
     p, tolerance = affine(), Tolerance(atol=1e-3, rtol=rtol, max_steps=6, check_every=0)
@@ -158,6 +163,7 @@ def test_a_fixed_depth_is_one_graph(solver: Solver, rtol: float) -> None:
     assert traced.steps.tolist() == eager.steps.tolist()
 
 
+@torch_warns
 def test_a_nest_is_one_graph() -> None:
     p, tolerance = nested(), Tolerance(max_steps=3, check_every=0)
     eager = solve(p.T, p.z0, inputs=p.inputs, tolerance=tolerance)
@@ -165,6 +171,7 @@ def test_a_nest_is_one_graph() -> None:
     assert distance(traced.value, eager.value) < 1e-12
 
 
+@torch_warns
 def test_an_exported_loop_freezes_too() -> None:
     p, tolerance = mixed_rates(batch=6), Tolerance(atol=1e-3, max_steps=60)
 

@@ -53,7 +53,7 @@ def test_the_test_includes_equality() -> None:
 
 def test_relative_part_is_relative_to_T() -> None:
     # T(z) = z/2 + 1 from 0: z_k = 2 - 2^(1-k), residual 2^(1-k) at evaluation k, |T(z)| = 2 - 2^(1-k).
-    rtol = 0.1
+    rtol = 0.4
     first = next(k for k in range(1, 50) if 2.0 ** (1 - k) <= rtol * (2 - 2.0 ** (1 - k)))
     found = solve(lambda z: z / 2 + 1, torch.zeros(2, 4), tolerance=Tolerance(atol=0, rtol=rtol))
     assert found.steps.tolist() == [first, first]

@@ -29,7 +29,7 @@ class Jacobian:
             return rebuild(space.template, [part.to(space.dtype) for part in parts])
 
         self.space, self.products, self.unit = space, 0, unit[:, None]
-        with _explained():
+        with explained("use ImplicitNetwork, which keeps them, or eval mode"):
             self._pull: Callable[..., Any] = torch.func.vjp(fixed, z)[1]
         self._push: Callable[..., Any] | None = None
 
@@ -55,7 +55,8 @@ class Jacobian:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained(advice: str) -> Iterator[None]:
+    """Say in our words why a map that writes into what it closes over cannot be differentiated."""
     try:
         yield
     except RuntimeError as error:
@@ -63,5 +64,5 @@ def _explained() -> Iterator[None]:
             raise
         raise RuntimeError(
             "T writes to a tensor that it closes over, such as the running statistics of a batch norm in train "
-            "mode, which Implicit cannot differentiate: use ImplicitNetwork, which keeps them, or eval mode"
+            f"mode: {advice}"
         ) from error

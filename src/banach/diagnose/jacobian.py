@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from banach.backward.jacobian import explained
 from banach.backward.mode import check_count
 from banach.diagnose.still import plain
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
@@ -44,7 +44,11 @@ class Jacobian:
         x = plain(x)
         source = Space.of(x, coupled=coupled)
         under = with_autocast_of(source, f)
-        with torch.enable_grad(), without_autocast(source), _explained():
+        with (
+            torch.enable_grad(),
+            without_autocast(source),
+            explained("give the module itself as T, or for a network use network_map(net, d)"),
+        ):
             value, pull = torch.func.vjp(lambda x: _settled(under(x), source), x)[:2]
             push = torch.func.vjp(pull, value)[1]
         target = Space.of(detach(value), coupled=source.coupled) if target is None else target
@@ -155,20 +159,6 @@ def _random_rows(space: Space, seed: int) -> Tensor:
 def _unit(rows: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows / torch.where(length > 0, length, 1.0)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Say in our words why a map that writes into what it closes over cannot be differentiated."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mutate a captured Tensor" not in str(error):
-            raise
-        raise RuntimeError(
-            "T writes into a tensor that it closes over (batch norm in train mode does): give the module itself "
-            "as T, or for a network use network_map(net, d)"
-        ) from error
 
 
 def _settled(value: Latent, source: Space) -> Latent:
