@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import compaction, invariance, looptime, maps, memory, onestep, overhead, rival, steps
+from benchmarks import compaction, invariance, looptime, maps, memory, modes, onestep, overhead, rival, steps
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes
 from benchmarks.report import Result, Target
@@ -35,6 +35,7 @@ SMALL = {
     "onestep": (onestep.run, onestep.Settings(repeats=1, max_steps=60, small=True)),
     "compaction": (compaction.run, compaction.Settings(((0.2, 0.95),), batch=96, n=32, layers=1, repeats=1)),
     "invariance": (invariance.run, invariance.Settings(batch=5, n=16)),
+    "modes": (modes.run, modes.Settings(batch=4, train_steps=2, repeats=1)),
     "looptime": (looptime.run, looptime.Settings(shapes=((2, 8),), depth=12, repeats=1)),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import banach
-from banach import RMS, Anderson, Broyden, Euclidean, Picard, Solution, Status, Tolerance, solve
+from banach import RMS, Anderson, Broyden, Picard, Tolerance, solve
 
 Z = torch.zeros(2, 3)
 
@@ -217,50 +215,3 @@ def test_bad_solvers(make: Any, settings: dict[str, Any], kind: type[Exception],
     with pytest.raises(kind, match=message) as error:
         make(**settings)
     sentence(error)
-
-
-def defaults(function: Any) -> dict[str, Any]:
-    return {name: p.default for name, p in inspect.signature(function).parameters.items()}
-
-
-def keyword_only(function: Any) -> list[str]:
-    return [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
-
-
-def test_signatures() -> None:
-    options = {
-        "inputs": (),
-        "tolerance": Tolerance(),
-        "coupled": False,
-        "compact": False,
-        "record": False,
-        "on_step": None,
-        "throw": False,
-    }
-    required = inspect.Parameter.empty
-    assert defaults(solve) == {"T": required, "z0": required, "solver": Picard(), **options}
-    assert keyword_only(solve) == list(options)
-    settings = {"atol": 1e-4, "rtol": 0.0, "max_steps": 50, "norm": RMS(), "check_every": 1}
-    assert defaults(Tolerance) == settings
-    assert keyword_only(Tolerance) == list(settings)
-    assert defaults(Picard) == {"damping": 0.0}
-    assert next(iter(defaults(Anderson).items())) == ("memory", 5)
-    assert next(iter(defaults(Broyden))) == "memory"
-    assert Anderson(3).memory == Broyden(3).memory == 3
-
-
-def test_public_names() -> None:
-    names = {"Picard", "Anderson", "Broyden", "RMS", "Euclidean", "WorstPixel", "Tolerance", "solve", "Solution"}
-    assert names | {"Status", "NotConverged"} <= set(banach.__all__)
-    assert {status.name for status in Status} == {"CONVERGED", "MAX_STEPS", "STALLED", "NONFINITE"}
-    assert all(isinstance(status.value, str) and len(status.value) > 20 for status in Status)
-    assert {"value", "residual", "converged", "steps", "status", "trace"} <= set(dir(solve(half, Z)))
-
-
-def test_settings_and_results_are_frozen() -> None:
-    found: Solution = solve(half, Z)
-    for thing, name in ((Tolerance(), "atol"), (Picard(), "damping"), (found, "value")):
-        with pytest.raises(AttributeError):
-            setattr(thing, name, 1)
-    assert RMS() != Euclidean()
-    assert Tolerance(norm=RMS()) == Tolerance()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,9 @@ def test_the_answer_is_that_of_the_cpu(solver: Solver, compact: bool) -> None:
         q = on_gpu(p)
         here = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance, compact=compact)
         there = solve(q.T, q.z0, solver, inputs=q.inputs, tolerance=tolerance, compact=compact)
-        tensors = {name: part.cpu() for name, part in vars(there).items() if isinstance(part, Tensor)}
+        tensors: dict[str, Any] = {
+            name: part.cpu() for name, part in vars(there).items() if isinstance(part, Tensor)
+        }
         close(replace(there, **tensors), here, 1e-8)
 
 
