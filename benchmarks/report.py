@@ -63,7 +63,8 @@ class Result:
         return write_json(folder / f"{self.name}.json", self.as_dict())
 
     def show(self, console: Console) -> None:
-        console.print(self._table())
+        # A table without rows would not show its title.
+        console.print(self._table() if self.rows else f"{self.name}: {self.question}", highlight=False)
         for target in self.targets:
             console.print(f"  [green]met[/]    {target.sentence()}" if target.met else _missed(target))
         for note in self.notes:
