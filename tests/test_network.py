@@ -1,6 +1,7 @@
 """ImplicitNetwork and fixed_point: the order of things, special cases of the paper, starts, bad input."""
 
 import copy
+import functools
 import inspect
 import pickle
 
@@ -228,3 +229,50 @@ def test_fixed_point_reaches_what_a_closure_holds() -> None:
     dense = torch.linalg.solve(eye - base * 1.5, b.T).T
     for a, e in zip(got, torch.autograd.grad(dense.square().sum(), (base, b)), strict=True):
         assert torch.allclose(a, e, rtol=1e-10)
+
+
+class Normed(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def step(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.3 * self.layer(u + v)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(6), nn.Dropout(0.5)])
+def test_a_function_that_hides_a_layer_only_a_module_can_handle_is_refused(layer: nn.Module) -> None:
+    """Its statistics would be updated at every evaluation, its masks drawn anew, in silence."""
+    hidden = Normed(layer.train()).double()
+    parts = linear_network()
+    functions = (hidden.step, functools.partial(hidden.step), lambda u, v: hidden.step(u, v))
+    for R in functions:
+        with pytest.raises(RuntimeError, match=rf"calls {type(layer).__name__} in train mode.*the module itself"):
+            ImplicitNetwork(parts.Q, R, parts.S)(data())
+    hidden.eval()
+    for R in functions:
+        ImplicitNetwork(parts.Q, R, parts.S)(data())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the tracer's own
+def test_implicit_differentiates_a_compiled_r() -> None:
+    net = linear_network()
+    net.backward = Implicit()
+    expected = gradients(net, net(data()).square().sum())
+    net.R = torch.compile(net.R, backend="aot_eager")
+    got = gradients(net, net(data()).square().sum())
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_not_converged_crosses_processes() -> None:
+    with pytest.raises(banach.NotConverged) as caught:
+        banach.solve(lambda z: z + 1, torch.zeros(2, 1), throw=True)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    assert torch.equal(again.solution.steps, caught.value.solution.steps)
+
+
+def test_z0_of_another_batch() -> None:
+    with pytest.raises(ValueError, match=r"z0 must hold one latent for each sample.*expected 4 along"):
+        linear_network()(data(), z0=torch.zeros(3, 6, dtype=torch.float64))

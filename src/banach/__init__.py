@@ -1,6 +1,7 @@
 """banach: implicit networks in PyTorch. `solve` finds a fixed point, `attach` differentiates at it."""
 
-from banach import diagnose, nn
+from banach import diagnose as diagnose
+from banach import nn as nn
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
 from banach.diagnose import ContractionMonitor, contraction_factor, descent_check
 from banach.network import ImplicitNetwork, fixed_point
@@ -21,6 +22,7 @@ from banach.solve import (
 
 __version__ = "0.1.0"
 
+# Not `nn` and `diagnose`: a star import must not replace torch's nn.
 __all__ = [
     "GMRES",
     "JFB",
@@ -44,8 +46,6 @@ __all__ = [
     "WorstPixel",
     "contraction_factor",
     "descent_check",
-    "diagnose",
     "fixed_point",
-    "nn",
     "solve",
 ]

@@ -8,6 +8,7 @@ for a nest the way there is one concatenation and the way back is views.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,7 +73,8 @@ def _rebuild(template: Latent, parts: Any) -> Latent:
     if isinstance(template, Tensor):
         return next(parts)
     if isinstance(template, dict):
-        return {key: _rebuild(part, parts) for key, part in template.items()}
+        made = {key: _rebuild(part, parts) for key, part in template.items()}
+        return OrderedDict(made) if isinstance(template, OrderedDict) else made
     children = [_rebuild(part, parts) for part in template]
     if hasattr(template, "_fields"):
         return type(template)(*children)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from banach.backward import JFB, Mode
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
+from banach.nn.hidden import check_hidden
 from banach.nn.passes import Pass, uses_batch_statistics
 from banach.solve import Map, Picard, Solution, Solver, Status, Tolerance, solve
 
@@ -83,6 +84,7 @@ class ImplicitNetwork(nn.Module):
         """u = R(u*, Q(d)) carrying its gradient, and what the solve found."""
         _check_mode(self.backward)
         check_dropout(self.R)
+        check_hidden(self.R)
         v = self.Q(d)
         coupled = uses_batch_statistics(self.R) if self.coupled is None else self.coupled
         compact = self.compact and not coupled
@@ -108,6 +110,11 @@ class ImplicitNetwork(nn.Module):
             own = self.start(detach(v)) if z0 is None else z0
         if z0 is not None and isinstance(v, Tensor) and not torch.is_autocast_enabled(v.device.type):
             for leaf in leaves(z0):
+                if leaf.shape[:1] != v.shape[:1]:
+                    raise ValueError(
+                        f"z0 must hold one latent for each sample of Q(d): got shape {tuple(leaf.shape)}, "
+                        f"expected {v.shape[0]} along the first axis"
+                    )
                 if leaf.dtype != v.dtype or leaf.device != v.device:
                     raise TypeError(
                         f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "

@@ -29,7 +29,9 @@ class Jacobian:
             return rebuild(space.template, [part.to(space.dtype) for part in parts])
 
         self.space, self.products, self.unit = space, 0, unit[:, None]
-        with explained("use ImplicitNetwork, which keeps them, or eval mode"):
+        # A T that is compiled is run as it was written: torch.func cannot be traced through.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, explained("use ImplicitNetwork, which keeps them, or eval mode"):
             self._pull: Callable[..., Any] = torch.func.vjp(fixed, z)[1]
         self._push: Callable[..., Any] | None = None
 

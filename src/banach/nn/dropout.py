@@ -123,6 +123,11 @@ def check_dropout(R: Any) -> None:
             )
 
 
+def draws_anew(module: nn.Module) -> bool:
+    """Would this module draw at random at every evaluation, were it in train mode?"""
+    return _advice(module) is not None
+
+
 def _advice(module: nn.Module) -> str | None:
     """What to use instead of a module that draws at random, or None if it does not."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and not isinstance(module, _OneMask) and module.p > 0:

@@ -34,6 +34,9 @@ class NotConverged(RuntimeError):
         super().__init__(solution.summary())
         self.solution = solution
 
+    def __reduce__(self) -> tuple[type[NotConverged], tuple[Solution]]:
+        return type(self), (self.solution,)  # an exception is otherwise rebuilt from its message
+
 
 @dataclass(frozen=True, eq=False)
 class Solution:

@@ -42,6 +42,8 @@ class Solver(Protocol):
 
 def check_fraction(name: str, value: float) -> None:
     """Refuse a damping outside [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
 
