@@ -1,0 +1,148 @@
+"""A checkpoint on disk: tensors as safetensors, the rest as JSON, checksums of both; nothing that can run code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+TENSORS, STATE = "tensors.safetensors", "state.json"
+_PREFIX, _HALF = "epoch-", ".half-"
+KEEP = 2
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used; the sentence says which and why."""
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """How far training is: `epoch` epochs are done, and `step` steps of the next one."""
+
+    epoch: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        return f"{_PREFIX}{self.epoch:05d}-step-{self.step:07d}"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The tensors and the plain values of one."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def write_checkpoint(
+    folder: Path, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> Path:
+    """Write a checkpoint under a temporary name, then rename it: it is there whole, or not at all.
+
+    The last two up to this position are kept. Later ones were refused, or training would have gone on from them.
+    """
+    from safetensors.torch import save
+
+    target = folder / position.name
+    if _is_sound(target):  # replacing a folder takes two steps, and a kill between them would lose it
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    data = save({name: _portable(tensor) for name, tensor in tensors.items()})
+    text = json.dumps({"tensors": _digest(data), "sha256": _digest(_canonical(state)), "state": state}, indent=1)
+    half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
+    try:
+        _write(half / TENSORS, data)
+        _write(half / STATE, text.encode())
+        _sync(half)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(half, target)
+    except BaseException:
+        shutil.rmtree(half, ignore_errors=True)
+        raise
+    _sync(folder)
+    _prune(folder, target)
+    return target
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the oldest first."""
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read one, both checksums first; a `CheckpointError` says what is wrong with it."""
+    from safetensors.torch import load
+
+    try:
+        content = json.loads((path / STATE).read_bytes())
+        state, wanted, own = content["state"], content["tensors"], content["sha256"]
+        data = (path / TENSORS).read_bytes()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from None
+    for name, got, expected in ((STATE, _digest(_canonical(state)), own), (TENSORS, _digest(data), wanted)):
+        if got != expected:
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {name} has the SHA-256 {got}, expected {expected}"
+            )
+    return Checkpoint(path, load(data), state)
+
+
+def _is_sound(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        read_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    # A copy: safetensors refuses tensors that share memory, as tied weights do.
+    return tensor.detach().cpu().contiguous().clone()
+
+
+def _canonical(state: Any) -> bytes:
+    return json.dumps(state, sort_keys=True, allow_nan=False).encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder reach the disk too, where the system lets a folder be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prune(folder: Path, newest: Path) -> None:
+    found = checkpoints(folder)
+    kept = [path for path in found if path <= newest][-KEEP:]
+    halves = [path for path in folder.glob(f"{_HALF}*") if path.is_dir()]
+    for path in [path for path in found if path not in kept] + halves:
+        shutil.rmtree(path, ignore_errors=True)

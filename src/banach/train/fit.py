@@ -1,0 +1,240 @@
+"""fit(): the one training loop, for every backward mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach.backward import Implicit, Neumann, Unroll
+from banach.data import Augmentation, Batches, Images, counter
+from banach.solve import Solution
+from banach.train.history import Epoch, History
+from banach.train.run import Run
+from banach.train.settings import Settings
+from banach.train.stop import stop_on_signals
+from banach.train.tally import Tally, Totals
+from banach.train.work import Work
+
+_DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1
+_WATCHED = 8  # images on which the contraction is measured after every epoch
+
+
+def fit(
+    net: nn.Module,
+    train: Images,
+    validation: Images,
+    settings: Settings,
+    *,
+    augment: Augmentation | None = None,
+    run: Run | None = None,
+    on_epoch: Callable[[Epoch], None] | None = None,
+) -> History:
+    """Train `net` by cross entropy, on the device of the settings; `on_epoch` is told of every epoch.
+
+    With a `run` it goes on from that run's last checkpoint, on a CPU bit by bit as if it had never stopped, and
+    SIGINT or SIGTERM make it checkpoint and return. Afterwards `net` is in eval mode, with the averaged weights
+    if there are any. The global random state is left as it was.
+    """
+    device = settings.torch_device
+    _check_splits(train, validation)
+    batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
+    work = Work(net.to(device), batches, validation.to(device), settings)
+    identity = work.identity()
+    if run is not None:
+        _resume(run, work, identity)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(_switches(settings.precision, device))
+        stack.enter_context(_counting(work))
+        stop = stack.enter_context(stop_on_signals(run is not None))
+        while work.epoch < settings.epochs and not stop.asked:
+            net.train()
+            for images, labels in work.remaining():
+                _take_step(work, images, labels)
+                work.step += 1
+                if run is not None and _is_due(work):
+                    run.save(work.position, work.tensors(), work.state(identity))
+                if stop.asked:
+                    break
+            else:
+                work.end_epoch(_look_back(work))
+                if run is not None:
+                    run.save(work.position, work.tensors(), work.state(identity))
+                    run.write_metrics(work.done)
+                if on_epoch is not None:
+                    on_epoch(work.done[-1])
+        if run is not None and work.step:
+            run.save(work.position, work.tensors(), work.state(identity))
+    if work.average is not None:
+        work.average.put_into(net)
+    net.eval()
+    return History(tuple(work.done), finished=work.epoch >= settings.epochs)
+
+
+def _take_step(work: Work, images: Tensor, labels: Tensor) -> None:
+    """One step of the optimizer, on a batch that goes through the network in parts."""
+    settings = work.settings
+    _set_lr(work)
+    _seed(counter.key(settings.seed, _DRAWS, work.epoch, work.step), work.device)
+    work.optimizer.zero_grad()
+    parts = zip(images.chunk(settings.accumulate), labels.chunk(settings.accumulate), strict=True)
+    for x, y in parts:
+        loss = _loss(work, x, y, work.tally, settings.label_smoothing)
+        (loss * (len(y) / len(labels))).backward()
+    work.products += len(labels) * _products_per_sample(work.net)
+    if settings.clip is not None:
+        nn.utils.clip_grad_norm_(work.net.parameters(), settings.clip)
+    work.optimizer.step()
+    if work.average is not None:
+        work.average.update(work.net)
+
+
+def _loss(work: Work, x: Tensor, y: Tensor, tally: Tally, smoothing: float = 0.0) -> Tensor:
+    """The mean cross entropy of a batch, added to the tally."""
+    found: Solution | None = None
+    with _autocast(work):
+        output = work.net(x, solution=True) if work.implicit else work.net(x)
+    if work.implicit:
+        output, found = output
+    output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    loss = F.cross_entropy(output, y, label_smoothing=smoothing)
+    tally.add(loss, output, y, found)
+    return loss
+
+
+def _look_back(work: Work) -> Epoch:
+    """What the epoch came to: the only place where the loop asks the device."""
+    seen, lr, products = work.tally.read(), work.optimizer.param_groups[0]["lr"], work.products
+    work.net.eval()
+    held = _validate(work)
+    sigma = _contraction(work)
+    on_gpu = work.device.type == "cuda"
+    return Epoch(
+        epoch=work.epoch + 1,
+        **vars(seen),
+        validation_loss=held.loss,
+        validation_accuracy=held.accuracy,
+        validation_depth=held.depth,
+        validation_converged=held.converged,
+        lr=lr,
+        sigma=sigma,
+        products=products,
+        seconds=work.seconds,
+        memory=torch.cuda.max_memory_allocated(work.device) if on_gpu else None,
+    )
+
+
+def _validate(work: Work) -> Totals:
+    tally = Tally(work.device)
+    batches = Batches(work.validation, work.settings.batch_size, shuffle=False)
+    averaged = nullcontext() if work.average is None else work.average.inside(work.net)
+    with torch.no_grad(), averaged:
+        for x, y in batches.epoch():
+            _loss(work, x, y, tally)
+    return tally.read()
+
+
+def _contraction(work: Work) -> float | None:
+    """The largest sigma_max(dT/du) on a few training images, for the map as it predicts."""
+    net: Any = work.net
+    if not work.settings.monitor or not work.implicit or net.tolerance.max_steps == 0:
+        return None
+    images = work.batches.images
+    work.monitor(net, images.normalise(images.pixels[:_WATCHED]))
+    return work.monitor.history[-1].sigma
+
+
+def _seed(number: int, device: torch.device) -> None:
+    """As `torch.manual_seed`, which also turns to every device there is not, for a tenth of a millisecond."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(number)
+
+
+def _set_lr(work: Work) -> None:
+    settings = work.settings
+    done = work.epoch + work.step / len(work.batches)
+    for group in work.optimizer.param_groups:
+        group["lr"] = settings.lr * settings.schedule.multiplier(done, settings.epochs)
+
+
+def _is_due(work: Work) -> bool:
+    """Is a checkpoint wanted within the epoch? Its end has one of its own."""
+    every = work.settings.checkpoint_every
+    return every > 0 and work.step % every == 0 and work.step < len(work.batches)
+
+
+def _resume(run: Run, work: Work, identity: dict[str, str]) -> None:
+    run.check(work.settings)
+    checkpoint = run.latest()
+    if checkpoint is not None:
+        work.restore(checkpoint, identity)
+        run.write_metrics(work.done)
+
+
+def _check_splits(train: Images, validation: Images) -> None:
+    for name, images in (("train", train), ("validation", validation)):
+        if images.split == "test":
+            raise ValueError(
+                f"{name} is the test split, which chooses nothing: give {name} images of another split"
+            )
+
+
+def _products_per_sample(net: Any) -> int:
+    """J-products that follow from the mode alone; Implicit reports its own."""
+    mode = getattr(net, "backward", None)
+    if isinstance(mode, Neumann):
+        return mode.order
+    return mode.steps - 1 if isinstance(mode, Unroll) else 0
+
+
+@contextmanager
+def _counting(work: Work) -> Iterator[None]:
+    """Implicit tells how many J-products it made, and still whom it told before.
+
+    With check_every=0 it is not asked: telling would ask the host at every step.
+    """
+    net: Any = work.net
+    mode = net.backward if work.implicit else None
+    if not isinstance(mode, Implicit) or not mode.tolerance.check_every:
+        yield
+        return
+
+    def report(products: int, residual: Tensor, status: Any) -> None:
+        work.products += products
+        if mode.report is not None:
+            mode.report(products, residual, status)
+
+    net.backward = replace(mode, report=report)
+    try:
+        yield
+    finally:
+        net.backward = mode
+
+
+def _autocast(work: Work) -> AbstractContextManager[Any]:
+    if work.settings.precision != "bf16":
+        return nullcontext()
+    return torch.autocast(work.device.type, dtype=torch.bfloat16)
+
+
+@contextmanager
+def _switches(precision: str, device: torch.device) -> Iterator[None]:
+    """TF32 on a GPU is a global switch, and convolutions have it on: set for the run, then put back."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before

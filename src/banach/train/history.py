@@ -1,0 +1,63 @@
+"""What training tells: one Epoch per epoch, and the History of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from banach.provenance import plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One epoch. Train figures are those seen while training; validation is with the averaged weights if any.
+
+    Depth, residual and the share of samples converged are of the training solves, and None for a network that
+    has no fixed point. `sigma` is the largest singular value of dT/du the monitor saw on a few images, None where
+    it is off. `products` counts J-products. `memory` is the peak in bytes on a GPU, None elsewhere.
+    """
+
+    epoch: int
+    loss: float
+    accuracy: float
+    validation_loss: float
+    validation_accuracy: float
+    lr: float
+    depth: float | None
+    max_depth: int | None
+    residual: float | None
+    max_residual: float | None
+    converged: float | None
+    validation_depth: float | None
+    validation_converged: float | None
+    sigma: float | None
+    products: int
+    seconds: float
+    memory: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; NaN and infinity are strings, since JSON has neither."""
+        values: dict[str, Any] = plain(dataclasses.asdict(self))
+        return values
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Epoch:
+        """What `to_dict` wrote."""
+        read: dict[str, Any] = {key: float(v) if isinstance(v, str) else v for key, v in values.items()}
+        return Epoch(**read)
+
+
+@dataclass(frozen=True)
+class History:
+    """The epochs that are done. `finished` is False where a signal stopped the run before its end."""
+
+    epochs: tuple[Epoch, ...]
+    finished: bool
+
+    @property
+    def last(self) -> Epoch:
+        if not self.epochs:
+            raise ValueError("no epoch is done yet; the history is empty")
+        return self.epochs[-1]

@@ -1,0 +1,117 @@
+"""A run directory: settings.json, environment.json, metrics.jsonl and checkpoints/."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from banach.provenance import provenance, write_json
+from banach.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Position,
+    checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from banach.train.history import Epoch
+from banach.train.settings import Settings
+
+SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
+
+
+class RunError(RuntimeError):
+    """A run directory that cannot be used as asked; the sentence says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The directory of one training run. `fit(..., run=run)` goes on from its last checkpoint, if it has one."""
+
+    path: Path
+    settings: Settings
+
+    @staticmethod
+    def create(path: str | os.PathLike[str], settings: Settings) -> Run:
+        """A new run; a directory that holds one already, or other files, is refused."""
+        path = Path(path)
+        if (path / SETTINGS).exists():
+            raise RunError(f"there is a run in {path} already; resume it (Run.open), or choose another directory")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path} is not an empty directory; choose another one for the run")
+        # The settings come last: where they are, the rest of a new run is there too.
+        write_json(path / ENVIRONMENT, provenance(settings.to_dict(), device=settings.torch_device))
+        write_json(path / SETTINGS, settings.to_dict())
+        return Run(path, settings)
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> Run:
+        """The run in a directory."""
+        path = Path(path)
+        try:
+            values = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
+            settings = Settings.from_dict(values)
+        except OSError as error:
+            raise RunError(f"there is no run in {path}: {error.strerror}: {SETTINGS}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RunError(f"{path / SETTINGS} cannot be read: {error}; put it right, or train anew") from None
+        return Run(path, settings)
+
+    def check(self, settings: Settings) -> None:
+        """Refuse to go on with other settings; the device may change."""
+        mine, given = self.settings.to_dict(), settings.to_dict()
+        for key in mine:
+            if key != "device" and mine[key] != given[key]:
+                raise RunError(
+                    f"{self.path} was begun with {key}={mine[key]!r}, got {given[key]!r}; go on with the settings "
+                    "of the run, or choose another directory"
+                )
+
+    def latest(self) -> Checkpoint | None:
+        """The newest sound checkpoint, None before the first. A damaged one is passed by with a warning."""
+        found = checkpoints(self.path / CHECKPOINTS)
+        for path in reversed(found):
+            try:
+                checkpoint = read_checkpoint(path)
+            except CheckpointError as error:
+                earlier = "the one before it is tried" if path != found[0] else "there is none before it"
+                warnings.warn(f"{error}; {earlier}", RuntimeWarning, stacklevel=2)
+                continue
+            return checkpoint
+        if found:
+            raise CheckpointError(
+                f"no checkpoint in {self.path / CHECKPOINTS} is sound; delete that folder to begin again"
+            )
+        return None
+
+    def save(self, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Keep a checkpoint, whole or not at all."""
+        write_checkpoint(self.path / CHECKPOINTS, position, tensors, state)
+
+    def write_metrics(self, epochs: Iterable[Epoch]) -> None:
+        """One JSON line per epoch. The file is written anew each time, so no epoch can stand in it twice."""
+        lines = [json.dumps(epoch.to_dict(), allow_nan=False) + "\n" for epoch in epochs]
+        handle, name = tempfile.mkstemp(dir=self.path, prefix=f".{METRICS}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.writelines(lines)
+            os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
+            os.replace(name, self.path / METRICS)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def metrics(self) -> tuple[Epoch, ...]:
+        """The epochs that are done."""
+        path = self.path / METRICS
+        if not path.exists():
+            return ()
+        return tuple(Epoch.from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())

@@ -1,0 +1,153 @@
+"""Everything that changes while a network trains, and so everything that a checkpoint holds."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from banach.data import Batches, Images
+from banach.diagnose import ContractionMonitor
+from banach.network import ImplicitNetwork
+from banach.train.average import Average
+from banach.train.checkpoint import Checkpoint, CheckpointError, Position
+from banach.train.history import Epoch
+from banach.train.settings import Settings
+from banach.train.tally import Tally
+
+
+class Work:
+    """A network in training: its optimizer, averaged weights, sums of the epoch, and where it is.
+
+    There is no random state to keep: batches are a function of (seed, epoch, step), and `fit` seeds what the
+    network draws by the same three.
+    """
+
+    def __init__(self, net: nn.Module, batches: Batches, validation: Images, settings: Settings) -> None:
+        self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
+        self.device = settings.torch_device
+        self.implicit = isinstance(net, ImplicitNetwork)
+        self.optimizer = make_optimizer(net, settings)
+        self.average = None if settings.ema is None else Average(net, settings.ema)
+        self.monitor = ContractionMonitor(seed=settings.seed)
+        self.epoch = self.step = 0
+        self.done: list[Epoch] = []
+        self.begin_epoch()
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.step)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this epoch, before an interruption and since."""
+        return self.spent + time.perf_counter() - self.since
+
+    def remaining(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of this epoch that are still to come."""
+        return self.batches.epoch(self.epoch, start=self.step)
+
+    def begin_epoch(self) -> None:
+        """Sums, counts and the clock start at zero."""
+        self.tally = Tally(self.device)
+        self.products, self.spent, self.since = 0, 0.0, time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def end_epoch(self, epoch: Epoch) -> None:
+        self.done.append(epoch)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.begin_epoch()
+
+    def identity(self) -> dict[str, str]:
+        """What must be the same for a run to go on; addresses in memory are left out."""
+        parts: dict[str, Any] = {"train": self.batches.images, "validation": self.validation}
+        parts["augment"] = self.batches.augment
+        if self.implicit:
+            parts |= {name: getattr(self.net, name) for name in ("solver", "tolerance", "backward")}
+        return {
+            name: re.sub(r" on \w+(:\d+)?\)$", ")", re.sub(r" at 0x[0-9a-f]+", "", repr(part)))
+            for name, part in parts.items()
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that must come back."""
+        kept = {f"net.{name}": _tensor(name, value) for name, value in self.net.state_dict().items()}
+        kept |= {"tally.sums": self.tally.sums, "tally.most": self.tally.most}
+        if self.average is not None:
+            kept |= {f"average.{name}": value for name, value in self.average.weights.items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            kept |= {f"optimizer.{index}.{key}": v for key, v in values.items() if isinstance(v, Tensor)}
+        return kept
+
+    def state(self, identity: Mapping[str, str]) -> dict[str, Any]:
+        """The rest, as plain values."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "products": self.products,
+            "seconds": self.seconds,
+            "warned": self.monitor.warned,
+            "done": [epoch.to_dict() for epoch in self.done],
+            "identity": dict(identity),
+        }
+
+    def restore(self, checkpoint: Checkpoint, identity: Mapping[str, str]) -> None:
+        """Be where the checkpoint was taken."""
+        tensors, state = checkpoint.tensors, checkpoint.state
+        _check_identity(state["identity"], identity)
+        try:
+            self.net.load_state_dict(_under("net", tensors))
+        except RuntimeError as error:
+            raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
+        self._restore_optimizer(_under("optimizer", tensors))
+        if self.average is not None:
+            for name, value in _under("average", tensors).items():
+                self.average.weights[name].copy_(value)
+        self.tally.sums, self.tally.most = (tensors[f"tally.{x}"].to(self.device) for x in ("sums", "most"))
+        self.epoch, self.step, self.products = state["epoch"], state["step"], state["products"]
+        self.spent, self.since = state["seconds"], time.perf_counter()
+        self.monitor.warned = state["warned"]
+        self.done = [Epoch.from_dict(values) for values in state["done"]]
+
+    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def make_optimizer(net: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """The optimizer of the settings, over the parameters that are trained."""
+    weights = [p for p in net.parameters() if p.requires_grad]
+    lr, decay = settings.lr, settings.weight_decay
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(weights, lr=lr, weight_decay=decay, momentum=settings.momentum)
+    made = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return made(weights, lr=lr, weight_decay=decay)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{prefix}."): v for name, v in tensors.items() if name.startswith(f"{prefix}.")}
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"the network's {name} is no tensor ({type(value).__name__}), so it cannot be checkpointed"
+        )
+    return value
+
+
+def _check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
+    for name in sorted({*kept, *now}):
+        if kept.get(name) != now.get(name):
+            raise CheckpointError(
+                f"the run was begun with {name}={kept.get(name)}, got {now.get(name)}; go on with the same one"
+            )

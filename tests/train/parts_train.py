@@ -1,0 +1,74 @@
+"""Small data and networks to train in a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from banach import ImplicitNetwork, Tolerance, data, models
+from banach.data import Images
+from banach.train import History, Settings
+
+
+def images(count: int = 96, split: str = "train") -> Images:
+    return data.load("digits", split).subset(count)
+
+
+def network(seed: int = 0, **options: Any) -> nn.Module:
+    """The network for digits: batch norm in Q and R, dropout in S."""
+    torch.manual_seed(seed)
+    return models.build("digits", **options)
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+class Contraction(nn.Module):
+    """R(u, v) = tanh(W u / 2 + v), W small."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.tanh(0.5 * self.inner(u) + v)
+
+
+def plain_network(tolerance: Tolerance | None = None, seed: int = 0, **options: Any) -> ImplicitNetwork:
+    """In float64, without batch norm or dropout: a batch is the sum of its samples."""
+    torch.manual_seed(seed)
+    Q = nn.Sequential(Double(), nn.Flatten(), nn.Linear(64, 12)).double()
+    R, S = Contraction(12).double(), nn.Linear(12, 10).double()
+    return ImplicitNetwork(Q, R, S, tolerance=tolerance or Tolerance(atol=1e-12, max_steps=100), **options)
+
+
+def expanding_network() -> ImplicitNetwork:
+    """T has the slope 5 near u = 0, and v is so small that u is there after one step."""
+    net = plain_network(Tolerance(max_steps=1))
+    with torch.no_grad():
+        net.R.inner.weight.copy_(10 * torch.eye(12))
+        net.R.inner.bias.zero_()
+        for weight in net.Q.parameters():
+            weight.mul_(1e-3)
+    return net
+
+
+def settings(**changes: Any) -> Settings:
+    """Everything that a resume must bring back: momentum, averages, a schedule, dropout's numbers."""
+    values: dict[str, Any] = {"epochs": 2, "batch_size": 16, "lr": 5e-3, "monitor": False, "device": "cpu"}
+    return Settings(**{**values, **changes})
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    """Bit by bit, buffers too."""
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def figures(history: History) -> list[dict[str, Any]]:
+    """The epochs without the time they took."""
+    return [{k: v for k, v in epoch.to_dict().items() if k != "seconds"} for epoch in history.epochs]

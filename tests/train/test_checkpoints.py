@@ -1,0 +1,200 @@
+"""Run directories and checkpoints: what is in them, and what is refused."""
+
+import json
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from banach import JFB, Neumann
+from banach.train import CheckpointError, Position, Run, RunError, fit, read_checkpoint
+from banach.train.checkpoint import checkpoints, write_checkpoint
+from train.parts_train import images, network, plain_network, same_weights, settings
+
+MADE = settings(checkpoint_every=4)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Run:
+    run = Run.create(tmp_path / "run", MADE)
+    fit(plain_network(), images(), images(20, "validation"), MADE, run=run)
+    return run
+
+
+def resume(run: Run, net: nn.Module | None = None) -> nn.Module:
+    net = net or plain_network(seed=9)
+    fit(net, images(), images(20, "validation"), MADE, run=run)
+    return net
+
+
+def test_what_is_in_a_run(trained: Run, tmp_path: Path) -> None:
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    names = sorted(path.name for path in trained.path.iterdir())
+    assert names == ["checkpoints", "environment.json", "metrics.jsonl", "settings.json"]
+    kept = checkpoints(trained.path / "checkpoints")
+    assert [path.name for path in kept] == [Position(1, 4).name, Position(2, 0).name]
+    for path in kept:
+        assert sorted(file.name for file in path.iterdir()) == ["state.json", "tensors.safetensors"]
+    environment = json.loads((trained.path / "environment.json").read_text())
+    assert environment["settings"] == MADE.to_dict()
+    assert environment["versions"]["torch"] == torch.__version__
+    assert Run.open(trained.path) == trained
+    assert [epoch.epoch for epoch in trained.metrics()] == [1, 2]
+
+
+def test_nothing_is_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("HOME", str(elsewhere))
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    run = Run.create(tmp_path / "run", MADE)
+    resume(run)
+    assert not list(elsewhere.iterdir())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def swap(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Hostile()))
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, flip, swap, remove])
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+def test_a_damaged_checkpoint_is_passed_by(
+    damage: Any, name: str, trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    older, newest = checkpoints(trained.path / "checkpoints")
+    damage(newest / name)
+    with pytest.raises(CheckpointError, match=f"{newest.name} is damaged"):
+        read_checkpoint(newest)
+    with pytest.warns(RuntimeWarning, match="is damaged.*the one before it is tried"):
+        net = resume(trained)
+    assert same_weights(net, resume(Run.open(trained.path)))
+    whole = plain_network()
+    fit(whole, images(), images(20, "validation"), MADE)
+    assert same_weights(net, whole)
+    assert checkpoints(trained.path / "checkpoints") == [older, newest]
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_state_that_was_edited_is_refused(trained: Run) -> None:
+    newest = checkpoints(trained.path / "checkpoints")[-1]
+    content = json.loads((newest / "state.json").read_text())
+    content["state"]["epoch"] = 0
+    (newest / "state.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"state\.json has the SHA-256"):
+        read_checkpoint(newest)
+
+
+def test_no_sound_checkpoint_at_all(trained: Run) -> None:
+    for path in checkpoints(trained.path / "checkpoints"):
+        cut(path / "tensors.safetensors")
+    with (
+        pytest.warns(RuntimeWarning, match="is damaged"),
+        pytest.raises(CheckpointError, match="delete that folder to begin again"),
+    ):
+        resume(trained)
+
+
+def test_a_full_disk_loses_nothing(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = trained.path / "checkpoints"
+    before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("banach.train.checkpoint.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_checkpoint(folder, Position(3, 0), {"x": torch.ones(3)}, {})
+    assert {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()} == before
+
+
+def test_tied_weights_and_an_empty_tensor(tmp_path: Path) -> None:
+    x = torch.randn(3, 4).T
+    path = write_checkpoint(tmp_path, Position(0, 1), {"a": x, "b": x, "c": torch.ones(0)}, {"n": 1})
+    read = read_checkpoint(path)
+    assert torch.equal(read.tensors["a"], x)
+    assert torch.equal(read.tensors["b"], x)
+    assert read.tensors["c"].shape == (0,)
+    assert read.state == {"n": 1}
+
+
+def test_the_last_two_are_kept_and_later_ones_go(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 7):
+        write_checkpoint(tmp_path, Position(0, step), {"x": torch.ones(1)}, {})
+    write_checkpoint(tmp_path, Position(0, 5), {"x": torch.ones(1)}, {})
+    assert [path.name for path in checkpoints(tmp_path)] == [Position(0, 3).name, Position(0, 5).name]
+
+
+def test_a_sound_checkpoint_is_left_in_its_place(tmp_path: Path) -> None:
+    def write() -> Path:
+        return write_checkpoint(tmp_path, Position(0, 1), {"x": torch.ones(1)}, {})
+
+    before = (write() / "state.json").stat().st_ino
+    assert (write() / "state.json").stat().st_ino == before
+    cut(tmp_path / Position(0, 1).name / "state.json")
+    assert read_checkpoint(write()).state == {}
+
+
+def test_a_directory_is_not_used_twice(trained: Run, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="there is a run in"):
+        Run.create(trained.path, MADE)
+    with pytest.raises(RunError, match="is not an empty directory"):
+        Run.create(tmp_path, MADE)
+    with pytest.raises(RunError, match="there is no run in"):
+        Run.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("{", "cannot be read"), ("3", "cannot be read"), ('{"epoch": 3}', "did you mean 'epochs'")],
+)
+def test_settings_that_cannot_be_read(text: str, sentence: str, trained: Run) -> None:
+    (trained.path / "settings.json").write_text(text)
+    with pytest.raises(RunError, match=sentence):
+        Run.open(trained.path)
+
+
+def test_going_on_with_something_else_is_refused(trained: Run) -> None:
+    train, validation = images(), images(20, "validation")
+    with pytest.raises(RunError, match=r"begun with lr=0\.005, got 0\.1"):
+        fit(plain_network(), train, validation, settings(checkpoint_every=4, lr=0.1), run=trained)
+    with pytest.raises(CheckpointError, match="begun with train="):
+        fit(plain_network(), images(80), validation, MADE, run=trained)
+    with pytest.raises(CheckpointError, match="begun with backward=JFB"):
+        fit(plain_network(backward=Neumann(2)), train, validation, MADE, run=trained)
+    other = network(tolerance=plain_network().tolerance, backward=JFB())
+    with pytest.raises(CheckpointError, match="is of another network"):
+        fit(other, train, validation, MADE, run=trained)
+
+
+def test_metrics_hold_what_json_cannot(trained: Run) -> None:
+    epoch = trained.metrics()[0]
+    trained.write_metrics([replace(epoch, loss=float("inf"))])
+    text = (trained.path / "metrics.jsonl").read_text()
+    assert json.loads(text)["loss"] == "inf"
+    assert trained.metrics()[0].loss == float("inf")

@@ -1,0 +1,183 @@
+"""A run that was interrupted ends bit by bit as if it had not been."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from banach.data import Crop, Flip
+from banach.data.augment import Chain
+from banach.diagnose import ContractionWarning
+from banach.train import Epoch, History, Run, Settings, fit
+from train.parts_train import expanding_network, figures, images, network, same_weights, settings
+
+AUGMENT = Chain(Flip(), Crop(1))
+STEPS = 6  # batches an epoch: 96 images, 16 at a time
+KINDS: dict[str, dict[str, Any]] = {
+    "adam": {"ema": 0.9, "clip": 1.0, "checkpoint_every": 2},
+    "sgd": {"optimizer": "sgd", "momentum": 0.9, "lr": 0.05, "checkpoint_every": 4, "accumulate": 2},
+}
+
+
+class Interrupted(Exception):
+    pass
+
+
+def train(run: Run | None, made: Settings, net: nn.Module) -> History:
+    return fit(net, images(), images(20, "validation"), made, augment=AUGMENT, run=run)
+
+
+def interrupt(net: nn.Module, step: int, action: Any) -> None:
+    """Call `action` when training pass `step` begins (counted from 1)."""
+    passes = [0]
+
+    def count(module: nn.Module, inputs: Any) -> None:
+        passes[0] += module.training
+        if module.training and passes[0] == step:
+            action()
+
+    net.register_forward_pre_hook(count)
+
+
+def fail() -> None:
+    raise Interrupted
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, tuple[nn.Module, History]]:
+    """Uninterrupted runs, without a run directory."""
+    made = {}
+    for kind, changes in KINDS.items():
+        net = network()
+        made[kind] = net, train(None, settings(**changes), net)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", sorted(random.Random(0).sample(range(1, 2 * STEPS + 1), 4)))
+def test_after_an_error_at_any_step(kind: str, step: int, tmp_path: Path, whole: Any) -> None:
+    made = settings(**KINDS[kind])
+    run = Run.create(tmp_path / "run", made)
+    net = network()
+    interrupt(net, step * made.accumulate, fail)
+    with pytest.raises(Interrupted):
+        train(run, made, net)
+    begun = any(run.path.glob("checkpoints/epoch-*"))
+    assert begun == (step > made.checkpoint_every)
+    again = network(seed=9 if begun else 0)  # other weights: all must come from the checkpoint
+    history = train(Run.open(run.path), made, again)
+    assert same_weights(again, whole[kind][0])
+    assert figures(history) == figures(whole[kind][1])
+    assert [epoch.epoch for epoch in run.metrics()] == [1, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", [1, 6, 9])
+def test_after_a_signal(number: int, step: int, tmp_path: Path, whole: Any) -> None:
+    made = settings(**KINDS["adam"])
+    run = Run.create(tmp_path / "run", made)
+    before = signal.getsignal(number)
+    net = network()
+    interrupt(net, step, lambda: os.kill(os.getpid(), number))
+    history = train(run, made, net)
+    assert not history.finished
+    assert signal.getsignal(number) is before
+    latest = run.latest()
+    assert latest is not None
+    assert (latest.state["epoch"], latest.state["step"]) == ((0, step) if step <= STEPS else (1, step - STEPS))
+    again = network(seed=9)
+    history = train(run, made, again)
+    assert history.finished
+    assert same_weights(again, whole["adam"][0])
+    assert figures(history) == figures(whole["adam"][1])
+
+
+def test_a_finished_run_is_read_again(tmp_path: Path, whole: Any) -> None:
+    made = settings(**KINDS["adam"])
+    run = Run.create(tmp_path / "run", made)
+    train(run, made, network())
+    told: list[Epoch] = []
+    again = network(seed=9)
+    history = fit(again, images(), images(20, "validation"), made, augment=AUGMENT, run=run, on_epoch=told.append)
+    assert told == []
+    assert same_weights(again, whole["adam"][0])
+    assert figures(history) == figures(whole["adam"][1])
+
+
+def test_the_monitor_warns_once_also_over_a_resume(tmp_path: Path) -> None:
+    made = settings(monitor=True, lr=0.0)
+    run = Run.create(tmp_path / "run", made)
+    net = expanding_network()
+    interrupt(net, STEPS + 1, fail)
+    with pytest.warns(ContractionWarning), pytest.raises(Interrupted):
+        train(run, made, net)
+    sigma = train(run, made, expanding_network()).last.sigma  # a second warning would be an error
+    assert sigma is not None
+    assert sigma > 1
+
+
+# The other process kills itself with SIGKILL: when a step begins, or in the middle of writing a checkpoint.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from banach.train import Run
+from train.parts_train import network, settings
+from train.test_resume import KINDS, interrupt, train
+from banach.train import checkpoint
+path, where, count = sys.argv[1:]
+die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+made, net = settings(**KINDS["adam"]), network()
+run = Run.open(path) if Path(path, "settings.json").exists() else Run.create(path, made)
+if where == "step":
+    interrupt(net, int(count), die)
+else:
+    real, calls = checkpoint._sync, [0]
+    def sync(folder):
+        calls[0] += 1
+        die() if calls[0] == int(count) else real(folder)
+    checkpoint._sync = sync
+train(run, made, net)
+"""
+
+
+def killed(path: Path, where: str, count: int) -> int:
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root / "tests")])}
+    command = [sys.executable, "-c", KILLED, str(path), where, str(count)]
+    return subprocess.run(command, env=env, cwd=path.parent, timeout=120, check=False).returncode
+
+
+@pytest.mark.parametrize(("where", "count"), [("step", 9), ("writing", 5)])
+def test_after_kill_9(where: str, count: int, tmp_path: Path, whole: Any) -> None:
+    # Each checkpoint syncs two folders, its own first: the fifth sync is inside the third checkpoint.
+    path = tmp_path / "run"
+    assert killed(path, where, count) == -signal.SIGKILL
+    if where == "writing":
+        assert len(list(path.glob("checkpoints/.half-*"))) == 1
+    made, again = settings(**KINDS["adam"]), network(seed=9)
+    history = train(Run.open(path), made, again)
+    assert same_weights(again, whole["adam"][0])
+    assert figures(history) == figures(whole["adam"][1])
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2]
+    assert not list(path.glob("checkpoints/.half-*"))
+
+
+@pytest.mark.slow
+def test_after_twenty_kills(tmp_path: Path, whole: Any) -> None:
+    draw = random.Random(1)
+    for trial in range(20):
+        path = tmp_path / str(trial)
+        where, most = draw.choice([("step", 2 * STEPS), ("writing", 12)])
+        assert killed(path, where, draw.randint(1, most)) == -signal.SIGKILL
+        begun = any(path.glob("checkpoints/epoch-*"))
+        net = network(seed=9 if begun else 0)
+        train(Run.open(path), settings(**KINDS["adam"]), net)
+        assert same_weights(net, whole["adam"][0])
