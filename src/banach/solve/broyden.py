@@ -44,9 +44,9 @@ class Broyden:
         wild = (at.residual > self.growth * at.least) | (at.least_at < at.evaluation - self.patience)
         U.masked_fill_(wild[:, None, None], 0.0) if slot else U.zero_()
         self._learn(U, V, at.z - z_before, at.r - r_before, slot)
-        move = torch.where(wild[:, None], -at.r, _inverse(U, V, at.r))
-        finite = torch.linalg.vector_norm(move, dim=1) < torch.inf
-        return torch.where(finite[:, None], at.z - move, at.Tz), (at.z, at.r, U, V)
+        move = _inverse(U, V, at.r)
+        sound = (torch.linalg.vector_norm(move, dim=1) < torch.inf) & ~wild
+        return torch.where(sound[:, None], at.z - move, at.Tz), (at.z, at.r, U, V)
 
     def _learn(self, U: Tensor, V: Tensor, dz: Tensor, dr: Tensor, slot: int) -> None:
         """H <- H + (dz - H dr) (dz' H) / (dz' H dr): the least change after which H dr = dz."""
