@@ -6,13 +6,15 @@ STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
 
-.PHONY: setup train test test-slow test-gpu lint bench clean help
+.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
+	@echo "make bench-gpu  the training step against peers on a GPU; writes results/gpu/*.json"
+	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -28,7 +30,7 @@ $(BENCH): $(STAMP)
 setup: $(STAMP)
 
 train: setup
-	$(BIN)/python examples/digits.py
+	$(BIN)/banach train
 
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
@@ -46,6 +48,12 @@ lint: setup
 
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks
+
+bench-gpu:
+	PYTHONPATH=src python3 -m benchmarks.gpu
+
+bench-training: setup
+	$(BIN)/python -m benchmarks.training digits mnist loopcost
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

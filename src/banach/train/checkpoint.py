@@ -43,6 +43,11 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors of one part ("net", "average", "optimizer"), by their names in it."""
+        start = f"{prefix}."
+        return {name.removeprefix(start): v for name, v in self.tensors.items() if name.startswith(start)}
+
 
 def write_checkpoint(
     folder: Path, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from banach.backward import Implicit, Neumann, Unroll
 from banach.data import Augmentation, Batches, Images, counter
-from banach.solve import Solution
+from banach.train.checkpoint import Position
+from banach.train.evaluate import evaluate, scores
 from banach.train.history import Epoch, History
+from banach.train.precision import arithmetic
 from banach.train.run import Run
 from banach.train.settings import Settings
 from banach.train.stop import stop_on_signals
-from banach.train.tally import Tally, Totals
+from banach.train.tally import Totals
 from banach.train.work import Work
 
 _DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1
@@ -34,8 +36,9 @@ def fit(
     augment: Augmentation | None = None,
     run: Run | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
+    on_step: Callable[[Position], None] | None = None,
 ) -> History:
-    """Train `net` by cross entropy, on the device of the settings; `on_epoch` is told of every epoch.
+    """Train `net` by cross entropy, on the device of the settings; `on_epoch` and `on_step` are told of each.
 
     With a `run` it goes on from that run's last checkpoint, on a CPU bit by bit as if it had never stopped, and
     SIGINT or SIGTERM make it checkpoint and return. Afterwards `net` is in eval mode, with the averaged weights
@@ -50,7 +53,7 @@ def fit(
         _resume(run, work, identity)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(_switches(settings.precision, device))
+        stack.enter_context(arithmetic(settings.precision, device))
         stack.enter_context(_counting(work))
         stop = stack.enter_context(stop_on_signals(run is not None))
         while work.epoch < settings.epochs and not stop.asked:
@@ -58,6 +61,8 @@ def fit(
             for images, labels in work.remaining():
                 _take_step(work, images, labels)
                 work.step += 1
+                if on_step is not None:
+                    on_step(work.position)
                 if run is not None and _is_due(work):
                     run.save(work.position, work.tensors(), work.state(identity))
                 if stop.asked:
@@ -74,7 +79,7 @@ def fit(
     if work.average is not None:
         work.average.put_into(net)
     net.eval()
-    return History(tuple(work.done), finished=work.epoch >= settings.epochs)
+    return History(tuple(work.done), work.epoch >= settings.epochs, stop.asked)
 
 
 def _take_step(work: Work, images: Tensor, labels: Tensor) -> None:
@@ -85,7 +90,9 @@ def _take_step(work: Work, images: Tensor, labels: Tensor) -> None:
     work.optimizer.zero_grad()
     parts = zip(images.chunk(settings.accumulate), labels.chunk(settings.accumulate), strict=True)
     for x, y in parts:
-        loss = _loss(work, x, y, work.tally, settings.label_smoothing)
+        output, found = scores(work.net, x, settings.precision)
+        loss = F.cross_entropy(output, y, label_smoothing=settings.label_smoothing)
+        work.tally.add(loss, output, y, found)
         (loss * (len(y) / len(labels))).backward()
     work.products += len(labels) * _products_per_sample(work.net)
     if settings.clip is not None:
@@ -93,19 +100,6 @@ def _take_step(work: Work, images: Tensor, labels: Tensor) -> None:
     work.optimizer.step()
     if work.average is not None:
         work.average.update(work.net)
-
-
-def _loss(work: Work, x: Tensor, y: Tensor, tally: Tally, smoothing: float = 0.0) -> Tensor:
-    """The mean cross entropy of a batch, added to the tally."""
-    found: Solution | None = None
-    with _autocast(work):
-        output = work.net(x, solution=True) if work.implicit else work.net(x)
-    if work.implicit:
-        output, found = output
-    output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    loss = F.cross_entropy(output, y, label_smoothing=smoothing)
-    tally.add(loss, output, y, found)
-    return loss
 
 
 def _look_back(work: Work) -> Epoch:
@@ -131,13 +125,14 @@ def _look_back(work: Work) -> Epoch:
 
 
 def _validate(work: Work) -> Totals:
-    tally = Tally(work.device)
-    batches = Batches(work.validation, work.settings.batch_size, shuffle=False)
     averaged = nullcontext() if work.average is None else work.average.inside(work.net)
-    with torch.no_grad(), averaged:
-        for x, y in batches.epoch():
-            _loss(work, x, y, tally)
-    return tally.read()
+    with averaged:
+        return evaluate(
+            work.net,
+            work.validation,
+            batch_size=work.settings.batch_size,
+            precision=work.settings.precision,
+        )
 
 
 def _contraction(work: Work) -> float | None:
@@ -217,24 +212,3 @@ def _counting(work: Work) -> Iterator[None]:
         yield
     finally:
         net.backward = mode
-
-
-def _autocast(work: Work) -> AbstractContextManager[Any]:
-    if work.settings.precision != "bf16":
-        return nullcontext()
-    return torch.autocast(work.device.type, dtype=torch.bfloat16)
-
-
-@contextmanager
-def _switches(precision: str, device: torch.device) -> Iterator[None]:
-    """TF32 on a GPU is a global switch, and convolutions have it on: set for the run, then put back."""
-    if device.type != "cuda":
-        yield
-        return
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before

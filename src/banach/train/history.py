@@ -51,10 +51,11 @@ class Epoch:
 
 @dataclass(frozen=True)
 class History:
-    """The epochs that are done. `finished` is False where a signal stopped the run before its end."""
+    """The epochs that are done. `finished` is False where a signal (`stopped_by`) ended the run before its end."""
 
     epochs: tuple[Epoch, ...]
     finished: bool
+    stopped_by: int | None = None
 
     @property
     def last(self) -> Epoch:

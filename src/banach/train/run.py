@@ -1,4 +1,4 @@
-"""A run directory: settings.json, environment.json, metrics.jsonl and checkpoints/."""
+"""A run directory: settings.json, environment.json, metrics.jsonl, checkpoints/ and, at the end, test.json."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from banach.train.history import Epoch
 from banach.train.settings import Settings
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
+TEST = "test.json"
 
 
 class RunError(RuntimeError):
@@ -114,4 +115,26 @@ class Run:
         path = self.path / METRICS
         if not path.exists():
             return ()
-        return tuple(Epoch.from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return tuple(Epoch.from_dict(json.loads(line)) for line in lines)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{path} cannot be read: {error}; delete it, and resume the run to write it anew"
+            ) from None
+
+    def write_test(self, content: Mapping[str, Any]) -> None:
+        """Keep what the test set said: it is read once."""
+        write_json(self.path / TEST, content)
+
+    def test(self) -> dict[str, Any] | None:
+        """What the test set said at the end of the run, None before that."""
+        path = self.path / TEST
+        if not path.exists():
+            return None
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content["totals"]["accuracy"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RunError(f"{path} cannot be read: {error}; delete it, and resume the run") from None
+        return content

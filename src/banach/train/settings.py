@@ -20,6 +20,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How `fit` trains. The first group only records how data and network were made: `fit` is given those.
+    So does `threads`, the CPU threads of the process: another number rounds differently.
 
     `batch_size` images make one step of the optimizer; `accumulate` parts of a batch go through the network one
     after the other, for less memory and the same gradient (but batch norm sees the parts). `weight_decay` is
@@ -29,11 +30,16 @@ class Settings:
     """
 
     data: str | None = None
+    subset: int | None = None
+    augment: str | None = None
     model: str | None = None
+    recipe: str | None = None
+    batch_norm: bool = True
     solver: str | None = None
     backward: str | None = None
     norm: str | None = None
     eps: float | None = None
+    rtol: float | None = None
     max_steps: int | None = None
 
     epochs: int = 20
@@ -51,29 +57,34 @@ class Settings:
     seed: int = 0
     monitor: bool = True
     checkpoint_every: int = 0
+    threads: int | None = None
     device: str = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 0), ("batch_size", 1), ("accumulate", 1), ("checkpoint_every", 0)):
             _check_whole(name, getattr(self, name), least)
         _check_whole("seed", self.seed, 0)
+        for name, least in (("subset", 1), ("max_steps", 0), ("threads", 1)):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), least)
         _check_number("lr", self.lr, 0, math.inf)
         _check_number("weight_decay", self.weight_decay, 0, math.inf)
         _check_number("momentum", self.momentum, 0, 1)
         _check_number("label_smoothing", self.label_smoothing, 0, 1)
-        for name, most in (("clip", math.inf), ("ema", 1.0)):
+        for name, most in (("clip", math.inf), ("ema", 1.0), ("eps", math.inf), ("rtol", math.inf)):
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), 0, most)
         self._check_choices()
 
     def _check_choices(self) -> None:
-        for name in ("data", "model", "solver", "backward", "norm"):
+        for name in ("data", "augment", "model", "recipe", "solver", "backward", "norm"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise ValueError(f"{name} must be a name, or None, got {getattr(self, name)!r}")
         nearest("optimizer", self.optimizer, OPTIMIZERS)
         nearest("precision", self.precision, PRECISIONS)
-        if not isinstance(self.monitor, bool):
-            raise ValueError(f"monitor must be true or false, got {self.monitor!r}")
+        for name in ("monitor", "batch_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not callable(getattr(self.schedule, "multiplier", None)) or isinstance(self.schedule, type):
             raise ValueError(f"schedule must be an object such as Constant() or Cosine(), got {self.schedule!r}")
         if self.momentum and self.optimizer != "sgd":

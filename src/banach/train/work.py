@@ -101,12 +101,12 @@ class Work:
         tensors, state = checkpoint.tensors, checkpoint.state
         _check_identity(state["identity"], identity)
         try:
-            self.net.load_state_dict(_under("net", tensors))
+            self.net.load_state_dict(checkpoint.under("net"))
         except RuntimeError as error:
             raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
-        self._restore_optimizer(_under("optimizer", tensors))
+        self._restore_optimizer(checkpoint.under("optimizer"))
         if self.average is not None:
-            for name, value in _under("average", tensors).items():
+            for name, value in checkpoint.under("average").items():
                 self.average.weights[name].copy_(value)
         self.tally.sums, self.tally.most = (tensors[f"tally.{x}"].to(self.device) for x in ("sums", "most"))
         self.epoch, self.step, self.products = state["epoch"], state["step"], state["products"]
@@ -131,10 +131,6 @@ def make_optimizer(net: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         return torch.optim.SGD(weights, lr=lr, weight_decay=decay, momentum=settings.momentum)
     made = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
     return made(weights, lr=lr, weight_decay=decay)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(f"{prefix}."): v for name, v in tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def _tensor(name: str, value: Any) -> Tensor:

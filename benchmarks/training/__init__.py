@@ -1,0 +1,1 @@
+"""Whole training runs by the command line, and what they came to."""

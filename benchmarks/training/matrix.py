@@ -1,0 +1,66 @@
+"""Every backward mode with every network of the paper, one epoch of 2,000 images: does the loss fall?"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from banach.cli import assemble
+from banach.cli.choose import choose
+from banach.diagnose import ContractionWarning
+from banach.train import Settings as TrainSettings
+from banach.train import evaluate, fit
+from benchmarks.report import Result, Row, Target
+from benchmarks.training.place import Place
+
+
+@dataclass(frozen=True)
+class Settings:
+    networks: tuple[str, ...] = ("mnist", "svhn", "cifar10")
+    modes: tuple[str, ...] = ("jfb", "neumann:5", "unroll:3", "implicit:cg", "implicit:gmres")
+    images: int = 2000
+
+
+def run(place: Place, settings: Settings = Settings()) -> Result:
+    rows = [_row(name, mode, settings, place) for name in settings.networks for mode in settings.modes]
+    risen = sum(row["loss after"] >= row["loss before"] for row in rows)
+    others, most = sum(len(row["other warnings"]) for row in rows), max(row["monitor warnings"] for row in rows)
+    targets = [
+        Target("networks x modes whose loss did not fall", risen, 0),
+        Target("warnings but the contraction monitor's", others, 0),
+        Target("most warnings of the contraction monitor in a run", most, 1),
+    ]
+    notes = ["losses on the training images, eval mode, before the first step and after the last"]
+    device = str(choose({"device": place.device}).torch_device)
+    return Result("matrix", f"one epoch of {settings.images:,} images", rows, targets, notes, settings, device)
+
+
+def _row(name: str, mode: str, settings: Settings, place: Place) -> Row:
+    chosen = choose(
+        {"data": name, "backward": mode, "subset": settings.images, "epochs": 1, "device": place.device}
+    )
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        row = _train(chosen, place.data_dir)
+    monitor = [w for w in seen if issubclass(w.category, ContractionWarning)]
+    others = sorted({str(w.message).split(";")[0] for w in seen if not issubclass(w.category, ContractionWarning)})
+    return {"network": name, "mode": mode, **row, "monitor warnings": len(monitor), "other warnings": others}
+
+
+def _train(settings: TrainSettings, data_dir: Path | None) -> Row:
+    net, device = assemble.network(settings).to(settings.torch_device), settings.torch_device
+    train = assemble.images(settings, "train", data_dir).to(device)
+    validation = assemble.images(settings, "validation", data_dir).subset(500)
+    before = evaluate(net, train).loss
+    started = time.perf_counter()
+    last = fit(net, train, validation, settings, augment=assemble.augmentation(settings)).last
+    return {
+        "loss before": before,
+        "loss after": evaluate(net, train).loss,
+        "depth": last.depth,
+        "converged": last.converged,
+        "J-products": last.products,
+        "seconds": time.perf_counter() - started,
+    }

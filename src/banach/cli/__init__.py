@@ -1,0 +1,1 @@
+"""The command line: strings become objects here and nowhere else."""

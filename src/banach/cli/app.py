@@ -1,0 +1,102 @@
+"""`banach`: the sub-commands, and main(), which turns bad input into one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from banach import __version__
+from banach.cli import compare, data, diagnose, evaluate, models, predict, train
+from banach.cli.console import spoken_warnings
+from banach.train import CheckpointError, RunError
+
+BAD_INPUT = 2
+
+app = typer.Typer(
+    name="banach",
+    help="Implicit networks: train, evaluate, diagnose, predict.",
+    epilog="Start with: banach train      Then: banach diagnose runs/digits-1",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+_SHORT = {
+    train: "Train an implicit network.",
+    evaluate: "Evaluate a run on a split.",
+    diagnose: "Contraction, convergence and gradient quality of a run.",
+    predict: "Classify image files.",
+    compare: "Runs side by side, with a plot.",
+    models: "The networks there are.",
+}
+for part, short in _SHORT.items():
+    name = part.__name__.rpartition(".")[2]
+    app.command(name, epilog=part.EPILOG, short_help=short)(getattr(part, name))
+app.add_typer(data.data_app, name="data", short_help="The data sets there are: list, verify, fetch.")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"banach {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Implicit networks: train, evaluate, diagnose, predict."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command. The exit code: 0, or 2 for bad input with one sentence on standard error, or 128 + signal.
+
+    With BANACH_DEBUG=1 the whole trace of an error is shown.
+    """
+    try:
+        with spoken_warnings():
+            done = typer.main.get_command(app).main(arguments, prog_name="banach", standalone_mode=False)
+        return done if isinstance(done, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        return _refuse("stopped", 130)
+    except (ValueError, RunError, CheckpointError, OSError) as error:
+        if os.environ.get("BANACH_DEBUG"):
+            raise
+        return _refuse(_sentence(error))
+    except Exception as error:
+        # What typer raises for bad usage; its class lies in click or in typer, with the version.
+        if not hasattr(error, "format_message"):
+            raise
+        return _usage(error)
+
+
+def _usage(error: Any) -> int:
+    message = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message)
+        return BAD_INPUT
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "banach"
+    return _refuse(f"{message.rstrip('.')}; see: {path} --help")
+
+
+def _sentence(error: Exception) -> str:
+    if not isinstance(error, OSError) or isinstance(error, ValueError):
+        return str(error)
+    name = f"{error.filename}: " if error.filename else ""
+    said = f"{name}{error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        said += "; free some space and resume: what was kept before is whole"
+    return said
+
+
+def _refuse(sentence: str, code: int = BAD_INPUT) -> int:
+    print(f"banach: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,103 @@
+"""From settings to things: data, augmentation, network, and a run with its trained weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from banach import data, models
+from banach.cli import words
+from banach.data import Augmentation, DataSet, Images
+from banach.solve import Tolerance
+from banach.train import CheckpointError, Position, Run, RunError, Settings
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A run with its network: in eval mode, on its device, with the newest weights, averaged ones if any."""
+
+    run: Run
+    settings: Settings
+    net: nn.Module
+    dataset: DataSet
+    device: torch.device
+    position: Position
+
+
+def images(settings: Settings, split: str, data_dir: Path | None = None) -> Images:
+    """A split of the settings' data, on the CPU; `subset` cuts the training images alone."""
+    found = data.load(str(settings.data), split, data_dir)
+    if split != "train" or settings.subset is None:
+        return found
+    if settings.subset > len(found):
+        raise ValueError(f"subset must be at most the {len(found):,} training images, got {settings.subset:,}")
+    return found.subset(settings.subset)
+
+
+def augmentation(settings: Settings) -> Augmentation | None:
+    return words.augment(settings.augment or "none")
+
+
+def network(settings: Settings) -> nn.Module:
+    """The settings' network with fresh weights, on the CPU; the seed decides them, the global state stays."""
+    dataset, model = data.get(str(settings.data)), models.get(str(settings.model))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(settings.seed)
+        net = models.build(
+            model.name,
+            image=dataset.shape,
+            classes=len(dataset.classes),
+            batch_norm=settings.batch_norm,
+        )
+    _set_fixed_point(net, settings)
+    return net
+
+
+def _set_fixed_point(net: Any, settings: Settings) -> None:
+    """How u* is found and differentiated, for a network that has one."""
+    if not hasattr(net, "tolerance"):
+        return
+    net.solver = words.solver(settings.solver or "picard")
+    net.backward = words.backward(settings.backward or "jfb")
+    net.tolerance = tolerance(settings, net.tolerance)
+
+
+def tolerance(settings: Settings, default: Tolerance) -> Tolerance:
+    """The default where the settings are silent."""
+    given = {"atol": settings.eps, "rtol": settings.rtol, "max_steps": settings.max_steps}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if settings.norm is not None:
+        changes["norm"] = words.norm(settings.norm)
+    return replace(default, **changes)
+
+
+def open_run(path: Path, device: str = "auto") -> Opened:
+    """A run that has a checkpoint, and its network as that left it."""
+    run = Run.open(path)
+    settings = replace(run.settings, device=device)
+    where = usable_device(settings)
+    checkpoint = run.latest()
+    if checkpoint is None:
+        raise RunError(f"{path} has no checkpoint yet; train it first: banach train --resume {path}")
+    net = network(settings)
+    weights = {**checkpoint.under("net"), **checkpoint.under("average")}
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint.path} is of another network: {' '.join(str(error).split())}") from None
+    position = Position(checkpoint.state["epoch"], checkpoint.state["step"])
+    return Opened(run, settings, net.to(where).eval(), data.get(str(settings.data)), where, position)
+
+
+def usable_device(settings: Settings) -> torch.device:
+    """The device of the settings, refused where this machine does not have it."""
+    device = settings.torch_device
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no {device} here ({torch.cuda.device_count()} GPUs); choose --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {settings.device!r}")
+    return device

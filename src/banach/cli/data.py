@@ -1,0 +1,167 @@
+"""banach data list | verify | fetch: what data is here, whether it is sound, and how to get it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from banach import data
+from banach.cli.console import console, table
+from banach.cli.progress import is_terminal
+from banach.data import Listing, Report
+
+EPILOG = """\b
+Examples:
+  banach data list
+  banach data fetch mnist cifar10 --data-dir ~/data
+  banach data verify --data-dir ~/data"""
+
+data_app = typer.Typer(
+    help="The data sets: list them, verify those that are here, fetch those that are not.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Where the data lies; else BANACH_DATA, the cache.", show_default=False),
+]
+COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "here")
+COUNTS = 2  # the column of counts
+
+
+@data_app.command("list", epilog=EPILOG)
+def list_(data_dir: DataDir = None) -> None:
+    """List the data sets, and where they are."""
+    found = data.listing(data_dir)
+    made = table("", COLUMNS, [_row(one) for one in found])
+    made.columns[COUNTS].no_wrap = True  # on a narrow terminal the titles give way
+    console.print(made)
+    for one in found:
+        if one.here:
+            where = "comes inside a package" if one.folder is None else f"lies in {one.folder}"
+            console.print(f"{one.dataset.name} {where}")
+
+
+@data_app.command(epilog=EPILOG)
+def verify(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Data sets.  [all that are here]", show_default=False)
+    ] = None,
+    data_dir: DataDir = None,
+) -> int:
+    """Check the data that is here.
+
+    Reads the files and compares what they hold with its known SHA-256. The exit code is 2 if anything is wrong.
+    """
+    wrong = 0
+    for name in names or data.names():
+        reports = data.verify(name, data_dir)
+        if not names and not any(report.ok or report.files for report in reports):
+            console.print(f"not here: {reports[0].message}")
+            continue
+        wrong += sum(not report.ok for report in reports)
+        _print(reports)
+    return 2 if wrong else 0
+
+
+@data_app.command(epilog=EPILOG)
+def fetch(
+    names: Annotated[list[str], typer.Argument(help="Data sets.", show_default=False)],
+    data_dir: DataDir = None,
+) -> None:
+    """Download data sets, and verify them.
+
+    They come from their publishers. Files that are there already, and sound, are left alone.
+    """
+    for name in names:
+        data.get(name)  # a misspelt one is refused before the first download
+    for name in names:
+        with _quiet_pooch(), _Download(name) as bar:
+            reports = data.fetch(name, data_dir, progress=bar)
+        _print(reports)
+
+
+def _row(one: Listing) -> tuple[Any, ...]:
+    dataset = one.dataset
+    train = dataset.counts["train"] - dataset.validation
+    counts = "/".join(f"{number:,}" for number in (train, dataset.validation, dataset.counts["test"]))
+    shape = "x".join(str(size) for size in dataset.shape)
+    return (dataset.name, dataset.title, counts, shape, len(dataset.classes), "yes" if one.here else "no")
+
+
+def _print(reports: tuple[Report, ...]) -> None:
+    """One line per report; the same sentence about both parts once."""
+    for line in dict.fromkeys(f"{'ok' if report.ok else 'wrong'}: {report.message}" for report in reports):
+        console.print(line)
+
+
+@contextmanager
+def _quiet_pooch() -> Iterator[None]:
+    """It tells every address it turns to, in the middle of the bar; refusals come as errors anyway."""
+    try:
+        import pooch
+    except ImportError:  # fetch says so, if it comes to a download
+        yield
+        return
+    logger = pooch.get_logger()
+    before = logger.level
+    logger.setLevel("WARNING")
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class _Download:
+    """What pooch takes for a tqdm bar: `total` is set for each file, then come `update`, `reset` and `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not is_terminal(console),
+        )
+        self._name, self._files, self._total = name, 0, 0
+        self._task: TaskID | None = None
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    @total.setter
+    def total(self, size: int) -> None:
+        """A file begins. One that broke off before was never closed."""
+        self.close()
+        self._files, self._total = self._files + 1, size
+        self._task = self._bars.add_task(f"{self._name}, file {self._files}", total=size or None)
+
+    def update(self, size: int) -> None:
+        if self._task is not None:
+            self._bars.advance(self._task, size)
+
+    def reset(self) -> None:
+        if self._task is not None:
+            self._bars.update(self._task, completed=0)
+
+    def close(self) -> None:
+        """A file is done: its bar goes."""
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+            self._task = None
+
+    def __enter__(self) -> _Download:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()

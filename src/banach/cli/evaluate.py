@@ -1,0 +1,66 @@
+"""`banach evaluate RUN`: what a trained network comes to on a split, at its own tolerance or at another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from banach.cli import assemble, words
+from banach.cli.console import console, table
+from banach.cli.session import figures
+from banach.network import ImplicitNetwork
+from banach.provenance import plain, provenance, write_json
+from banach.train import evaluate as measure
+
+EPILOG = """\b
+Examples:
+  banach evaluate runs/digits-1
+  banach evaluate runs/mnist-1 --split validation --eps 1e-4 --max-steps 500
+  banach evaluate runs/cifar10-1 --solver anderson --device cuda"""
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    split: Annotated[str, typer.Option(help="test | validation | train.")] = "test",
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
+    solver: Annotated[str | None, typer.Option(help=words.SOLVERS + ".", show_default=False)] = None,
+    eps: Annotated[float | None, typer.Option(help="Stop at a residual of eps.", show_default=False)] = None,
+    norm: Annotated[str | None, typer.Option(help=words.NORMS + ".", show_default=False)] = None,
+    max_steps: Annotated[int | None, typer.Option(help="At most so many.", show_default=False)] = None,
+    batch_size: Annotated[int, typer.Option(help="Images at a time; changes no answer.")] = 400,
+    precision: Annotated[str | None, typer.Option(help="fp32 | tf32 | bf16.  [the run's]")] = None,
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
+) -> None:
+    """Evaluate a run's newest weights: eval mode, clean images, each image once.
+
+    What is not given is as in training. The figures go to evaluation-SPLIT.json in the run.
+    """
+    opened = assemble.open_run(run, device)
+    changes = {"solver": solver, "eps": eps, "norm": norm, "max_steps": max_steps, "precision": precision}
+    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    settings = replace(opened.settings, **given)
+    net = opened.net
+    if isinstance(net, ImplicitNetwork):
+        net.solver, net.tolerance = words.solver(str(settings.solver)), assemble.tolerance(settings, net.tolerance)
+    elif set(given) - {"precision"}:
+        raise ValueError(f"{settings.model} has no fixed point to find; leave out {', '.join(given)}")
+    images = assemble.images(settings, split, data_dir).to(opened.device)
+    totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
+    path = write_json(
+        run / f"evaluation-{split}.json",
+        {
+            "split": split,
+            "title": images.title,
+            "count": len(images),
+            "epochs": opened.position.epoch,
+            "steps": opened.position.step,
+            "totals": plain(vars(totals)),
+            **provenance(settings.to_dict(), device=opened.device),
+        },
+    )
+    rows = [(name.replace("test", split), value) for name, value in figures(totals).items() if value is not None]
+    console.print(table(f"{images.title}: {len(images):,} {split} images", ("", "value"), rows))
+    console.print(f"figures: {path}")

@@ -1,0 +1,189 @@
+"""`banach predict`: the classes that a trained network gives to image files."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from banach.cli.assemble import Opened, open_run
+from banach.cli.console import console, table
+from banach.data import DataSet, Images
+from banach.train.evaluate import scores
+from banach.train.precision import arithmetic
+
+EPILOG = """\b
+Examples:
+  banach predict runs/cifar10-1 cat.jpg dog.jpg
+  banach predict runs/mnist-1 --invert scan.png     dark strokes on light paper
+  banach predict runs/digits-1 seven.png --top 5"""
+
+# Formats that are pixels and nothing else: Pillow would hand EPS, for one, to another program.
+FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+BATCH = 400
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The likeliest classes of one image, best first, and how its fixed point was found, where it has one."""
+
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    steps: int | None = None
+    residual: float | None = None
+    converged: bool | None = None
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    image: Annotated[list[Path], typer.Argument(help="Image files.", show_default=False)],
+    invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light, after reading.")] = False,
+    top: Annotated[int, typer.Option(help="How many classes to show.")] = 3,
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
+) -> None:
+    """Classify image files by a trained network.
+
+    An image is turned upright as its EXIF data says, laid on white where it is transparent, made grey or RGB
+    as the data set is, and resized to its size.
+    """
+    opened = open_run(run, device)
+    count = len(opened.dataset.classes)
+    if not 1 <= top <= count:
+        raise ValueError(f"top must lie between 1 and {count}, the number of classes, got {top}")
+    pixels = torch.stack([read_image(path, opened.dataset, invert=invert) for path in image])
+    answers = classify(opened, pixels, top)
+    title = f"{opened.settings.model} trained on {opened.dataset.title}, after {opened.position.epoch} epochs"
+    rows = [_row(path, answer) for path, answer in zip(image, answers, strict=True)]
+    columns = ("file", "class", "probability", "then", "steps", "residual", "converged")
+    console.print(table(title, columns, rows))
+
+
+def classify(opened: Opened, pixels: Tensor, top: int) -> list[Answer]:
+    """Answers for uint8 pixels (N, C, H, W), in the arithmetic of the run."""
+    images = _as_images(opened.dataset, pixels).to(opened.device)
+    with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that T is not finite is told by the residual
+        parts = [_answers(opened, images.normalise(part), top) for part in images.pixels.split(BATCH)]
+    return [answer for part in parts for answer in part]
+
+
+def _answers(opened: Opened, x: Tensor, top: int) -> list[Answer]:
+    output, found = scores(opened.net, x, opened.settings.precision)
+    best = output.double().softmax(1).topk(top)
+    chances, names = best.values.tolist(), opened.dataset.classes
+    classes = [tuple(names[index] for index in row) for row in best.indices.tolist()]
+    if found is None or not bool(found.steps.any()):  # the explicit twin takes no step
+        return [Answer(row, tuple(p)) for row, p in zip(classes, chances, strict=True)]
+    ends = zip(found.steps.tolist(), found.residual.tolist(), found.converged.tolist(), strict=True)
+    return [Answer(row, tuple(p), *end) for row, p, end in zip(classes, chances, ends, strict=True)]
+
+
+def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
+    """The pixels, uint8 (C, H, W), as the data set has them; what cannot be read is refused by its name."""
+    image_module = _pillow()
+    if not path.exists():
+        raise ValueError(f"there is no file {path}; give the names of image files")
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; give the names of image files")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # damaged EXIF data and the like
+        warnings.simplefilter("error", image_module.DecompressionBombWarning)
+        try:
+            pixels = _pixels(image_module, path, dataset.shape)
+        except (image_module.DecompressionBombWarning, image_module.DecompressionBombError):
+            limit = image_module.MAX_IMAGE_PIXELS
+            raise ValueError(f"{path} has too many pixels, more than {limit:,}; scale it down first") from None
+        except _Refused as error:
+            raise ValueError(f"{path} {error}") from None
+        except PermissionError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        except Exception as error:  # a damaged file makes Pillow raise almost anything
+            raise ValueError(f"{path} is no image that can be read: {_said(error, path)}") from None
+    return 255 - pixels if invert else pixels
+
+
+class _Refused(ValueError):
+    """An image that could be read, but in more ways than one."""
+
+
+def _pixels(image_module: Any, path: Path, shape: tuple[int, int, int]) -> Tensor:
+    channels, height, width = shape
+    image_module.init()
+    formats = [name for name in FORMATS if name in image_module.OPEN]
+    with image_module.open(path, formats=formats) as opened:
+        image = _upright(_still(opened))
+    flat = _flattened(image_module, image).convert("L" if channels == 1 else "RGB")
+    if flat.size != (width, height):
+        # This filter averages over all pixels that become one, and makes no ripples beside strokes.
+        flat = flat.resize((width, height), image_module.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(flat)).reshape(height, width, channels).movedim(2, 0).contiguous()
+
+
+def _still(image: Any) -> Any:
+    """The image with its pixels read. The second picture in a phone's MPO is the same scene again."""
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":
+        raise _Refused(f"holds {frames} pictures, expected one; save the one that is meant to a file of its own")
+    image.load()
+    return image
+
+
+def _upright(image: Any) -> Any:
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
+
+
+def _flattened(image_module: Any, image: Any) -> Any:
+    """8 bits a channel, nothing transparent: Pillow alone would cut 16 bits at 255, and forget about alpha."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM", None)):
+        wide = np.array(image).astype(np.int64)
+        return image_module.fromarray(((wide.clip(0, 65_535) + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise _Refused("has pixels of 32 bits, whose scale is not known; save it with 8 or 16 bits")
+    if "transparency" not in image.info and image.mode not in ("RGBA", "LA", "PA", "RGBa", "La"):
+        return image
+    image = image.convert("RGBA")
+    return image_module.alpha_composite(image_module.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError("reading images needs Pillow, which is missing; run: pip install pillow") from None
+    return Image
+
+
+def _said(error: Exception, path: Path) -> str:
+    """Pillow's words in one line, without the name that is said already."""
+    words = " ".join(str(error).split()).replace(f" {str(path)!r}", "")
+    return words or type(error).__name__
+
+
+def _as_images(dataset: DataSet, pixels: Tensor) -> Images:
+    """So that the pixels are normalised by the one place that knows how."""
+    return Images(
+        pixels=pixels,
+        labels=torch.zeros(len(pixels), dtype=torch.int64),
+        name=dataset.name,
+        title=dataset.title,
+        split="given",
+        classes=dataset.classes,
+        mean=dataset.mean,
+        std=dataset.std,
+    )
+
+
+def _row(path: Path, answer: Answer) -> list[Any]:
+    chances = [f"{100 * p:.1f}%" for p in answer.probabilities]
+    others = ", ".join(f"{name} {p}" for name, p in zip(answer.classes[1:], chances[1:], strict=True))
+    residual = None if answer.residual is None else f"{answer.residual:.1e}"
+    converged = None if answer.converged is None else "yes" if answer.converged else "no"
+    return [path, answer.classes[0], chances[0], others or None, answer.steps, residual, converged]

@@ -1,0 +1,221 @@
+"""`banach compare`: the table says what the runs wrote, and nothing is overwritten that is no plot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach.cli.app import main
+from banach.cli.compare import FIGURES, PNG, SETTINGS
+from banach.cli.console import console
+from banach.train import Epoch, Run, Settings
+
+pytest.importorskip("matplotlib", reason="the overlay is a plot")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_width", 240)
+    return tmp_path
+
+
+def epoch(number: int, **changes: Any) -> Epoch:
+    values: dict[str, Any] = {
+        "epoch": number,
+        "loss": 1.0 / number,
+        "accuracy": 0.5,
+        "validation_loss": 1.0,
+        "validation_accuracy": 1 - 0.5 / number,
+        "lr": 1e-3,
+        "depth": 10.0 + number,
+        "max_depth": 20,
+        "residual": 3e-5 * number,
+        "max_residual": 1e-4,
+        "converged": 1.0,
+        "validation_depth": 99.0,
+        "validation_converged": 1.0,
+        "sigma": 0.5,
+        "products": 1000 * number,
+        "seconds": 2.0 * number,
+        "memory": None,
+    }
+    return Epoch(**{**values, **changes})
+
+
+def make(path: str, epochs: int = 2, test: dict[str, Any] | None = None, **settings: Any) -> Path:
+    told: dict[str, Any] = {"data": "digits", "model": "digits", "backward": "jfb", "solver": "anderson:5"}
+    run = Run.create(path, Settings(**{**told, "eps": 2e-4, "epochs": 5, "device": "cpu", **settings}))
+    if epochs:
+        run.write_metrics([epoch(number) for number in range(1, epochs + 1)])
+    if test is not None:
+        run.write_test(test)
+    return run.path
+
+
+def rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+
+
+def test_one_row_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("runs/jfb", test={"totals": {"accuracy": 0.98765, "depth": 7}, "title": "digits (scikit-learn)"})
+    make("runs/other", 3, backward="neumann:5", solver="picard", eps=1e-3)
+    assert main(["compare", "runs/jfb", "runs/other"]) == 0
+    text = capsys.readouterr().out
+    first, second = (dict(zip(SETTINGS + FIGURES, row, strict=True)) for row in rows(text))
+    assert first == {
+        "run": "jfb",
+        "data": "digits",
+        "model": "digits",
+        "backward": "jfb",
+        "solver": "anderson:5",
+        "eps": "0.0002",
+        "epochs": "2/5",
+        "validation": "75.00%",
+        "test": "98.77%",
+        "depth": "12.0",
+        "residual": "6.0e-05",
+        "J-products": "3,000",
+        "seconds": "6.0",
+        "s/epoch": "3.00",
+    }
+    assert (second["run"], second["backward"], second["solver"], second["eps"]) == (
+        "other",
+        "neumann:5",
+        "picard",
+        "0.001",
+    )
+    assert (second["test"], second["J-products"], second["seconds"], second["s/epoch"]) == (
+        "-",
+        "6,000",
+        "12.0",
+        "4.00",
+    )
+    assert "data: digits (scikit-learn)" in text
+    assert "comparable" not in text
+    assert (here / "comparison.png").read_bytes().startswith(PNG)
+
+
+def test_the_plot_is_of_these_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from banach.cli import compare
+
+    seen: list[Any] = []
+    monkeypatch.setattr(compare, "plot_comparison", lambda runs, path: seen.append((runs, path)))
+    make("one", 1)
+    make("two", 0)
+    assert main(["compare", "one", "two", "--out", "deep/plot.png"]) == 0
+    assert seen == [({"one": (epoch(1),), "two": ()}, Path("deep/plot.png"))]
+
+
+def test_a_run_without_epochs_and_an_explicit_one(capsys: pytest.CaptureFixture[str]) -> None:
+    make("new", 0)
+    make("explicit", 1, max_steps=0)
+    make("resnet", 1, model="resnet56", solver=None, backward=None, eps=None)
+    assert main(["compare", "new", "explicit", "resnet"]) == 0
+    new, explicit, resnet = rows(capsys.readouterr().out)
+    assert new[6:] == ["0/5", "-", "-", "-", "-", "-", "-", "-"]
+    assert explicit[3:6] == ["-", "explicit", "-"]
+    assert resnet[2:6] == ["resnet56", "-", "-", "-"]
+
+
+def test_the_same_run_once_and_names_that_tell_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("a/run", "b/run", "c"):
+        make(path)
+    assert main(["compare", "a/run", "c", "b/run", "a/../a/run/"]) == 0
+    assert [row[0] for row in rows(capsys.readouterr().out)] == ["a/run", "c", "b/run"]
+
+
+@pytest.mark.parametrize(
+    ("data", "title", "said"),
+    [
+        (("mnist", "digits"), (None, None), True),
+        (("svhn", "svhn"), ("SVHN", "SVHN re-cropped from the originals"), True),
+        (("svhn", "svhn"), ("SVHN", None), False),
+        (("mnist", "mnist"), ("MNIST", "MNIST"), False),
+    ],
+)
+def test_different_data_do_not_compare(
+    data: tuple[str, str], title: tuple[str | None, str | None], said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (0, 1):
+        test = {"totals": {"accuracy": 0.9}, "title": title[number]} if title[number] else None
+        make(str(number), data=data[number], test=test)
+    assert main(["compare", "0", "1"]) == 0
+    text = capsys.readouterr().out
+    assert ("their accuracies are not comparable" in text) is said
+    for name in title:
+        assert name is None or name in text
+
+
+@pytest.mark.parametrize("name", ["run", "a-name-that-is-much-too-long-for-a-narrow-terminal"])
+def test_a_narrow_console_gets_two_tables_and_loses_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "_width", 80)
+    make(name, test={"totals": {"accuracy": 0.98765}, "title": "t"}, backward="implicit:gmres")
+    assert main(["compare", name]) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "…" not in text
+    for value in ("implicit:gmres", "0.0002", "2/5", "75.00%", "98.77%", "12.0", "6.0e-05", "3,000", "3.00"):
+        assert value in text
+    settings = [row for row in rows(text) if len(row) == len(SETTINGS)]
+    assert "".join(row[0] for row in settings) == name
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence, and that nothing was printed or written before it."""
+    before = sorted(Path().rglob("*"))
+    assert main(["compare", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+    return error
+
+
+def test_what_is_no_plot_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    make("run")
+    Path("thesis.png").write_text("not a picture")
+    Path("folder.png").mkdir()
+    assert "no PNG" in refused(["run", "--out", "thesis.png"], capsys)
+    assert "ends in .png" in refused(["run", "--out", "thesis.tex"], capsys)
+    assert "folder.png" in refused(["run", "--out", "folder.png"], capsys)
+    assert Path("thesis.png").read_text() == "not a picture"
+    Path("old.png").write_bytes(PNG + b"an older plot")
+    assert main(["compare", "run", "--out", "old.png"]) == 0
+    assert len(Path("old.png").read_bytes()) > 1000
+
+
+def test_what_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    path = make("run", test={"totals": {"accuracy": 0.9}, "title": "t"})
+    assert "there is no run in nowhere" in refused(["run", "nowhere"], capsys)
+    (path / "test.json").write_text("{")
+    assert "test.json" in refused(["run"], capsys)
+    (path / "test.json").unlink()
+    (path / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    assert "metrics.jsonl" in refused(["run"], capsys)
+    assert "compare --help" in refused([], capsys)
+
+
+def test_without_matplotlib_the_table_is_still_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    make("run")
+    assert main(["compare", "run"]) == 0
+    text = capsys.readouterr().out
+    assert rows(text)[0][0] == "run"
+    assert "no plot: plots need matplotlib, which is missing" in text
+    assert not Path("comparison.png").exists()
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "  banach compare runs/digits-1 runs/digits-2" in "\n".join(lines)

@@ -1,0 +1,253 @@
+"""`banach data`: what is here, whether it is sound, and downloads from a server on this machine."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from banach.cli import data as commands
+from banach.cli.app import main
+from banach.cli.console import console
+from banach.data import MNIST, Download
+from banach.data import dataset as registry
+
+Answer = tuple[int, list[str], str]
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's data, and none leaves a data set registered."""
+    monkeypatch.setenv("BANACH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("BANACH_DATA", raising=False)
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    monkeypatch.setattr(console, "_width", 200)
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """The exit code, the lines on standard output, and standard error."""
+
+    def run(*arguments: str | Path) -> Answer:
+        code = main(["data", *map(str, arguments)])
+        out, error = capsys.readouterr()
+        return code, out.splitlines(), error
+
+    return run
+
+
+@pytest.fixture
+def files() -> dict[str, bytes]:
+    """The four files of an MNIST of 40 and 20 images, which takes the place of the real one."""
+    made, generator = {}, np.random.default_rng(0)
+    for prefix, count in (("train", 40), ("t10k", 20)):
+        pixels = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        images = struct.pack(">IIII", 0x803, *pixels.shape) + pixels.tobytes()
+        made[f"{prefix}-images-idx3-ubyte.gz"] = gzip.compress(images)
+        made[f"{prefix}-labels-idx1-ubyte.gz"] = gzip.compress(struct.pack(">II", 0x801, count) + labels.tobytes())
+    small = replace(MNIST, counts={"train": 40, "test": 20}, validation=10, known=())
+    registry.register(small, replace=True)
+    return made
+
+
+@pytest.fixture
+def published(files: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """The same, at an address on this machine; what is taken out of the dictionary is not found there."""
+    offered = dict(files)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = offered.get(self.path.lstrip("/"))
+            self.send_response(404 if content is None else 200)
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            self.wfile.write(content or b"")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        address = f"http://127.0.0.1:{http.server_address[1]}"
+        downloads = tuple(
+            Download(f"{address}/{name}", hashlib.md5(content).hexdigest()) for name, content in files.items()
+        )
+        layout = replace(MNIST.layouts[0], downloads=downloads)
+        registry.register(replace(registry.get("mnist"), layouts=(layout,)), replace=True)
+        yield offered
+        http.shutdown()
+        thread.join()
+
+
+def put(folder: Path, files: dict[str, bytes]) -> Path:
+    (folder / "mnist").mkdir(parents=True)
+    for name, content in files.items():
+        (folder / "mnist" / name).write_bytes(content)
+    return folder
+
+
+def rows(lines: list[str]) -> dict[str, list[str]]:
+    split = [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
+    return {name: rest for name, *rest in split}
+
+
+def test_list_says_what_is_known_and_what_is_here(ask: Callable[..., Answer], tmp_path: Path) -> None:
+    code, lines, error = ask("list")
+    assert (code, error) == (0, "")
+    assert rows(lines) == {
+        "digits": ["digits (scikit-learn)", "1,257/180/360", "1x8x8", "10", "yes"],
+        "mnist": ["MNIST", "55,000/5,000/10,000", "1x28x28", "10", "no"],
+        "cifar10": ["CIFAR-10", "45,000/5,000/10,000", "3x32x32", "10", "no"],
+        "svhn": ["SVHN", "68,257/5,000/26,032", "3x32x32", "10", "no"],
+    }
+    assert lines[-1] == "digits comes inside a package"
+
+
+def test_list_says_where(ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path) -> None:
+    folder = put(tmp_path / ("a-long-name" * 10), files)
+    code, lines, _ = ask("list", "--data-dir", folder)
+    assert code == 0
+    assert rows(lines)["mnist"][-1] == "yes"
+    assert f"mnist lies in {folder / 'mnist'}" in lines
+    assert ask("list", "--data-dir", tmp_path / "nowhere")[0] == 2
+
+
+def test_list_on_a_narrow_terminal(ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_width", 80)
+    lines = ask("list")[1]
+    assert all(len(line) <= 80 and "…" not in line for line in lines)
+
+
+def test_verify_all_that_is_here(ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path) -> None:
+    code, lines, error = ask("verify", "--data-dir", put(tmp_path / "data", files))
+    assert (code, error) == (0, "")
+    assert [line.split(",")[0] for line in lines] == [
+        "ok: digits (scikit-learn)",
+        "ok: digits (scikit-learn)",
+        "ok: MNIST",
+        "ok: MNIST",
+        f"not here: cifar10 was not found in {tmp_path / 'data'}",
+        f"not here: svhn was not found in {tmp_path / 'data'}",
+    ]
+
+
+def test_verify_names_what_is_wrong(ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path) -> None:
+    files["t10k-images-idx3-ubyte.gz"] = files["t10k-images-idx3-ubyte.gz"][:-100]
+    folder = put(tmp_path / "data", files)
+    for arguments in (["verify"], ["verify", "mnist"]):
+        code, lines, error = ask(*arguments, "--data-dir", folder)
+        assert (code, error) == (2, "")
+        (wrong,) = (line for line in lines if line.startswith("wrong: "))
+        assert "t10k-images-idx3-ubyte.gz cannot be used" in wrong
+        assert sum(line.startswith("ok: MNIST, train: 40 images") for line in lines) == 1
+
+
+def test_half_a_data_set_is_not_passed_by(
+    ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path
+) -> None:
+    del files["t10k-images-idx3-ubyte.gz"]
+    code, lines, _ = ask("verify", "--data-dir", put(tmp_path / "data", files))
+    assert code == 2
+    assert sum("has no t10k-images-idx3-ubyte" in line for line in lines) == 1
+
+
+def test_verify_by_name(ask: Callable[..., Answer]) -> None:
+    assert ask("verify", "digits")[0] == 0
+    code, lines, _ = ask("verify", "digits", "svhn")
+    assert code == 2
+    assert sum(line.startswith("wrong: svhn was not found") for line in lines) == 1
+    code, lines, error = ask("verify", "svnh")
+    assert (code, lines) == (2, [])
+    assert "did you mean 'svhn'?" in error
+
+
+@pytest.mark.usefixtures("published")
+def test_fetch_brings_and_verifies(ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path) -> None:
+    pytest.importorskip("pooch")
+    code, lines, error = ask("fetch", "mnist", "digits", "--data-dir", tmp_path / "new")
+    assert (code, error) == (0, "")
+    assert [line.split(" images")[0] for line in lines] == [
+        "ok: MNIST, train: 40",
+        "ok: MNIST, test: 20",
+        "ok: digits (scikit-learn), train: 1,437",
+        "ok: digits (scikit-learn), test: 360",
+    ]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "new" / "mnist").iterdir()} == files
+
+
+def test_a_fetch_that_fails_is_one_sentence(
+    ask: Callable[..., Answer], published: dict[str, bytes], tmp_path: Path
+) -> None:
+    pytest.importorskip("pooch")
+    del published["t10k-images-idx3-ubyte.gz"]
+    code, lines, error = ask("fetch", "mnist", "--data-dir", tmp_path / "new")
+    assert (code, lines, error.count("\n")) == (2, [], 1)
+    assert "t10k-images-idx3-ubyte.gz cannot be reached" in error
+
+
+def test_a_misspelt_name_is_refused_before_any_download(
+    ask: Callable[..., Answer], published: dict[str, bytes], tmp_path: Path
+) -> None:
+    code, _, error = ask("fetch", "mnist", "cifra10", "--data-dir", tmp_path / "new")
+    assert code == 2
+    assert "did you mean 'cifar10'?" in error
+    assert not (tmp_path / "new").exists()
+    assert ask("fetch")[0] == 2
+
+
+def test_the_bar_takes_what_pooch_tells_it(
+    ask: Callable[..., Answer], published: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pooch")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(commands, "console", Console(file=screen, width=100, _environ={"TERM": "xterm"}))
+    sizes: list[Any] = []
+    close = commands._Download.close
+
+    def note(bar: Any) -> None:
+        sizes.extend((task.description, task.completed, task.total) for task in bar._bars.tasks)
+        close(bar)
+
+    monkeypatch.setattr(commands._Download, "close", note)
+    assert ask("fetch", "mnist", "--data-dir", tmp_path)[0] == 0
+    lengths = [len(content) for content in published.values()]
+    assert sizes == [(f"mnist, file {number}", size, size) for number, size in enumerate(lengths, 1)]
+    assert re.search(r"ok: MNIST, train: \S*40", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))
+
+
+def test_a_file_that_breaks_off_leaves_no_bar() -> None:
+    with commands._Download("mnist") as bar:
+        bar.total = 100
+        bar.update(50)
+        bar.total = 0  # the server did not say
+        assert [task.description for task in bar._bars.tasks] == ["mnist, file 2"]
+        assert bar._bars.tasks[0].total is None
+
+
+@pytest.mark.parametrize("command", [[], ["list"], ["verify"], ["fetch"]])
+def test_help_fits_a_screen(command: list[str], ask: Callable[..., Answer]) -> None:
+    code, lines, _ = ask(*command, "--help")
+    assert code == 0
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "    banach data list" in lines
+    assert not any(line.endswith("...") for line in lines if line.startswith("  verify"))

@@ -1,0 +1,316 @@
+"""`banach diagnose`: its figures against plain autograd and dense matrices, and a run that it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach import data, models
+from banach.cli import assemble
+from banach.cli.app import main
+from banach.cli.diagnose import measure
+from banach.models import registry
+from banach.train import Run, Settings, fit
+
+Route = Callable[[Tensor, Tensor], Tensor]  # (pixels as data, Q(d)) -> the latent that S reads
+EPS, COUNT = 1e-3, 12
+
+
+class Tanh(nn.Module):
+    """R(u, v) = tanh(W u + v)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, bias=False)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.tanh(self.inner(u) + v)
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+def tiny(image: Any, classes: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """In float64, without batch norm or dropout, latent 6."""
+    return (
+        nn.Sequential(Double(), nn.Flatten(), nn.Linear(64, 6)).double(),
+        Tanh().double(),
+        nn.Linear(6, 10).double(),
+    )
+
+
+def undropped(image: Any, classes: int) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """The network for digits with its batch norms, but without dropout."""
+    Q, R, S = models.digits(image, classes)
+    return Q, R, nn.Sequential(*list(S.children())[1:])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_models() -> Iterator[None]:
+    for builder in (tiny, undropped):
+        models.register(builder.__name__, builder, description="for a test", image=(1, 8, 8))
+    yield
+    for builder in (tiny, undropped):
+        del registry._MODELS[builder.__name__]
+
+
+def make_run(path: Path, model: str, **changes: Any) -> Path:
+    told = {"data": "digits", "epochs": 2, "batch_size": 16, "lr": 1e-2, "monitor": False, "device": "cpu"}
+    settings = Settings(model=model, **{**told, **changes})
+    train, held = (data.load("digits", split) for split in ("train", "validation"))
+    fit(assemble.network(settings), train.subset(48), held.subset(10), settings, run=Run.create(path, settings))
+    return path
+
+
+def diagnosed(path: Path, *flags: str) -> dict[str, Any]:
+    assert main(["diagnose", str(path), "--device", "cpu", "--samples", str(COUNT), *flags]) == 0
+    found: dict[str, Any] = json.loads((path / "diagnose.json").read_text())
+    return found
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """The images that are measured, normalised by hand."""
+    held = data.load("digits", "validation").subset(COUNT)
+    return (held.pixels.float() / 255 - held.mean[0]) / held.std[0], held.labels
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("diagnose") / "tiny", "tiny", eps=EPS, max_steps=60)
+
+
+@pytest.fixture(scope="module")
+def figures(tiny_run: Path) -> dict[str, Any]:
+    return diagnosed(tiny_run)
+
+
+def by_hand(net: Any, d: Tensor, steps: int = 300) -> tuple[Tensor, Tensor, Tensor]:
+    """Picard from zero: the fixed point, all residuals, and the iterate at which the run's tolerance is met."""
+    with torch.no_grad():
+        v = net.Q(d)
+        u, kept, residuals = torch.zeros_like(v), torch.zeros_like(v), []
+        for _ in range(steps):
+            after = net.R(u, v)
+            residuals.append((after - u).pow(2).mean(1).sqrt())
+            met = torch.stack(residuals[:-1]).amin(0) <= EPS if len(residuals) > 1 else torch.zeros(len(v)) > 0
+            kept = torch.where(met[:, None], kept, after)
+            u = after
+    return u, torch.stack(residuals), kept
+
+
+def gradient(net: Any, d: Tensor, labels: Tensor, latent: Route) -> list[Tensor]:
+    loss = F.cross_entropy(net.S(latent(d, net.Q(d))), labels)
+    return list(torch.autograd.grad(loss, list(net.parameters())))
+
+
+def compared(a: list[Tensor], b: list[Tensor]) -> tuple[float, float]:
+    x, y = (torch.cat([g.flatten() for g in side]).double() for side in (a, b))
+    return float(F.cosine_similarity(x, y, dim=0)), float(x.norm() / y.norm())
+
+
+def unrolled(net: Any, steps: int = 300) -> Route:
+    """The exact gradient, by autograd through the whole iteration."""
+
+    def latent(d: Tensor, v: Tensor) -> Tensor:
+        u = torch.zeros_like(v)
+        for _ in range(steps):
+            u = net.R(u, v)
+        return u
+
+    return latent
+
+
+def test_contraction_is_that_of_the_dense_jacobian(tiny_run: Path, figures: dict[str, Any]) -> None:
+    net: Any = assemble.open_run(tiny_run, "cpu").net
+    d, _ = batch()
+    own = by_hand(net, d)[2]
+    W = net.R.inner.weight.detach()
+    slope = 1 - net.R(own, net.Q(d)).detach() ** 2
+    J = slope[:, :, None] * W
+    sigma = torch.linalg.matrix_norm(J, 2)
+    found = figures["contraction"]
+    torch.testing.assert_close(torch.tensor(found["sigma"]["values"]).double(), sigma, rtol=1e-3, atol=0)
+    assert found["sigma"]["summary"]["mean"] == pytest.approx(float(sigma.mean()), rel=1e-3)
+    assert found["violations"] == int((sigma >= 1).sum())
+    # The residuals shrink by the spectral radius in the end.
+    radius = torch.linalg.eigvals(J).abs().amax(1)
+    torch.testing.assert_close(torch.tensor(found["rate"]["values"]).double(), radius, rtol=0.1, atol=0)
+
+
+def test_the_curve_is_that_of_the_iteration(tiny_run: Path, figures: dict[str, Any]) -> None:
+    net: Any = assemble.open_run(tiny_run, "cpu").net
+    _, residuals, _ = by_hand(net, batch()[0])
+    found = figures["convergence"]
+    ordered = residuals[:20].sort(1).values
+    places = {"low": round(0.1 * (COUNT - 1)), "median": round(0.5 * (COUNT - 1)), "worst": COUNT - 1}
+    for name, place in places.items():
+        got = torch.tensor(found["curve"][name], dtype=torch.float64)
+        torch.testing.assert_close(got[:20], ordered[:, place], rtol=1e-4, atol=1e-14)
+        assert float(got.min()) < 1e-9  # far below the run's own tolerance
+    steps = (residuals > EPS).sum(0) + 1
+    assert found["steps"]["values"] == steps.tolist()
+    assert found["converged"] == COUNT
+    assert found["tolerance"]["atol"] == EPS
+    assert max(found["least_residual"]["values"]) < 1e-12
+
+
+def test_gradients_are_compared_with_autograd_through_the_whole_iteration(
+    tiny_run: Path, figures: dict[str, Any]
+) -> None:
+    net: Any = assemble.open_run(tiny_run, "cpu").net
+    d, labels = batch()
+    own = by_hand(net, d)[2]
+    exact = gradient(net, d, labels, unrolled(net))
+
+    def series(order: int) -> Route:
+        """w = g + J'g + ... by unrolling from the run's own iterate, with the slope held where that is."""
+
+        def latent(d: Tensor, v: Tensor) -> Tensor:
+            value = net.R(own, v)
+            for _ in range(order):
+                value = net.R(own + value - value.detach(), v)
+            return value
+
+        return latent
+
+    names = [name[0] for name, _ in net.named_parameters()]
+    found = {g["mode"]: g for g in figures["gradients"] if not g["training"]}
+    assert list(found) == ["JFB", "Neumann 1", "Neumann 2", "Neumann 5"]
+    for mode, order in {"JFB": 0, "Neumann 1": 1, "Neumann 2": 2, "Neumann 5": 5}.items():
+        cheap = gradient(net, d, labels, series(order))
+        assert (found[mode]["cosine"], found[mode]["ratio"]) == pytest.approx(compared(cheap, exact), rel=1e-4)
+        for part in "QRS":
+            a, b = ([g for g, name in zip(side, names, strict=True) if name == part] for side in (cheap, exact))
+            got = found[mode]["parts"][part]
+            assert (got["cosine"], got["ratio"]) == pytest.approx(compared(a, b), rel=1e-4)
+        assert found[mode]["sound"]
+    assert found["JFB"]["ratio"] < found["Neumann 5"]["ratio"]
+
+
+def test_train_mode_sees_batch_norm_over_the_batch(tmp_path: Path) -> None:
+    """The exact gradient by autograd through an iteration that normalises by the batch at every step."""
+    found = diagnosed(make_run(tmp_path / "r", "undropped", eps=1e-5, max_steps=60, label_smoothing=0.2))
+    kinds = [(g["mode"], g["training"]) for g in found["gradients"]]
+    assert kinds[0] == ("JFB", False)
+    assert kinds[-1] == ("JFB", True)
+    d, labels = batch()
+    for g in (found["gradients"][0], found["gradients"][-1]):
+        net: Any = copy.deepcopy(assemble.open_run(tmp_path / "r", "cpu").net).train(g["training"])
+        with torch.no_grad():
+            u = unrolled(net, 60)(d, net.Q(d))
+
+        def loss(route: Route, net: Any = net) -> list[Tensor]:
+            value = F.cross_entropy(net.S(route(d, net.Q(d))), labels, label_smoothing=0.2)
+            return list(torch.autograd.grad(value, list(net.parameters())))
+
+        def one_step(d: Tensor, v: Tensor, net: Any = net, u: Tensor = u) -> Tensor:
+            value: Tensor = net.R(u, v)
+            return value
+
+        cheap, exact = loss(one_step), loss(unrolled(net, 60))
+        assert (g["cosine"], g["ratio"]) == pytest.approx(compared(cheap, exact), rel=2e-3)
+    # Had the mode made no difference, this would show nothing.
+    assert abs(found["gradients"][0]["ratio"] - found["gradients"][-1]["ratio"]) > 0.01
+
+
+def test_nothing_of_the_run_or_the_network_changes(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "r", "digits", ema=0.9)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    diagnosed(path)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {file: file.read_bytes() for file in before} == before
+    assert {p.name for p in path.iterdir()} - {p.name for p in before} <= {
+        "diagnose.json",
+        "diagnose.png",
+        "checkpoints",
+    }
+
+    net = assemble.open_run(path, "cpu").net
+    weights = copy.deepcopy(net.state_dict())
+    measure(net, data.load("digits", "validation").subset(4))
+    assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
+    assert not any(module.training for module in net.modules())
+    assert all(p.grad is None for p in net.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "r", "digits", backward="neumann:2")
+    first, second, other = (diagnosed(path, "--seed", seed) for seed in "001")
+    for found in (first, second, other):
+        del found["provenance"]
+    assert first == second
+    assert first["gradients"][-1] != other["gradients"][-1]  # the dropout masks of train mode
+    assert first["gradients"][:-1] == other["gradients"][:-1]
+    assert first["gradients"][0]["mode"] == "Neumann 2"  # the run's own comes first, and once
+    assert [g["mode"] for g in first["gradients"]] == ["Neumann 2", "JFB", "Neumann 1", "Neumann 5", "JFB"]
+
+
+def test_the_verdict_is_printed_and_the_plot_drawn(tiny_run: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    found = diagnosed(tiny_run)
+    out, err = capsys.readouterr()
+    assert found["verdict"] in out
+    assert f"{COUNT} of {COUNT} samples" in found["verdict"]
+    assert err == ""
+    assert (tiny_run / "diagnose.png").read_bytes()[:4] == b"\x89PNG"
+    assert {"date", "device", "versions", "commit", "settings"} <= set(found["provenance"])
+    assert found["provenance"]["settings"]["run"]["model"] == "tiny"
+    assert found["position"] == {"epoch": 2, "step": 0}
+    assert (found["split"], found["data"]) == ("validation", "digits (scikit-learn)")
+
+
+def test_without_matplotlib_all_but_the_plot_is_done(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(tmp_path / "r", "tiny", epochs=1)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert diagnosed(path)["convergence"]["converged"] == COUNT
+    assert "no plot: plots need matplotlib" in capsys.readouterr().out
+    assert not (path / "diagnose.png").exists()
+
+
+def test_a_map_that_expands_is_called_that(tmp_path: Path) -> None:
+    net: Any = assemble.network(Settings(data="digits", model="tiny", device="cpu")).eval()
+    with torch.no_grad():  # u -> tanh(v - 3 P u), P a cyclic shift: the signs go round and never settle
+        net.R.inner.weight.copy_(-3 * torch.eye(6).roll(1, 0))
+        for p in net.Q.parameters():
+            p.mul_(0.01)
+    found = measure(net, data.load("digits", "validation").subset(4))
+    assert found.contraction.violations == 4
+    assert "does not converge on 4 of 4 samples" in found.words
+    assert "read the cosines with care" in found.words
+    assert not found.gradients[0].sound
+    json.dumps(found.to_dict()["gradients"])
+
+
+@pytest.mark.parametrize("model", ["resnet56", "digits"])
+def test_without_a_fixed_point_it_is_refused(tmp_path: Path, capsys: Any, model: str) -> None:
+    path = make_run(tmp_path / "r", model, epochs=1, batch_size=48, max_steps=0)
+    capsys.readouterr()
+    assert main(["diagnose", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "no fixed point" in err
+    assert not (path / "diagnose.json").exists()
+
+
+@pytest.mark.parametrize("count", ["1", "181"])
+def test_a_number_of_samples_that_cannot_be_is_refused(tiny_run: Path, capsys: Any, count: str) -> None:
+    assert main(["diagnose", str(tiny_run), "--samples", count]) == 2
+    err = capsys.readouterr().err
+    assert err == f"banach: samples must lie between 2 and 180, the validation images, got {count}\n"

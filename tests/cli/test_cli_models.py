@@ -1,0 +1,155 @@
+"""`banach models`: what is printed of a network is what a count by hand gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach import models
+from banach.cli.app import main
+from banach.cli.console import console
+from banach.models import registry
+
+
+def conv(inputs: int, outputs: int, size: int = 3, bias: bool = True) -> int:
+    return inputs * outputs * size**2 + (outputs if bias else 0)
+
+
+# Parameters of Q, R and S, layer by layer; a batch norm with weights has two a channel.
+BY_HAND = {
+    "digits": (conv(1, 16) + 32 + conv(16, 24) + 48, 2 * conv(24, 24), 24 * 16 * 10 + 10),
+    "mnist": (conv(1, 16) + 32 + conv(16, 32) + 64, 4 * conv(32, 32), conv(32, 16) + 16 * 7 * 7 * 10),
+    "svhn": (
+        conv(3, 16, bias=False)
+        + 32
+        + sum(conv(a, b, bias=False) + conv(b, b, bias=False) + 4 * b for a, b in ((16, 16), (16, 32), (32, 64))),
+        2 * conv(64, 64),
+        conv(64, 16) + 16 * 6 * 6 * 10,
+    ),
+    "cifar10": (
+        conv(3, 35, 7) + 32 * (2 * conv(35, 35)),
+        10 * conv(35, 35),
+        conv(35, 35) + 35 * 5 * 5 * 10,
+    ),
+}
+LATENT = {"digits": "24x4x4", "mnist": "32x9x9", "svhn": "64x8x8", "cifar10": "35x10x10", "resnet56": "-"}
+IMAGES = {"digits": "1x8x8", "mnist": "1x28x28", "svhn": "3x32x32", "cifar10": "3x32x32", "resnet56": "3x32x32"}
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test leaves a model behind, and lines are as long as they need be."""
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    monkeypatch.setattr(console, "_width", 200)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def ask(*arguments: str) -> str:
+        assert main(["models", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return ask
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    split = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+    return {name: rest for name, *rest in split}
+
+
+def test_all_of_them(said: Callable[..., str]) -> None:
+    found = rows(said())
+    assert found.keys() == set(models.names())
+    for name, shape in LATENT.items():
+        count, latent, images, explicit, twin, recipes = found[name]
+        implicit = name in BY_HAND
+        assert int(count.replace(",", "")) == (sum(BY_HAND[name]) if implicit else 853_018)
+        assert (latent, images) == (shape, IMAGES[name])
+        assert (explicit, twin) == (("yes", "yes") if implicit else ("is one", "no"))
+        assert recipes == ", ".join(models.get(name).recipes)
+    assert found["mnist"][-1] == "released, paper, jacobian"
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_one_of_them(name: str, said: Callable[..., str]) -> None:
+    text = said(name)
+    found = rows(text)
+    parts = [int(found[part][0].replace(",", "")) for part in ("Q", "R", "S", "all")]
+    assert parts == [*BY_HAND[name], sum(BY_HAND[name])]
+    assert f"latent {LATENT[name]}" in text
+    assert "(blocks): Sequential" in text
+    assert f"  banach train --data {name} --model {name} --max-steps 0" in text.splitlines()
+
+
+def test_recipes_side_by_side(said: Callable[..., str]) -> None:
+    found = rows(said("cifar10"))
+    assert found["eps"] == ["0.1", "0.1", "0.0001"]
+    assert found["max_steps"] == ["50", "50", "500"]
+    assert found["lr"] == ["0.001"] * 3
+    assert found["momentum"] == ["Adam"] * 3
+    assert found["schedule"] == ["Steps(at=(200, 400, 600, 800), factor=0.5)"] * 3
+    assert found["norm"] == ["WorstPixel()"] * 3
+
+
+def test_a_network_without_a_fixed_point(said: Callable[..., str]) -> None:
+    text = said("resnet56")
+    found = rows(text)
+    assert "Q" not in found
+    assert found["all"] == ["853,018"]
+    assert found["momentum"] == ["SGD, 0.9"]
+    assert text.splitlines()[-1] == "  banach train --data cifar10 --model resnet56"
+
+
+def test_a_network_of_ones_own(said: Callable[..., str]) -> None:
+    class Pair(nn.Module):
+        """A latent of two tensors."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 5)
+
+        def forward(self, d: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(d.flatten(1)), d[:, :, 0]
+
+    def build(image: Any, classes: int) -> tuple[Any, Any, Any]:
+        return Pair(), lambda u, v: v, nn.Linear(5, classes)
+
+    models.register("own", build, description="[brackets] stay", image=(2, 2, 3), classes=7)
+    assert rows(said())["own"] == ["107", "5 + 2x3", "2x2x3", "yes", "no", "default"]
+    text = said("own")
+    assert "[brackets] stay" in text
+    assert rows(text)["Q"] == ["65"]
+    assert "R" not in rows(text)
+    assert "No data set has images of 2x2x3 in 7 classes" in text
+
+
+def test_a_narrow_terminal_loses_nothing(said: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_width", 80)
+    assert "…" not in said()
+    assert all("…" not in said(name) for name in models.names())
+
+
+def test_looking_draws_no_random_number(said: Callable[..., str]) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    said()
+    said("mnist")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_misspelt_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "mnits"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "did you mean 'mnist'?" in error
+
+
+def test_help_fits_a_screen(said: Callable[..., str]) -> None:
+    lines = said("--help").splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert "    banach models mnist" in lines

@@ -1,0 +1,460 @@
+"""The training-step benchmark at a tiny size on the CPU: its contenders, its counters, its tables."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks import rival
+from benchmarks.gpu import points, precision, profile, roofline, syncs, tables
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.clock import quantile, timed
+from benchmarks.gpu.measure import QUICK, Measured, Readings, measure, trained
+from benchmarks.gpu.peers import Contender, Eager, Plain, contenders
+from benchmarks.gpu.points import POINTS, Batch, Point
+from benchmarks.gpu.profile import Span
+from benchmarks.gpu.step import Seen, Setting, Step, fresh, worst_pixel
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")
+TIGHT = Point("tiny", "digits", 4, 1e-11, 400, "fp32")
+LOOSE = dataclasses.replace(TIGHT, eps=1e-1, max_steps=50)
+
+needs_torchdeq = pytest.mark.skipif(not rival.available(), reason="torchdeq is not installed")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(seed: int = 0, *, size: int = 4) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, 1, 8, 8, generator=draw, dtype=torch.float64)
+    return images, torch.randint(0, 10, (size,), generator=draw)
+
+
+def still(name: str, point: Point = TIGHT, depth: int = 60) -> Step:
+    """A contender in float64 whose network drops nothing, so that all of them compute the same function."""
+    setting = Setting(point, "fp32", CPU, depth)
+    net = fresh(setting).double()
+    for module in net.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return contenders()[name].make(net, setting)
+
+
+def gradient(step: Step) -> Tensor:
+    parameters = list(step.net.parameters())
+    assert all(p.grad is not None for p in parameters)
+    return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+
+
+def by_hand(steps: int, *, recorded: int = 1) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of S(R(..R(u, v)..)) with so many recorded passes after `steps` that are not."""
+    net = still("banach-eager").net
+    images, labels = batch()
+    v = net.Q(images)
+    u = torch.zeros_like(v)
+    with torch.no_grad():
+        for _ in range(steps):
+            u = net.R(u, v)
+    for _ in range(recorded):
+        u = net.R(u, v)
+    loss = F.cross_entropy(net.S(u), labels, label_smoothing=0.1)  # as the digits recipe has it
+    return loss.detach(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "banach-eager",
+        pytest.param("torchdeq", marks=needs_torchdeq),
+        pytest.param("torchdeq-euclidean", marks=needs_torchdeq),
+    ],
+)
+def test_those_that_solve_take_the_same_step(name: str) -> None:
+    step = still(name)
+    loss = step.gradients(*batch())
+    expected, grad = by_hand(100)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-9)
+    assert torch.allclose(gradient(step), grad, atol=1e-8)
+    assert 10 < step.depth() < 100
+    assert step.residual() <= TIGHT.eps
+
+
+@pytest.mark.parametrize("name", ["unroll", "unroll-checkpoint"])
+def test_unrolling_is_the_gradient_of_the_whole_loop(name: str) -> None:
+    step = still(name, depth=7)
+    loss = step.gradients(*batch())
+    expected, grad = by_hand(0, recorded=8)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-12)
+    assert torch.allclose(gradient(step), grad, atol=1e-12)
+    assert step.depth() == 7
+    assert step.passes(7) == (8, 8)
+    assert step.products(7) == 7
+
+
+def test_the_explicit_twin_solves_nothing() -> None:
+    step = still("explicit")
+    loss = step.gradients(*batch())
+    expected, grad = by_hand(0)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-12)
+    assert torch.allclose(gradient(step), grad, atol=1e-12)
+    assert step.depth() == 0
+    assert math.isnan(step.residual())
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("torchdeq", marks=needs_torchdeq)])
+def test_the_same_test_stops_at_the_same_step(name: str) -> None:
+    for seed in range(3):
+        theirs, ours = still(name, LOOSE), still("banach-eager", LOOSE)
+        theirs.gradients(*batch(seed))
+        ours.gradients(*batch(seed))
+        assert theirs.depth() == ours.depth() > 2
+        assert theirs.residual() == pytest.approx(ours.residual(), rel=1e-9)
+
+
+@needs_torchdeq
+def test_the_norm_of_a_sample_stops_later_never_earlier() -> None:
+    sample, pixel = still("torchdeq-euclidean", LOOSE), still("torchdeq", LOOSE)
+    sample.gradients(*batch())
+    pixel.gradients(*batch())
+    assert sample.depth() > pixel.depth()
+    assert sample.residual() < pixel.residual() <= LOOSE.eps
+
+
+def test_the_plain_loop_computes_Q_twice() -> None:
+    step = still("plain", LOOSE)
+    calls = []
+    step.net.Q.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    step(*batch())
+    assert calls == [False, True]
+
+
+def test_a_step_moves_the_weights_as_adam_with_the_recipes_rates_does() -> None:
+    step = still("plain")
+    weight = step.net.S.linear.weight
+    before = weight.detach().clone()
+    step(*batch())
+    recipe = TIGHT.recipe
+    grad = weight.grad + recipe.weight_decay * before  # the first step of Adam: lr * sign, up to its eps
+    assert torch.allclose(weight, before - recipe.lr * grad / (grad.abs() + 1e-8))
+
+
+def test_contenders_go_on_from_one_network_without_sharing_it() -> None:
+    setting = Setting(LOOSE, "fp32", CPU)
+    images = points.feed(LOOSE, CPU, many=2)
+    start = trained(LOOSE, iter(images), CPU, QUICK)
+    weights, optimizer = copy.deepcopy(start.warm)
+    first, second = (contenders()["plain"].build(setting, start.warm) for _ in range(2))
+    first(*images.batches[0])
+    first(*images.batches[1])
+    for name, value in second.net.state_dict().items():
+        assert torch.equal(value, weights[name])
+    moments = second.optimizer.state_dict()["state"]
+    assert all(torch.equal(moments[k]["exp_avg"], optimizer["state"][k]["exp_avg"]) for k in moments)
+    assert moments[0]["step"] == QUICK.warm_up
+    assert first.optimizer.state_dict()["state"][0]["step"] == QUICK.warm_up + 2
+
+
+def test_in_bf16_no_gradient_is_lost() -> None:
+    for name, contender in contenders().items():
+        if contender.missing() is not None:
+            continue
+        step = contender.build(Setting(LOOSE, "bf16", CPU, 3))
+        images, labels = batch()
+        step(images.float(), labels)
+        assert all(p.grad is not None for p in step.net.parameters()), name
+
+
+def test_host_reads_are_counted() -> None:
+    for name, reads in (("explicit", 0), ("unroll", 0)):
+        assert syncs.host_syncs(still(name, LOOSE, depth=3), batch(), CPU) == reads
+    plain = still("plain", LOOSE)
+    assert syncs.host_syncs(plain, batch(), CPU) == plain.depth()
+
+
+class FakeEvent:
+    """A mark on a clock that goes on by one millisecond at each mark."""
+
+    now = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 1
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at - self.at
+
+
+def test_on_a_gpu_only_the_ends_of_a_block_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(FakeEvent.now))
+    monkeypatch.setattr(FakeEvent, "now", 0)
+    step = still("unroll", LOOSE, depth=2)
+    seconds, seen = timed(step, iter([batch(0), batch(1), batch(2)]), torch.device("cuda"))
+    assert seconds == [1e-3] * 3
+    assert waits == [0, 4]
+    assert len({id(one) for one in seen}) == 3
+    assert all(one.read()[0] == 2 for one in seen)
+
+
+def test_on_a_gpu_the_waits_that_pytorch_tells_of_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(Plain):
+        def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+            warnings.warn(
+                "Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1
+            )
+            for _ in range(3):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            return images
+
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    setting = Setting(LOOSE, "fp32", CPU)
+    assert syncs.host_syncs(Waiting(fresh(setting), setting), batch(), torch.device("cuda")) == 3
+    assert modes == ["warn", 0]
+
+
+def test_the_worst_pixel() -> None:
+    a = torch.zeros(2, 3, 2, 2)
+    a[1, :, 0, 1] = torch.tensor([2.0, 3.0, 6.0])
+    a[0, 0] = 6.9
+    assert float(worst_pixel(a, torch.zeros_like(a))) == 7.0
+    assert Seen(torch.tensor([2, 5]), residual=torch.tensor([0.1, 0.3])).read() == (5.0, pytest.approx(0.3))
+
+
+class Fast(Eager):
+    """A contender of one's own."""
+
+
+class Sloppy(Eager):
+    """In bf16 it does next to nothing, and misses eps."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.setting.precision == "fp32":
+            return super().forward(images)
+        output = self.net.S(self.net.R(self.start(v := self.net.Q(images)), v))
+        self.seen = Seen(1, residual=10.0)
+        return output
+
+
+class Broken(Plain):
+    def forward(self, images: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel\nand more")
+
+
+def test_one_that_fails_or_is_missing_does_not_end_the_run() -> None:
+    images = points.feed(LOOSE, CPU, many=3)
+    chosen = [
+        Contender("broken", Broken, "peer"),
+        Contender("absent", Plain, "peer", missing=lambda: "it is not here"),
+        Contender("fast", Fast, "ours", precisions=()),
+        contenders()["plain"],
+    ]
+    done, notes = measure(trained(LOOSE, iter(images), CPU, QUICK), images, chosen, QUICK)
+    assert [one.contender for one in done] == ["fast", "plain"]
+    assert list(done[0].pilots) == ["fp32"]
+    assert set(done[1].pilots) == {"fp32", "bf16"}
+    assert "broken failed: RuntimeError: no such kernel" in notes
+    assert "it is not here" in notes
+    for one in done:
+        assert one.steps == QUICK.blocks * QUICK.block
+        assert 0 < one.ms_10 <= one.ms <= one.ms_90
+        assert one.images_per_second == pytest.approx(1e3 * LOOSE.batch / one.ms)
+        assert one.met == 1.0
+        assert one.residual is not None
+        assert one.residual <= LOOSE.eps
+        assert one.passes == (one.depth + 1, 1)
+        assert one.products == 0
+        assert one.peak_bytes is None
+
+
+def test_a_precision_that_misses_eps_is_not_the_best() -> None:
+    images = points.feed(LOOSE, CPU, many=3)
+    chosen = [Contender("sloppy", Sloppy, "ours")]
+    (one,), _ = measure(trained(LOOSE, iter(images), CPU, QUICK), images, chosen, QUICK)
+    assert one.precision == "fp32"
+    assert one.pilots["bf16"]["met"] == 0
+    assert one.met == 1.0
+
+
+def test_readings_say_how_many_steps_met_eps() -> None:
+    readings = Readings()
+    readings.add([1.0] * 4, [Seen(3, residual=r) for r in (0.1, 0.2, 0.05, math.nan)])
+    assert readings.met(0.1) == 0.5
+    explicit = Readings()
+    explicit.add([1.0], [Seen()])
+    assert explicit.met(0.1) is None
+    assert quantile([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], 0.1) == 1.0
+    assert quantile([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], 0.9) == 9.0
+
+
+def test_the_work_of_the_mnist_network_by_hand() -> None:
+    """R: four convolutions 32 > 32 on 9x9 pixels; S: one 32 > 16 to 7x7, then 784 > 10."""
+    n = 5
+    counted = roofline.count(POINTS["mnist100"], batch=n)
+    conv, linear = 2 * n * 81 * 9 * 32 * 32, 2 * n * 784 * 10
+    assert counted.R.forward.flops == 4 * conv
+    assert counted.R.backward.flops == 8 * conv
+    assert counted.S.forward.flops == 2 * n * 49 * 9 * 32 * 16 + linear
+    first = 2 * n * 784 * 9 * 16  # no gradient goes to the images
+    assert counted.Q.backward.flops == first + 2 * (2 * n * 81 * 9 * 16 * 32)
+    latent, weights = n * 32 * 81, 9 * 32 * 32 + 32
+    assert counted.R.forward.fused_entries == 4 * (2 * latent + weights)
+    assert counted.R.forward.entries == 4 * (2 * latent + weights) + 2 * 2 * latent  # and two batch norms
+    assert counted.R.backward.entries == 2 * counted.R.forward.entries
+    assert counted.parameters == 54_352
+
+
+def test_the_floor_is_the_larger_of_two_times() -> None:
+    counted = roofline.count(POINTS["mnist100"], batch=2)
+    work = counted.step(4, 1)
+    assert work.flops == sum(p.forward.flops + p.backward.flops for p in (counted.Q, counted.R, counted.S)) + 3 * (
+        counted.R.forward.flops
+    )
+    moved = 2 * work.entries + 28 * counted.parameters
+    slow_memory = roofline.floor(counted, roofline.Rates(1e6, {"bf16": 1e18}), "bf16", (4, 1))
+    assert slow_memory.ms == pytest.approx(1e3 * moved / 1e6)
+    assert slow_memory.bound == "bytes"
+    slow_units = roofline.floor(counted, roofline.Rates(1e18, {"fp32": 1e6}), "fp32", (4, 1))
+    assert slow_units.ms == pytest.approx(1e3 * work.flops / 1e6)
+    assert slow_units.bound == "flops"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize64x64x64", "convolution"),
+        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_s1688wgrad_optimized_tf32>", "convolution"),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 512, true>", "batch norm and reduction"),
+        ("void at::native::batch_norm_collect_statistics_kernel<float>", "batch norm and reduction"),
+        ("triton_poi_fused_add_leaky_relu_native_batch_norm_backward_3", "pointwise"),
+        ("triton_red_fused_native_batch_norm_backward_1", "batch norm and reduction"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "pointwise"),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copy"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>>", "optimizer"),
+        ("void cudnn::ops::nchwToNhwcKernel<float, float, float>", "copy"),
+        ("Memcpy DtoH (Device -> Pageable)", "copy"),
+        ("something_new", "other"),
+    ],
+)
+def test_kernels_have_their_kinds(name: str, kind: str) -> None:
+    assert profile.kind(name) == kind
+
+
+def test_idle_is_what_no_kernel_covers() -> None:
+    spans = [Span("gemm", 0, 10), Span("memcpy", 5, 10), Span("gemm", 30, 10), Span("gemm", 31, 2)]
+    assert profile.union(spans) == 25
+    seen = profile.summarise(spans, 50.0, 2, waits=Counter(cudaStreamSynchronize=4))
+    assert seen.busy_ms == 0.0125
+    assert seen.shares["idle"] == 0.5
+    assert seen.kinds["convolution"] == pytest.approx(0.011)
+    assert seen.top[0] == {"name": "gemm", "kind": "convolution", "ms": pytest.approx(0.011), "calls": 1.5}
+    assert seen.waits == {"cudaStreamSynchronize": 2}
+
+
+def test_a_missing_data_set_becomes_noise_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANACH_CACHE", str(tmp_path))
+    monkeypatch.delenv("BANACH_DATA", raising=False)
+    point = dataclasses.replace(POINTS["cifar512"], batch=4)
+    images = points.feed(point, CPU, many=3)
+    assert images.title == "random images (no CIFAR-10 found), augmented as in the paper"
+    taken = [x for (x, _), _ in zip(images, range(4), strict=False)]
+    assert taken[0].shape == (4, 3, 32, 32)
+    assert torch.equal(taken[0], taken[3])
+    assert points.feed(LOOSE, CPU, many=1).title == "digits (scikit-learn)"
+
+
+def test_the_points_are_those_of_the_paper() -> None:
+    for point in POINTS.values():
+        assert (point.eps, point.max_steps) == (point.recipe.eps, point.recipe.max_steps)
+        assert point.tolerance == point.recipe.tolerance
+    assert [(p.batch, p.precision) for p in POINTS.values()] == [
+        (100, "bf16"),
+        (100, "fp32"),
+        (100, "bf16"),
+        (512, "bf16"),
+    ]
+
+
+def made(name: str, role: str, ms: float) -> Measured:
+    return Measured(name, role, "bf16", ms, ms, ms, 50, 1.0, 1, 1, 4.0, 0.1, 0.9, 1, 0.0, (5.0, 1.0), 1.0, {})
+
+
+def test_targets_are_held_against_the_best_peer_and_the_fast_twin() -> None:
+    rows = [made("plain", "peer", 9.0), made("torchdeq", "peer", 8.0), made("unroll", "fixed", 1.0)]
+    rows += [made("explicit-fast", "twin", 0.3), made("banach-fast", "ours", 0.4)]
+    point, rates = POINTS["mnist100"], roofline.Rates(1e12, {"bf16": 1e14})
+    settings = tables.Settings(point, QUICK, "images", True)
+    counted = roofline.count(point, batch=1)
+    found = {
+        target.what: (target.measured, target.met)
+        for target in tables.targets(tables.Outcome(settings, rows, [], counted, rates, "cuda"))
+    }
+    assert found["banach-fast, ms"] == (0.4, True)
+    assert found["times faster than the best peer, torchdeq"] == (20.0, True)
+    assert found["times as long as explicit-fast"] == (pytest.approx(4 / 3), True)
+    assert found["banach-fast, share of steps that meet eps"] == (0.9, False)
+    assert tables.targets(tables.Outcome(settings, rows, [], counted, rates, "cpu")) == []
+
+
+def test_the_command_writes_a_table_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--quick", "--device", "cpu", "--points", "mnist100", "--out", str(tmp_path)]
+    assert main([*arguments, "--profile", "plain,explicit"]) == 0
+    shown = capsys.readouterr().out
+    assert "failed" not in shown
+    assert max(map(len, shown.splitlines())) <= 120
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "mnist100.json",
+        "overview.json",
+        "profile-mnist100.json",
+    }
+    written = json.loads((tmp_path / "mnist100.json").read_text())
+    names = [name for name, one in contenders().items() if one.missing() is None]
+    assert [row["contender"] for row in written["rows"]] == names
+    assert [row["contender"] for row in written["measured"]] == names
+    assert all(name in shown for name in names)
+    for row in written["measured"]:
+        assert row["ms"] > 0
+        assert row["floor"]["bytes"] > row["floor"]["fused_bytes"] > 0
+        assert row["times_floor"] == pytest.approx(row["ms"] / row["floor"]["ms"])
+    assert written["rates"]["copy"] > 0
+    assert written["provenance"]["settings"]["point"]["batch"] == 4
+    assert "MNIST" in written["provenance"]["settings"]["images"]
+    kinds = json.loads((tmp_path / "profile-mnist100.json").read_text())["profiles"]
+    assert set(kinds) == {"plain", "explicit"}
+    assert kinds["plain"]["shares"]["convolution"] > 0
+
+
+def test_wrong_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in (
+        (["--points", "mnist7"], "no point is called mnist7; there are mnist100"),
+        (["--contenders", "plane"], "no contender is called plane; there are plain"),
+        (["--data-dir", "/no/such"], "/no/such is not a folder"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert sentence in capsys.readouterr().err
+    with pytest.raises(ValueError, match="got 'fp8'"), precision.switches("fp8", CPU):
+        pass

@@ -1,0 +1,133 @@
+"""What TensorBoard reads back is what the epochs said, each epoch once, also after an interruption."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from banach.train import Epoch
+from banach.train.board import MISSING, TAGS, Board, open_board
+
+pytest.importorskip("tensorboard", reason="needs tensorboard")
+
+FIRST = Epoch(
+    epoch=1,
+    loss=1.5,
+    accuracy=0.5,
+    validation_loss=1.25,
+    validation_accuracy=0.625,
+    lr=0.125,
+    depth=12.5,
+    max_depth=20,
+    residual=2.0**-14,
+    max_residual=2.0**-12,
+    converged=0.75,
+    validation_depth=13.5,
+    validation_converged=0.875,
+    sigma=0.375,
+    products=4096,
+    seconds=3.25,
+    memory=2**30,
+)
+NO_FIXED_POINT = replace(
+    FIRST,
+    depth=None,
+    max_depth=None,
+    residual=None,
+    max_residual=None,
+    converged=None,
+    validation_depth=None,
+    validation_converged=None,
+    sigma=None,
+    memory=None,
+)
+
+
+def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by tag, as TensorBoard itself reads the folder."""
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_every_figure_of_an_epoch_is_there(tmp_path: Path) -> None:
+    second = replace(FIRST, epoch=2, loss=0.75, products=8192)
+    with Board(tmp_path) as board:
+        board.write(FIRST)
+        board.write(second)
+    found = read(tmp_path)
+    named = {field.name for field in fields(Epoch)} - {"epoch"}
+    assert set(TAGS) == named
+    assert len(set(TAGS.values())) == len(TAGS)
+    # All these values are exact in float32, which is what an event file holds.
+    assert found == {TAGS[name]: [(1, getattr(FIRST, name)), (2, getattr(second, name))] for name in named}
+
+
+def test_what_an_epoch_has_not_is_left_out(tmp_path: Path) -> None:
+    with Board(tmp_path) as board:
+        board.write(NO_FIXED_POINT)
+    kept = ("loss", "accuracy", "validation_loss", "validation_accuracy", "lr", "products", "seconds")
+    assert set(read(tmp_path)) == {TAGS[name] for name in kept}
+
+
+def test_a_diverged_run_is_written(tmp_path: Path) -> None:
+    with Board(tmp_path) as board:
+        board.write(replace(FIRST, loss=math.nan, residual=math.inf))
+    found = read(tmp_path)
+    assert math.isnan(found["loss/train"][0][1])
+    assert found["residual/mean"] == [(1, math.inf)]
+
+
+@pytest.mark.parametrize(("resume_at", "kept"), [(2, [10.0, 20.0]), (0, [])])
+def test_after_a_resume_no_epoch_stands_there_twice(tmp_path: Path, resume_at: int, kept: list[float]) -> None:
+    with Board(tmp_path) as board:
+        for number in (1, 2, 3, 4):
+            board.write(replace(FIRST, epoch=number, loss=10.0 * number))
+    with Board(tmp_path, resume_at=resume_at) as board:
+        for number in range(resume_at + 1, 6):
+            board.write(replace(FIRST, epoch=number, loss=-1.0))
+    steps, losses = zip(*read(tmp_path)["loss/train"], strict=True)
+    assert steps == (1, 2, 3, 4, 5)
+    assert list(losses) == [*kept, *[-1.0] * (5 - len(kept))]
+
+
+def test_an_epoch_is_on_the_disk_when_it_is_written(tmp_path: Path) -> None:
+    """A killed process leaves what was written: copied at once, the file holds it already."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    with Board(tmp_path / "board") as board:
+        (file,) = (tmp_path / "board").iterdir()
+        for number in range(1, 21):
+            board.write(replace(FIRST, epoch=number))
+            (copy / file.name).write_bytes(file.read_bytes())
+            assert all(steps[-1][0] == number for steps in read(copy).values())
+
+
+def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert open_board(tmp_path / "board") is None
+    with pytest.raises(RuntimeError, match="tensorboard is missing"):
+        Board(tmp_path / "board")
+    assert not (tmp_path / "board").exists()
+    assert "\n" not in MISSING
+
+
+def test_a_first_import_warns_of_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from banach.train.board import open_board\n"
+        "assert 'tensorboard' not in sys.modules, 'it is imported before it is asked for'\n"
+        f"with open_board({str(tmp_path)!r}): pass"
+    )
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env={"PYTHONPATH": source}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir())
