@@ -124,3 +124,12 @@ def _git(folder: Path, *arguments: str) -> str:
     # A clean environment: no hook's GIT_DIR, no user's configuration.
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_copy_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BANACH_COMMIT", "abc123")
+    source_commit.cache_clear()
+    try:
+        assert source_commit(tmp_path) == ("abc123", None)
+    finally:
+        source_commit.cache_clear()

@@ -10,11 +10,13 @@ import banach
 ROOMS = (
     "provenance",
     "latent",
+    "kernels",
     "solve",
     "backward",
     "nn",
     "network",
     "diagnose",
+    "fast",
     "models",
     "data",
     "train",

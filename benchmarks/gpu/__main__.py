@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from banach.provenance import source_commit, write_json
+from benchmarks.gpu import fast as fast  # adds its contenders
 from benchmarks.gpu import roofline
 from benchmarks.gpu.measure import QUICK, Plan, Start, attempt, measure, trained
 from benchmarks.gpu.peers import Contender, contenders

@@ -93,8 +93,12 @@ def source_commit(package: Path = _PACKAGE) -> tuple[str | None, bool | None]:
 
     Asked once per process: what counts is the code that was imported, and the results that a run writes
     would themselves make the tree dirty. Git is asked for the tree that holds `src/banach`, so that a
-    package installed inside someone else's repository does not report that repository's commit.
+    package installed inside someone else's repository does not report that repository's commit. A copy of the
+    tree without git, on another machine, is told its commit by BANACH_COMMIT.
     """
+    told = os.environ.get("BANACH_COMMIT")
+    if told:
+        return told, None
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() / "src" / "banach" != package:
         return None, None

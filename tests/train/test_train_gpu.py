@@ -1,14 +1,16 @@
 """Training on a GPU: every precision, the same weights as on the CPU, a resume, the peak memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from banach import Tolerance
-from banach.data import Batches
+from banach import JFB, Anderson, Mode, Neumann, Picard, Solver, Tolerance, Unroll
+from banach.data import Batches, Chain, Crop, Flip
+from banach.models import Cosine
 from banach.train import Run, fit
-from banach.train.fit import _take_step
+from banach.train.steps import Steps
 from banach.train.work import Work
 from train.parts_train import images, network, plain_network, settings
 
@@ -63,18 +65,68 @@ def test_the_gpus_random_numbers_stay() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_loop_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
     # A fixed depth asks for nothing, so any wait is the loop's own, and raises here.
-    made = settings(device="cuda", clip=1.0, ema=0.9, label_smoothing=0.1)
+    made = settings(device="cuda", clip=1.0, ema=0.9, label_smoothing=0.1, fast=fast)
     net = plain_network(Tolerance(max_steps=5, check_every=0)).cuda()
     train = images().to("cuda")
     work = Work(net, Batches(train, 16), train, made)
-    batches = list(work.remaining())
-    _take_step(work, *batches[0])
+    steps = Steps(work)
+    steps.take()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for batch in batches[1:]:
-            _take_step(work, *batch)
+        for work.step in range(1, 6):
+            steps.take()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert (steps.captured is not None) == fast
     assert work.tally.read().loss > 0
+
+
+@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2)])
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.2), Anderson(3)])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_captured_steps_learn_what_plain_ones_learn(solver: Solver, mode: Mode, optimizer: str) -> None:
+    """In float64 and at a tight tolerance: the depths differ, the fixed points and so the weights do not."""
+    more = {"momentum": 0.9, "lr": 1e-2} if optimizer == "sgd" else {}
+    made = settings(device="cuda", clip=1.0, ema=0.9, optimizer=optimizer, schedule=Cosine(), accumulate=2, **more)
+    trained = []
+    for fast in (True, False):
+        net = plain_network(solver=solver, backward=mode)
+        history = fit(net, images(90), images(20, "validation"), replace(made, fast=fast))
+        trained.append((net, history))
+    (fast_net, fast_history), (plain_net, plain_history) = trained
+    for a, b in zip(fast_net.parameters(), plain_net.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert fast_history.last.loss == pytest.approx(plain_history.last.loss, rel=1e-5)
+    assert fast_history.last.products == plain_history.last.products
+    assert fast_history.last.converged == pytest.approx(1.0)
+
+
+def test_captured_steps_draw_what_plain_ones_draw() -> None:
+    """Dropout, batch norm and augmentation: the same numbers, and one update of the statistics a step."""
+    trained = []
+    for fast in (True, False):
+        net = network(tolerance=Tolerance(atol=1e-5, max_steps=60))
+        made = settings(device="cuda", epochs=1, batch_size=32, fast=fast)
+        fit(net, images(96), images(20, "validation"), made, augment=Chain(Flip(), Crop(1)))
+        trained.append(net.state_dict())
+    for name, value in trained[0].items():
+        torch.testing.assert_close(value, trained[1][name], rtol=2e-3, atol=2e-3)
+
+
+def test_a_network_that_asks_the_host_is_trained_plainly() -> None:
+    class Asking(torch.nn.Module):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return y * float(y.detach().abs().max().item() < 1e9)
+
+    net = plain_network()
+    net.S = torch.nn.Sequential(net.S, Asking())
+    with pytest.warns(UserWarning, match="steps run one by one"):
+        history = fit(net, images(), images(20, "validation"), settings(device="cuda", epochs=1))
+    reference = plain_network()
+    fit(reference, images(), images(20, "validation"), settings(device="cuda", epochs=1, fast=False))
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    assert history.finished

@@ -18,7 +18,7 @@ from banach.train import Run, RunError
 EPILOG = """\b
 Further flags: --recipe --augment --batch-norm/--no-batch-norm --rtol --optimizer --momentum
   --weight-decay --schedule --label-smoothing --clip --ema --accumulate --monitor/--no-monitor
-  --checkpoint-every --threads --tensorboard/--no-tensorboard
+  --checkpoint-every --threads --fast/--no-fast --compile --tensorboard/--no-tensorboard
 A settings file holds the same names: epochs = 5, schedule = "steps:10,15:0.1"
 \b
 Examples:
@@ -74,6 +74,8 @@ def train(
     monitor: Annotated[Switch, flag("--monitor/--no-monitor", hidden=True)] = None,
     checkpoint_every: Annotated[Whole, flag(hidden=True)] = None,
     threads: Annotated[Whole, flag(hidden=True)] = None,
+    fast: Annotated[Switch, flag("--fast/--no-fast", hidden=True)] = None,
+    compile: Annotated[Switch, flag("--compile/--no-compile", hidden=True)] = None,
     tensorboard: Annotated[bool, flag("--tensorboard/--no-tensorboard", hidden=True)] = True,
 ) -> int:
     """Train an implicit network; the test set is read once, at the end.

@@ -21,8 +21,9 @@ class Average:
 
     @torch.no_grad()
     def update(self, net: nn.Module) -> None:
-        for name, p in net.named_parameters():
-            self.weights[name].lerp_(p, 1 - self.decay)
+        own = dict(net.named_parameters())
+        # One kernel for all weights, not one for each.
+        torch._foreach_lerp_(list(self.weights.values()), [own[name] for name in self.weights], 1 - self.decay)
 
     @torch.no_grad()
     def put_into(self, net: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from banach.data import Batches, Images
 from banach.network import ImplicitNetwork
 from banach.solve import Solution
-from banach.train.precision import arithmetic, autocast
+from banach.train.precision import arithmetic, at_least_fp32, autocast
 from banach.train.tally import Tally, Totals
 
 
@@ -39,4 +39,4 @@ def scores(net: Any, x: Tensor, precision: str = "fp32") -> tuple[Tensor, Soluti
         output = net(x, solution=True) if isinstance(net, ImplicitNetwork) else net(x)
     if isinstance(net, ImplicitNetwork):
         output, found = output
-    return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output, found
+    return at_least_fp32(output), found

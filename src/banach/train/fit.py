@@ -8,22 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.backward import Implicit, Neumann, Unroll
-from banach.data import Augmentation, Batches, Images, counter
+from banach.backward import Implicit
+from banach.data import Augmentation, Batches, Images
 from banach.train.checkpoint import Position
-from banach.train.evaluate import evaluate, scores
+from banach.train.evaluate import evaluate
 from banach.train.history import Epoch, History
 from banach.train.precision import arithmetic
 from banach.train.run import Run
 from banach.train.settings import Settings
+from banach.train.steps import Steps
 from banach.train.stop import stop_on_signals
 from banach.train.tally import Totals
 from banach.train.work import Work
 
-_DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1
 _WATCHED = 8  # images on which the contraction is measured after every epoch
 
 
@@ -53,13 +52,14 @@ def fit(
         _resume(run, work, identity)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(arithmetic(settings.precision, device))
+        stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         stack.enter_context(_counting(work))
         stop = stack.enter_context(stop_on_signals(run is not None))
+        steps = Steps(work)
         while work.epoch < settings.epochs and not stop.asked:
             net.train()
-            for images, labels in work.remaining():
-                _take_step(work, images, labels)
+            for _ in range(work.step, len(batches)):
+                steps.take()
                 work.step += 1
                 if on_step is not None:
                     on_step(work.position)
@@ -82,29 +82,9 @@ def fit(
     return History(tuple(work.done), work.epoch >= settings.epochs, stop.asked)
 
 
-def _take_step(work: Work, images: Tensor, labels: Tensor) -> None:
-    """One step of the optimizer, on a batch that goes through the network in parts."""
-    settings = work.settings
-    _set_lr(work)
-    _seed(counter.key(settings.seed, _DRAWS, work.epoch, work.step), work.device)
-    work.optimizer.zero_grad()
-    parts = zip(images.chunk(settings.accumulate), labels.chunk(settings.accumulate), strict=True)
-    for x, y in parts:
-        output, found = scores(work.net, x, settings.precision)
-        loss = F.cross_entropy(output, y, label_smoothing=settings.label_smoothing)
-        work.tally.add(loss, output, y, found)
-        (loss * (len(y) / len(labels))).backward()
-    work.products += len(labels) * _products_per_sample(work.net)
-    if settings.clip is not None:
-        nn.utils.clip_grad_norm_(work.net.parameters(), settings.clip)
-    work.optimizer.step()
-    if work.average is not None:
-        work.average.update(work.net)
-
-
 def _look_back(work: Work) -> Epoch:
     """What the epoch came to: the only place where the loop asks the device."""
-    seen, lr, products = work.tally.read(), work.optimizer.param_groups[0]["lr"], work.products
+    seen, lr, products = work.tally.read(), work.rate(work.step - 1), work.products
     work.net.eval()
     held = _validate(work)
     sigma = _contraction(work)
@@ -145,21 +125,6 @@ def _contraction(work: Work) -> float | None:
     return work.monitor.history[-1].sigma
 
 
-def _seed(number: int, device: torch.device) -> None:
-    """As `torch.manual_seed`, which also turns to every device there is not, for a tenth of a millisecond."""
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(number)
-
-
-def _set_lr(work: Work) -> None:
-    settings = work.settings
-    done = work.epoch + work.step / len(work.batches)
-    for group in work.optimizer.param_groups:
-        group["lr"] = settings.lr * settings.schedule.multiplier(done, settings.epochs)
-
-
 def _is_due(work: Work) -> bool:
     """Is a checkpoint wanted within the epoch? Its end has one of its own."""
     every = work.settings.checkpoint_every
@@ -180,14 +145,6 @@ def _check_splits(train: Images, validation: Images) -> None:
             raise ValueError(
                 f"{name} is the test split, which chooses nothing: give {name} images of another split"
             )
-
-
-def _products_per_sample(net: Any) -> int:
-    """J-products that follow from the mode alone; Implicit reports its own."""
-    mode = getattr(net, "backward", None)
-    if isinstance(mode, Neumann):
-        return mode.order
-    return mode.steps - 1 if isinstance(mode, Unroll) else 0
 
 
 @contextmanager

@@ -26,7 +26,9 @@ class Settings:
     after the other, for less memory and the same gradient (but batch norm sees the parts). `weight_decay` is
     added to the gradient by "adam" and "sgd", and taken from the weights by "adamw". `ema` is the decay d of the
     averaged weights, a <- d a + (1 - d) w at every step. `clip` bounds the norm of the gradient. A run is
-    checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0.
+    checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. `fast` captures steps on a
+    GPU, where that can be done: the same mathematics, at a depth that is chosen from earlier residuals. `compile`
+    also compiles Q, R and S there, which takes from half a minute to some minutes at the start.
     """
 
     data: str | None = None
@@ -56,6 +58,8 @@ class Settings:
     accumulate: int = 1
     seed: int = 0
     monitor: bool = True
+    fast: bool = True
+    compile: bool = False
     checkpoint_every: int = 0
     threads: int | None = None
     device: str = "auto"
@@ -82,7 +86,7 @@ class Settings:
                 raise ValueError(f"{name} must be a name, or None, got {getattr(self, name)!r}")
         nearest("optimizer", self.optimizer, OPTIMIZERS)
         nearest("precision", self.precision, PRECISIONS)
-        for name in ("monitor", "batch_norm"):
+        for name in ("monitor", "batch_norm", "fast", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not callable(getattr(self.schedule, "multiplier", None)) or isinstance(self.schedule, type):

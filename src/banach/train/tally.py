@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from banach.fast import Reached
 from banach.solve import Solution
 
 
@@ -31,7 +32,12 @@ class Tally:
         self.sums = torch.zeros(7, dtype=torch.float64, device=device)
         self.most = torch.zeros(2, dtype=torch.float64, device=device)  # depth, residual
 
-    def add(self, loss: Tensor, output: Tensor, labels: Tensor, found: Solution | None) -> None:
+    def reset(self) -> None:
+        """Back to zero, in place: a captured step goes on adding to these very tensors."""
+        self.sums.zero_()
+        self.most.zero_()
+
+    def add(self, loss: Tensor, output: Tensor, labels: Tensor, found: Solution | Reached | None) -> None:
         """One batch: its mean loss, its answers, and what the solve found."""
         count = labels.new_full((), len(labels))
         hits = (output.argmax(1) == labels).sum()
@@ -40,7 +46,8 @@ class Tally:
             # Without a step there is no residual: infinity would only hide those of other batches.
             residual = torch.where(found.steps > 0, found.residual, torch.zeros_like(found.residual))
             parts += [count, found.steps.sum(), residual.double().sum(), found.converged.sum()]
-            self.most = torch.maximum(self.most, torch.stack([found.steps.max(), residual.max()]).double())
+            most = torch.stack([found.steps.max(), residual.max()]).double()
+            torch.maximum(self.most, most, out=self.most)
         self.sums[: len(parts)] += torch.stack([part.detach().double() for part in parts])
 
     def read(self) -> Totals:

@@ -32,6 +32,7 @@ class Work:
         self.device = settings.torch_device
         self.implicit = isinstance(net, ImplicitNetwork)
         self.optimizer = make_optimizer(net, settings)
+        self.tally = Tally(self.device)
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
         self.epoch = self.step = 0
@@ -47,13 +48,24 @@ class Work:
         """Time spent on this epoch, before an interruption and since."""
         return self.spent + time.perf_counter() - self.since
 
-    def remaining(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of this epoch that are still to come."""
-        return self.batches.epoch(self.epoch, start=self.step)
+    def rate(self, step: int) -> float:
+        """The learning rate of a step of this epoch."""
+        settings = self.settings
+        return settings.lr * settings.schedule.multiplier(self.epoch + step / len(self.batches), settings.epochs)
+
+    def changing(self) -> Iterator[Tensor]:
+        """Every tensor that a training step changes in place, and that there is already."""
+        yield from self.net.parameters()
+        yield from self.net.buffers()
+        yield from (self.tally.sums, self.tally.most)
+        if self.average is not None:
+            yield from self.average.weights.values()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def begin_epoch(self) -> None:
         """Sums, counts and the clock start at zero."""
-        self.tally = Tally(self.device)
+        self.tally.reset()
         self.products, self.spent, self.since = 0, 0.0, time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -108,7 +120,8 @@ class Work:
         if self.average is not None:
             for name, value in checkpoint.under("average").items():
                 self.average.weights[name].copy_(value)
-        self.tally.sums, self.tally.most = (tensors[f"tally.{x}"].to(self.device) for x in ("sums", "most"))
+        self.tally.sums.copy_(tensors["tally.sums"])
+        self.tally.most.copy_(tensors["tally.most"])
         self.epoch, self.step, self.products = state["epoch"], state["step"], state["products"]
         self.spent, self.since = state["seconds"], time.perf_counter()
         self.monitor.warned = state["warned"]
@@ -124,13 +137,22 @@ class Work:
 
 
 def make_optimizer(net: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """The optimizer of the settings, over the parameters that are trained."""
+    """The optimizer of the settings, over the parameters that are trained.
+
+    On a GPU it is one kernel, and its learning rate a tensor, so that a captured step can change it.
+    """
     weights = [p for p in net.parameters() if p.requires_grad]
-    lr, decay = settings.lr, settings.weight_decay
+    device, decay = settings.torch_device, settings.weight_decay
+    lr: Any = settings.lr
+    more: dict[str, Any] = {}
+    if device.type == "cuda":
+        lr, more = torch.tensor(settings.lr, device=device), {"fused": True}
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(weights, lr=lr, weight_decay=decay, momentum=settings.momentum)
+        return torch.optim.SGD(weights, lr=lr, weight_decay=decay, momentum=settings.momentum, **more)
     made = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
-    return made(weights, lr=lr, weight_decay=decay)
+    if more:
+        more["capturable"] = True
+    return made(weights, lr=lr, weight_decay=decay, **more)
 
 
 def _tensor(name: str, value: Any) -> Tensor:

@@ -1,0 +1,73 @@
+"""banach's fast path, and the explicit twin on the same path: the whole step as one CUDA graph."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from banach import ImplicitNetwork
+from banach.fast import TrainStep
+from benchmarks.gpu.peers import Contender, register
+from benchmarks.gpu.step import Seen, Setting, Step, Warm, without_steps
+
+
+class Fast(Step):
+    """banach.fast.TrainStep: Picard at a depth from the ladder, JFB, Adam, captured."""
+
+    captured = True
+    compile = False
+
+    def __init__(self, net: ImplicitNetwork, setting: Setting) -> None:
+        super().__init__(net, setting)
+        if setting.precision != "fp32":
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        recipe = setting.point.recipe
+        options: Any = {"fused": True, "capturable": True} if setting.device.type == "cuda" else {}
+        self.optimizer = torch.optim.Adam(
+            net.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, **options
+        )
+        loss = partial(F.cross_entropy, label_smoothing=self.smoothing)
+        self.step = TrainStep(net, self.optimizer, loss, bf16=setting.precision == "bf16", compile=self.compile)
+
+    def load(self, warm: Warm) -> None:
+        super().load(warm)
+        for state in self.optimizer.state.values():  # counted on the device, so that the count can be captured
+            state["step"] = state["step"].to(self.setting.device)
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        loss = self.step(images, labels)
+        reached = self.step.reached
+        assert reached is not None
+        self.seen = Seen(reached.steps[:1].clone(), residual=reached.residual.max().clone())
+        return loss
+
+
+class FastCompiled(Fast):
+    """The same with Q, R and S compiled."""
+
+    compile = True
+
+
+class FastTwin(Fast):
+    """The explicit twin on the same path."""
+
+    def __init__(self, net: ImplicitNetwork, setting: Setting) -> None:
+        super().__init__(without_steps(net), setting)
+
+
+class FastTwinCompiled(FastTwin):
+    compile = True
+
+
+def _no_cuda() -> str | None:
+    return None if torch.cuda.is_available() else "needs CUDA"
+
+
+register(Contender("banach-captured", Fast, "ours", (), missing=_no_cuda))
+register(Contender("banach-fast", FastCompiled, "ours", (), missing=_no_cuda))
+register(Contender("explicit-captured", FastTwin, "twin", (), missing=_no_cuda))
+register(Contender("explicit-fast", FastTwinCompiled, "twin", (), missing=_no_cuda))

@@ -1,0 +1,20 @@
+"""The fast path: whole steps as one program that asks the host for nothing."""
+
+from banach.fast.depth import DepthControl, Ladder
+from banach.fast.fixed import FixedDepth, Reached
+from banach.fast.graph import Graphs, unchanged
+from banach.fast.programs import Programs, reset_optimizer
+from banach.fast.training import TrainStep, first_control
+
+__all__ = [
+    "DepthControl",
+    "FixedDepth",
+    "Graphs",
+    "Ladder",
+    "Programs",
+    "Reached",
+    "TrainStep",
+    "first_control",
+    "reset_optimizer",
+    "unchanged",
+]

@@ -1,0 +1,65 @@
+"""How deep to go without asking: the next depth follows from residuals that arrive a few steps late."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+LAG = 8  # training steps between a residual and the first step that knows of it
+WINDOW = 64  # residuals that are remembered
+SHARE = 0.98  # of the remembered steps would have met the tolerance at the depth that is chosen
+_FASTEST, _SLOWEST = 0.2, 0.97  # rates that are believed: a step is never worth more, or less
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The depths there are: few, since every one of them is a program of its own."""
+
+    rungs: tuple[int, ...]
+
+    @staticmethod
+    def up_to(max_steps: int) -> Ladder:
+        """1, 2, ... 16, then every second, fourth, eighth: never more than an eighth too deep, and `max_steps`."""
+        if max_steps < 1:
+            raise ValueError(f"a ladder needs at least one step, got max_steps={max_steps}")
+        rungs, depth = [], 1
+        while depth < max_steps:
+            rungs.append(depth)
+            depth += max(1, 2 ** (depth.bit_length() - 4)) if depth >= 16 else 1
+        return Ladder((*rungs, max_steps))
+
+    def at_least(self, need: float) -> int:
+        """The lowest rung that is deep enough, the last one if none is."""
+        return next((rung for rung in self.rungs if rung >= need), self.rungs[-1])
+
+
+class DepthControl:
+    """The depth of the next step, from what earlier ones reached.
+
+    A step at depth k tells its excess e_k = residual / tolerance, and e_{k+1}. Their ratio is the rate of the
+    iteration, so that e_k would have been 1 at depth k + log(e_k) / log(1 / rate). The next depth is the rung for
+    the largest such need that is remembered, but for the few largest. What was told at step n counts from step
+    n + LAG on, whenever it arrived: so a run repeats.
+    """
+
+    def __init__(self, ladder: Ladder, start: int) -> None:
+        self.ladder, self.depth = ladder, ladder.at_least(start)
+        self._needs: deque[float] = deque(maxlen=WINDOW)
+
+    def observe(self, depth: int, excess: float, next_excess: float) -> None:
+        """What a step at `depth` reached."""
+        self._needs.append(need(depth, excess, next_excess))
+        worst = sorted(self._needs)[math.ceil(SHARE * len(self._needs)) - 1]
+        self.depth = self.ladder.at_least(worst)
+
+
+def need(depth: int, excess: float, next_excess: float) -> float:
+    """The depth at which the excess would have been 1; infinite where nothing is known of the residual."""
+    if not math.isfinite(excess):
+        return math.inf
+    if excess <= 0:
+        return 1.0
+    rate = next_excess / excess
+    rate = min(max(rate, _FASTEST), _SLOWEST) if math.isfinite(rate) else _SLOWEST
+    return max(1.0, math.ceil(depth + math.log(excess) / -math.log(rate)))

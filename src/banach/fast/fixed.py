@@ -1,0 +1,116 @@
+"""A network at a depth that is chosen beforehand: the host is asked nothing, so the whole can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.backward import JFB
+from banach.fast.twin import has_traceless_twin, traceless_twin
+from banach.latent import Latent, Space, detach
+from banach.network import ImplicitNetwork
+from banach.nn.passes import uses_batch_statistics
+from banach.solve import Picard, Tolerance
+
+_MOST = 0.95  # of independent samples are to meet the tolerance; the slowest few do not set the depth of all
+
+
+@dataclass(frozen=True, eq=False)
+class Reached:
+    """What a fixed depth came to. `residual`, `converged`, `steps` are per sample, as those of a `Solution`.
+
+    `excess` holds residual / tolerance at this depth and one step on, over the batch: what sets the next depth.
+    """
+
+    residual: Tensor
+    converged: Tensor
+    steps: Tensor
+    excess: Tensor
+
+
+class FixedDepth:
+    """(d, depth) -> (output, Reached): N(d) with `depth` evaluations of R before the one that is differentiated.
+
+    By Picard and JFB the iteration is bare: no sample freezes, nothing is measured before the last step, and that
+    step's evaluation by JFB tells the next residual for nothing. Every other solver and mode goes through the
+    network itself with a tolerance that never asks.
+    """
+
+    def __init__(self, net: ImplicitNetwork, wrap: Callable[[Any], Any] = lambda part: part) -> None:
+        self.net, self.tolerance = net, net.tolerance
+        self.bare = self._is_bare(net)
+        self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
+        if self.bare:
+            # Not bound methods of the network: compiled parts are called in its place.
+            self.Q, self.R, self.S = wrap(net.Q), wrap(net.R), wrap(net.S)
+            self.twin = wrap(traceless_twin(net.R))
+            self.coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
+
+    @staticmethod
+    def _is_bare(net: ImplicitNetwork) -> bool:
+        return isinstance(net.solver, Picard) and isinstance(net.backward, JFB) and has_traceless_twin(net.R)
+
+    def __call__(self, d: Any, depth: int) -> tuple[Any, Reached]:
+        return self._bare(d, depth) if self.bare else self._through_network(d, depth)
+
+    def _bare(self, d: Any, depth: int) -> tuple[Any, Reached]:
+        v = self.Q(d)
+        with torch.no_grad():
+            constant = detach(v)
+            z = before = self.net.start(constant)
+            for _ in range(depth):
+                z, before = self._step(z, constant), z
+        u = self.R(z, v)
+        with torch.no_grad():
+            reached = self._reached(depth, before, z, detach(u))
+        return self.S(u), reached
+
+    def _step(self, z: Latent, v: Latent) -> Latent:
+        Tz = self.twin(z, v)
+        return torch.lerp(Tz, z, self.damping) if self.damping else Tz
+
+    def _reached(self, depth: int, before: Tensor, z: Tensor, after: Tensor) -> Reached:
+        space = Space.of(z, coupled=self.coupled)
+        residual, allowed = _measure(space, self.tolerance, before, z, self.damping)
+        next_residual, next_allowed = _measure(space, self.tolerance, z, after, 0.0)
+        excess = torch.stack([_worst(residual / allowed), _worst(next_residual / next_allowed)])
+        batch = len(z)
+        return Reached(
+            residual=residual.expand(batch),
+            converged=(residual <= allowed).expand(batch),
+            steps=torch.full((), depth, device=z.device).expand(batch),
+            excess=excess,
+        )
+
+    def _through_network(self, d: Any, depth: int) -> tuple[Any, Reached]:
+        net, tolerance = self.net, self.tolerance
+        net.tolerance = replace(tolerance, max_steps=depth, check_every=0)
+        try:
+            output, found = net(d, solution=True)
+        finally:
+            net.tolerance = tolerance
+        # It is known at which step every sample froze, so the excess of that depth is 1.
+        deepest = _worst(found.steps.double())
+        excess = torch.where(_worst((~found.converged).double()) > 0, 2.0, 0.8 ** (depth - deepest))
+        return output, Reached(found.residual, found.converged, found.steps, torch.stack([excess, 0.8 * excess]))
+
+
+def _measure(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float) -> tuple[Tensor, Tensor]:
+    """The residual per sample, and what is allowed of it. A damped step is 1 - damping of the residual."""
+    norm, scale = tolerance.norm, tolerance.norm.scale(space)
+    rows, onward = space.rows(z), space.rows(Tz)
+    residual = norm.measure((onward - rows).float(), space) * (scale / (1 - damping))
+    if not tolerance.rtol:
+        return residual, torch.full_like(residual, tolerance.atol)
+    return residual, tolerance.atol + tolerance.rtol * scale * norm.measure(onward.float(), space)
+
+
+def _worst(values: Tensor) -> Tensor:
+    """The largest value, but for the share of samples that may lag behind; NaN stays NaN."""
+    if len(values) < 20:
+        return values.max().double()
+    return values.double().kthvalue(int(len(values) * _MOST)).values

@@ -1,0 +1,116 @@
+"""A network at a fixed depth gives what the network itself gives at that depth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from banach import JFB, Anderson, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, WorstPixel, models
+from banach.fast import FixedDepth
+from banach.fast.twin import has_traceless_twin, traceless_twin
+from banach.nn import Dropout
+from train.parts_train import plain_network
+
+
+def paper_network(**options: Any) -> Any:
+    torch.manual_seed(0)
+    tolerance = Tolerance(atol=1e-3, max_steps=60, norm=WorstPixel())
+    net: Any = models.build("digits", tolerance=tolerance, **options).double()
+    net.S.drop.p = 0.0
+    return net
+
+
+def images(count: int = 6) -> torch.Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.3), Anderson(3)])
+@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2)])
+@pytest.mark.parametrize("training", [True, False])
+def test_output_gradient_and_statistics_are_the_networks(solver: Any, mode: Any, training: bool) -> None:
+    depth, d, y = 7, images(), torch.arange(6)
+    own, fast = (paper_network(solver=solver, backward=mode).train(training) for _ in range(2))
+    atol = 0.0 if isinstance(solver, Picard) and isinstance(mode, JFB) else 1e-3  # there no sample freezes
+    own.tolerance = Tolerance(atol=atol, max_steps=depth, norm=WorstPixel())
+    scores, found = own(d, solution=True)
+    F.cross_entropy(scores, y).backward()
+    output, reached = FixedDepth(fast)(d, depth)
+    F.cross_entropy(output, y).backward()
+    torch.testing.assert_close(output, scores)
+    torch.testing.assert_close(reached.residual.double(), found.residual, rtol=1e-5, atol=1e-9)
+    for a, b in zip(fast.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    for (name, a), b in zip(fast.named_buffers(), own.buffers(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_the_next_excess_is_that_of_the_next_step() -> None:
+    net, d = paper_network().train(), images()
+    states = [FixedDepth(net)(d, depth)[1] for depth in (4, 5)]
+    torch.testing.assert_close(states[0].excess[1], states[1].excess[0], rtol=1e-5, atol=0.0)
+    assert float(states[0].excess[0]) == pytest.approx(float(states[0].residual.max()) / 1e-3, rel=1e-6)
+
+
+def test_a_relative_tolerance_is_relative() -> None:
+    net = plain_network(Tolerance(atol=0.0, rtol=1e-3, max_steps=50))
+    d = torch.randn(4, 1, 8, 8)
+    reached = FixedDepth(net)(d, 3)[1]
+    net.tolerance = Tolerance(atol=0.0, rtol=0.0, max_steps=3)
+    size = net.latent(d)[1].value.norm(dim=1) / 12**0.5
+    torch.testing.assert_close(
+        reached.excess[0], (reached.residual.double() / (1e-3 * size)).max(), rtol=1e-5, atol=0
+    )
+
+
+def test_the_explicit_twin_has_no_residual() -> None:
+    net, d = paper_network().eval(), images()
+    output, reached = FixedDepth(net)(d, 0)
+    net.tolerance = Tolerance(max_steps=0)
+    torch.testing.assert_close(output, net(d))
+    assert int(reached.steps.max()) == 0
+
+
+def test_the_twin_shares_weights_and_leaves_no_trace() -> None:
+    R = paper_network().train().R
+    twin = traceless_twin(R)
+    assert all(a is b for a, b in zip(twin.parameters(), R.parameters(), strict=True))
+    before = {name: buffer.clone() for name, buffer in R.named_buffers()}
+    u = torch.randn(3, 24, 4, 4, dtype=torch.float64)
+    value = twin(u, u)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in R.named_buffers())
+    torch.testing.assert_close(value, R(u, u))
+    assert any(not torch.equal(buffer, before[name]) for name, buffer in R.named_buffers())
+
+
+def test_in_eval_mode_the_twin_uses_the_statistics() -> None:
+    R = paper_network().eval().R
+    u = torch.randn(3, 24, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(traceless_twin(R)(u, u), R(u, u))
+
+
+def test_what_has_no_twin_goes_through_the_network() -> None:
+    class Dropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.drop = torch.nn.Linear(4, 4), Dropout(0.5)
+
+        def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return 0.3 * torch.tanh(self.drop(self.inner(u))) + v
+
+    assert not has_traceless_twin(Dropping().train())
+    assert has_traceless_twin(Dropping().eval())
+    assert not has_traceless_twin(lambda u, v: u)
+    spectral = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)).train()
+    assert not has_traceless_twin(spectral)
+    net = ImplicitNetwork(torch.nn.Identity(), Dropping(), torch.nn.Identity()).train()
+    made = FixedDepth(net)
+    assert not made.bare
+    d = torch.randn(5, 4)
+    torch.manual_seed(3)
+    output = made(d, 9)[0]
+    torch.manual_seed(3)
+    net.tolerance = Tolerance(max_steps=9, check_every=0)
+    torch.testing.assert_close(output, net(d))
