@@ -43,6 +43,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     settings: Any = None
     device: str = "cpu"
+    details: Any = None  # what belongs in the file and would burst a table
 
     @property
     def met(self) -> bool:
@@ -56,6 +57,7 @@ class Result:
             "targets": targets,
             "rows": self.rows,
             "notes": self.notes,
+            **({} if self.details is None else {"details": self.details}),
             "provenance": provenance({} if self.settings is None else asdict(self.settings), device=self.device),
         }
 

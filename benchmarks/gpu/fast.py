@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from banach import ImplicitNetwork
-from banach.fast import TrainStep
+from banach.fast import TrainStep, align_state
 from benchmarks.gpu.peers import Contender, register
 from benchmarks.gpu.step import Seen, Setting, Step, Warm, without_steps
 
@@ -37,6 +37,7 @@ class Fast(Step):
         super().load(warm)
         for state in self.optimizer.state.values():  # counted on the device, so that the count can be captured
             state["step"] = state["step"].to(self.setting.device)
+        align_state(self.optimizer)
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         loss = self.step(images, labels)

@@ -65,4 +65,6 @@ def _result(
     spread = "" if accuracy.spread is None else f" ± {accuracy.spread:.2%}"
     note = f"test accuracy {accuracy.mean:.2%}{spread}, n = {accuracy.count}; clean images, eval mode, last epoch"
     where = "cuda" if device == "auto" else device
-    return Result(name, question, rows, targets, [note], settings, where)
+    short = [{key: value for key, value in row.items() if key not in ("epochs", "settings")} for row in rows]
+    details = [{key: row[key] for key in ("command", "epochs", "settings")} for row in rows]
+    return Result(name, question, short, targets, [note], settings, where, details)

@@ -4,6 +4,7 @@ from banach import diagnose as diagnose
 from banach import nn as nn
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
 from banach.diagnose import ContractionMonitor, contraction_factor, descent_check
+from banach.fast import compile
 from banach.network import ImplicitNetwork, fixed_point
 from banach.solve import (
     RMS,
@@ -44,6 +45,7 @@ __all__ = [
     "Tolerance",
     "Unroll",
     "WorstPixel",
+    "compile",
     "contraction_factor",
     "descent_check",
     "fixed_point",

@@ -3,10 +3,12 @@
 from banach.fast.depth import DepthControl, Ladder
 from banach.fast.fixed import FixedDepth, Reached
 from banach.fast.graph import Graphs, unchanged
-from banach.fast.programs import Programs, reset_optimizer
+from banach.fast.inference import CompiledNetwork, compile
+from banach.fast.programs import Programs, align_state, reset_optimizer
 from banach.fast.training import TrainStep, first_control
 
 __all__ = [
+    "CompiledNetwork",
     "DepthControl",
     "FixedDepth",
     "Graphs",
@@ -14,6 +16,8 @@ __all__ = [
     "Programs",
     "Reached",
     "TrainStep",
+    "align_state",
+    "compile",
     "first_control",
     "reset_optimizer",
     "unchanged",

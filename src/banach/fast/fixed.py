@@ -11,7 +11,7 @@ from torch import Tensor
 
 from banach.backward import JFB
 from banach.fast.twin import has_traceless_twin, traceless_twin
-from banach.latent import Latent, Space, detach
+from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Picard, Tolerance
@@ -61,7 +61,7 @@ class FixedDepth:
         v = self.Q(d)
         with torch.no_grad():
             constant = detach(v)
-            z = before = self.net.start(constant)
+            z = before = promoted(self.net.start(constant))
             for _ in range(depth):
                 z, before = self._step(z, constant), z
         u = self.R(z, v)
@@ -75,8 +75,8 @@ class FixedDepth:
 
     def _reached(self, depth: int, before: Tensor, z: Tensor, after: Tensor) -> Reached:
         space = Space.of(z, coupled=self.coupled)
-        residual, allowed = _measure(space, self.tolerance, before, z, self.damping)
-        next_residual, next_allowed = _measure(space, self.tolerance, z, after, 0.0)
+        residual, allowed = measure(space, self.tolerance, before, z, self.damping)
+        next_residual, next_allowed = measure(space, self.tolerance, z, after, 0.0)
         excess = torch.stack([_worst(residual / allowed), _worst(next_residual / next_allowed)])
         batch = len(z)
         return Reached(
@@ -99,7 +99,15 @@ class FixedDepth:
         return output, Reached(found.residual, found.converged, found.steps, torch.stack([excess, 0.8 * excess]))
 
 
-def _measure(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float) -> tuple[Tensor, Tensor]:
+def promoted(z: Latent) -> Latent:
+    """Under autocast an iterate is in fp32, as in `solve`: in bf16 its rounding alone can exceed the tolerance."""
+    parts = leaves(z)
+    if not torch.is_autocast_enabled(parts[0].device.type):
+        return z
+    return map_leaves(lambda leaf: leaf.float(), z)
+
+
+def measure(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float) -> tuple[Tensor, Tensor]:
     """The residual per sample, and what is allowed of it. A damped step is 1 - damping of the residual."""
     norm, scale = tolerance.norm, tolerance.norm.scale(space)
     rows, onward = space.rows(z), space.rows(Tz)

@@ -45,7 +45,7 @@ class Programs:
         return 0 if self.control is None else self.control.depth
 
     def prepare(self) -> None:
-        """Capture the program of the current depth. A body that cannot be captured raises here, and changes nothing."""
+        """Capture the program of the current depth. What cannot be captured raises here, and changes nothing."""
         if self.depth in self.captured:
             return
         depth = self.depth
@@ -98,3 +98,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """What the optimizer remembers."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def align_state(optimizer: torch.optim.Optimizer) -> None:
+    """Moments lie in memory as their weights do: a change of layout would leave what fused optimizers refuse."""
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                state[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)

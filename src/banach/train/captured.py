@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from banach.backward import Implicit
-from banach.fast import DepthControl, FixedDepth, Programs, first_control, reset_optimizer
+from banach.fast import DepthControl, FixedDepth, Programs, align_state, first_control, reset_optimizer
 from banach.network import ImplicitNetwork
 from banach.train.precision import at_least_fp32, autocast
 from banach.train.work import Work
@@ -73,6 +73,7 @@ class CapturedSteps:
         wrap: Any = torch.compile if settings.compile else _as_it_is
         if settings.precision != "fp32":  # tensor cores like their channels together
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            align_state(self.work.optimizer)
         return FixedDepth(net, wrap) if isinstance(net, ImplicitNetwork) else wrap(net)
 
     def _begin_epoch(self) -> None:

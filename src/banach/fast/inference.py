@@ -1,0 +1,171 @@
+"""compile(net): the same network for prediction, in few launches: stages of several steps, each one a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.fast.fixed import measure, promoted
+from banach.fast.graph import Graphs
+from banach.latent import Space
+from banach.network import ImplicitNetwork
+from banach.nn.passes import uses_batch_statistics
+from banach.solve import Picard, Solution
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a stage leaves, per sample: v = Q(d), the iterate z, u = T(z), the output y, the residual, is it done?"""
+
+    v: Tensor
+    z: Tensor
+    u: Tensor
+    y: Tensor
+    residual: Tensor
+    converged: Tensor
+
+    def of(self, index: Tensor | slice) -> Found:
+        return Found(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+class CompiledNetwork:
+    """N(d) without gradients, for a network in eval mode that iterates by Picard.
+
+    A batch is filled up to the next power of two. The first stage computes Q, `first` steps and S. Samples that do
+    not meet the tolerance by then go on together, as a smaller batch, in stages of `then` steps, until they do or
+    `max_steps` are made. The host asks once per stage. A sample's steps depend on no other sample; since they are
+    counted in whole stages, its answer is at least as converged as the network's own. On a GPU a stage is a CUDA
+    graph, one per size of batch and type of input; elsewhere it runs as it is.
+    """
+
+    def __init__(
+        self, net: ImplicitNetwork, *, first: int = 8, then: int = 4, bf16: bool = False, compile: bool = False
+    ) -> None:
+        if not isinstance(net.solver, Picard):
+            raise ValueError(f"compile takes a network that iterates by Picard, got {net.solver}")
+        if min(first, then) < 1:
+            raise ValueError(f"stages need at least one step, got first={first} and then={then}")
+        self.net, self.first, self.then, self.bf16 = net, first, then, bf16
+        wrap: Any = torch.compile if compile else (lambda part: part)
+        self.Q, self.R, self.S = wrap(net.Q), wrap(net.R), wrap(net.S)
+        self._graphs: Graphs | None = None
+        self._stages: dict[tuple[Any, ...], tuple[list[Tensor], Found, Callable[[], None]]] = {}
+
+    @torch.no_grad()
+    def __call__(self, d: Tensor, z0: Tensor | None = None, *, solution: bool = False) -> Any:
+        """The output, or (output, Solution). `z0` starts the iteration: the `value` of the frame before, say."""
+        self._check()
+        most = self.net.tolerance.max_steps
+        batch, steps = len(d), min(self.first, most)
+        stage = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
+        whole = Found(*(getattr(stage, field.name).clone() for field in fields(stage)))
+        taken = torch.full((batch,), steps, dtype=torch.int64, device=d.device)
+        here = torch.arange(batch, device=d.device)
+        while steps < most:
+            late = (~stage.converged).nonzero()[:, 0]
+            if not len(late):
+                break
+            here, more = here[late], min(self.then, most - steps)
+            stage = self._run(self._go_on, more, stage.v[late], stage.z[late])
+            steps += more
+            for field in fields(stage):
+                getattr(whole, field.name)[here] = getattr(stage, field.name)
+            taken[here] = steps
+        return (whole.y, _solution(whole, taken)) if solution else whole.y
+
+    def _enter(self, steps: int, d: Tensor) -> Found:
+        v = self.Q(d)
+        return self._go_on(steps, v, promoted(self.net.start(v)))
+
+    def _enter_from(self, steps: int, d: Tensor, z0: Tensor) -> Found:
+        return self._go_on(steps, self.Q(d), z0)
+
+    def _go_on(self, steps: int, v: Tensor, z: Tensor) -> Found:
+        before, damping = z, getattr(self.net.solver, "damping", 0.0)
+        for _ in range(steps):
+            Tz = self.R(z, v)
+            before, z = z, torch.lerp(Tz, z, damping) if damping else Tz
+        residual, allowed = measure(Space.of(z), self.net.tolerance, before, z, damping)
+        u = self.R(z, v)
+        y = self.S(u)
+        # What is not finite will not get better: it is done, though not converged.
+        return Found(v, z, u, y, residual, (residual <= allowed) | ~residual.isfinite())
+
+    def _run(self, program: Callable[..., Found], steps: int, *inputs: Tensor) -> Found:
+        """The program on inputs filled up to a size there is a graph for."""
+        batch, size = len(inputs[0]), _bucket(len(inputs[0]))
+        if inputs[0].device.type != "cuda":
+            with self._autocast(inputs[0]):
+                return program(steps, *inputs)
+        key = (program.__name__, steps, size, *((x.shape[1:], x.dtype) for x in inputs))
+        if key not in self._stages:
+            self._stages[key] = self._capture(program, steps, [_filled(x, size) for x in inputs])
+        buffers, found, replay = self._stages[key]
+        for buffer, x in zip(buffers, inputs, strict=True):
+            buffer[:batch].copy_(x)
+        replay()
+        return found.of(slice(0, batch))
+
+    def _capture(
+        self, program: Callable[..., Found], steps: int, buffers: list[Tensor]
+    ) -> tuple[list[Tensor], Found, Callable[[], None]]:
+        made: list[Found] = []
+
+        def body() -> None:
+            with self._autocast(buffers[0]):
+                made.append(program(steps, *buffers))
+
+        if self._graphs is None:
+            self._graphs = Graphs(buffers[0].device)
+        self._graphs.warm_up(body)
+        graph = self._graphs.capture(body)
+        return buffers, made[-1], graph.replay
+
+    def _autocast(self, x: Tensor) -> AbstractContextManager[Any]:
+        return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+
+    def _check(self) -> None:
+        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
+            raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
+
+
+def compile(
+    net: ImplicitNetwork, *, first: int = 8, then: int = 4, bf16: bool = False, compile: bool = False
+) -> CompiledNetwork:
+    """The network for prediction: `fast = banach.compile(net.eval())`, then `fast(d)` in place of `net(d)`.
+
+    Later changes of the weights in place are seen. `first` and `then` are the steps of the first stage and of each
+    later one, `bf16` computes under autocast, `compile` hands Q, R and S to torch.compile. See `CompiledNetwork`.
+    """
+    return CompiledNetwork(net, first=first, then=then, bf16=bf16, compile=compile)
+
+
+def _bucket(count: int) -> int:
+    """The next power of two: a program per size would be a program per call."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _filled(x: Tensor, size: int) -> Tensor:
+    """x and, up to the size, its first sample again: of a real one every layer makes something finite."""
+    buffer = torch.empty_like(x[:1].expand(size, *x.shape[1:]), memory_format=torch.preserve_format)
+    buffer = buffer.contiguous() if 0 in buffer.stride() else buffer
+    buffer.copy_(x[:1].expand(size, *x.shape[1:]))
+    buffer[: len(x)].copy_(x)
+    return buffer
+
+
+def _solution(found: Found, steps: Tensor) -> Solution:
+    nonfinite = ~found.residual.isfinite()
+    return Solution(
+        value=found.z,
+        residual=found.residual,
+        converged=found.converged & ~nonfinite,
+        steps=steps,
+        stalled=torch.zeros_like(nonfinite),
+        nonfinite=nonfinite,
+    )

@@ -1,0 +1,134 @@
+"""compile(net) answers as the network does, at least as converged, whoever else is in the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import banach
+from banach import Anderson, ImplicitNetwork, Picard, Tolerance, models
+from banach.fast import CompiledNetwork
+from banach.fast.inference import _bucket, _filled
+
+
+class Slope(nn.Module):
+    """T(u) = s u + 1 with a slope of the sample's own: u* = 1 / (1 - s)."""
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return v * u + 1
+
+
+def sloped(**options: Any) -> ImplicitNetwork:
+    return ImplicitNetwork(nn.Identity(), Slope(), nn.Identity(), **options).eval()
+
+
+SLOPES = (
+    torch.tensor([0.1, 0.5, 0.9, 0.95, 0.3, -0.6, 0.0], dtype=torch.float64)[:, None].expand(-1, 3).contiguous()
+)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.25)])
+def test_every_sample_meets_the_tolerance_near_its_fixed_point(solver: Any) -> None:
+    net = sloped(solver=solver, tolerance=Tolerance(atol=1e-8, max_steps=1000))
+    y, found = banach.compile(net, first=4, then=3)(SLOPES, solution=True)
+    assert bool(found.converged.all())
+    torch.testing.assert_close(y, 1 / (1 - SLOPES), rtol=1e-6, atol=0)
+    own = net(SLOPES, solution=True)[1].steps
+    assert bool((found.steps >= own).all())
+    assert bool((found.steps < own + 4).all() or (found.steps == 4).any())
+    late = found.steps > 4
+    assert bool(((found.steps[late] - own[late]) < 3).all())
+
+
+def test_alone_and_in_a_batch_it_is_the_same_answer() -> None:
+    fast = CompiledNetwork(sloped(tolerance=Tolerance(atol=1e-6, max_steps=200)))
+    together, found = fast(SLOPES, solution=True)
+    for i in range(len(SLOPES)):
+        alone, own = fast(SLOPES[i : i + 1], solution=True)
+        assert torch.equal(alone[0], together[i])
+        assert int(own.steps) == int(found.steps[i])
+
+
+def test_max_steps_is_kept_to_the_step() -> None:
+    net = sloped(tolerance=Tolerance(atol=1e-12, max_steps=10))
+    y, found = CompiledNetwork(net, first=4, then=4)(SLOPES, solution=True)
+    assert int(found.steps.max()) == 10
+    assert not bool(found.converged.all())
+    net.tolerance = Tolerance(atol=0.0, max_steps=10)
+    late = found.steps == 10
+    torch.testing.assert_close(y[late], net(SLOPES)[late])
+
+
+def test_a_start_near_the_answer_is_used() -> None:
+    fast = CompiledNetwork(sloped(tolerance=Tolerance(atol=1e-8, max_steps=1000)), first=1, then=1)
+    y, found = fast(SLOPES, solution=True)
+    again, warm = fast(SLOPES, found.value, solution=True)
+    assert int(warm.steps.max()) <= 2 < int(found.steps.max())
+    torch.testing.assert_close(again, y, rtol=1e-6, atol=0)
+
+
+def test_what_diverges_is_told_and_spoils_no_one() -> None:
+    slopes = torch.tensor([[0.5], [1e200], [0.2]], dtype=torch.float64)
+    y, found = CompiledNetwork(sloped(tolerance=Tolerance(atol=1e-8, max_steps=100)))(slopes, solution=True)
+    assert found.converged.tolist() == [True, False, True]
+    assert found.status[1] is banach.Status.NONFINITE
+    torch.testing.assert_close(y[[0, 2]], 1 / (1 - slopes[[0, 2]]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist"])
+def test_real_networks_answer_as_they_do(name: str) -> None:
+    torch.manual_seed(0)
+    net: Any = models.build(name, tolerance=Tolerance(atol=1e-10, max_steps=500)).double().eval()
+    d = torch.randn(5, *models.get(name).image, dtype=torch.float64)
+    y = banach.compile(net)(d)
+    torch.testing.assert_close(y, net(d), rtol=1e-7, atol=1e-8)
+    assert not y.requires_grad
+
+
+def test_changed_weights_are_seen() -> None:
+    torch.manual_seed(0)
+    net: Any = models.build("digits").eval()
+    fast, d = banach.compile(net), torch.randn(3, 1, 8, 8)
+    before = fast(d)
+    with torch.no_grad():
+        net.S.linear.weight.mul_(2)
+        net.S.linear.bias.mul_(2)
+    torch.testing.assert_close(fast(d), 2 * before)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="iterates by Picard"):
+        banach.compile(sloped(solver=Anderson()))
+    with pytest.raises(ValueError, match="at least one step"):
+        banach.compile(sloped(), then=0)
+    training = models.build("digits").train()
+    with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
+        banach.compile(training)(torch.randn(2, 1, 8, 8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_buckets_are_powers_of_two(count: int, size: int) -> None:
+    assert _bucket(count) == size
+    x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
+    filled = _filled(x, size)
+    assert filled.shape == (size, 2, 3, 4)
+    assert torch.equal(filled[:count], x)
+    assert torch.equal(filled[count:], x[:1].expand(size - count, 2, 3, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_captured_it_is_the_same(batch: int) -> None:
+    torch.manual_seed(0)
+    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-9, max_steps=300)).double().eval().cuda()
+    fast = banach.compile(net, first=3, then=2)
+    for _ in range(3):
+        d = torch.randn(batch, 1, 8, 8, dtype=torch.float64, device="cuda")
+        y, found = fast(d, solution=True)
+        torch.testing.assert_close(y, net(d), rtol=1e-6, atol=1e-7)
+        again = fast(d, found.value)
+        torch.testing.assert_close(again, y, rtol=1e-6, atol=1e-7)
