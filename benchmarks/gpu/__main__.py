@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 
 from banach.provenance import source_commit, write_json
-from benchmarks.gpu import fast as fast  # adds its contenders
-from benchmarks.gpu import roofline
+from benchmarks.gpu import fast, roofline
 from benchmarks.gpu.measure import QUICK, Plan, Start, attempt, measure, trained
 from benchmarks.gpu.peers import Contender, contenders
 from benchmarks.gpu.points import POINTS, Feed, feed
@@ -25,6 +24,7 @@ from benchmarks.gpu.tables import Outcome, Settings, overview, profile_rows
 from benchmarks.report import Result
 
 WIDTH = 120
+fast.register_all()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

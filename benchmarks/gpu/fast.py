@@ -68,7 +68,9 @@ def _no_cuda() -> str | None:
     return None if torch.cuda.is_available() else "needs CUDA"
 
 
-register(Contender("banach-captured", Fast, "ours", (), missing=_no_cuda))
-register(Contender("banach-fast", FastCompiled, "ours", (), missing=_no_cuda))
-register(Contender("explicit-captured", FastTwin, "twin", (), missing=_no_cuda))
-register(Contender("explicit-fast", FastTwinCompiled, "twin", (), missing=_no_cuda))
+def register_all() -> None:
+    """Add the contenders of this file to those of `peers`."""
+    register(Contender("banach-captured", Fast, "ours", (), missing=_no_cuda))
+    register(Contender("banach-fast", FastCompiled, "ours", (), missing=_no_cuda))
+    register(Contender("explicit-captured", FastTwin, "twin", (), missing=_no_cuda))
+    register(Contender("explicit-fast", FastTwinCompiled, "twin", (), missing=_no_cuda))
