@@ -276,3 +276,18 @@ def test_not_converged_crosses_processes() -> None:
 def test_z0_of_another_batch() -> None:
     with pytest.raises(ValueError, match=r"z0 must hold one latent for each sample.*expected 4 along"):
         linear_network()(data(), z0=torch.zeros(3, 6, dtype=torch.float64))
+
+
+def test_casts_made_while_solving_are_forgotten_where_torch_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch#112583: weights that autocast casts under no_grad lose their gradient, unless its cache is cleared."""
+    from banach import network
+
+    cleared: list[bool] = []
+    monkeypatch.setattr(network, "_CASTS_LAST", True)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(torch.is_grad_enabled()))
+    layer = torch.nn.Linear(3, 3)
+    net = ImplicitNetwork(torch.nn.Identity(), lambda u, v: 0.1 * layer(u).float() + v, torch.nn.Identity())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(torch.randn(2, 3)).sum().backward()
+        assert cleared == [True]  # leaving the block clears too
+    assert layer.weight.grad is not None

@@ -17,6 +17,9 @@ from banach.nn.passes import Pass, uses_batch_statistics
 from banach.solve import Map, Picard, Solution, Solver, Status, Tolerance, solve
 
 
+_CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+
+
 def fixed_point(
     T: Map,
     z0: Latent,
@@ -30,6 +33,7 @@ def fixed_point(
     """z = T(z, *inputs) from z0, differentiable by `backward` in everything T reads but z0."""
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled)
+    _forget_casts(found)
     _warn_nonfinite(found)
     return backward.attach(T, found.value, tuple(inputs), coupled=coupled)
 
@@ -101,6 +105,7 @@ class ImplicitNetwork(nn.Module):
                 coupled=coupled,
                 compact=compact,
             )
+            _forget_casts(found)
             u = self.backward.attach(one.evaluate, found.value, (v,), coupled=coupled)
         _warn_nonfinite(found)
         return u, found
@@ -134,6 +139,12 @@ def _numbers(z0: Latent) -> Tensor:
 def _check_mode(backward: Mode) -> None:
     if isinstance(backward, type) or not hasattr(backward, "attach"):
         raise TypeError(f"backward must be a mode such as JFB() or Neumann(5), got {backward!r}")
+
+
+def _forget_casts(found: Solution) -> None:
+    """Before torch 2.11 autocast remembers weights that it cast without recording, and R would get no gradient."""
+    if _CASTS_LAST and torch.is_grad_enabled() and torch.is_autocast_enabled(found.steps.device.type):
+        torch.clear_autocast_cache()
 
 
 def _warn_nonfinite(found: Solution) -> None:

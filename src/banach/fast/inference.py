@@ -20,7 +20,7 @@ from banach.solve import Picard, Solution
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a stage leaves, per sample: v = Q(d), the iterate z, u = T(z), output, residual, and whether it is done."""
+    """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, residual, and whether it is done."""
 
     v: Tensor
     z: Tensor

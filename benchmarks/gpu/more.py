@@ -1,0 +1,41 @@
+"""`python -m benchmarks.gpu.more NAME.. [--data-dir DIR]`: inference, epoch, memory, curves on a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from banach.provenance import source_commit
+from benchmarks.gpu import curves, epoch, inference
+from benchmarks.report import Result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status is 1 if a target was missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.more", description=__doc__)
+    parser.add_argument("names", nargs="+", choices=["inference", "epoch", "memory", "curves"])
+    parser.add_argument("--data-dir")
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"))
+    chosen = parser.parse_args(arguments)
+    source_commit()
+    where, out = chosen.data_dir, chosen.out
+    benchmarks: dict[str, Callable[[], Result]] = {
+        "inference": lambda: inference.run(inference.Settings(data_dir=where)),
+        "epoch": lambda: epoch.run(epoch.Settings(data_dir=where)),
+        "memory": epoch.memory,
+        "curves": lambda: curves.run(curves.Settings(data_dir=where), out / "curves.png"),
+    }
+    missed = 0
+    for name in chosen.names:
+        result = benchmarks[name]()
+        result.show(Console(width=120))
+        result.write(out)
+        missed += not result.met
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
