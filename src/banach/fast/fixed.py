@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.backward import JFB
+from banach.fast.half import HalfWeights
 from banach.fast.twin import has_traceless_twin, traceless_twin
 from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork
@@ -37,17 +38,26 @@ class FixedDepth:
 
     By Picard and JFB the iteration is bare: no sample freezes, nothing is measured before the last step, and that
     step's evaluation by JFB tells the next residual for nothing. Every other solver and mode goes through the
-    network itself with a tolerance that never asks.
+    network itself with a tolerance that never asks. `half` keeps bf16 weights for use under autocast: then call
+    `refresh` before the passes of a step, and `collect` after their backward passes.
     """
 
-    def __init__(self, net: ImplicitNetwork, wrap: Callable[[Any], Any] = lambda part: part) -> None:
+    half: HalfWeights | None = None
+
+    def __init__(
+        self, net: ImplicitNetwork, wrap: Callable[[Any], Any] = lambda part: part, *, half: bool = False
+    ) -> None:
         self.net, self.tolerance = net, net.tolerance
         self.bare = self._is_bare(net)
         self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
         if self.bare:
+            parts = {"Q": net.Q, "R": net.R, "S": net.S}
+            self.half = HalfWeights(parts) if half else None
+            parts = parts if self.half is None else self.half.modules
             # Not bound methods of the network: compiled parts are called in its place.
-            self.Q, self.R, self.S = wrap(net.Q), wrap(net.R), wrap(net.S)
-            self.twin = wrap(traceless_twin(net.R))
+            self.Q, self.R, self.S = (wrap(part) for part in parts.values())
+            self.twin = wrap(traceless_twin(parts["R"]))
+            self.tell = wrap(self._figures)
             self.coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
 
     @staticmethod
@@ -56,6 +66,16 @@ class FixedDepth:
 
     def __call__(self, d: Any, depth: int) -> tuple[Any, Reached]:
         return self._bare(d, depth) if self.bare else self._through_network(d, depth)
+
+    def refresh(self) -> None:
+        """Before a step: weights are what the optimizer made of them."""
+        if self.half is not None:
+            self.half.refresh()
+
+    def collect(self) -> None:
+        """After the backward passes of a step: the network's parameters have their gradients."""
+        if self.half is not None:
+            self.half.collect()
 
     def _bare(self, d: Any, depth: int) -> tuple[Any, Reached]:
         v = self.Q(d)
@@ -66,25 +86,23 @@ class FixedDepth:
                 z, before = self._step(z, constant), z
         u = self.R(z, v)
         with torch.no_grad():
-            reached = self._reached(depth, before, z, detach(u))
+            residual, converged, excess = self.tell(before, z, detach(u))
+            steps = torch.full((), depth, device=residual.device)
+            batch = len(leaves(z)[0])
+            reached = Reached(residual.expand(batch), converged.expand(batch), steps.expand(batch), excess)
         return self.S(u), reached
 
     def _step(self, z: Latent, v: Latent) -> Latent:
         Tz = self.twin(z, v)
         return torch.lerp(Tz, z, self.damping) if self.damping else Tz
 
-    def _reached(self, depth: int, before: Tensor, z: Tensor, after: Tensor) -> Reached:
+    def _figures(self, before: Latent, z: Latent, after: Latent) -> tuple[Tensor, Tensor, Tensor]:
+        """Residual, convergence and excess, from z_{k-1}, z_k and T(z_k)."""
         space = Space.of(z, coupled=self.coupled)
         residual, allowed = measure(space, self.tolerance, before, z, self.damping)
         next_residual, next_allowed = measure(space, self.tolerance, z, after, 0.0)
         excess = torch.stack([_worst(residual / allowed), _worst(next_residual / next_allowed)])
-        batch = len(z)
-        return Reached(
-            residual=residual.expand(batch),
-            converged=(residual <= allowed).expand(batch),
-            steps=torch.full((), depth, device=z.device).expand(batch),
-            excess=excess,
-        )
+        return residual, residual <= allowed, excess
 
     def _through_network(self, d: Any, depth: int) -> tuple[Any, Reached]:
         net, tolerance = self.net, self.tolerance

@@ -35,7 +35,7 @@ class TrainStep:
     ) -> None:
         self.net, self.optimizer, self.loss, self.bf16 = net, optimizer, loss, bf16
         wrap: Any = torch.compile if compile else (lambda part: part)
-        self.network = FixedDepth(net, wrap)
+        self.network = FixedDepth(net, wrap, half=bf16)
         self.programs: Programs | None = None
         self.reached: Reached | None = None
         self.result: dict[int, tuple[Tensor, Reached]] = {}
@@ -56,11 +56,13 @@ class TrainStep:
 
     def _body(self, depth: int) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
+        self.network.refresh()
         with self._autocast():
             output, reached = self.network(self.d, depth)
         output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
         loss = self.loss(output, self.y)
         loss.backward()
+        self.network.collect()
         self.optimizer.step()
         self.result[depth] = (loss.detach(), reached)
         return reached.excess

@@ -14,7 +14,7 @@ from banach.network import ImplicitNetwork
 from banach.train.precision import at_least_fp32, autocast
 from banach.train.work import Work
 
-Learn = Callable[[Tensor, Tensor, Callable[[Tensor], Any]], None]
+Learn = Callable[[Tensor, Tensor, Callable[[Tensor], Any], Callable[[], None]], None]
 
 
 def why_not(work: Work) -> str | None:
@@ -74,7 +74,9 @@ class CapturedSteps:
         if settings.precision != "fp32":  # tensor cores like their channels together
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             align_state(self.work.optimizer)
-        return FixedDepth(net, wrap) if isinstance(net, ImplicitNetwork) else wrap(net)
+        if isinstance(net, ImplicitNetwork):
+            return FixedDepth(net, wrap, half=settings.precision == "bf16")
+        return wrap(net)
 
     def _begin_epoch(self) -> None:
         work = self.work
@@ -93,7 +95,11 @@ class CapturedSteps:
         for group in work.optimizer.param_groups:
             group["lr"].copy_(self.rates.index_select(0, self.place)[0])
         self.excess = None
-        self.learn(images, labels, lambda x: self._forward(x, depth))
+        before, after = _nothing, _nothing
+        if isinstance(self.net, FixedDepth):
+            before, after = self.net.refresh, self.net.collect
+        before()
+        self.learn(images, labels, lambda x: self._forward(x, depth), after)
         self.place += 1
         return self.excess
 
@@ -116,6 +122,10 @@ class CapturedSteps:
             return None
         x = batches.make(batches.order(work.epoch)[: len(self.within)], 0)[0]
         return first_control(work.net, x, lambda: autocast(work.settings.precision, self.device))
+
+
+def _nothing() -> None:
+    """Where nothing is to be done."""
 
 
 def _as_it_is(part: Any) -> Any:

@@ -50,8 +50,10 @@ class Steps:
         images, labels = batches.make(index, batches.key(work.epoch, work.step))
         self._learn(images, labels, lambda x: scores(work.net, x, work.settings.precision))
 
-    def _learn(self, images: Tensor, labels: Tensor, forward: Forward) -> None:
-        """A step on a batch, which goes through the network in parts."""
+    def _learn(
+        self, images: Tensor, labels: Tensor, forward: Forward, after: Callable[[], None] = lambda: None
+    ) -> None:
+        """A step on a batch, which goes through the network in parts; `after` the last backward pass."""
         work, settings = self.work, self.work.settings
         work.optimizer.zero_grad()
         for x, y in zip(images.chunk(settings.accumulate), labels.chunk(settings.accumulate), strict=True):
@@ -59,6 +61,7 @@ class Steps:
             loss = F.cross_entropy(output, y, label_smoothing=settings.label_smoothing)
             work.tally.add(loss, output, y, found)
             (loss * (len(y) / len(labels))).backward()
+        after()
         if settings.clip is not None:
             nn.utils.clip_grad_norm_(work.net.parameters(), settings.clip)
         work.optimizer.step()
