@@ -25,7 +25,7 @@ class Settings:
 
 
 def run(settings: Settings = Settings(), plot: Path | None = None) -> Result:
-    """Final loss and validation accuracy of both ways, per seed, and their difference against the seeds' spread."""
+    """Final loss and validation accuracy of both ways, per seed; their difference against the spread of seeds."""
     rows: list[Row] = []
     curves: dict[tuple[bool, int], list[float]] = {}
     for seed in settings.seeds:

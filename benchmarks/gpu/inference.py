@@ -39,7 +39,7 @@ def run(settings: Settings = Settings()) -> Result:
             rows += _rows(net, images[:batch], settings)
     targets = _targets(rows, settings)
     notes = [
-        f"ms per call, median of {settings.repeats}; a network after {settings.train_steps} training steps, in eval",
+        f"ms per call, median of {settings.repeats}; eval mode, after {settings.train_steps} training steps",
         "fast: banach.compile(net, compile=True); as it comes: net(d) under autocast, a host check at every step",
     ]
     return Result("inference", "what does prediction cost?", rows, targets, notes, settings, str(device))

@@ -16,7 +16,6 @@ from banach.nn.hidden import check_hidden
 from banach.nn.passes import Pass, uses_batch_statistics
 from banach.solve import Map, Picard, Solution, Solver, Status, Tolerance, solve
 
-
 _CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
 
 

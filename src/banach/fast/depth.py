@@ -45,7 +45,7 @@ class DepthControl:
 
     def __init__(self, ladder: Ladder, start: int) -> None:
         self.ladder, self.depth = ladder, ladder.at_least(start)
-        self._needs: deque[float] = deque(maxlen=WINDOW)
+        self._needs: deque[float] = deque([start], maxlen=WINDOW)  # the first steps go no less deep
 
     def observe(self, depth: int, excess: float, next_excess: float) -> None:
         """What a step at `depth` reached."""

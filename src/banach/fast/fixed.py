@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.backward import JFB
+from banach.fast.fuse import can_fuse, stacks_of, with_fused_stacks
 from banach.fast.half import HalfWeights
 from banach.fast.twin import has_traceless_twin, traceless_twin
 from banach.latent import Latent, Space, detach, leaves, map_leaves
@@ -52,6 +53,8 @@ class FixedDepth:
         self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
         if self.bare:
             parts = {"Q": net.Q, "R": net.R, "S": net.S}
+            if half and any(map(can_fuse, parts.values())):
+                wrap, parts = _as_it_is, {name: with_fused_stacks(part) for name, part in parts.items()}
             self.half = HalfWeights(parts) if half else None
             parts = parts if self.half is None else self.half.modules
             # Not bound methods of the network: compiled parts are called in its place.
@@ -80,6 +83,8 @@ class FixedDepth:
     def _bare(self, d: Any, depth: int) -> tuple[Any, Reached]:
         v = self.Q(d)
         with torch.no_grad():
+            for stack in stacks_of(self.twin):
+                stack.forget()
             constant = detach(v)
             z = before = promoted(self.net.start(constant))
             for _ in range(depth):
@@ -115,6 +120,11 @@ class FixedDepth:
         deepest = _worst(found.steps.double())
         excess = torch.where(_worst((~found.converged).double()) > 0, 2.0, 0.8 ** (depth - deepest))
         return output, Reached(found.residual, found.converged, found.steps, torch.stack([excess, 0.8 * excess]))
+
+
+def _as_it_is(part: Any) -> Any:
+    """In place of a compiler: fused stacks are compiled already."""
+    return part
 
 
 def promoted(z: Latent) -> Latent:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from banach.fast.fixed import measure, promoted
+from banach.fast.fuse import can_fuse, stacks_of, with_fused_stacks
 from banach.fast.graph import Graphs
+from banach.fast.twin import traceless_twin
 from banach.latent import Space
 from banach.network import ImplicitNetwork
 from banach.nn.passes import uses_batch_statistics
@@ -52,7 +54,11 @@ class CompiledNetwork:
             raise ValueError(f"stages need at least one step, got first={first} and then={then}")
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
         wrap: Any = torch.compile if compile else (lambda part: part)
-        self.Q, self.R, self.S = wrap(net.Q), wrap(net.R), wrap(net.S)
+        parts = [net.Q, net.R, net.S]
+        if bf16 and any(map(can_fuse, parts)):
+            wrap, parts = (lambda part: part), [with_fused_stacks(part) for part in parts]
+        self.Q, self.S = wrap(parts[0]), wrap(parts[2])
+        self.R = wrap(traceless_twin(parts[1]) if isinstance(parts[1], nn.Module) else parts[1])
         self._graphs: Graphs | None = None
         self._stages: dict[tuple[Any, ...], tuple[list[Tensor], Found, Callable[[], None]]] = {}
 
@@ -87,6 +93,8 @@ class CompiledNetwork:
 
     def _go_on(self, steps: int, v: Tensor, z: Tensor) -> Found:
         before, damping = z, getattr(self.net.solver, "damping", 0.0)
+        for stack in stacks_of(self.R):
+            stack.forget()
         for _ in range(steps):
             Tz = self.R(z, v)
             before, z = z, torch.lerp(Tz, z, damping) if damping else Tz

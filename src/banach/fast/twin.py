@@ -7,6 +7,7 @@ import copy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from banach.fast.fuse import stacks_of
 from banach.nn.passes import draws_masks
 
 
@@ -32,4 +33,6 @@ def traceless_twin(R: nn.Module) -> nn.Module:
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
+    for stack in stacks_of(twin):
+        stack.traceless = True
     return twin

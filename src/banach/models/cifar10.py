@@ -22,6 +22,8 @@ GREY = 0.449  # that constant: a mean colour, though the images are normalised b
 class Block(nn.Module):
     """x -> BN(LReLU(x + conv(dropout(LReLU(conv(x)))))), used in Q with dropout and in R without."""
 
+    fusable = True  # a Sequential of these is what `banach.kernels` computes
+
     def __init__(self, *, dropout: float = 0.0, batch_norm: bool = True) -> None:
         super().__init__()
         self.conv1 = conv3x3(CHANNELS, CHANNELS)

@@ -1,0 +1,18 @@
+"""Fused kernels for residual blocks of few channels, and their twins in plain torch. Importing needs no Triton."""
+
+from banach.kernels.block import Stack
+from banach.kernels.layout import Layout
+from banach.kernels.modules import has_triton, operations_for, repeated_stack, residual_stack
+from banach.kernels.operations import Operations
+from banach.kernels.plain import Plain
+
+__all__ = [
+    "Layout",
+    "Operations",
+    "Plain",
+    "Stack",
+    "has_triton",
+    "operations_for",
+    "repeated_stack",
+    "residual_stack",
+]

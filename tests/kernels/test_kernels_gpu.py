@@ -1,0 +1,109 @@
+"""The Triton kernels on a GPU, at the sizes they were made for, against float64 and in a CUDA graph."""
+
+import copy
+
+import pytest
+import torch
+
+from banach.kernels import Layout, Plain, has_triton, residual_stack
+from banach.kernels.compare import compare
+from banach.kernels.operations import Operations
+from banach.kernels.tiles import CONVOLUTIONS, WEIGHTS, Tile, Tiles
+from kernels.reference_blocks import answer, distance, modules, stack_of, worst
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() and has_triton()), reason="needs CUDA and Triton"),
+]
+BF16 = 1e-2  # of operands in bf16, by relative error
+
+
+def fused(tiles: Tiles = Tiles()) -> Operations:
+    from banach.kernels.fused import Fused
+
+    return Fused(Layout(35), tiles=tiles)
+
+
+@pytest.mark.parametrize("side", [40, 20, 10])
+def test_each_kernel_agrees_with_float64(side: int) -> None:
+    errors = compare(fused(), Layout(35), (64, side, side), "cuda")
+    assert len(errors) == 18
+    for name, error in errors.items():
+        assert error < BF16, name
+
+
+@pytest.mark.parametrize("tile", [CONVOLUTIONS[2], CONVOLUTIONS[-1]], ids=str)
+def test_other_tiles_give_the_same(tile: Tile) -> None:
+    tiles = Tiles(tile, tile, WEIGHTS[CONVOLUTIONS.index(tile) % len(WEIGHTS)])
+    for name, error in compare(fused(tiles), Layout(35), (33, 20, 20), "cuda").items():
+        assert error < BF16, name
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("side", "dropout"), [(40, 0.15), (20, 0.0), (10, 0.0)])
+def test_a_stack_agrees_with_float64(side: int, dropout: float, train: bool) -> None:
+    """Two blocks, every gradient, as well as the modules do it in bf16: where a value rounds to the other side of
+    zero the leaky ReLU's slope is another, whoever computes."""
+    blocks = stack_of(2, dropout=dropout, train=train).cuda()
+    x = torch.randn(64, 35, side, side, device="cuda").to(memory_format=torch.channels_last)
+    cotangent = torch.randn_like(x)
+    masks = torch.rand(2, 64, 35, device="cuda") >= dropout if dropout and train else None
+    got = answer(blocks, x, lambda b, leaf: residual_stack(b, leaf, masks=masks), cotangent)
+    scale = 1 / (1 - dropout)
+    wanted = answer(
+        blocks.double(), x.double(), lambda b, leaf: modules(b, leaf, masks, scale), cotangent.double()
+    )
+    errors = worst(got, wanted)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        usual = worst(
+            answer(blocks.float(), x.bfloat16(), lambda b, leaf: modules(b, leaf, masks, scale), cotangent), wanted
+        )
+    assert errors["output"] < BF16
+    for kind, error in errors.items():
+        assert error < 1.5 * usual[kind] + 1e-3, kind
+
+
+def test_the_kernels_agree_with_their_twins() -> None:
+    blocks = stack_of(3).cuda()
+    x = torch.randn(32, 35, 20, 20, device="cuda")
+    cotangent = torch.randn_like(x)
+    twin = Plain(Layout(35), torch.bfloat16)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        wanted = answer(blocks, x, lambda b, leaf: residual_stack(b, leaf, operations=twin), cotangent)
+    got = answer(blocks, x, residual_stack, cotangent)
+    for kind, error in worst(got, wanted).items():
+        assert error < BF16, kind
+
+
+def test_the_same_bits_every_time() -> None:
+    blocks, x = stack_of(2).cuda(), torch.randn(64, 35, 20, 20, device="cuda")
+    first, second = (answer(blocks, x, residual_stack, x) for _ in range(2))
+    assert torch.equal(first.out, second.out)
+    assert torch.equal(first.dx, second.dx)
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, second.gradients[name]), name
+
+
+def test_a_stack_can_be_captured() -> None:
+    blocks = stack_of(2).cuda()
+    x = torch.randn(64, 35, 20, 20, device="cuda").requires_grad_()
+    fresh = copy.deepcopy(blocks)
+
+    def step() -> torch.Tensor:
+        out = residual_stack(blocks, x)
+        gradients = torch.autograd.grad(out.square().sum(), [x, *blocks.parameters()])
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    blocks = fresh
+    assert distance(captured, step()) == 0
