@@ -458,3 +458,25 @@ def test_wrong_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         assert sentence in capsys.readouterr().err
     with pytest.raises(ValueError, match="got 'fp8'"), precision.switches("fp8", CPU):
         pass
+
+
+def test_further_benchmarks_run_at_tiny_sizes(tmp_path: Path) -> None:
+    """On a CPU their figures mean nothing; that they run, and what they report, is tested."""
+    from benchmarks.gpu import curves, epoch, inference
+
+    small = inference.Settings(
+        model="digits", batches=(1, 3), repeats=2, precision="fp32", train_steps=2, device="cpu", compile=False
+    )
+    predicted = inference.run(small)
+    assert {row["path"] for row in predicted.rows} >= {"implicit, fast", "explicit, fast"}
+    assert [target.what[-1] for target in predicted.targets] == ["1"]
+    taken = epoch.run(epoch.Settings(batch=256, epochs=2, compile=False, model="digits", device="cpu"))
+    assert [row["epoch"] for row in taken.rows] == [1, 2]
+    assert taken.rows[1]["loss"] < taken.rows[0]["loss"]
+    learned = curves.run(
+        curves.Settings(model="digits", subset=100, epochs=2, seeds=(0, 1), precision="fp32", device="cpu"),
+        tmp_path / "curves.png",
+    )
+    assert len(learned.rows) == 4
+    assert learned.targets[0].measured == 0  # on a CPU both ways are the plain one
+    assert (tmp_path / "curves.png").exists()

@@ -279,7 +279,7 @@ def test_z0_of_another_batch() -> None:
 
 
 def test_casts_made_while_solving_are_forgotten_where_torch_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytorch#112583: weights that autocast casts under no_grad lose their gradient unless its cache is cleared."""
+    """pytorch#112583: weights that autocast casts under no_grad lose their gradient, if its cache stays."""
     from banach import network
 
     cleared: list[bool] = []

@@ -22,6 +22,7 @@ class Settings:
     seeds: tuple[int, ...] = (0, 1, 2)
     precision: str = "bf16"
     data_dir: str | None = None
+    device: str = "cuda"
 
 
 def run(settings: Settings = Settings(), plot: Path | None = None) -> Result:
@@ -57,7 +58,9 @@ def run(settings: Settings = Settings(), plot: Path | None = None) -> Result:
         _plot(curves, settings, plot)
     notes = ["training loss, the same seeds, batches and rates for both"]
     details = {f"{'fast' if fast else 'plain'}, seed {seed}": losses for (fast, seed), losses in curves.items()}
-    return Result("curves", "does the fast path learn the same?", rows, [target], notes, settings, "cuda", details)
+    return Result(
+        "curves", "does the fast path learn the same?", rows, [target], notes, settings, settings.device, details
+    )
 
 
 def _train(settings: Settings, seed: int, fast: bool) -> Any:
@@ -70,7 +73,7 @@ def _train(settings: Settings, seed: int, fast: bool) -> Any:
             "seed": seed,
             "fast": fast,
             "monitor": False,
-            "device": "cuda",
+            "device": settings.device,
         }
     )
     train, validation = (assemble.images(chosen, split, settings.data_dir) for split in ("train", "validation"))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from banach import ImplicitNetwork, Tolerance, models
 from banach.cli.choose import choose
 from banach.provenance import Summary
+from benchmarks.gpu.clock import synchronise
 from benchmarks.gpu.trained import steps_of, work_of
 from benchmarks.report import Result, Row, Target
 
@@ -21,22 +22,25 @@ class Settings:
     epochs: int = 4
     compile: bool = True
     data_dir: str | None = None
+    model: str = "cifar10"
+    device: str = "cuda"
 
 
 def run(settings: Settings = Settings()) -> Result:
-    flags = {"data": "cifar10", "precision": "bf16", "batch_size": settings.batch, "device": "cuda"}
+    device = torch.device(settings.device)
+    flags = {"data": settings.model, "precision": "bf16", "batch_size": settings.batch, "device": settings.device}
     work = work_of(choose({**flags, "compile": settings.compile}), settings.data_dir)
     rows: list[Row] = []
     with steps_of(work) as steps:
         for number in range(settings.epochs):
             work.epoch = number
             work.tally.reset()
-            torch.cuda.synchronize()
+            synchronise(device)
             started = time.perf_counter()
             for step in range(len(work.batches)):
                 work.step = step
                 steps.take()
-            torch.cuda.synchronize()
+            synchronise(device)
             seconds, seen = time.perf_counter() - started, work.tally.read()
             rows.append(
                 {
@@ -57,7 +61,7 @@ def run(settings: Settings = Settings()) -> Result:
         f"batch {settings.batch}, {work.batches.images.title}, flip, crop and erasing",
         f"captured: {steps.reason is None}",
     ]
-    return Result("epoch", "an epoch of CIFAR-10 training", rows, targets, notes, settings, "cuda")
+    return Result("epoch", "an epoch of CIFAR-10 training", rows, targets, notes, settings, settings.device)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 import banach
 from banach import ImplicitNetwork, models
 from banach.provenance import Summary
+from benchmarks.gpu.clock import seconds_of
 from benchmarks.gpu.precision import autocast, switches
 from benchmarks.gpu.trained import network
 from benchmarks.report import Result, Row, Target
@@ -23,16 +24,17 @@ class Settings:
 
     model: str = "cifar10"
     batches: tuple[int, ...] = (1, 32, 1024)
-    repeats: int = 60
+    repeats: int = 30
     precision: str = "bf16"
     train_steps: int = 400
     data_dir: str | None = None
+    device: str = "cuda"
+    compile: bool = True
 
 
-@torch.no_grad()
 def run(settings: Settings = Settings()) -> Result:
-    device = torch.device("cuda")
-    net, images = network(settings.model, settings.train_steps, settings.data_dir)
+    device = torch.device(settings.device)
+    net, images = network(settings.model, settings.train_steps, settings.data_dir, settings.device)
     rows: list[Row] = []
     with switches(settings.precision, device):
         for batch in settings.batches:
@@ -45,10 +47,11 @@ def run(settings: Settings = Settings()) -> Result:
     return Result("inference", "what does prediction cost?", rows, targets, notes, settings, str(device))
 
 
+@torch.no_grad()
 def _rows(net: ImplicitNetwork, d: Tensor, settings: Settings) -> list[Row]:
-    twin = _twin(net)
+    twin = _twin(net, settings.model)
     bf16 = settings.precision == "bf16"
-    fast, fast_twin = (banach.compile(part, bf16=bf16, compile=True) for part in (net, twin))
+    fast, fast_twin = (banach.compile(part, bf16=bf16, compile=settings.compile) for part in (net, twin))
     calls: dict[str, Callable[[], Any]] = {
         "implicit, fast": lambda: fast(d),
         "explicit, fast": lambda: fast_twin(d),
@@ -57,7 +60,10 @@ def _rows(net: ImplicitNetwork, d: Tensor, settings: Settings) -> list[Row]:
     }
     found = fast(d, solution=True)[1]
     agree = (fast(d).argmax(1) == _eager(net, d, "fp32").argmax(1)).double().mean()
-    made = [{"batch": len(d), "path": name, "ms": _time(call, settings.repeats)} for name, call in calls.items()]
+    made = [
+        {"batch": len(d), "path": name, "ms": _time(call, settings.repeats, d.device)}
+        for name, call in calls.items()
+    ]
     made[0] |= {
         "depth": float(found.steps.double().mean()),
         "converged": float(found.converged.double().mean()),
@@ -77,8 +83,8 @@ def _targets(rows: list[Row], settings: Settings) -> list[Target]:
     ]
 
 
-def _twin(net: ImplicitNetwork) -> ImplicitNetwork:
-    twin = models.build("cifar10")
+def _twin(net: ImplicitNetwork, model: str) -> ImplicitNetwork:
+    twin = models.build(model)
     assert isinstance(twin, ImplicitNetwork)
     twin.load_state_dict(net.state_dict())
     twin.tolerance = replace(net.tolerance, max_steps=0)
@@ -91,16 +97,6 @@ def _eager(net: ImplicitNetwork, d: Tensor, precision: str) -> Tensor:
         return output
 
 
-def _time(call: Callable[[], Any], repeats: int) -> Summary:
-    for _ in range(10):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return Summary.of(times)
+def _time(call: Callable[[], Any], repeats: int, device: torch.device) -> Summary:
+    """Milliseconds of each call, waited for: a user waits for a prediction."""
+    return Summary.of(1e3 * seconds_of(call, device, 1) for _ in range(repeats))

@@ -34,9 +34,10 @@ def steps_of(work: Work) -> Iterator[Steps]:
         yield Steps(work)
 
 
-def network(model: str, steps: int, data_dir: str | None) -> tuple[ImplicitNetwork, Tensor]:
+def network(model: str, steps: int, data_dir: str | None, device: str = "cuda") -> tuple[ImplicitNetwork, Tensor]:
     """A network after some steps of bf16 training, in eval mode, and normalised validation images."""
-    work = work_of(choose({"data": model, "precision": "bf16", "batch_size": 512, "device": "cuda"}), data_dir)
+    batch = 512 if device == "cuda" else 8
+    work = work_of(choose({"data": model, "precision": "bf16", "batch_size": batch, "device": device}), data_dir)
     with steps_of(work) as taken:
         for index in range(steps):
             work.epoch, work.step = divmod(index, len(work.batches))

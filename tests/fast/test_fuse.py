@@ -1,4 +1,4 @@
-"""Fused stacks stand in for Sequentials: the same values, gradients and statistics, by the kernels' plain twins."""
+"""Fused stacks stand in for Sequentials: the same values, gradients and statistics, by the plain twins."""
 
 from __future__ import annotations
 
