@@ -53,12 +53,13 @@ class FixedDepth:
         self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
         if self.bare:
             parts = {"Q": net.Q, "R": net.R, "S": net.S}
-            if half and any(map(can_fuse, parts.values())):
-                wrap, parts = _as_it_is, {name: with_fused_stacks(part) for name, part in parts.items()}
+            if half and can_fuse(net.Q):
+                # Not R: fused stacks keep their values in bf16, whose rounding is above a tolerance of .1 there.
+                parts = {**parts, "Q": with_fused_stacks(net.Q)}
             self.half = HalfWeights(parts) if half else None
             parts = parts if self.half is None else self.half.modules
-            # Not bound methods of the network: compiled parts are called in its place.
-            self.Q, self.R, self.S = (wrap(part) for part in parts.values())
+            # Not bound methods of the network: compiled parts are called in its place. Fused ones are compiled.
+            self.Q, self.R, self.S = (part if stacks_of(part) else wrap(part) for part in parts.values())
             self.twin = wrap(traceless_twin(parts["R"]))
             self.tell = wrap(self._figures)
             self.coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
@@ -120,11 +121,6 @@ class FixedDepth:
         deepest = _worst(found.steps.double())
         excess = torch.where(_worst((~found.converged).double()) > 0, 2.0, 0.8 ** (depth - deepest))
         return output, Reached(found.residual, found.converged, found.steps, torch.stack([excess, 0.8 * excess]))
-
-
-def _as_it_is(part: Any) -> Any:
-    """In place of a compiler: fused stacks are compiled already."""
-    return part
 
 
 def promoted(z: Latent) -> Latent:
