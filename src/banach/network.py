@@ -96,7 +96,7 @@ class ImplicitNetwork(nn.Module):
             # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
             inputs = (v, _numbers(z0)) if compact and one.masks is not None else (v,)
             found = solve(
-                one.evaluate,
+                one.iterate,
                 z0,
                 self.solver,
                 inputs=inputs,

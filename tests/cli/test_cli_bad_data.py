@@ -1,4 +1,4 @@
-"""Data that is damaged, hostile or not what it says: `banach train` refuses it, runs none of it, leaves nothing."""
+"""Data that is damaged, hostile or not what it says: `banach train` refuses it and runs none of it."""
 
 from __future__ import annotations
 

@@ -298,3 +298,50 @@ def test_copies_keep_the_history() -> None:
     other = network(NormR())
     other.load_state_dict(net.state_dict())
     assert torch.equal(other.eval()(normal(3, 4)), twin.eval()(normal(3, 4)))
+
+
+def test_iterations_track_nothing_and_the_flag_comes_back() -> None:
+    """Between the first and the last evaluation of a pass no statistics are made, also when R fails half-way."""
+    from banach.nn.passes import Pass
+
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.fail = False
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            value: Tensor = 0.5 * self.norm(u) + v
+            if self.fail:
+                raise ValueError("half-way")
+            return value
+
+    R, u = Failing().train(), torch.randn(4, 3)
+    with Pass(R) as one, torch.no_grad():
+        value = one.iterate(u, u)
+        assert int(R.norm.num_batches_tracked) == 0  # type: ignore[arg-type]
+        torch.testing.assert_close(value, one.evaluate(u, u))
+        R.fail = True
+        with pytest.raises(ValueError, match="half-way"):
+            one.iterate(u, u)
+        assert R.norm.track_running_stats
+    assert int(R.norm.num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+def test_other_buffers_are_still_put_back_between_iterations() -> None:
+    class Counting(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            self.count += 1
+            value: Tensor = 0.2 * self.norm(u) + v
+            return value
+
+    R = Counting().train()
+    ImplicitNetwork(nn.Identity(), R, nn.Identity(), tolerance=Tolerance(atol=0, max_steps=7))(torch.randn(4, 3))
+    assert float(R.count) == 1

@@ -46,6 +46,7 @@ class Pass:
         # A plain function may call layers that nobody can see from here: it gets masks in case it does.
         self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
         self.snapshot = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        self.norms = _batch_norms(modules, buffers)
         self.scratch: dict[str, Tensor] | None = None  # the buffers of evaluations that are not recorded
         self.latest: dict[str, Tensor] | None = None
         self.made: dict[int, tuple[Tensor, Any]] = {}
@@ -75,6 +76,19 @@ class Pass:
             return self._call(u, v)
         with self._here(index):
             return self._call(u, v)
+
+    def iterate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
+        """R(u, v), not recorded and not the last of the pass: so what it would leave in buffers is not even made.
+
+        Where batch norm alone has buffers it is told not to track; that costs nothing, and swapping buffers does.
+        """
+        if self.norms is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.evaluate(u, v, index)
+        with _untracked(self.norms):
+            if self.masks is None or (index is None and _running() is self):
+                return self.R(u, v)
+            with self._here(index):
+                return self.R(u, v)
 
     def mask(self, layer: nn.Module, shape: torch.Size, keep: float, device: torch.device) -> Tensor:
         """The mask of this layer, for the samples that are here. Called twice, a layer uses it twice."""
@@ -128,6 +142,25 @@ class Pass:
             yield
         finally:
             _current.running, self.index = before, None
+
+
+def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[nn.Module] | None:
+    """The batch norms that track, if all buffers are theirs; None if others have some, or there are none."""
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    norms = [m for m in modules if type(m) in plain and m.training and m.track_running_stats]
+    own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return norms if norms and all(id(buffer) in own for buffer in buffers.values()) else None
+
+
+@contextmanager
+def _untracked(norms: list[nn.Module]) -> Iterator[None]:
+    for norm in norms:
+        norm.__dict__["track_running_stats"] = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.__dict__["track_running_stats"] = True
 
 
 def running_pass() -> Pass | None:
