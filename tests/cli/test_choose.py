@@ -121,3 +121,10 @@ def test_data_without_a_model_of_its_name_asks_for_one(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="choose one with --model"):
         choose({"data": "mine"})
     assert choose({"data": "mine", "model": "digits"}).model == "digits"
+
+
+def test_another_recipe_is_taken_by_name() -> None:
+    settings = choose({"data": "mnist", "recipe": "paper"})
+    assert (settings.recipe, settings.eps, settings.lr) == ("paper", 1e-4, 1e-4)
+    with pytest.raises(ValueError, match="did you mean 'paper'"):
+        choose({"data": "mnist", "recipe": "papr"})

@@ -77,7 +77,7 @@ def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
 
 
 def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure as a PNG, so that the file is the old one or the whole new one."""
+    """Write a figure as its name ends, PNG or SVG, so that the file is the old one or the whole new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -85,7 +85,7 @@ def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
         with os.fdopen(handle, "wb") as file, warnings.catch_warnings():
             # A name in letters that the font lacks is drawn with boxes, and is no news to who chose it.
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-            figure.savefig(file, format="png", dpi=120)
+            figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=120)
         os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
         os.replace(name, path)
     except BaseException:

@@ -106,7 +106,7 @@ class Settings:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @staticmethod
-    def of_recipe(recipe: Recipe, **others: Any) -> Settings:
+    def of_recipe(recipe: Recipe, /, **others: Any) -> Settings:
         """The settings a network was tuned with; `others` go before them."""
         values: dict[str, Any] = {
             "lr": recipe.lr,

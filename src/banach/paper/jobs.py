@@ -1,0 +1,187 @@
+"""Training runs of the studies: resumable, with the test set watched for the curves, and choosing nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from banach import data, models
+from banach.backward import JFB, Mode
+from banach.data import Augmentation, Batches, Images, paper_cifar10
+from banach.network import ImplicitNetwork
+from banach.paper.study import Options
+from banach.provenance import write_json
+from banach.solve import Picard, Solver, Tolerance
+from banach.train import Epoch, Run, Settings, Totals, evaluate, fit
+from banach.train.evaluate import scores
+
+CURVE = "test-curve.json"
+RELEASED_BATCH = 400  # the authors' test batch: in training mode an answer depends on it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One network to train. `tolerance=None`: that of the model's recipe; `explicit`: the twin S(R(0, Q(d)))."""
+
+    name: str
+    data: str
+    model: str
+    settings: Settings
+    backward: Mode = JFB()
+    solver: Solver = Picard()
+    tolerance: Tolerance | None = None
+    explicit: bool = False
+    batch_norm: bool = True
+    augment: Augmentation | None = None
+    subset: int | None = None
+
+    def build(self) -> nn.Module:
+        """The network with the weights of the settings' seed; the global random state stays."""
+        dataset = data.get(self.data)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(self.settings.seed)
+            net: Any = models.build(
+                self.model,
+                image=dataset.shape,
+                classes=len(dataset.classes),
+                batch_norm=self.batch_norm,
+                explicit=self.explicit,
+            )
+        if isinstance(net, ImplicitNetwork):
+            net.solver, net.backward = self.solver, self.backward
+            if self.tolerance is not None and not self.explicit:
+                net.tolerance = self.tolerance
+        return net
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a job came to. `clean`: eval mode, clean test images, last epoch. `curve`: per epoch, test accuracy by
+    the clean protocol and by the released one, which leaves the network in training mode."""
+
+    job: Job
+    net: nn.Module
+    epochs: tuple[Epoch, ...]
+    curve: list[dict[str, float]]
+    clean: Totals
+    title: str
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.net.parameters())
+
+    @property
+    def released(self) -> float:
+        """The accuracy the authors' protocol would report: the best epoch, in training mode."""
+        return max((point["released"] for point in self.curve), default=float("nan"))
+
+    @property
+    def seconds_per_epoch(self) -> float:
+        return sum(epoch.seconds for epoch in self.epochs) / max(len(self.epochs), 1)
+
+    def at(self, tolerance: Tolerance, test: Images) -> Totals:
+        """The clean protocol at another tolerance, for a network with a fixed point."""
+        net: Any = self.net
+        own = net.tolerance
+        net.tolerance = tolerance
+        try:
+            return evaluate(net, test, batch_size=RELEASED_BATCH)
+        finally:
+            net.tolerance = own
+
+
+def carry_out(job: Job, options: Options) -> Outcome:
+    """Train, or go on training, or read what was trained; then the test set by the clean protocol."""
+    settings = replace(job.settings, device=options.device)
+    device = settings.torch_device
+    train, validation, test = (_images(job, split, options) for split in ("train", "validation", "test"))
+    test = test.to(device)
+    net = job.build()
+    run = _run(job, settings, options)
+    watch = _Watch(net, test, run)
+    history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=watch)
+    if not history.finished:
+        raise KeyboardInterrupt  # the run is kept and is resumed next time
+    clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision)
+    return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title)
+
+
+def settings_for(model: str, recipe: str | None = None, **changes: Any) -> Settings:
+    """The settings a network was tuned with, named for the run directory; `changes` go before them."""
+    return Settings.of_recipe(models.recipe(model, recipe), model=model, recipe=recipe, **changes)
+
+
+def augmentation_for(name: str) -> Augmentation | None:
+    """The authors augment CIFAR-10 alone."""
+    return paper_cifar10() if name == "cifar10" else None
+
+
+def _images(job: Job, split: str, options: Options) -> Images:
+    images = data.load(job.data, split, options.data_dir)
+    return images.subset(job.subset) if split == "train" and job.subset is not None else images
+
+
+def _run(job: Job, settings: Settings, options: Options) -> Run:
+    path = options.runs / job.name
+    if not (path / "settings.json").exists():
+        return Run.create(path, settings)
+    return (
+        replace(Run.open(path), settings=settings) if _same(Run.open(path).settings, settings) else Run.open(path)
+    )
+
+
+def _same(kept: Settings, asked: Settings) -> bool:
+    """Up to the device; where they differ, `fit` refuses with the name of the setting."""
+    return replace(kept, device=asked.device) == asked
+
+
+class _Watch:
+    """After every epoch: the test accuracy by both protocols, kept beside the run for a resume."""
+
+    def __init__(self, net: nn.Module, test: Images, run: Run) -> None:
+        self.net, self.test, self.path = net, test, run.path / CURVE
+        self.points: list[dict[str, float]] = _read(self.path)
+
+    def __call__(self, epoch: Epoch) -> None:
+        training = self.net.training
+        point = {
+            "epoch": float(epoch.epoch),
+            "seconds": epoch.seconds,
+            "clean": evaluate(self.net, self.test, batch_size=RELEASED_BATCH).accuracy,
+            "released": released_accuracy(self.net, self.test),
+        }
+        self.net.train(training)
+        self.points = [*(old for old in self.points if old["epoch"] < epoch.epoch), point]
+        write_json(self.path, self.points)
+
+
+@torch.no_grad()
+def released_accuracy(net: nn.Module, test: Images) -> float:
+    """Test accuracy as the released code takes it: training mode, so dropout and batch statistics are on.
+
+    Buffers and the random state are put back: measuring changes no run.
+    """
+    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    training = net.training
+    net.train()
+    hits = torch.zeros((), dtype=torch.int64, device=test.device)
+    with torch.random.fork_rng([test.device] if test.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        for x, y in Batches(test, RELEASED_BATCH, shuffle=False).epoch():
+            hits += (scores(net, x)[0].argmax(1) == y).sum()
+    for name, buffer in net.named_buffers():
+        buffer.copy_(kept[name])
+    net.train(training)
+    return int(hits) / len(test)
+
+
+def _read(path: Any) -> list[dict[str, float]]:
+    if not path.exists():
+        return []
+    found: list[Mapping[str, float]] = json.loads(path.read_text(encoding="utf-8"))
+    return [dict(point) for point in found]

@@ -1,0 +1,104 @@
+"""What every study is given and gives: options; then rows, notes and figures, written with provenance."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from banach.provenance import Summary, plain, provenance, write_json
+from banach.train.plot import PlotError, write_figure
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`quick` runs everything on digits, on a CPU, in minutes: the machinery, not the figures of the paper.
+
+    `out` gets JSON and figures, `runs` the run directories, which are resumed where they are unfinished.
+    """
+
+    quick: bool = False
+    data_dir: Path | None = None
+    device: str = "auto"
+    out: Path = Path("results/paper")
+    runs: Path = Path("runs/paper")
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device != "auto":
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """One study's answer to `claim`, a sentence of the paper. The keys of `rows` are the columns of its table.
+
+    `figures` are functions that draw a matplotlib figure, by name: nothing is drawn where matplotlib is missing.
+    """
+
+    name: str
+    claim: str
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    figures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    settings: Any = None
+    details: Any = None
+
+    def write(self, options: Options) -> list[Path]:
+        """NAME.json, and every figure as PNG and SVG; returns what was written."""
+        content = {
+            "name": self.name,
+            "claim": self.claim,
+            "quick": options.quick,
+            "rows": self.rows,
+            "notes": self.notes,
+            "figures": [f"{name}.png" for name in self.figures],
+            "details": plain(self.details),
+            "provenance": provenance(self.settings, device=options.torch_device),
+        }
+        written = [write_json(options.out / f"{self.name}.json", content)]
+        for name, draw in self.figures.items():
+            written += _draw(draw, options.out / name)
+        return written
+
+
+def _draw(draw: Callable[[], Any], stem: Path) -> list[Path]:
+    try:
+        figure = draw()
+    except (PlotError, ImportError):
+        return []
+    return [write_figure(figure, f"{os.fspath(stem)}{ending}") for ending in (".png", ".svg")]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study by name: its claim, and the function that carries it out."""
+
+    name: str
+    claim: str
+    run: Callable[[Options], Findings]
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it: mean ± spread (n) for a summary."""
+    if value is None:
+        return "-"
+    if isinstance(value, Summary):
+        spread = "" if value.spread is None else f" ± {_number(value.spread)}"
+        return f"{_number(value.mean)}{spread} (n = {value.count})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return _number(value) if isinstance(value, (int, float)) else str(value)
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
+        return f"{int(value):,}"
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.2e}"
