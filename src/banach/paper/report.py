@@ -1,0 +1,157 @@
+"""The page of the reproduction: what results/paper/ holds, as Markdown and as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from banach.paper.study import cell
+from banach.provenance import Summary
+
+ORDER = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
+TITLE = "The paper, reproduced"
+LEAD = (
+    "Every number below was written by a run: the command that regenerates it, its device, versions and commit "
+    "stand beside it. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free Backpropagation for "
+    "Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean test images, at the last epoch; the "
+    "released one is that of the authors' code, training mode and best epoch. The test set chooses nothing."
+)
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0;display:block;overflow-x:auto}"
+    "td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left;vertical-align:top}"
+    "img{max-width:100%}small{color:#666}code{background:#f3f3f3;padding:0 .2em}"
+)
+
+
+class ReportError(ValueError):
+    """Results that cannot be put on a page; the sentence says which and why."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One study as it is shown."""
+
+    name: str
+    claim: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+    figures: list[Path]
+    origin: str
+    command: str
+
+
+def write_report(folder: Path, page: Path) -> Path:
+    """Write `page` and, beside it, the same as HTML, from the JSON files of a folder; both whole or not at all."""
+    sections = [_section(path) for path in _results(folder)]
+    _write(page, _markdown(sections, page.parent))
+    _write(page.with_suffix(".html"), _html(sections))
+    return page
+
+
+def _results(folder: Path) -> list[Path]:
+    found = {path.stem: path for path in folder.glob("*.json")}
+    if not found:
+        raise ReportError(f"there are no results in {folder}; run: banach paper all")
+    known = [found.pop(name) for name in ORDER if name in found]
+    return known + [found[name] for name in sorted(found)]
+
+
+def _section(path: Path) -> Section:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows, origin = content["rows"], content["provenance"]
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        figures = [path.parent / name for name in content["figures"] if (path.parent / name).exists()]
+        quick = " --quick" if content["quick"] else ""
+        return Section(
+            name=content["name"],
+            claim=content["claim"],
+            columns=columns,
+            rows=[[_shown(row.get(column)) for column in columns] for row in rows],
+            notes=content["notes"],
+            figures=figures,
+            origin=_origin(origin),
+            command=f"banach paper {content['name']}{quick}",
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ReportError(
+            f"{path} is not the result of a study ({type(error).__name__}: {error}); run it anew"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    """A value of a row; what was a Summary is a mapping in the file."""
+    if isinstance(value, dict) and {"mean", "spread", "count", "median"} <= set(value):
+        return cell(Summary(**value))
+    return cell(value)
+
+
+def _origin(origin: dict[str, Any]) -> str:
+    versions = origin["versions"]
+    commit = (origin["commit"] or "unknown")[:12] + (" with changes" if origin["dirty"] else "")
+    software = f"torch {versions['torch']}, banach {versions['banach']}"
+    return f"{origin['date']}, {origin['device']}, {software}, commit {commit}"
+
+
+def _markdown(sections: Sequence[Section], beside: Path) -> str:
+    lines = [f"# {TITLE}", "", LEAD, ""]
+    for section in sections:
+        lines += [f"## {section.name}", "", section.claim, "", f"    {section.command}", ""]
+        if section.rows:
+            lines += [_bar(section.columns), _bar(["---"] * len(section.columns))]
+            lines += [_bar(row) for row in section.rows] + [""]
+        lines += [f"- {note}" for note in section.notes] + ([""] if section.notes else [])
+        for figure in section.figures:
+            lines += [f"![{figure.stem}]({Path(os.path.relpath(figure, beside)).as_posix()})", ""]
+        lines += [f"<sub>{section.origin}</sub>", ""]
+    return "\n".join(lines)
+
+
+def _bar(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |"
+
+
+def _html(sections: Sequence[Section]) -> str:
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(TITLE)}</title>",
+        f"<style>{_STYLE}</style>",
+        f"<h1>{html.escape(TITLE)}</h1><p>{html.escape(LEAD)}</p>",
+    ]
+    for section in sections:
+        parts.append(f"<h2>{html.escape(section.name)}</h2><p>{html.escape(section.claim)}</p>")
+        parts.append(f"<p><code>{html.escape(section.command)}</code></p>")
+        if section.rows:
+            parts.append(f"<table><tr>{_cells('th', section.columns)}</tr>")
+            parts += [f"<tr>{_cells('td', row)}</tr>" for row in section.rows] + ["</table>"]
+        parts.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in section.notes) + "</ul>")
+        parts += [_image(figure) for figure in section.figures]
+        parts.append(f"<p><small>{html.escape(section.origin)}</small></p>")
+    return "\n".join(parts) + "</html>\n"
+
+
+def _cells(tag: str, texts: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+
+def _image(figure: Path) -> str:
+    data = base64.b64encode(figure.read_bytes()).decode()
+    return f'<p><img alt="{html.escape(figure.stem)}" src="data:image/png;base64,{data}"></p>'
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.half")
+    try:
+        half.write_text(text, encoding="utf-8")
+        os.replace(half, path)
+    except BaseException:
+        half.unlink(missing_ok=True)
+        raise
