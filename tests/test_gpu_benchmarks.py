@@ -387,10 +387,13 @@ def test_a_missing_data_set_becomes_noise_that_says_so(tmp_path: Path, monkeypat
 
 
 def test_the_points_are_those_of_the_paper() -> None:
-    for point in POINTS.values():
+    absolute = [point for point in POINTS.values() if not point.relative]
+    for point in absolute:
         assert (point.eps, point.max_steps) == (point.recipe.eps, point.recipe.max_steps)
         assert point.tolerance == point.recipe.tolerance
-    assert [(p.batch, p.precision) for p in POINTS.values()] == [
+    (relative,) = (point for point in POINTS.values() if point.relative)
+    assert (relative.tolerance.atol, relative.tolerance.rtol) == (0, 1e-2)
+    assert [(p.batch, p.precision) for p in absolute] == [
         (100, "bf16"),
         (100, "fp32"),
         (100, "bf16"),

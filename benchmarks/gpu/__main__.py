@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(start: Start, images: Feed, chosen: list[Contender], plan: Plan, rates: roofline.Rates) -> Outcome:
     """One point: every contender, and the limit beside them."""
     point, device = start.setting.point, start.setting.device
+    if point.relative:
+        chosen = [contender for contender in chosen if contender.role in ("ours", "twin")]
     measured, notes = measure(start, images, chosen, plan)
     settings = Settings(point, plan, images.title, torch.backends.cudnn.benchmark)
     return Outcome(settings, measured, notes, roofline.count(point), rates, str(device))

@@ -43,7 +43,9 @@ class Fast(Step):
         loss = self.step(images, labels)
         reached = self.step.reached
         assert reached is not None
-        self.seen = Seen(reached.steps[:1].clone(), residual=reached.residual.max().clone())
+        point = self.setting.point
+        residual = reached.excess[0] * point.eps if point.relative else reached.residual.max()
+        self.seen = Seen(reached.steps[:1].clone(), residual=residual.clone())
         return loss
 
 

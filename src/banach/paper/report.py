@@ -19,8 +19,9 @@ TITLE = "The paper, reproduced"
 LEAD = (
     "Every number below was written by a run: the command that regenerates it, its device, versions and commit "
     "stand beside it. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free Backpropagation for "
-    "Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean test images, at the last epoch; the "
-    "released one is that of the authors' code, training mode and best epoch. The test set chooses nothing."
+    "Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean test images, at the last "
+    "epoch; the released one is that of the authors' code, training mode and best epoch. The test set chooses "
+    "nothing."
 )
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
