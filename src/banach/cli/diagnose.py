@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,16 +12,15 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, Unroll
 from banach.cli.assemble import Opened, images, open_run
 from banach.cli.console import console
 from banach.cli.diagnose_plot import draw, show
 from banach.data import Images
-from banach.diagnose import Agreement, Contraction, Descent, measure_contraction, network_map, verdict
-from banach.diagnose.descent import gradient
-from banach.diagnose.still import Still, undisturbed
+from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
+from banach.diagnose.still import undisturbed
 from banach.network import ImplicitNetwork
 from banach.provenance import Summary, provenance, write_json
 from banach.solve import Solution, Status, Tolerance, solve
@@ -173,38 +172,16 @@ def _go_far(net: Any, d: Tensor) -> Solution:
 def _compare(
     net: Any, d: Tensor, loss: Callable[[Tensor], Tensor], modes: Sequence[Mode], *, seed: int
 ) -> tuple[Gradient, ...]:
-    """What `descent_check` measures, for several modes: Q(d) and the exact gradient, which cost most, once."""
+    """The modes against the exact gradient; sound where that could be solved for."""
     torch.manual_seed(seed)  # of dropout, in train mode
-    still, ends = Still(net), list[Status]()
-    with torch.enable_grad():
-        v = still.Q(d)
-    found = still.find(v)[1]
+    ends = list[Status]()
     near = Tolerance(atol=0.0, rtol=CLOSE, max_steps=200, norm=net.tolerance.norm)
-    final = still.find(v, found.value, tolerance=near)[1]
     # GMRES needs one J-product a step; the normal equations need two, and more steps.
     limits = Tolerance(atol=0.0, rtol=CLOSE, max_steps=150)
     exact = Implicit(GMRES(restart=50), limits, report=lambda products, residual, status: ends.extend(status))
-    parts = {name: _weights(getattr(net, name)) for name in ("Q", "R", "S")}
-    weights = list(dict.fromkeys(w for part in parts.values() for w in part))  # tied ones count once
-    true = dict(zip(weights, gradient(still, v, final.value, (exact, loss), weights)[1], strict=True))
-    made = []
-    for mode in modes:
-        value, got = gradient(still, v, found.value, (mode, loss), weights)
-        cheap = dict(zip(weights, got, strict=True))
-        whole = _agreement(cheap, true, weights)
-        each = {name: _agreement(cheap, true, part) for name, part in parts.items() if part}
-        descent = Descent(whole.cosine, whole.ratio, each, value, mode, exact, final)
-        made.append(Gradient(_name(mode), net.training, descent, all(end is Status.CONVERGED for end in ends)))
-    return tuple(made)
-
-
-def _weights(part: Any) -> list[Tensor]:
-    return [w for w in part.parameters() if w.requires_grad] if isinstance(part, nn.Module) else []
-
-
-def _agreement(cheap: Mapping[Tensor, Tensor], exact: Mapping[Tensor, Tensor], weights: list[Tensor]) -> Agreement:
-    a, b = (torch.cat([side[w].flatten().double() for w in weights]) for side in (cheap, exact))
-    return Agreement(float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm()))
+    found = descent_checks(net, d, loss, modes=modes, exact=exact, tolerance=near)
+    sound = all(end is Status.CONVERGED for end in ends)
+    return tuple(Gradient(_name(one.backward), net.training, one, sound) for one in found)
 
 
 def _check_fixed_point(opened: Opened) -> None:

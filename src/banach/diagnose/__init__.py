@@ -3,7 +3,7 @@
 from banach.diagnose.contraction import Contraction, contraction_factor, is_coupled, measure_contraction
 from banach.diagnose.convergence import error_bound, observed_rate
 from banach.diagnose.dense import Linearised, linearise
-from banach.diagnose.descent import Agreement, Descent, descent_check
+from banach.diagnose.descent import Agreement, Descent, descent_check, descent_checks
 from banach.diagnose.monitor import ContractionMonitor, ContractionWarning, Reading
 from banach.diagnose.sensitivity import Sensitivity, measure_sensitivity
 from banach.diagnose.still import NetworkMap, network_map
@@ -40,6 +40,7 @@ __all__ = [
     "contraction_factor",
     "corollary",
     "descent_check",
+    "descent_checks",
     "error_bound",
     "identity",
     "is_coupled",

@@ -58,24 +58,53 @@ def descent_check(
     `Implicit`, tight) is taken at the fixed point: the solve goes on from there to `tolerance` (None: tight).
     Both see the same dropout masks. No `.grad` is touched.
     """
+    modes = (backward or net.backward,)
+    return descent_checks(net, d, loss, z0, modes=modes, exact=exact, tolerance=tolerance)[0]
+
+
+def descent_checks(
+    net: Any,
+    d: Any,
+    loss: Callable[[Any], Tensor],
+    z0: Latent | None = None,
+    *,
+    modes: Sequence[Mode],
+    exact: Mode | None = None,
+    tolerance: Tolerance | None = None,
+) -> tuple[Descent, ...]:
+    """`descent_check` for several modes: Q(d), the fixed point and the exact gradient, which cost most, once."""
     with undisturbed(net, d):
         still = Still(net)
         with torch.enable_grad():
             v = still.Q(plain(d))
         z0, found = still.find(v, z0)
         final = still.find(v, found.value, tolerance=tolerance or still.tight(z0))[1]
-        backward, exact = backward or net.backward, exact or tight_implicit(found.value, still.coupled)
+        exact = exact or tight_implicit(found.value, still.coupled)
         weights = _weights(net)
-        value, cheap = gradient(still, v, found.value, (backward, loss), list(weights))
         true = gradient(still, v, final.value, (exact, loss), list(weights))[1]
-    pairs = {weight: (a, b) for weight, a, b in zip(weights, cheap, true, strict=True)}
+        cheap = [gradient(still, v, found.value, (mode, loss), list(weights)) for mode in modes]
+    return tuple(
+        _descent(weights, one, true, modes=(mode, exact), solution=final)
+        for mode, one in zip(modes, cheap, strict=True)
+    )
+
+
+def _descent(
+    weights: Mapping[Tensor, set[str]],
+    cheap: tuple[float, list[Tensor]],
+    true: list[Tensor],
+    *,
+    modes: tuple[Mode, Mode],
+    solution: Solution,
+) -> Descent:
+    pairs = {weight: (a, b) for weight, a, b in zip(weights, cheap[1], true, strict=True)}
     parts = {
         name: _agreement([pairs[weight] for weight in pairs if name in weights[weight]])
         for name in ("Q", "R", "S")
         if any(name in owners for owners in weights.values())
     }
     whole = _agreement(list(pairs.values()))
-    return Descent(whole.cosine, whole.ratio, parts, value, backward, exact, final)
+    return Descent(whole.cosine, whole.ratio, parts, cheap[0], *modes, solution)
 
 
 def gradient(
