@@ -72,6 +72,7 @@ def test_implicit_words(word: str, method: Any, rtol: float) -> None:
 @pytest.mark.parametrize("norm", [RMS(), Euclidean(), WorstPixel()])
 def test_every_norm_has_a_word(norm: Any) -> None:
     assert words.norm(words.name_of_norm(norm)) == norm
+    assert words.norm(str(norm)) == norm
 
 
 @pytest.mark.parametrize(

@@ -217,3 +217,13 @@ def test_on_epoch_is_told_of_every_epoch() -> None:
     told: list[Any] = []
     history = fit(plain_network(), images(32), images(20, "validation"), settings(), on_epoch=told.append)
     assert tuple(told) == history.epochs
+
+
+def test_what_is_told_after_an_epoch_is_not_the_next_ones_time() -> None:
+    """A callback that takes long (a study that evaluates the test set, say) must not make epochs look slow."""
+    import time
+
+    history = fit(
+        network(), images(), images(20, "validation"), settings(epochs=3), on_epoch=lambda epoch: time.sleep(2)
+    )
+    assert max(epoch.seconds for epoch in history.epochs) < 2

@@ -53,8 +53,9 @@ def _implicit(method: str, rtol: float) -> Implicit:
 
 
 def norm(word: str) -> Norm:
-    """`rms`, `euclidean`, `worst-pixel`."""
-    made: Norm = _made("norm", word, _NORMS, NORMS)
+    """`rms`, `euclidean`, `worst-pixel`; also `WorstPixel()`, as runs that were begun from Python have it."""
+    written = {str(made()): name for name, made in _NORMS.items()}
+    made: Norm = _made("norm", written.get(word, word), _NORMS, NORMS)
     return made
 
 

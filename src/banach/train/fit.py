@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -74,6 +75,7 @@ def fit(
                     run.write_metrics(work.done)
                 if on_epoch is not None:
                     on_epoch(work.done[-1])
+                work.since = time.perf_counter()  # what was written and told is not the next epoch's time
         if run is not None and work.step:
             run.save(work.position, work.tensors(), work.state(identity))
     if work.average is not None:

@@ -1,0 +1,158 @@
+"""What the paper leaves open: JFB at fixed points that are found by Anderson's and Broyden's methods.
+
+Claim: "Combining JFB with Anderson accelerated fixed point iteration is a promising research direction we leave
+for future work." No number is printed. Question: how many evaluations of T, and how much time, does it save?
+
+Settings: (1) to the same tolerance: the network that was trained with Picard's iteration, eval mode, test
+images, u* from 0 to several residuals in fp32, the solve alone. (2) to the same accuracy: three trainings with
+the authors' settings that differ in the solver alone, until the validation accuracy first is at a level that all
+of them reach. The same path for all: steps run one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.data import Images
+from banach.paper.common import Subject, Trained, curves_figure, percent, train, unseen
+from banach.paper.study import Findings, Options, Row, Study
+from banach.solve import Anderson, Broyden, Picard, Solution, Solver, Tolerance, solve
+from banach.train.precision import arithmetic
+
+CLAIM = "combining JFB with accelerated fixed-point iterations is promising (left for future work)"
+SOLVERS: Mapping[str, Solver] = {"Picard": Picard(), "Anderson(5)": Anderson(5), "Broyden(10)": Broyden(10)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    subjects: tuple[Subject, ...]
+    levels: tuple[float, ...] = (1e-1, 1e-2, 1e-4)  # residuals
+    max_steps: int = 500
+    batch: int = 400
+    repeats: int = 5
+
+
+FULL = Plan(
+    subjects=(
+        Subject(data="mnist", model="mnist", epochs=5, fast=False),
+        Subject(data="svhn", model="svhn", epochs=3, fast=False),
+    )
+)
+QUICK = Plan(subjects=(Subject(data="digits", model="digits", epochs=2, subset=256, fast=False),), repeats=2)
+
+
+def run(options: Options) -> Findings:
+    plan = QUICK if options.quick else FULL
+    rows: list[Row] = []
+    figures: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+    for subject in plan.subjects:
+        done = {name: _trained(subject, name, options) for name in SOLVERS}
+        net, test = done["Picard"].outcome.net, unseen(subject, options)
+        with arithmetic("fp32", test.device):  # TF32 could not meet 1e-4
+            rows += [row for level in plan.levels for row in _solve_rows(net, test, level, plan)]
+        rows += _training_rows(done)
+        curves = {name: one.outcome.curve for name, one in done.items()}
+        title = f"JFB with three solvers, {test.title}"
+        figures[f"accelerate-{subject.data}"] = partial(curves_figure, title, curves)
+        details |= {one.outcome.job.name: [e.to_dict() for e in one.outcome.epochs] for one in done.values()}
+    return Findings("accelerate", CLAIM, rows, _notes(plan), figures, plan, details)
+
+
+STUDY = Study("accelerate", CLAIM, run)
+
+
+def _trained(subject: Subject, name: str, options: Options) -> Trained:
+    word = name.partition("(")[0].lower()
+    return train(subject.job(f"accelerate-{subject.data}-{word}", solver=SOLVERS[name]), options)
+
+
+@torch.no_grad()
+def _solve_rows(net: Any, test: Images, level: float, plan: Plan) -> list[Row]:
+    """u* of the first test images, by each solver, to one residual."""
+    net.eval()
+    v = net.Q(test.normalise(test.pixels[: plan.batch]))
+    tolerance = Tolerance(atol=level, max_steps=plan.max_steps, norm=net.tolerance.norm)
+    found = {name: _timed(net.R, v, solver, tolerance, plan.repeats) for name, solver in SOLVERS.items()}
+    base, base_seconds = found["Picard"]
+    return [
+        {
+            "data": test.title,
+            "what": f"solve {len(v)} test images to {level:g}",
+            "solver": name,
+            "iterations": float(one.steps.double().mean()),
+            "most": int(one.steps.max()),
+            "against Picard": float(one.steps.double().mean() / base.steps.double().mean()),
+            "seconds": seconds,
+            "seconds against Picard": seconds / base_seconds,
+            "converged": float(one.converged.double().mean()),
+        }
+        for name, (one, seconds) in found.items()
+    ]
+
+
+def _timed(R: Any, v: Tensor, solver: Solver, tolerance: Tolerance, repeats: int) -> tuple[Solution, float]:
+    """The least time of several, after one that warms up; reading the steps waits for the device."""
+    seconds = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        found = solve(R, torch.zeros_like(v), solver, inputs=(v,), tolerance=tolerance)
+        found.steps.tolist()
+        seconds.append(time.perf_counter() - begun)
+    return found, min(seconds[1:])
+
+
+def _training_rows(done: Mapping[str, Trained]) -> list[Row]:
+    """Epochs, evaluations of T per image and seconds until the level that all three reach."""
+    level = min(max(epoch.validation_accuracy for epoch in one.outcome.epochs) for one in done.values())
+    spent = {name: spent_until(level, one) for name, one in done.items()}
+    return [
+        {
+            "data": one.outcome.title,
+            "what": f"train to {100 * level:.2f} per cent on validation",
+            "solver": name,
+            "iterations": spent[name].iterations,
+            "against Picard": spent[name].iterations / spent["Picard"].iterations,
+            "seconds": spent[name].seconds,
+            "seconds against Picard": spent[name].seconds / spent["Picard"].seconds,
+            "converged": one.outcome.epochs[-1].converged,
+            "epochs": spent[name].epochs,
+            "clean %": percent([one.outcome.clean.accuracy]),
+        }
+        for name, one in done.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Up to and with one epoch: how many, evaluations of T per image, seconds."""
+
+    epochs: int
+    iterations: float
+    seconds: float
+
+
+def spent_until(level: float, one: Trained) -> Spent:
+    """The first epoch whose validation accuracy is at the level."""
+    epochs = one.outcome.epochs
+    reached = next(k for k, epoch in enumerate(epochs) if epoch.validation_accuracy >= level)
+    iterations = list(accumulate(epoch.depth or 0.0 for epoch in epochs))
+    seconds = list(accumulate(epoch.seconds for epoch in epochs))
+    return Spent(reached + 1, iterations[reached], seconds[reached])
+
+
+def _notes(plan: Plan) -> list[str]:
+    return [
+        "iterations: evaluations of T per image, the mean; in training summed over epochs, without recorded ones",
+        "to the same tolerance: in the norm of the settings; seconds are of the solve, until the slowest is done",
+        "to the same accuracy: on the validation split, since the test set chooses nothing",
+        *(f"shortened: {s.data}: {s.lack()}, one seed" for s in plan.subjects if s.lack()),
+    ]

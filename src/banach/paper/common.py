@@ -1,0 +1,219 @@
+"""What several studies share: subjects, their jobs, runs whose warnings are kept, summaries, curves."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from banach import data, models
+from banach.backward import JFB, Implicit, Mode
+from banach.data import Augmentation, Chain, Crop, Flip, Images
+from banach.models import Recipe, Steps
+from banach.paper.jobs import Job, Outcome, augmentation_for, carry_out, settings_for
+from banach.paper.study import Options
+from banach.provenance import Summary, write_json
+from banach.solve import Picard, Solver, Status
+from banach.train import Settings
+
+HEARD = "heard.json"
+Point = Mapping[str, float]  # of a curve: epoch, seconds, clean, released
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A data set, the network for it, and how far a study goes with it."""
+
+    data: str
+    model: str
+    epochs: int
+    seeds: int = 1
+    precision: str = "fp32"
+    subset: int | None = None
+    fast: bool = True
+
+    def recipe(self, which: str | None = None) -> Recipe:
+        return models.recipe(self.model, self._known(which))
+
+    def job(
+        self,
+        name: str,
+        seed: int = 0,
+        *,
+        backward: Mode = JFB(),
+        solver: Solver = Picard(),
+        recipe: str | None = None,
+        explicit: bool = False,
+        batch_norm: bool = True,
+    ) -> Job:
+        """The recipe's settings and tolerance, at the subject's length and precision."""
+        settings = settings_for(
+            self.model,
+            self._known(recipe),
+            data=self.data,
+            subset=self.subset,
+            augment=_augment(self)[0],
+            batch_norm=batch_norm,
+            norm=None,  # that of the model: the settings of a run hold the command line's words, or nothing
+            precision=self.precision,
+            fast=self.fast,
+            seed=seed,
+            **({"max_steps": 0} if explicit else {}),
+        )
+        return Job(
+            name=f"{name}-seed{seed}",
+            data=self.data,
+            model=self.model,
+            settings=shortened(settings, self.epochs),
+            backward=backward,
+            solver=solver,
+            tolerance=self.recipe(recipe).tolerance,
+            explicit=explicit,
+            batch_norm=batch_norm,
+            augment=_augment(self)[1],
+            subset=self.subset,
+        )
+
+    def lack(self) -> str:
+        """In what this is shorter than the recipe; empty where it is not."""
+        whole = self.recipe().epochs
+        parts = [f"{self.epochs} epochs instead of {whole}"] if self.epochs < whole else []
+        parts += [f"{self.subset:,} training images"] if self.subset is not None else []
+        return ", ".join(parts)
+
+    def _known(self, recipe: str | None) -> str | None:
+        """digits has one recipe for all: there the name of another is passed by."""
+        return recipe if recipe in models.get(self.model).recipes else None
+
+
+def shortened(settings: Settings, epochs: int) -> Settings:
+    """The same run in fewer epochs: the milestones of its schedule come sooner in proportion."""
+    schedule = settings.schedule
+    if isinstance(schedule, Steps):
+        schedule = replace(schedule, at=tuple(round(at * epochs / settings.epochs) for at in schedule.at))
+    return replace(settings, epochs=epochs, schedule=schedule)
+
+
+def _augment(subject: Subject) -> tuple[str | None, Augmentation | None]:
+    """The authors' for CIFAR-10; for ResNet-56 that of He et al., whose settings it is trained with."""
+    if subject.model == "resnet56" and subject.data == "cifar10":
+        return "flip+crop:4", Chain(Flip(), Crop(4))
+    made = augmentation_for(subject.data)
+    return ("paper" if made is not None else None), made
+
+
+class Adjoints(Counter[str]):
+    """A `report` for `Implicit`: how many samples' adjoint equations ended in which way."""
+
+    def __call__(self, products: int, residual: Tensor, status: tuple[Status, ...]) -> None:
+        self.update(f"adjoint {end.name}" for end in status)
+
+    def __repr__(self) -> str:  # what was counted is no part of a job's identity
+        return "Adjoints()"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A job's outcome, and what was heard on the way: warnings by kind, ends of adjoint equations."""
+
+    outcome: Outcome
+    heard: Counter[str]
+
+    @property
+    def seconds(self) -> float:
+        """Per epoch. The first warms up, and does not count where there are more."""
+        epochs = self.outcome.epochs
+        return Summary.of(epoch.seconds for epoch in (epochs[1:] or epochs)).mean
+
+    @property
+    def adjoints_met(self) -> float | None:
+        """The share of adjoint equations that met their tolerance."""
+        ends = {key: count for key, count in self.heard.items() if key.startswith("adjoint ")}
+        return ends.get("adjoint CONVERGED", 0) / sum(ends.values()) if ends else None
+
+    def warnings_of(self, words: str) -> int:
+        return sum(count for key, count in self.heard.items() if words in key)
+
+
+def train(job: Job, options: Options) -> Trained:
+    """`carry_out`, keeping what was said beside the run: a run that is read or resumed still has it."""
+    said = Counter[str]()
+    report = job.backward.report if isinstance(job.backward, Implicit) else None
+    if isinstance(report, Adjoints):
+        report.clear()
+    folder = options.runs / job.name
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outcome = carry_out(job, options)
+    finally:
+        said.update(_kind(str(warning.message)) for warning in caught)
+        said += Counter(report) if isinstance(report, Adjoints) else Counter()
+        said += _heard_before(folder / HEARD)
+        if (folder / "settings.json").exists():
+            write_json(folder / HEARD, said)
+    return Trained(outcome, said)
+
+
+def _kind(message: str) -> str:
+    """The sentence without its numbers."""
+    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+
+
+def _heard_before(path: Any) -> Counter[str]:
+    return Counter(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Counter()
+
+
+def unseen(subject: Subject, options: Options) -> Images:
+    """The test split, on the device of the options."""
+    return data.load(subject.data, "test", options.data_dir).to(options.torch_device)
+
+
+def percent(shares: Iterable[float]) -> Summary:
+    return Summary.of(100 * share for share in shares)
+
+
+def summary(values: Iterable[float | None]) -> Summary | None:
+    """Over seeds; None where there is no such quantity."""
+    known = [value for value in values if value is not None]
+    return Summary.of(known) if known else None
+
+
+def curves_figure(title: str, curves: Mapping[str, Sequence[Point]], untimed: Sequence[str] = ()) -> Any:
+    """Clean test accuracy against epochs and against seconds; those named in `untimed` against epochs alone."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_epoch, by_second = figure.subplots(1, 2, sharey=True)
+    for number, (name, points) in enumerate(curves.items()):
+        accuracy = [100 * point["clean"] for point in points]
+        style: dict[str, Any] = {"color": f"C{number % 10}", "marker": "."}
+        by_epoch.plot([point["epoch"] for point in points], accuracy, label=name, **style)
+        if name not in untimed:
+            by_second.plot(list(accumulate(point["seconds"] for point in points)), accuracy, **style)
+    _finish(by_epoch, by_second, longest=max((len(points) for points in curves.values()), default=0))
+    figure.suptitle(title)
+    return figure
+
+
+def _finish(by_epoch: Any, by_second: Any, *, longest: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    by_epoch.set(xlabel="epoch", ylabel="test accuracy, per cent (clean)")
+    by_second.set(xlabel="seconds of training")
+    if longest > 20:
+        by_epoch.set_xscale("log")  # short runs and long ones side by side
+    else:
+        by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (by_epoch, by_second):
+        axes.grid(alpha=0.3)
+    by_epoch.legend(fontsize="small")

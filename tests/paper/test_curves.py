@@ -1,0 +1,135 @@
+"""The studies that draw curves: Neumann orders, JFB against Jacobian-based, accelerated fixed points."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from banach.backward import JFB, Mode, Neumann
+from banach.network import ImplicitNetwork
+from banach.paper import Options, accelerate, figures, neumann, table2
+from banach.paper.common import Subject, curves_figure, train
+from banach.paper.table1 import DIGITS
+from banach.solve import RMS
+from banach.train import Epoch
+
+TINY = Subject(data="digits", model="digits", epochs=2, subset=96, fast=False)
+
+
+def options_in(folder: Path) -> Options:
+    return Options(quick=True, device="cpu", out=folder / "out", runs=folder / "runs")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Options:
+    return options_in(tmp_path_factory.mktemp("curves"))
+
+
+def test_neumann_orders_from_jfb_upwards(place: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neumann, "QUICK", (TINY,))
+    found = neumann.run(place)
+    assert [row["order k"] for row in found.rows] == [0, 1, 2, 5, 10]
+    assert [row["J-products per epoch"] for row in found.rows] == [96 * k for k in (0, 1, 2, 5, 10)]
+    assert found.rows[0]["seconds against k = 0"] == 1
+    # The gradient of order 10 is another one than JFB's; that of order 5 is nearer to it than JFB's.
+    losses = [row["training loss"] for row in found.rows]
+    assert abs(losses[3] - losses[4]) < abs(losses[0] - losses[4])
+    pytest.importorskip("matplotlib")
+    written = {path.name for path in found.write(place)}
+    assert written == {"neumann.json", "neumann-digits.png", "neumann-digits.svg"}
+
+
+def test_order_zero_is_jfb(place: Options) -> None:
+    short = replace(TINY, epochs=1)
+    modes: tuple[Mode, ...] = (JFB(), Neumann(0))
+    losses = [
+        train(short.job(f"zero-{number}", backward=mode), place).outcome.epochs[-1].loss
+        for number, mode in enumerate(modes)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_figures_read_the_runs_of_the_tables(place: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table2, "QUICK", (TINY,))
+    first = train(replace(DIGITS, epochs=3, subset=96).job("table1-digits-jfb"), place)
+    done = [train(way.job(TINY), place) for way in figures.WAYS.values()]
+    found = figures.run(place)
+    assert [row["seconds per epoch"] for row in found.rows] == [one.seconds for one in done]  # read, not trained
+    assert found.details["digits"][figures.LONG] == first.outcome.curve
+    assert set(found.details["digits"]) == {*figures.WAYS, figures.LONG}
+    pytest.importorskip("matplotlib")
+    assert {path.name for path in found.write(place)} >= {"figures-digits.png", "figures-digits.svg"}
+
+
+def test_seconds_to_a_level_by_hand() -> None:
+    curve = [{"seconds": 2.0, "clean": 0.5}, {"seconds": 3.0, "clean": 0.7}, {"seconds": 4.0, "clean": 0.6}]
+    assert figures.seconds_to(0.5, curve) == 2
+    assert figures.seconds_to(0.6, curve) == 5
+    assert figures.seconds_to(0.8, curve) is None
+
+
+def test_curves_by_epoch_and_by_time() -> None:
+    pytest.importorskip("matplotlib")
+    points = [{"epoch": k, "seconds": 2.0, "clean": k / 10} for k in (1.0, 2.0, 3.0)]
+    by_epoch, by_second = curves_figure("title", {"a": points, "b": points}, untimed=["b"]).axes
+    assert [list(line.get_xdata()) for line in by_epoch.lines] == [[1, 2, 3], [1, 2, 3]]
+    (line,) = by_second.lines
+    assert list(line.get_xdata()) == [2, 4, 6]
+    assert list(line.get_ydata()) == pytest.approx([10, 20, 30])
+
+
+def test_accelerated_fixed_points(place: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(accelerate.QUICK, subjects=(TINY,), batch=64, repeats=1, levels=(1e-4,))
+    monkeypatch.setattr(accelerate, "QUICK", plan)
+    found = accelerate.run(place)
+    solves = {row["solver"]: row for row in found.rows if row["what"].startswith("solve")}
+    assert set(solves) == set(accelerate.SOLVERS)
+    assert solves["Anderson(5)"]["against Picard"] < 1
+    assert all(row["converged"] == 1 for row in solves.values())
+    trainings = [row for row in found.rows if row["what"].startswith("train")]
+    assert len(trainings) == 3
+    assert all(row["iterations"] > 0 and row["epochs"] in (1, 2) for row in trainings)
+    pytest.importorskip("matplotlib")
+    assert {path.name for path in found.write(place)} >= {"accelerate-digits.png", "accelerate-digits.svg"}
+
+
+@torch.no_grad()
+def test_picards_count_is_that_of_a_plain_loop() -> None:
+    """Iterate T by hand, sample by sample, until the RMS of the step is at most the level."""
+    from banach import data, models
+
+    torch.manual_seed(0)
+    net = models.build("digits").eval()
+    assert isinstance(net, ImplicitNetwork)
+    test = data.load("digits", "test")
+    plan = replace(accelerate.QUICK, batch=5, repeats=1)
+    rows = accelerate._solve_rows(net, test, 1e-3, plan)
+    counts = []
+    for image in test.pixels[:5]:
+        v = net.Q(test.normalise(image[None]))
+        u, steps, gap = torch.zeros_like(v), 0, float("inf")
+        while gap > 1e-3:
+            after = net.R(u, v)
+            gap = float((after - u).square().mean().sqrt())
+            u, steps = after, steps + 1
+        counts.append(steps)
+    assert isinstance(net.tolerance.norm, RMS)
+    assert rows[0]["iterations"] == sum(counts) / 5
+    assert rows[0]["most"] == max(counts)
+
+
+def epochs(*values: tuple[float, float, float]) -> list[Epoch]:
+    rest: dict[str, Any] = dict.fromkeys(Epoch.__dataclass_fields__)
+    return [
+        Epoch(**{**rest, "epoch": k, "validation_accuracy": accuracy, "depth": depth, "seconds": seconds})
+        for k, (accuracy, depth, seconds) in enumerate(values, 1)
+    ]
+
+
+def test_what_is_spent_until_a_level_by_hand() -> None:
+    outcome = type("Outcome", (), {"epochs": epochs((0.5, 10, 1), (0.7, 8, 2), (0.9, 6, 4))})
+    one: Any = type("Trained", (), {"outcome": outcome})
+    assert accelerate.spent_until(0.7, one) == accelerate.Spent(2, 18, 3)
+    assert accelerate.spent_until(0.4, one) == accelerate.Spent(1, 10, 1)

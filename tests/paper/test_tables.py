@@ -1,0 +1,222 @@
+"""The two tables: quick runs, their columns, and what they say against independent routes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from banach import data, models
+from banach.backward import Implicit, NormalCG
+from banach.models import Steps
+from banach.paper import Options, common, table1, table2
+from banach.paper.common import HEARD, Adjoints, Subject, shortened, train
+from banach.provenance import Summary
+from banach.solve import Tolerance
+from banach.train import Settings
+
+TINY = Subject(data="digits", model="digits", epochs=1, subset=96, fast=False)
+
+
+def options_in(folder: Path) -> Options:
+    return Options(quick=True, device="cpu", out=folder / "out", runs=folder / "runs")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Options]:
+    options = options_in(tmp_path_factory.mktemp("table1"))
+    with pytest.MonkeyPatch.context() as patch:
+        entries = tuple(replace(e, subject=replace(e.subject, epochs=1, subset=96)) for e in table1.QUICK)
+        patch.setattr(table1, "QUICK", entries)
+        return table1.run(options), options
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Options]:
+    options = options_in(tmp_path_factory.mktemp("table2"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table2, "QUICK", (TINY,))
+        return table2.run(options), options
+
+
+def row_of(found: Any, **wanted: Any) -> Any:
+    (row,) = [row for row in found.rows if all(row.get(key) == value for key, value in wanted.items())]
+    return row
+
+
+def test_table1_has_its_columns_and_leaves_rivals_open(first: Any) -> None:
+    found, _ = first
+    promised = {"data", "method", "parameters", "paper %", "clean %", "eps", "residual", "clean % at 1e-4"}
+    promised |= {"residual at 1e-4", "converged at 1e-4", "released %", "epochs", "seconds per epoch"}
+    trained = [row for row in found.rows if row["clean %"] is not None]
+    assert [row["method"] for row in trained] == ["JFB", table1.TWIN, "explicit: ResNet-56"]
+    assert all(promised <= set(row) for row in trained)
+    rivals = [row for row in found.rows if row["clean %"] is None]
+    assert {row["method"] for row in rivals} >= {"Neural ODE", "monotone operator network", "multiscale DEQ"}
+    assert all(row["paper %"] for row in rivals)
+
+
+def test_table1_clean_accuracy_is_that_of_the_network_by_hand(first: Any) -> None:
+    """Rebuild the network from its run, answer every test image in eval mode, and count."""
+    found, options = first
+    shares = []
+    for seed in range(2):
+        from safetensors.torch import load_file
+
+        (path,) = (options.runs / f"table1-digits-jfb-seed{seed}" / "checkpoints").glob("*/tensors.safetensors")
+        weights = {k.removeprefix("net."): v for k, v in load_file(path).items() if k.startswith("net.")}
+        net = models.build("digits")
+        net.load_state_dict(weights)
+        test = data.load("digits", "test")
+        with torch.no_grad():
+            hits = net.eval()(test.normalise(test.pixels)).argmax(1) == test.labels
+        shares.append(100 * float(hits.double().mean()))
+    row = row_of(found, method="JFB")
+    assert row["clean %"].mean == pytest.approx(sum(shares) / 2, abs=1e-9)
+    assert row["clean %"].count == 2
+    assert row["residual at 1e-4"].mean <= 1e-4
+    assert row["converged at 1e-4"].mean == 1
+    assert row["parameters"] == 17_986
+
+
+def test_the_explicit_twin_has_no_residual_and_no_eps(first: Any) -> None:
+    row = row_of(first[0], method=table1.TWIN)
+    assert row["eps"] is row["residual"] is row["clean % at 1e-4"] is None
+    assert isinstance(row["released %"], Summary)
+
+
+def test_findings_are_written_and_read_back(first: Any) -> None:
+    found, options = first
+    found.write(options)
+    content = json.loads((options.out / "table1.json").read_text())
+    assert content["rows"][0]["clean %"]["count"] == 2
+    assert content["quick"] is True
+    assert any("shortened: digits, JFB: 1 epochs instead of 20" in note for note in content["notes"])
+
+
+def test_a_shortened_schedule_keeps_its_proportions() -> None:
+    settings = Settings(epochs=1000, lr=1e-3, schedule=Steps(at=(200, 400, 600, 800), factor=0.5))
+    short = shortened(settings, 60)
+    for share in (0.1, 0.25, 0.45, 0.65, 0.95):
+        there, here = (s.schedule.multiplier(share * s.epochs, s.epochs) for s in (settings, short))
+        assert here == there
+    assert short.epochs == 60
+
+
+def test_full_rows_are_the_papers() -> None:
+    """The printed numbers, and settings as the notes on the released code have them."""
+    jfb = {e.subject.data: e for e in table1.FULL if e.tag == "jfb"}
+    assert {name: e.paper for name, e in jfb.items()} == {"mnist": 99.4, "svhn": 94.1, "cifar10": 93.7}
+    job = jfb["cifar10"].jobs()[2]
+    assert job.name == "table1-cifar10-jfb-seed2"
+    assert (job.settings.seed, job.settings.precision, job.settings.epochs) == (2, "bf16", 60)
+    assert job.settings.schedule == Steps(at=(12, 24, 36, 48), factor=0.5)
+    assert job.augment is not None
+    assert jfb["mnist"].jobs()[0].settings.lr == 2e-4
+    assert {e.paper for e in table1.FULL if e.tag == "resnet56"} == {93.0}
+
+
+def test_paper_ratios_are_the_printed_ones() -> None:
+    ratios = [table2._printed_ratio(subject, table2.CG_ABSOLUTE) for subject in table2.FULL]
+    assert ratios == [1.6, 2.5, 3.6]
+
+
+def test_cg_has_the_cap_of_the_forward_pass_and_both_tolerances() -> None:
+    caps = []
+    for subject in table2.FULL:
+        for way in (table2.CG_ABSOLUTE, table2.CG_RELATIVE):
+            job = way.job(subject)
+            assert isinstance(job.backward, Implicit)
+            assert isinstance(job.backward.method, NormalCG)
+            assert job.tolerance is not None
+            assert job.backward.tolerance.max_steps == job.tolerance.max_steps
+            assert not job.settings.fast
+            assert job.settings.precision == "fp32"
+            caps.append(job.backward.tolerance.max_steps)
+    assert caps == [50, 50, 200, 200, 500, 500]
+    absolute = table2.CG_ABSOLUTE.job(table2.FULL[0]).backward
+    assert isinstance(absolute, Implicit)
+    assert (absolute.tolerance.atol, absolute.tolerance.rtol) == (0.1, 0)
+
+
+def test_an_absolute_tolerance_of_a_tenth_is_jfb_for_one_product(second: Any) -> None:
+    """w = g passes it, so the losses and answers are those of JFB, bit by bit."""
+    found, _ = second
+    for batch_norm in (True, False):
+        jfb = row_of(found, method="JFB", **{"batch norm in R": batch_norm})
+        lazy = row_of(found, method="Jacobian-based, absolute tolerance of CG", **{"batch norm in R": batch_norm})
+        assert lazy["training loss"] == jfb["training loss"]
+        assert lazy["clean %"] == jfb["clean %"]
+        assert (lazy["per image"], jfb["per image"]) == (1, 0)
+        assert lazy["adjoints solved"] == 1
+        assert jfb["adjoints solved"] is None
+
+
+def test_a_relative_tolerance_costs_more_products_and_other_weights(second: Any) -> None:
+    found, _ = second
+    exact = row_of(found, method="Jacobian-based, relative tolerance of CG", **{"batch norm in R": False})
+    jfb = row_of(found, method="JFB", **{"batch norm in R": False})
+    # One product for the first residual, then two per step of CG, and one for the residual at the end.
+    assert exact["per image"] >= 4
+    assert exact["J-products per epoch"] == exact["per image"] * 96
+    assert exact["training loss"] != jfb["training loss"]
+    assert exact["ratio, same settings"] == pytest.approx(exact["seconds per epoch"] / jfb["seconds per epoch"])
+
+
+def test_what_happens_with_batch_norm_is_said(second: Any) -> None:
+    (note,) = [note for note in second[0].notes if note.startswith("digits, Jacobian-based")]
+    assert note.count("with batch norm") == 2
+    assert note.count("without batch norm") == 2
+    assert "of adjoints met the tolerance" in note
+
+
+def test_failures_of_cg_are_counted_and_kept_for_a_second_reading(tmp_path: Path) -> None:
+    """No step of CG is allowed, so every equation fails: 96 images, 2 batches, 2 warnings."""
+    options = options_in(tmp_path)
+    hopeless = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-9, max_steps=0), report=Adjoints())
+    job = TINY.job("hopeless", backward=hopeless, batch_norm=False)
+    one = train(job, options)
+    assert one.adjoints_met == 0
+    assert one.heard["adjoint MAX_STEPS"] == 96
+    assert one.warnings_of("adjoint equation missed") == 2
+    again = train(TINY.job("hopeless", backward=hopeless, batch_norm=False), options)
+    assert again.heard == one.heard
+    assert json.loads((options.runs / job.name / HEARD).read_text()) == one.heard
+
+
+def test_what_was_heard_before_an_interruption_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_in(tmp_path)
+    report = Adjoints()
+    job = TINY.job("stopped", backward=Implicit(NormalCG(), report=report))
+
+    def stopped(*_: Any) -> Any:
+        (options.runs / job.name).mkdir(parents=True)
+        (options.runs / job.name / "settings.json").write_text("{}")
+        report["adjoint CONVERGED"] += 5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "carry_out", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(job, options)
+    assert json.loads((options.runs / job.name / HEARD).read_text()) == {"adjoint CONVERGED": 5}
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise ValueError("no data")
+
+    monkeypatch.setattr(common, "carry_out", refused)
+    with pytest.raises(ValueError, match="no data"):
+        train(TINY.job("never"), options_in(tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_epoch_warms_up_and_is_left_out_of_the_time() -> None:
+    outcome: Any = type("Outcome", (), {"epochs": [type("Epoch", (), {"seconds": s})() for s in (9.0, 2.0, 4.0)]})
+    assert common.Trained(outcome, Adjoints()).seconds == 3.0
+    outcome.epochs = outcome.epochs[:1]
+    assert common.Trained(outcome, Adjoints()).seconds == 9.0
