@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from banach.kernels import LatentForm
+
 Image = tuple[int, int, int]  # channels, height, width
 SLOPE = 0.1  # of every leaky ReLU below zero
 
@@ -67,6 +69,11 @@ class LatentResNet(nn.Module):
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return self.gamma * self.blocks(u + v)
+
+    @property
+    def latent_form(self) -> LatentForm:
+        """What this computes, for the kernel that iterates it."""
+        return LatentForm(outer=self.gamma, slope=SLOPE, slope_after=SLOPE**2)
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}"

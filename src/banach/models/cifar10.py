@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from banach.kernels import LatentForm
 from banach.models.blocks import SLOPE, Image, Parts, conv3x3, latent_norm
 from banach.models.recipe import Recipe, Steps
 from banach.models.registry import register
@@ -63,6 +64,11 @@ class CIFARLatent(nn.Module):
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return self.blocks(torch.add(v, u, alpha=self.gamma))
+
+    @property
+    def latent_form(self) -> LatentForm:
+        """What this computes, for the kernel that iterates it."""
+        return LatentForm(inner=self.gamma, slope=SLOPE, slope_after=SLOPE, late=True)
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}"

@@ -1,0 +1,246 @@
+"""A whole solve as one kernel: u <- R(u, v), step after step, until the residual is small. Triton.
+
+With known statistics every image is solved by one program on its own, which then takes the next one. With those
+of the batch all programs work on their images in step: they meet at every batch norm, and the residual of a step
+travels with the first batch norm of the next. So the step after the last is begun, and thrown away.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+import triton
+import triton.language as tl
+
+from banach.kernels.latent_parts import clear, judge, leaky, product, put, settle, window
+from banach.kernels.latent_together import gathered, meet, statistics
+
+
+@triton.jit
+def hide(
+    operand, hidden, w, bias, begin, end, low, groups, slope,
+    P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, AREA: tl.constexpr, LAYERS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    NEAR: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The first convolution of a block and its leaky ReLU."""
+    co = tl.arange(0, WIDTH)
+    shift = tl.load(bias + co)
+    for tile in range(begin, end, ROWS):
+        m = tile + tl.arange(0, ROWS)
+        at = window(tl.minimum(m, end - 1), H, W, P, AREA)
+        y = product(operand, w, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT)
+        here = (m < end)[:, None] & (co < P)[None, :]
+        to = hidden + (at + (W + 3) * P)[:, None] + co[None, :]
+        put(to, low, leaky(y + shift[None, :], slope), here, SPLIT)
+    tl.debug_barrier()
+
+
+@triton.jit
+def join(
+    hidden, stream, w, bias, m, end, low, groups, slope,
+    P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, AREA: tl.constexpr, LAYERS: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr,
+    SPLIT: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """The second convolution at some pixels, with the residual stream; not normalised yet. Zero where masked."""
+    co = tl.arange(0, WIDTH)
+    here = (m < end)[:, None] & (co < P)[None, :]
+    at = window(tl.minimum(m, end - 1), H, W, P, AREA)
+    y = product(hidden, w, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT)
+    y += tl.load(bias + co)[None, :]
+    x = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
+    return leaky(y + x, slope) if LATE else leaky(y, slope) + x
+
+
+@triton.jit
+def start(
+    v, z0, held, slots, stream, operand, begin, end, shift, low, inner,
+    C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr,
+    ROWS: tl.constexpr, FROM_ZERO: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """v and the first iterate at their pitch, and the first input of the first block."""
+    co = tl.arange(0, WIDTH)
+    for tile in range(begin, end, ROWS):
+        m = tile + tl.arange(0, ROWS)
+        here = (m < end)[:, None] & (co < P)[None, :]
+        real = (m < end)[:, None] & (co < C)[None, :]
+        given = ((m + shift) * C)[:, None] + co[None, :]
+        at = (m * P)[:, None] + co[None, :]
+        x = tl.load(v + given, mask=real, other=0.0).to(tl.float32)
+        z = tl.zeros([ROWS, WIDTH], tl.float32)
+        if not FROM_ZERO:
+            z = tl.load(z0 + given, mask=real, other=0.0).to(tl.float32)
+        tl.store(held + at, x, mask=here)
+        tl.store(slots + at, z, mask=here)
+        x += inner * z
+        tl.store(stream + at, x, mask=here)
+        center = window(m, H, W, P, AREA) + (W + 3) * P
+        put(operand + center[:, None] + co[None, :], low, x, here, SPLIT)
+    tl.debug_barrier()
+
+
+@triton.jit
+def finish(
+    slot, value, residual, steps, flags, begin, end, shift, image, count, images, code, made, reached,
+    C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The iterate of a slot, and what was reached, for `count` images from `image` on.
+
+    Programs that did not meet have nothing to show, and it shall be seen.
+    """
+    co = tl.arange(0, WIDTH)
+    for tile in range(begin, end, ROWS):
+        m = tile + tl.arange(0, ROWS)
+        real = (m < end)[:, None] & (co < C)[None, :]
+        z = tl.load(slot + (m * P)[:, None] + co[None, :], mask=real, other=0.0)
+        z = tl.where(code == 3, float("nan"), z)
+        tl.store(value + ((m + shift) * C)[:, None] + co[None, :], z, mask=real)
+    for own in range(image, image + count):
+        tl.store(residual + own, tl.where(code == 3, float("nan"), reached))
+        tl.store(steps + own, tl.where(code == 3, -1, made).to(tl.int64))
+        tl.store(flags + own, tl.where(code == 1, 1, 0).to(tl.int8))
+        tl.store(flags + images + own, tl.where(code >= 2, 1, 0).to(tl.int8))
+        tl.store(flags + 2 * images + own, tl.where(code < 0, 1, 0).to(tl.int8))
+    tl.debug_barrier()
+
+
+@triton.jit
+def turn(reached, least, old, new, best):
+    """After an evaluation: its residual is that of `old`. The slots of the next one, and the least residual."""
+    best = tl.where(reached < least, old, best)
+    least = tl.where(reached < least, reached, least)
+    free = tl.where((best != 1) & (new != 1), 1, 2)
+    return least, new, tl.where((best != 0) & (new != 0), 0, free), best
+
+
+@triton.jit(do_not_specialize=["images", "places", "max_steps", "groups"])
+def iterate(
+    v, z0, w, bias, known, slots, held, stream, operand, hidden, sums, tests, pivots, counters,
+    value, residual, steps, flags,
+    images, places, max_steps, groups, atol, rtol, scale, share, eps, inner, outer, slope, slope_after,
+    C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, TRAIN: tl.constexpr, PIXEL: tl.constexpr, RELATIVE: tl.constexpr,
+    LATE: tl.constexpr, FROM_ZERO: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr, SPINS: tl.constexpr,
+):  # fmt: skip
+    """places: images that memory of the programs' own has room for. LATE: activate after the sum, not before."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    co = tl.arange(0, WIDTH)
+    LAYERS: tl.constexpr = 2 * BLOCKS
+    LAYER: tl.constexpr = GROUPS * DEPTH * WIDTH
+    if TRAIN:
+        first_place = pid * images // programs
+        own = (pid + 1) * images // programs - first_place
+        image = first_place
+    else:
+        first_place = pid
+        own = 1
+        image = tl.atomic_add(counters + 1, 1)
+    size = places * (H * W * P)
+    low = places * AREA
+    begin = first_place * (H * W)
+    end = begin + own * (H * W)
+    for half in tl.static_range(2 if SPLIT else 1):
+        clear(operand + half * low, first_place * AREA, (first_place + own) * AREA)
+        clear(hidden + half * low, first_place * AREA, (first_place + own) * AREA)
+    clear(pivots, pid * BLOCKS * WIDTH, (pid + 1) * BLOCKS * WIDTH)
+    tl.debug_barrier()
+    while image < images:
+        shift = (image - first_place) * (H * W)
+        start(
+            v, z0, held, slots, stream, operand, begin, end, shift, low, inner, C, P, WIDTH, H, W, AREA, ROWS,
+            FROM_ZERO, SPLIT,
+        )  # fmt: skip
+        made = 0  # evaluations so far
+        met = 0  # times that the programs have met
+        code = 0  # what `judge` says; 3: the programs have lost each other
+        old, new, best = 0, 1, 0  # slots of z, of T(z), and of the iterate whose residual is least
+        reached, least = float("inf"), float("inf")
+        top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+        while (code == 0) & (made < max_steps):
+            for block in range(BLOCKS):
+                if code == 0:
+                    last = block == BLOCKS - 1
+                    hide(
+                        operand, hidden, w + block * 2 * LAYER, bias + block * 2 * WIDTH, begin, end, low, groups,
+                        slope, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT,
+                    )  # fmt: skip
+                    if last:
+                        top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+                    if TRAIN:
+                        pivot = pivots + (pid * BLOCKS + block) * WIDTH + co
+                        mean = tl.load(pivot)
+                        rstd = mean
+                    else:
+                        mean = tl.load(known + block * WIDTH + co)
+                        rstd = tl.load(known + (BLOCKS + block) * WIDTH + co)
+                    first = tl.zeros([WIDTH], tl.float32)
+                    second = tl.zeros([WIDTH], tl.float32)
+                    for tile in range(begin, end, ROWS):
+                        m = tile + tl.arange(0, ROWS)
+                        y = join(
+                            hidden, stream, w + (block * 2 + 1) * LAYER, bias + (block * 2 + 1) * WIDTH, m, end,
+                            low, groups, slope_after, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, STAGES, NEAR,
+                            SPLIT, LATE,
+                        )  # fmt: skip
+                        if TRAIN:
+                            here = (m < end)[:, None] & (co < P)[None, :]
+                            tl.store(stream + (m * P)[:, None] + co[None, :], y, mask=here)
+                            y = tl.where(here, y - mean[None, :], 0.0)
+                            first += tl.sum(y, axis=0)
+                            second += tl.sum(y * y, axis=0)
+                        else:
+                            a, b, c, d = settle(
+                                y, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
+                                slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,
+                            )  # fmt: skip
+                            top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
+                            total, total_T = total + b, total_T + d
+                    tl.debug_barrier()
+                    if TRAIN:
+                        # Buffers alternate: a program may be writing its next sums while others read these.
+                        all_sums = sums + met % 2 * programs * (2 * WIDTH)
+                        tl.store(all_sums + pid * 2 * WIDTH + co, first)
+                        tl.store(all_sums + pid * 2 * WIDTH + WIDTH + co, second)
+                        met += 1
+                        together = meet(counters, met * programs, SPINS)
+                        if (block == 0) & (made > 0):
+                            a, b, c, d = gathered(tests + made % 2 * programs * 4, programs, CHUNK)
+                            reached, code = judge(a, b, c, d, atol, rtol, PIXEL, RELATIVE)
+                            least, old, new, best = turn(reached, least, old, new, best)
+                        code = tl.where(together == 0, 3, code)
+                        if code == 0:
+                            mean, rstd = statistics(all_sums, mean, programs, share, eps, WIDTH, CHUNK)
+                            tl.store(pivot, mean)
+                            for tile in range(begin, end, ROWS):
+                                m = tile + tl.arange(0, ROWS)
+                                here = (m < end)[:, None] & (co < P)[None, :]
+                                y = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
+                                a, b, c, d = settle(
+                                    y, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
+                                    slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,
+                                )  # fmt: skip
+                                top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
+                                total, total_T = total + b, total_T + d
+                            tl.debug_barrier()
+            if code == 0:
+                made += 1
+                if TRAIN:
+                    mine = tests + (made % 2 * programs + pid) * 4
+                    tl.store(mine, top)
+                    tl.store(mine + 1, total)
+                    tl.store(mine + 2, top_T)
+                    tl.store(mine + 3, total_T)
+                else:
+                    reached, code = judge(top, total, top_T, total_T, atol, rtol, PIXEL, RELATIVE)
+                    least, old, new, best = turn(reached, least, old, new, best)
+        if TRAIN and (code == 0) & (made > 0):
+            together = meet(counters, (met + 1) * programs, SPINS)
+            a, b, c, d = gathered(tests + made % 2 * programs * 4, programs, CHUNK)
+            reached, code = judge(a, b, c, d, atol, rtol, PIXEL, RELATIVE)
+            least, old, new, best = turn(reached, least, old, new, best)
+            code = tl.where(together == 0, 3, code)
+        finish(
+            slots + tl.where(code == 2, best, old) * size, value, residual, steps, flags, begin, end, shift, image,
+            own, images, code, made, tl.where(code == 2, least, reached) * scale, C, P, WIDTH, ROWS,
+        )  # fmt: skip
+        image = images if TRAIN else tl.atomic_add(counters + 1, 1)

@@ -1,0 +1,168 @@
+"""Pieces of the kernel that solves for a latent: convolution, what comes after a block, when to stop.
+
+Triton. A program owns whole images and keeps what it makes of them in memory of its own, so that most of it is
+ordered by a barrier within the program. Images that are convolved lie in a frame of zeros: no load has a border.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def window(m, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, AREA: tl.constexpr):
+    """Where the 3x3 window of each pixel begins in a framed image."""
+    q = m % (H * W)
+    return m // (H * W) * AREA + (q // W * (W + 2) + q % W) * P
+
+
+@triton.jit
+def product(
+    x,
+    w,
+    begin,
+    low,
+    groups,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    STAGES: tl.constexpr,
+    NEAR: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The convolution at some pixels: a sum over groups of weights of one product each.
+
+    Nine groups are single taps. Three are rows of the kernel, whose three pixels lie side by side in memory.
+    SPLIT: numbers are sums of two of 11 bits, the second ones `low` elements further on; of their four products
+    the least is left out. The weights' input channels lie side by side, as the products of such numbers want them.
+    """
+    k = tl.arange(0, DEPTH)
+    co = tl.arange(0, WIDTH)
+    acc = tl.zeros([begin.shape[0], WIDTH], tl.float32)
+    one = acc
+    two = acc
+    from_x = x + begin[:, None] + k[None, :]
+    if NEAR:
+        # Copies of 8 bytes pass through the first cache, where a pixel is found again by the other taps.
+        from_x = tl.max_contiguous(from_x, (1, 2 if SPLIT else 4))
+    from_w = w + (co * DEPTH)[:, None] + k[None, :]
+    LOW: tl.constexpr = LAYERS * GROUPS * DEPTH * WIDTH
+    # Nine in a row would be unrolled, and run out of registers: that many are counted when they run.
+    for group in tl.range(0, groups if GROUPS == 9 else GROUPS, num_stages=STAGES):
+        row = group if GROUPS == 3 else group // 3
+        column = 0 if GROUPS == 3 else group % 3
+        at_x = from_x + (row * (W + 2) + column) * P
+        at_w = from_w + group * (DEPTH * WIDTH)
+        a = tl.load(at_x)
+        b = tl.load(at_w)
+        if SPLIT:
+            # Three sums: one that goes from product to product would change hands between the warps.
+            one = tl.dot(tl.load(at_x + low), tl.trans(b), one, input_precision="tf32")
+            two = tl.dot(a, tl.trans(tl.load(at_w + LOW)), two, input_precision="tf32")
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="tf32")
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return acc + (one + two) if SPLIT else acc
+
+
+@triton.jit
+def eleven_bits(value):
+    """The nearest number of 11 bits, which is what the tensor cores see of a float32; NaN and infinity stay."""
+    near = ((value.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(value) < float("inf"), near, value)
+
+
+@triton.jit
+def put(to, low, value, here, SPLIT: tl.constexpr):
+    """Store what is to be multiplied."""
+    if SPLIT:
+        high = eleven_bits(value)
+        tl.store(to, high, mask=here)
+        tl.store(to + low, eleven_bits(value - high), mask=here)
+    else:
+        tl.store(to, value.to(to.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def leaky(value, slope):
+    return tl.where(value > 0, value, value * slope)
+
+
+@triton.jit
+def clear(p, begin, end):
+    """Zeros from `begin` up to `end`."""
+    for start in range(begin, end, 2048):
+        at = start + tl.arange(0, 2048)
+        tl.store(p + at, tl.zeros([2048], p.dtype.element_ty), mask=at < end)
+
+
+@triton.jit
+def judge(top, total, top_T, total_T, atol, rtol, PIXEL: tl.constexpr, RELATIVE: tl.constexpr):
+    """The residual, and what becomes of the iteration: 0 it goes on, 1 it has converged, 2 it is not finite.
+
+    atol is in the units of a norm that is not scaled yet. A maximum overlooks a NaN, a total does not.
+    """
+    size = tl.sqrt(top if PIXEL else total)
+    size = tl.where(total < float("inf"), size, float("nan"))
+    test = size
+    if RELATIVE:
+        test = size - rtol * tl.where(total_T < float("inf"), tl.sqrt(top_T if PIXEL else total_T), float("nan"))
+    ended = tl.where(test <= atol, 1, 0)
+    return size, tl.where(test > -float("inf"), ended, 2).to(tl.int32)
+
+
+@triton.jit
+def squares(value, RELATIVE: tl.constexpr):
+    """The largest square of a pixel's norm, and the sum of all."""
+    top = 0.0
+    total = 0.0
+    if RELATIVE:
+        pixels = tl.sum(value * value, axis=1)
+        top = tl.max(pixels, axis=0)
+        total = tl.sum(pixels, axis=0)
+    return top, total
+
+
+@triton.jit
+def settle(
+    y,
+    m,
+    ok,
+    mean,
+    rstd,
+    last,
+    inner,
+    outer,
+    before,
+    after,
+    held,
+    stream,
+    operand,
+    low,
+    P: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    AREA: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Normalise what a block gave, at some pixels: the next block's input or, after the last, the next iterate."""
+    co = tl.arange(0, y.shape[1])
+    at = (m * P)[:, None] + co[None, :]
+    here = ok[:, None] & (co < P)[None, :]
+    x = (y - mean[None, :]) * rstd[None, :]
+    top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+    if last:
+        z = outer * x
+        moved = tl.where(here, z - tl.load(before + at, mask=here, other=0.0), 0.0)
+        top, total = squares(moved, True)
+        top_T, total_T = squares(tl.where(here, z, 0.0), RELATIVE)
+        tl.store(after + at, z, mask=here)
+        x = tl.load(held + at, mask=here, other=0.0) + inner * z
+    tl.store(stream + at, x, mask=here)
+    center = window(m, H, W, P, AREA) + (W + 3) * P
+    put(operand + center[:, None] + co[None, :], low, x, here, SPLIT)
+    return top, total, top_T, total_T

@@ -1,0 +1,48 @@
+"""The kernel that solves for a latent, without a GPU: interpreted against plain torch, and compiled for one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach.kernels import has_triton
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_triton(), reason="Triton is not installed")]
+TESTS = Path(__file__).resolve().parent.parent
+MOST_SHARED = 227 * 1024  # bytes that a program on an H200 can have
+
+
+def run(name: str) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(TESTS), str(TESTS.parent / "src"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    program = [sys.executable, str(TESTS / "kernels" / name)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_interpreted_it_agrees_with_plain_torch() -> None:
+    found = run("interpret_latent.py")
+    assert found.pop("alone") == {"first": -1, "nan": 1, "ok": 0}
+    assert len(found) == 11
+    for name, errors in found.items():
+        assert errors["steps"] == errors["ends"] == 0, name
+        assert errors["value"] < 1e-6, name
+        assert errors["residual"] < 1e-3, name  # of a difference of iterates, which is small itself
+    assert found["three programs, train"]["least steps"] > 5
+
+
+def test_compiled_it_fits_a_multiprocessor_and_uses_tensor_cores() -> None:
+    found = run("compile_latent.py")
+    assert len(found) == 6
+    for name, facts in found.items():
+        assert facts["shared"] <= MOST_SHARED, name
+        assert facts["products"] >= 16, name
+        assert facts["registers"] <= 255, name
+        assert facts["spilled"] <= 256, name
