@@ -229,7 +229,7 @@ def test_a_warning_is_one_line_without_code(here: Path, capsys: Any, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["evaluate"], ["diagnose"], ["predict"], ["compare"], ["models"]]
+    "command", [[], ["train"], ["evaluate"], ["diagnose"], ["predict"], ["compare"], ["models"], ["paper"]]
 )
 def test_help_fits_a_screen(command: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from banach import __version__
-from banach.cli import compare, data, diagnose, evaluate, models, predict, train
+from banach.cli import compare, data, diagnose, evaluate, models, paper, predict, train
 from banach.cli.console import spoken_warnings
 from banach.train import CheckpointError, RunError
 
@@ -33,6 +33,7 @@ _SHORT = {
     predict: "Classify image files.",
     compare: "Runs side by side, with a plot.",
     models: "The networks there are.",
+    paper: "The paper's tables, figures and claims, measured.",
 }
 for part, short in _SHORT.items():
     name = part.__name__.rpartition(".")[2]

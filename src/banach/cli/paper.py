@@ -1,0 +1,68 @@
+"""`banach paper STUDY...`: every table, figure and claim of the paper, measured; `report` puts them on a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from banach.cli.console import console, table
+from banach.paper import Findings, Options, Study
+from banach.paper.study import cell
+from banach.train.schedule import nearest
+
+EPILOG = """\b
+Examples:
+  banach paper toy                        one study
+  banach paper all --quick                every study on digits, on a CPU, in minutes
+  banach paper table1 --data-dir ~/data --device cuda
+  banach paper report                     docs/reproduction.md and .html from results/paper/"""
+
+
+def paper(
+    studies: Annotated[list[str], typer.Argument(help="Names of studies, or all, or report.", show_default=False)],
+    quick: Annotated[bool, typer.Option("--quick", help="On digits, on a CPU, in minutes.")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="For JSON and figures.  [results/paper]")] = None,
+    runs: Annotated[Path | None, typer.Option(help="For run directories, which resume.  [runs/paper]")] = None,
+    page: Annotated[Path, typer.Option(help="What the report writes, beside an .html.")] = Path(
+        "docs/reproduction.md"
+    ),
+) -> None:
+    """Reproduce the paper: table1, table2, neumann, figures, accelerate, toy, theory, memory.
+
+    Each writes its figures with provenance and prints a table: the paper's number beside ours.
+    """
+    from banach.paper.all import STUDIES
+    from banach.paper.report import write_report
+
+    base = Path("runs/paper-quick") if quick else Path("results/paper")
+    options = Options(
+        quick=quick,
+        data_dir=data_dir,
+        device="cpu" if quick and device == "auto" else device,
+        out=out or base,
+        runs=runs or (Path("runs/paper-quick") if quick else Path("runs/paper")),
+    )
+    names = [nearest("study", name, [*STUDIES, "all", "report"]) for name in studies]
+    for name in dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])):
+        if name == "report":
+            console.print(f"report: {write_report(options.out, page)}")
+        else:
+            _carry_out(STUDIES[name], options)
+
+
+def _carry_out(study: Study, options: Options) -> None:
+    console.print(f"{study.name}: {study.claim}")
+    found = study.run(options)
+    console.print(_table(found))
+    for note in found.notes:
+        console.print(f"  {note}")
+    console.print("written: " + ", ".join(str(path) for path in found.write(options)) + "\n")
+
+
+def _table(found: Findings) -> object:
+    columns = list(dict.fromkeys(key for row in found.rows for key in row))
+    return table("", columns, [[cell(row.get(column)) for column in columns] for row in found.rows])

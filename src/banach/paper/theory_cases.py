@@ -1,0 +1,124 @@
+"""The networks of the theory study, trained once, their weights kept at chosen epochs to be measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach import data
+from banach.data import Images
+from banach.paper.jobs import Job, settings_for
+from banach.paper.study import Options
+from banach.train import Epoch, Run, evaluate, fit
+
+FOLDER = "weights"  # inside the run's directory
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the epochs at which it is measured (0: fresh weights; the last one ends the training), and how.
+
+    `images`: training images of the batch. `dense`: how many of them are also measured by dense matrices.
+    """
+
+    data: str
+    model: str
+    epochs: tuple[int, ...]
+    images: int
+    dense: int
+    dense_epochs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"theory-{self.model}-jfb-seed0"
+
+    def job(self) -> Job:
+        # Without the monitor of contraction: it is measured here, on more images and more closely.
+        settings = settings_for(self.model, data=self.data, epochs=max(self.epochs), seed=0, monitor=False)
+        return Job(name=self.name, data=self.data, model=self.model, settings=settings)
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A network in the course of its training, in float64 and eval mode."""
+
+    epoch: int
+    accuracy: float  # on the validation images
+    net: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A case with its moments, and the batch they are measured on: images that the network is trained with."""
+
+    case: Case
+    title: str
+    moments: list[Moment]
+    d: Tensor
+    labels: Tensor
+    label_smoothing: float
+
+    def loss(self, labels: Tensor) -> Any:
+        """What the training lowers, for these labels."""
+        return lambda y: torch.nn.functional.cross_entropy(y, labels, label_smoothing=self.label_smoothing)
+
+
+def train(case: Case, options: Options) -> Trained:
+    """Train, or go on, or read what was trained."""
+    job = case.job()
+    settings = replace(job.settings, device=options.device)
+    train, validation = (data.load(case.data, split, options.data_dir) for split in ("train", "validation"))
+    net: Any = job.build()
+    path = options.runs / job.name
+    run = Run.open(path) if (path / "settings.json").exists() else Run.create(path, settings)
+    _keep(net, path, 0)
+
+    def on_epoch(epoch: Epoch) -> None:
+        if epoch.epoch in case.epochs:
+            _keep(net, path, epoch.epoch)
+
+    history = fit(net, train, validation, settings, run=run, on_epoch=on_epoch)
+    if not history.finished:
+        raise KeyboardInterrupt  # the run is kept and is resumed next time
+    few = train.subset(case.images).to(settings.torch_device)
+    return Trained(
+        case,
+        train.title,
+        _moments(job, path, history.epochs, validation.to(settings.torch_device)),
+        few.normalise(few.pixels).double(),
+        few.labels,
+        settings.label_smoothing,
+    )
+
+
+def _moments(job: Job, path: Path, epochs: tuple[Epoch, ...], validation: Images) -> list[Moment]:
+    """One for every file of weights; training that was killed between an epoch and its file has one less."""
+    from safetensors.torch import load_file
+
+    found = []
+    for file in sorted((path / FOLDER).glob("epoch-*.safetensors")):
+        epoch = int(file.stem.removeprefix("epoch-"))
+        net = job.build()
+        net.load_state_dict(load_file(file))
+        net.to(validation.device).eval()
+        accuracy = epochs[epoch - 1].validation_accuracy if epoch else evaluate(net, validation).accuracy
+        found.append(Moment(epoch, accuracy, net.double()))
+    return found
+
+
+def _keep(net: Any, path: Path, epoch: int) -> None:
+    """The weights and buffers of an epoch, whole or not at all."""
+    from safetensors.torch import save_file
+
+    target = path / FOLDER / f"epoch-{epoch:05d}.safetensors"
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    half = target.with_suffix(".half")
+    save_file({name: value.detach().cpu().contiguous().clone() for name, value in net.state_dict().items()}, half)
+    os.replace(half, target)

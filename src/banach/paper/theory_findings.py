@@ -1,0 +1,75 @@
+"""What the theory study comes to in words: where an assumption fails and the method still works."""
+
+from __future__ import annotations
+
+import math
+
+from banach.paper.theory_measure import Measured
+
+
+def findings_of(m: Measured) -> list[str]:
+    """Where an assumption fails and the method still works, and what was left out."""
+    notes = [f"{m.name}: {m.title}, JFB, {m.last.epoch} epochs, measured at epochs {_listed(m)}."]
+    beyond = [x for r in m.readings for x in r.sigma if not x < 1]
+    if beyond:
+        notes.append(_on_sigma(m, beyond))
+    if m.close:
+        notes += [*_on_lemma(m), *_on_assumption(m)]
+    missing = sorted(set(m.epochs) - {r.epoch for r in m.readings})
+    if missing:
+        notes.append(f"{m.name}: the weights of epochs {missing} were not kept, and are not measured.")
+    unmet = min(min(r.batch.converged, r.training.converged) for r in m.readings)
+    if unmet < 1:
+        notes.append(f"{m.name}: in some batch {unmet:.0%} of the images reached u* to 1e-10: rough cosines.")
+    notes += sorted({f"{m.name}: {said}" for r in m.readings for said in r.warned})
+    return notes
+
+
+def _on_sigma(m: Measured, beyond: list[float]) -> str:
+    total = sum(len(r.sigma) for r in m.readings)
+    rates = [x for r in m.readings for x in r.rate if not math.isnan(x)]
+    return (
+        f"{m.name}: T is no contraction in the Euclidean norm at {len(beyond)} of {total} fixed points (sigma_max "
+        f"up to {max(beyond):.3g}), so the paper's first assumption fails there; the largest observed rate is "
+        f"{max(rates, default=math.nan):.3g}."
+    )
+
+
+def _on_lemma(m: Measured) -> list[str]:
+    beyond = [one.lemma for one in m.locals if one.lemma.gamma >= 1]
+    if not beyond:
+        return []
+    positive, least = sum(found.coercivity > 0 for found in beyond), min(found.coercivity for found in beyond)
+    said = (
+        f"{m.name}: where gamma >= 1 the Lemma's premise fails, and I - J is coercive at {positive} of "
+        f"{len(beyond)} such images all the same (least quotient {least:.3g})."
+    )
+    return [said]
+
+
+def _on_assumption(m: Measured) -> list[str]:
+    total, descending = len(m.locals), sum(one.descends for one in m.locals)
+    held = sum(one.conditioning.holds for one in m.locals)
+    least = min(one.conditioning.kappa for one in m.locals)
+    columns, ranks = m.locals[0].conditioning.columns, {one.statistics for one in m.locals}
+    verb = "holds" if m.whole else "is not refuted"
+    said = (
+        f"{m.name}: the Assumption kappa(M'M) <= 1/gamma {verb} at {held} of {total} images and epochs (kappa at "
+        f"least {least:.2g}); JFB descends at {descending} of them."
+    )
+    if not held:
+        said += " So the Theorem certifies none of these descents: where its bound is positive it says nothing."
+    short = (
+        f"{m.name}: with batch statistics in R, {_span(ranks)} of {columns} columns of M are independent: the "
+        "batch norm that ends R holds the mean of every channel fixed. In training mode the Assumption cannot "
+        "hold, whatever kappa, and JFB trains the network all the same. (By the statistics of the one image.)"
+    )
+    return [said, short] if max(ranks) < columns else [said]
+
+
+def _listed(m: Measured) -> str:
+    return ", ".join(str(r.epoch) for r in m.readings)
+
+
+def _span(numbers: set[int]) -> str:
+    return str(min(numbers)) if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"

@@ -1,0 +1,45 @@
+"""`banach paper`: a study by name, its files, the report, and names that are not known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach.cli.app import main
+from banach.paper.all import STUDIES
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_study_of_the_paper_is_there() -> None:
+    wanted = {"table1", "table2", "neumann", "figures", "accelerate", "toy", "theory", "memory"}
+    assert set(STUDIES) == wanted
+    assert all(study.claim for study in STUDIES.values())
+
+
+def test_a_study_writes_its_files_and_the_report_reads_them(here: Path, capsys: Any) -> None:
+    assert main(["paper", "memory", "--quick"]) == 0
+    out = here / "runs/paper-quick"
+    content = json.loads((out / "memory.json").read_text())
+    assert content["quick"] is True
+    assert content["provenance"]["versions"]["torch"]
+    assert all((out / name).exists() for name in content["figures"])
+    assert STUDIES["memory"].claim.split()[0] in capsys.readouterr().out
+    assert main(["paper", "report", "--quick", "--page", "page.md"]) == 0
+    assert "banach paper memory --quick" in (here / "page.md").read_text()
+    assert (here / "page.html").exists()
+
+
+def test_unknown_studies_and_missing_results_are_refused(here: Path, capsys: Any) -> None:
+    assert main(["paper", "tabel1"]) == 2
+    assert "did you mean 'table1'" in capsys.readouterr().err
+    assert main(["paper", "report"]) == 2
+    assert "there are no results in results/paper" in capsys.readouterr().err
+    assert main(["paper"]) == 2
