@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Place:
         seconds = time.perf_counter() - started
         if code != 0:
             raise SystemExit(f"banach {' '.join(command)} ended with exit code {code}")
-        return self.figures(path, f"banach train {' '.join(flags)}", seconds)
+        return self.figures(path, shlex.join(["banach", *command]), seconds)
 
     def figures(self, path: Path, command: str, seconds: float) -> Row:
         run = Run.open(path)

@@ -16,6 +16,12 @@ from banach.train import Epoch, Run, Settings
 pytest.importorskip("matplotlib", reason="the overlay is a plot")
 
 
+def kept_file(accuracy: float, title: str = "t") -> dict[str, Any]:
+    """What `banach train` writes of the test set."""
+    solve = {"depth": 7.0, "max_depth": 9, "residual": 1e-4, "max_residual": 2e-4, "converged": 1.0}
+    return {"totals": {"loss": 0.1, "accuracy": accuracy, **solve}, "title": title, "count": 360}
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -61,7 +67,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_one_row_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make("runs/jfb", test={"totals": {"accuracy": 0.98765, "depth": 7}, "title": "digits (scikit-learn)"})
+    make("runs/jfb", test=kept_file(0.98765, "digits (scikit-learn)"))
     make("runs/other", 3, backward="neumann:5", solver="picard", eps=1e-3)
     assert main(["compare", "runs/jfb", "runs/other"]) == 0
     text = capsys.readouterr().out
@@ -141,7 +147,7 @@ def test_different_data_do_not_compare(
     data: tuple[str, str], title: tuple[str | None, str | None], said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in (0, 1):
-        test = {"totals": {"accuracy": 0.9}, "title": title[number]} if title[number] else None
+        test = kept_file(0.9, str(title[number])) if title[number] else None
         make(str(number), data=data[number], test=test)
     assert main(["compare", "0", "1"]) == 0
     text = capsys.readouterr().out
@@ -155,7 +161,7 @@ def test_a_narrow_console_gets_two_tables_and_loses_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "_width", 80)
-    make(name, test={"totals": {"accuracy": 0.98765}, "title": "t"}, backward="implicit:gmres")
+    make(name, test=kept_file(0.98765), backward="implicit:gmres")
     assert main(["compare", name]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -191,7 +197,7 @@ def test_what_is_no_plot_is_not_overwritten(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    path = make("run", test={"totals": {"accuracy": 0.9}, "title": "t"})
+    path = make("run", test=kept_file(0.9))
     assert "there is no run in nowhere" in refused(["run", "nowhere"], capsys)
     (path / "test.json").write_text("{")
     assert "test.json" in refused(["run"], capsys)

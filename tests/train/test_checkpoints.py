@@ -35,7 +35,7 @@ def resume(run: Run, net: nn.Module | None = None) -> nn.Module:
 def test_what_is_in_a_run(trained: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     names = sorted(path.name for path in trained.path.iterdir())
-    assert names == ["checkpoints", "environment.json", "metrics.jsonl", "settings.json"]
+    assert names == [".lock", "checkpoints", "environment.json", "metrics.jsonl", "settings.json"]
     kept = checkpoints(trained.path / "checkpoints")
     assert [path.name for path in kept] == [Position(1, 4).name, Position(2, 0).name]
     for path in kept:

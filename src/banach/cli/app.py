@@ -14,7 +14,7 @@ from banach.cli import compare, data, diagnose, evaluate, models, paper, predict
 from banach.cli.console import spoken_warnings
 from banach.train import CheckpointError, RunError
 
-BAD_INPUT = 2
+BAD_INPUT, STOPPED = 2, 130
 
 app = typer.Typer(
     name="banach",
@@ -64,18 +64,24 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with spoken_warnings():
             done = typer.main.get_command(app).main(arguments, prog_name="banach", standalone_mode=False)
+        if done == STOPPED:  # typer's own answer to Ctrl-C, given in silence
+            return _refuse("stopped", STOPPED)
         return done if isinstance(done, int) else 0
     except (typer.Abort, KeyboardInterrupt):
-        return _refuse("stopped", 130)
+        return _refuse("stopped", STOPPED)
+    except MemoryError:
+        return _refuse("there is not enough memory for this; choose smaller settings")
     except (ValueError, RunError, CheckpointError, OSError) as error:
         if os.environ.get("BANACH_DEBUG"):
             raise
         return _refuse(_sentence(error))
     except Exception as error:
         # What typer raises for bad usage; its class lies in click or in typer, with the version.
-        if not hasattr(error, "format_message"):
-            raise
-        return _usage(error)
+        if hasattr(error, "format_message"):
+            return _usage(error)
+        if isinstance(error, RuntimeError) and "memory" in str(error) and not os.environ.get("BANACH_DEBUG"):
+            return _refuse(f"there is not enough memory for this; choose smaller settings ({str(error)[:200]})")
+        raise
 
 
 def _usage(error: Any) -> int:
@@ -93,7 +99,7 @@ def _sentence(error: Exception) -> str:
         return str(error)
     name = f"{error.filename}: " if error.filename else ""
     said = f"{name}{error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         said += "; free some space and resume: what was kept before is whole"
     return said
 

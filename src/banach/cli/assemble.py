@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,15 @@ def tolerance(settings: Settings, default: Tolerance) -> Tolerance:
 def open_run(path: Path, device: str = "auto") -> Opened:
     """A run that has a checkpoint, and its network as that left it."""
     run = Run.open(path)
+    if run.settings.data is None or run.settings.model is None:
+        raise RunError(f"{path} was made from Python, and does not name its data and model; use it from there")
     settings = replace(run.settings, device=device)
     where = usable_device(settings)
     checkpoint = run.latest()
     if checkpoint is None:
-        raise RunError(f"{path} has no checkpoint yet; train it first: banach train --resume {path}")
+        raise RunError(
+            f"{path} has no checkpoint yet; train it first: banach train --resume {shlex.quote(str(path))}"
+        )
     net = network(settings)
     weights = {**checkpoint.under("net"), **checkpoint.under("average")}
     try:

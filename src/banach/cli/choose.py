@@ -53,6 +53,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"the settings file {path} is not TOML: {error}") from None
     known = [field.name for field in dataclasses.fields(Settings)]
+    twice = {key for key in values if "-" in key and key.replace("-", "_") in values}
+    if twice:
+        raise ValueError(f"{path}: {sorted(twice)[0]} is there twice, with - and with _; keep one")
     try:
         return {nearest("setting", key.replace("-", "_"), known): value for key, value in values.items()}
     except ValueError as error:

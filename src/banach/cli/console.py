@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,8 +12,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+
+class Patient(Console):
+    """A console that goes on where no one reads any more: `banach train | head` is still to train."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+
+
 # No emoji, markup or highlighting: what is printed is what was measured, brackets and all.
-console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+console = Patient(markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:

@@ -112,7 +112,7 @@ class Diagnosis:
 
 def diagnose(
     run: Annotated[Path, typer.Argument(help="The run directory.")],
-    samples: Annotated[int, typer.Option(help="Validation images to measure on.")] = 32,
+    samples: Annotated[int | None, typer.Option(help="Validation images to measure on.  [32, or all]")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of dropout masks and power iterations.")] = 0,
@@ -125,6 +125,7 @@ def diagnose(
     opened = open_run(run, device)
     _check_fixed_point(opened)
     found = images(opened.settings, "validation", data_dir)
+    samples = min(32, len(found)) if samples is None else samples
     if not 2 <= samples <= len(found):
         raise ValueError(f"samples must lie between 2 and {len(found)}, the validation images, got {samples}")
     chosen = found.subset(samples).to(opened.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Session:
     def begin(settings: Settings, out: Path | None, data_dir: Path | None) -> Session:
         """A new run. Its directory is made when all else is known to be there."""
         if out is not None and (out / "settings.json").exists():
-            raise RunError(f"there is a run in {out} already; go on with --resume {out}, or choose another --out")
+            raise RunError(f"there is a run in {out} already; go on with --resume, or choose another --out")
         parts = _parts(settings, data_dir)
         path = _next_free(str(settings.data)) if out is None else out
         return Session(Run.create(path, settings), *parts, data_dir)
@@ -88,6 +89,11 @@ class Session:
                 on_epoch=on_epoch,
                 on_step=progress.step,
             )
+
+    def resume_command(self) -> str:
+        """What to type to go on."""
+        words = ["banach", "train", "--resume", str(self.run.path)]
+        return shlex.join(words if self.data_dir is None else [*words, "--data-dir", str(self.data_dir)])
 
     def reached(self) -> str:
         checkpoint = self.run.latest()

@@ -57,7 +57,7 @@ def train(
     seed: Annotated[Whole, flag(help="Of weights, order and dropout.  [0]", meta="N")] = None,
     device: Annotated[Text, flag(help="auto | cpu | cuda | cuda:N.  [auto]")] = None,
     out: Annotated[Path | None, flag(help="The run directory.  [runs/DATA-N, the next N]")] = None,
-    config: Annotated[Path | None, flag("--config", "--settings", help="A TOML file; flags go before it.")] = None,
+    config: Annotated[Path | None, flag("--config", "--settings", help="A TOML file; flags override it.")] = None,
     resume: Annotated[bool, flag("--resume", help="Go on with RUN, or with --out, bit by bit on a CPU.")] = False,
     recipe: Annotated[Text, flag(hidden=True)] = None,
     augment: Annotated[Text, flag(hidden=True)] = None,
@@ -102,7 +102,7 @@ def _carry_out(session: Session, tensorboard: bool) -> int:
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
     if not history.finished:
-        console.print(f"stopped after {session.reached()}; go on with: banach train --resume {session.run.path}")
+        console.print(f"stopped after {session.reached()}; go on with: {session.resume_command()}")
         return 128 + int(history.stopped_by or 0)
     session.finish(history)
     return 0

@@ -16,7 +16,7 @@ from banach.train.schedule import nearest
 ADJOINT_RTOL, ADJOINT_STEPS = 1e-3, 500
 
 SOLVERS = "picard[:DAMPING] | anderson[:MEMORY] | broyden[:MEMORY]"
-BACKWARDS = "jfb | neumann:ORDER | unroll:STEPS | implicit:cg|gmres|picard|anderson[:RTOL]"
+BACKWARDS = "jfb | neumann:ORDER | unroll:STEPS | implicit:cg|gmres|picard|anderson|broyden[:RTOL]"
 NORMS = "rms | euclidean | worst-pixel"
 SCHEDULES = "constant | cosine | one-cycle | steps:EPOCH,EPOCH,..:FACTOR"
 AUGMENTS = "none | paper | flip | crop:PIXELS | erase | affine, joined by +"
@@ -49,6 +49,8 @@ def backward(word: str) -> Mode:
 def _implicit(method: str, rtol: float) -> Implicit:
     methods = {"cg": NormalCG, "gmres": GMRES, "picard": Picard, "anderson": Anderson, "broyden": Broyden}
     made: Any = methods[nearest("method of implicit", method, methods)]()
+    if not 0 < rtol < 1:
+        raise ValueError(f"the relative tolerance of implicit must lie between 0 and 1, got {rtol:g}")
     return Implicit(made, Tolerance(atol=0, rtol=rtol, max_steps=ADJOINT_STEPS))
 
 

@@ -55,7 +55,9 @@ class Layout:
     def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
         """The files of a part, in order; None for one that is not there."""
         candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
-        return tuple(next((path for path in paths if path.exists()), None) for paths in candidates)
+        return tuple(
+            next((path for path in paths if path.is_file() or path.is_dir()), None) for paths in candidates
+        )
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,20 @@ class Steps:
     at: tuple[int, ...]
     factor: float
 
+    def __post_init__(self) -> None:
+        whole = isinstance(self.at, tuple) and all(type(epoch) is int and epoch >= 0 for epoch in self.at)
+        if not whole or list(self.at) != sorted(set(self.at)):
+            raise ValueError(f"at must be epochs in ascending order, whole numbers from 0 on, got {self.at!r}")
+        check_multiplier("factor", self.factor)
+
     def multiplier(self, epoch: float, epochs: int) -> float:
         return self.factor ** sum(epoch >= milestone for milestone in self.at)
+
+
+def check_multiplier(name: str, value: object) -> None:
+    """What multiplies a learning rate: a number, finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number, at least 0 and finite, got {value!r}")
 
 
 @dataclass(frozen=True)

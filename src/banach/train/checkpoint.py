@@ -17,6 +17,7 @@ from torch import Tensor
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF = "epoch-", ".half-"
 KEEP = 2
+KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a sound state
 
 
 class CheckpointError(RuntimeError):
@@ -69,6 +70,7 @@ def write_checkpoint(
         _write(half / TENSORS, data)
         _write(half / STATE, text.encode())
         _sync(half)
+        half.chmod(0o755)  # mkdtemp's folders are for their owner alone
         if target.exists():
             shutil.rmtree(target)
         os.replace(half, target)
@@ -100,7 +102,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged: {name} has the SHA-256 {got}, expected {expected}"
             )
-    return Checkpoint(path, load(data), state)
+    try:
+        return Checkpoint(path, load(data), state)
+    except Exception as error:  # safetensors has exceptions of its own
+        raise CheckpointError(f"the checkpoint {path} is damaged: {TENSORS}: {error}") from None
+
+
+def check_state(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is whole and does not hold the state of a run."""
+    state: Any = checkpoint.state
+    missing = [key for key in KEYS if key not in state] if isinstance(state, dict) else list(KEYS)
+    if missing:
+        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {STATE} has no {', '.join(missing)}")
 
 
 def _is_sound(path: Path) -> bool:

@@ -49,9 +49,10 @@ def fit(
     batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
     work = Work(net.to(device), batches, validation.to(device), settings)
     identity = work.identity()
-    if run is not None:
-        _resume(run, work, identity)
     with ExitStack() as stack:
+        if run is not None:
+            stack.enter_context(run.locked())
+            _resume(run, work, identity)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         stack.enter_context(_counting(work))
@@ -76,7 +77,7 @@ def fit(
                 if on_epoch is not None:
                     on_epoch(work.done[-1])
                 work.since = time.perf_counter()  # what was written and told is not the next epoch's time
-        if run is not None and work.step:
+        if run is not None and (work.step or run.latest() is None):
             run.save(work.position, work.tensors(), work.state(identity))
     if work.average is not None:
         work.average.put_into(net)

@@ -6,7 +6,8 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,47 @@ from banach.train.checkpoint import (
     Checkpoint,
     CheckpointError,
     Position,
+    check_state,
     checkpoints,
     read_checkpoint,
     write_checkpoint,
 )
 from banach.train.history import Epoch
 from banach.train.settings import Settings
+from banach.train.tally import Totals
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
-TEST = "test.json"
+TEST, LOCK = "test.json", ".lock"
 
 
 class RunError(RuntimeError):
     """A run directory that cannot be used as asked; the sentence says why, and what to do."""
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the directory of a run, or say that another process does. The system lets go when a process dies."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows: there two processes are the user's to keep apart
+        yield
+        return
+    with (path / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another process is training {path}; wait for it, or choose another directory"
+            ) from None
+        yield
+
+
+def _check_free(path: Path) -> None:
+    """Is this a place for a new run? A kill may have left the first file of one that never began."""
+    if (path / SETTINGS).exists():
+        raise RunError(f"there is a run in {path} already; resume it, or choose another directory")
+    if path.exists() and (not path.is_dir() or any(f.name not in (ENVIRONMENT, LOCK) for f in path.iterdir())):
+        raise RunError(f"{path} is not an empty directory; choose another one for the run")
 
 
 @dataclass(frozen=True)
@@ -44,13 +73,13 @@ class Run:
     def create(path: str | os.PathLike[str], settings: Settings) -> Run:
         """A new run; a directory that holds one already, or other files, is refused."""
         path = Path(path)
-        if (path / SETTINGS).exists():
-            raise RunError(f"there is a run in {path} already; resume it (Run.open), or choose another directory")
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(f"{path} is not an empty directory; choose another one for the run")
-        # The settings come last: where they are, the rest of a new run is there too.
-        write_json(path / ENVIRONMENT, provenance(settings.to_dict(), device=settings.torch_device))
-        write_json(path / SETTINGS, settings.to_dict())
+        _check_free(path)
+        path.mkdir(parents=True, exist_ok=True)
+        with lock(path):
+            _check_free(path)
+            # The settings come last: where they are, the rest of a new run is there too.
+            write_json(path / ENVIRONMENT, provenance(settings.to_dict(), device=settings.torch_device))
+            write_json(path / SETTINGS, settings.to_dict())
         return Run(path, settings)
 
     @staticmethod
@@ -65,6 +94,10 @@ class Run:
         except (ValueError, TypeError, AttributeError) as error:
             raise RunError(f"{path / SETTINGS} cannot be read: {error}; put it right, or train anew") from None
         return Run(path, settings)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """For the time of training: a second process that trains the same run is refused."""
+        return lock(self.path)
 
     def check(self, settings: Settings) -> None:
         """Refuse to go on with other settings; the device may change."""
@@ -82,6 +115,7 @@ class Run:
         for path in reversed(found):
             try:
                 checkpoint = read_checkpoint(path)
+                check_state(checkpoint)
             except CheckpointError as error:
                 earlier = "the one before it is tried" if path != found[0] else "there is none before it"
                 warnings.warn(f"{error}; {earlier}", RuntimeWarning, stacklevel=2)
@@ -134,7 +168,10 @@ class Run:
             return None
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            content["totals"]["accuracy"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            content["title"], content["count"]
+            totals = {key: float(v) if isinstance(v, str) else v for key, v in content["totals"].items()}
+            made: Any = Totals
+            content["totals"] = vars(made(**totals))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunError(f"{path} cannot be read: {error}; delete it, and resume the run") from None
         return content

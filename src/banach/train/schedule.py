@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from banach.models.recipe import Constant, Cosine, Schedule, Steps
+from banach.models.recipe import Constant, Cosine, Schedule, Steps, check_multiplier
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class OneCycle:
     end: float = 1e-4
 
     def __post_init__(self) -> None:
+        for name in ("warm", "start", "end"):
+            check_multiplier(name, getattr(self, name))
         if not 0 < self.warm < 1:
             raise ValueError(f"warm is the share of the run that goes up, between 0 and 1, got {self.warm!r}")
 

@@ -14,6 +14,7 @@ from banach.models.recipe import Constant, Recipe, Schedule
 from banach.train.schedule import nearest, schedule_from_dict, schedule_to_dict
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
+MOST_THREADS, MOST_RATE = 1024, 1e30
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -68,11 +69,17 @@ class Settings:
         for name, least in (("epochs", 0), ("batch_size", 1), ("accumulate", 1), ("checkpoint_every", 0)):
             _check_whole(name, getattr(self, name), least)
         _check_whole("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {self.seed}")
+        if isinstance(self.threads, int) and self.threads > MOST_THREADS:
+            raise ValueError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
         for name, least in (("subset", 1), ("max_steps", 0), ("threads", 1)):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), least)
-        _check_number("lr", self.lr, 0, math.inf)
-        _check_number("weight_decay", self.weight_decay, 0, math.inf)
+        for name in ("lr", "weight_decay"):
+            _check_number(name, getattr(self, name), 0, math.inf)
+            if getattr(self, name) > MOST_RATE:  # the arithmetic of a step is in fp32
+                raise ValueError(f"{name} must be at most {MOST_RATE:g}, got {getattr(self, name)!r}")
         _check_number("momentum", self.momentum, 0, 1)
         _check_number("label_smoothing", self.label_smoothing, 0, 1)
         for name, most in (("clip", math.inf), ("ema", 1.0), ("eps", math.inf), ("rtol", math.inf)):

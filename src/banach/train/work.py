@@ -81,6 +81,8 @@ class Work:
         parts["augment"] = self.batches.augment
         if self.implicit:
             parts |= {name: getattr(self.net, name) for name in ("solver", "tolerance", "backward")}
+        told = {key: value for key, value in self.settings.to_dict().items() if key != "device"}
+        parts |= {f"setting {key}": value for key, value in told.items()}
         return {
             name: re.sub(r" on \w+(:\d+)?\)$", ")", re.sub(r" at 0x[0-9a-f]+", "", repr(part)))
             for name, part in parts.items()
@@ -110,12 +112,18 @@ class Work:
 
     def restore(self, checkpoint: Checkpoint, identity: Mapping[str, str]) -> None:
         """Be where the checkpoint was taken."""
-        tensors, state = checkpoint.tensors, checkpoint.state
-        _check_identity(state["identity"], identity)
+        _check_identity(checkpoint.state["identity"], identity)
         try:
             self.net.load_state_dict(checkpoint.under("net"))
         except RuntimeError as error:
             raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
+        try:
+            self._restore_rest(checkpoint)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
+
+    def _restore_rest(self, checkpoint: Checkpoint) -> None:
+        tensors, state = checkpoint.tensors, checkpoint.state
         self._restore_optimizer(checkpoint.under("optimizer"))
         if self.average is not None:
             for name, value in checkpoint.under("average").items():

@@ -1,0 +1,153 @@
+"""What a demanding user tries first: two processes on one run, wild numbers, damage that has its checksum."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach.cli import assemble
+from banach.cli.app import main
+from banach.train import Run
+from banach.train.checkpoint import _canonical, _digest
+from banach.train.run import lock
+
+SMALL = ["train", "--subset", "64", "--batch-size", "16", "--no-tensorboard", "--no-monitor", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(arguments: list[str], capsys: Any, *words: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    for word in words:
+        assert word in said
+
+
+def test_a_second_process_on_a_run_is_refused(capsys: Any) -> None:
+    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 0
+    before = sorted(path.name for path in Path("run/checkpoints").iterdir())
+    with lock(Path("run")):
+        refused(["train", "--resume", "run"], capsys, "another process is training run")
+        refused([*SMALL, "--out", "run"], capsys, "there is a run in run already")
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == before
+    assert main(["train", "--resume", "run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seed", str(2**70)], "seed must be below 2^63"),
+        (["--threads", "1000000"], "threads must be at most"),
+        (["--lr", "1e300"], "lr must be at most"),
+        (["--backward", "implicit:cg:0"], "must lie between 0 and 1"),
+        (["--schedule", "steps:5:nan"], "factor must be a number"),
+        (["--schedule", "steps:5:-1"], "factor must be a number"),
+        (["--schedule", "steps:9,5:0.1"], "ascending order"),
+    ],
+)
+def test_wild_numbers_are_refused_before_anything_is_made(arguments: list[str], said: str, capsys: Any) -> None:
+    refused([*SMALL, *arguments], capsys, said)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'schedule = {kind="steps", at=["a"], factor=0.1}',
+        'schedule = {kind="steps", at=3, factor=0.1}',
+        'schedule = {kind="one-cycle", end="x"}',
+        'schedule = {kind="one-cycle", warm="x"}',
+        "label-smoothing = 0.1\nlabel_smoothing = 0.2",
+    ],
+)
+def test_bad_tables_are_refused_before_anything_is_made(text: str, capsys: Any) -> None:
+    Path("bad.toml").write_text(text)
+    refused([*SMALL, "--config", "bad.toml"], capsys)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_damage_that_has_its_checksum_is_still_damage(capsys: Any) -> None:
+    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 0
+    for path in Path("run/checkpoints").glob("*/state.json"):
+        content = json.loads(path.read_text())
+        content["state"] = {"epoch": 1}
+        content["sha256"] = _digest(_canonical(content["state"]))
+        path.write_text(json.dumps(content))
+    capsys.readouterr()
+    for command in (["evaluate", "run"], ["train", "--resume", "run"]):
+        assert main(command) == 2
+        assert "state.json has no step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ['{"totals": {"accuracy": 0.5}}', '{"totals": {"accuracy": "x"}}', "[]"])
+def test_a_damaged_test_file_is_named(content: str, capsys: Any) -> None:
+    assert main([*SMALL, "--epochs", "0", "--out", "run"]) == 0
+    Path("run/test.json").write_text(content)
+    refused(["train", "--resume", "run"], capsys, "test.json cannot be read")
+
+
+def test_changed_settings_are_not_gone_on_with(capsys: Any) -> None:
+    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 0
+    path = Path("run/settings.json")
+    path.write_text(path.read_text().replace('"epochs": 1', '"epochs": 2'))
+    refused(["train", "--resume", "run"], capsys, "begun with setting epochs=1, got 2")
+
+
+def test_a_run_of_no_epochs_has_its_weights() -> None:
+    assert main([*SMALL, "--epochs", "0", "--out", "run"]) == 0
+    assert main(["evaluate", "run", "--device", "cpu"]) == 0
+    kept = Run.open("run").test()
+    assert kept is not None
+    assert json.loads(Path("run/evaluation-test.json").read_text())["totals"] == kept["totals"]
+
+
+def test_what_python_made_is_not_opened_here(capsys: Any) -> None:
+    from banach.train import Settings
+
+    Run.create("mine", Settings(epochs=1))
+    refused(["evaluate", "mine"], capsys, "was made from Python")
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    source = str(Path(assemble.__file__).parents[2])
+    command = [sys.executable, "-m", "banach", *arguments]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": source}, text=True, **options)
+
+
+def test_the_advice_after_a_stop_can_be_typed() -> None:
+    made = start(*SMALL, "--epochs", "500", "--out", "my run", stdout=subprocess.PIPE)
+    while not Path("my run/checkpoints").exists():
+        assert made.poll() is None
+        time.sleep(0.02)
+    made.send_signal(signal.SIGTERM)
+    assert "go on with: banach train --resume 'my run'" in made.communicate(timeout=60)[0]
+
+
+def test_no_one_reading_does_not_stop_the_training() -> None:
+    made = start(*SMALL, "--epochs", "3", "--out", "run", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert made.stdout is not None
+    made.stdout.readline()
+    made.stdout.close()
+    assert made.wait(timeout=120) == 0
+    assert Path("run/test.json").exists()
+
+
+def test_a_pipe_in_the_place_of_data_is_not_waited_for(capsys: Any) -> None:
+    Path("data/mnist").mkdir(parents=True)
+    os.mkfifo("data/mnist/train-images-idx3-ubyte")
+    refused(["train", "--data", "mnist", "--data-dir", "data"], capsys, "mnist")
