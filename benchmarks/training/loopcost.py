@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from banach.cli import assemble
 from banach.cli.choose import choose
 from banach.cli.session import Session
 from banach.train import fit
+from banach.train.board import open_board
 from benchmarks.report import Result, Row, Target
 from benchmarks.training.place import Place
 
@@ -64,8 +66,10 @@ def _by_command(settings: Settings, place: Place) -> Row:
     shutil.rmtree(path, ignore_errors=True)
     session = Session.begin(choose({"epochs": settings.epochs, "device": "cpu"}), path, None)
     clock: dict[str, float] = {}
-    with _timed(clock), warnings.catch_warnings():
+    with _timed(clock), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
+        if (board := open_board(folder)) is not None:  # its import is no part of the loop
+            board.close()
         started = time.perf_counter()
         session.train()
         total = time.perf_counter() - started
