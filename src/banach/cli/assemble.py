@@ -103,6 +103,6 @@ def usable_device(settings: Settings) -> torch.device:
     device = settings.torch_device
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"there is no {device} here ({torch.cuda.device_count()} GPUs); choose --device cpu")
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {settings.device!r}")
     return device

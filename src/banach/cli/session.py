@@ -62,12 +62,12 @@ class Session:
 
     def train(self, *, tensorboard: bool = True) -> History:
         """fit(), with a progress bar and TensorBoard."""
-        settings, before = self.settings, self.run.metrics()
+        settings, before = self.settings, self._done()
         with ExitStack() as stack:
             board = open_board(self.run.path / BOARD) if tensorboard else None
             if board is not None:
                 stack.enter_context(board)
-                for epoch in before:  # anew: a kill may have come between a checkpoint and its line there
+                for epoch in before:  # anew, so that none is missing and none is there twice
                     board.write(epoch)
             elif tensorboard:
                 console.print(MISSING)
@@ -89,6 +89,11 @@ class Session:
                 on_epoch=on_epoch,
                 on_step=progress.step,
             )
+
+    def _done(self) -> list[Epoch]:
+        """The epochs of the newest checkpoint: a kill may have come before they were written anywhere else."""
+        checkpoint = self.run.latest()
+        return [] if checkpoint is None else [Epoch.from_dict(values) for values in checkpoint.state["done"]]
 
     def resume_command(self) -> str:
         """What to type to go on."""

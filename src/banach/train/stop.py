@@ -36,7 +36,9 @@ def stop_on_signals(wanted: bool = True) -> Iterator[Stop]:
         restore()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, note)
+        # What was told to be ignored, as in a background job, stays so. None: a handler that is not Python's.
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            before[number] = signal.signal(number, note)
     try:
         yield stop
     finally:
