@@ -34,7 +34,7 @@ class Steps:
 
     def __post_init__(self) -> None:
         whole = isinstance(self.at, tuple) and all(type(epoch) is int and epoch >= 0 for epoch in self.at)
-        if not whole or list(self.at) != sorted(set(self.at)):
+        if not whole or list(self.at) != sorted(self.at):
             raise ValueError(f"at must be epochs in ascending order, whole numbers from 0 on, got {self.at!r}")
         check_multiplier("factor", self.factor)
 
