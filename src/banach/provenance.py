@@ -12,7 +12,8 @@ import platform
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +125,27 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> Path:
-    """Write `content` so that the file is either the old one or the whole new one, never half of it."""
+    """Write `content` as JSON, whole or not at all."""
+    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
+    with whole_file(path) as file:
+        file.write(text)
+    return Path(path)
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterator[Any]:
+    """A file to write to: afterwards `path` is either the old one or the whole new one, never half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") if binary else os.fdopen(handle, "w", encoding="utf-8") as file:
+            yield file
         os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    return path
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from banach.paper.study import cell
-from banach.provenance import Summary
+from banach.provenance import Summary, whole_file
 
 ORDER = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
 TITLE = "The paper, reproduced"
@@ -52,8 +52,9 @@ class Section:
 def write_report(folder: Path, page: Path) -> Path:
     """Write `page` and, beside it, the same as HTML, from the JSON files of a folder; both whole or not at all."""
     sections = [_section(path) for path in _results(folder)]
-    _write(page, _markdown(sections, page.parent))
-    _write(page.with_suffix(".html"), _html(sections))
+    for path, text in ((page, _markdown(sections, page.parent)), (page.with_suffix(".html"), _html(sections))):
+        with whole_file(path) as file:
+            file.write(text)
     return page
 
 
@@ -145,14 +146,3 @@ def _cells(tag: str, texts: Sequence[str]) -> str:
 def _image(figure: Path) -> str:
     data = base64.b64encode(figure.read_bytes()).decode()
     return f'<p><img alt="{html.escape(figure.stem)}" src="data:image/png;base64,{data}"></p>'
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.half")
-    try:
-        half.write_text(text, encoding="utf-8")
-        os.replace(half, path)
-    except BaseException:
-        half.unlink(missing_ok=True)
-        raise

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from banach.provenance import whole_file
 from banach.train.history import Epoch
 
 _STYLES = ("-", "--", ":", "-.")  # after ten runs the colours come round again, with another line
@@ -79,18 +79,10 @@ def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
 def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     """Write a figure as its name ends, PNG or SVG, so that the file is the old one or the whole new one."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file, warnings.catch_warnings():
-            # A name in letters that the font lacks is drawn with boxes, and is no news to who chose it.
-            warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=120)
-        os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole_file(path, binary=True) as file, warnings.catch_warnings():
+        # A name in letters that the font lacks is drawn with boxes, and is no news to who chose it.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=120)
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from banach.provenance import provenance, write_json
+from banach.provenance import provenance, whole_file, write_json
 from banach.train.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -134,15 +133,8 @@ class Run:
     def write_metrics(self, epochs: Iterable[Epoch]) -> None:
         """One JSON line per epoch. The file is written anew each time, so no epoch can stand in it twice."""
         lines = [json.dumps(epoch.to_dict(), allow_nan=False) + "\n" for epoch in epochs]
-        handle, name = tempfile.mkstemp(dir=self.path, prefix=f".{METRICS}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(lines)
-            os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
-            os.replace(name, self.path / METRICS)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with whole_file(self.path / METRICS) as file:
+            file.writelines(lines)
 
     def metrics(self) -> tuple[Epoch, ...]:
         """The epochs that are done."""
