@@ -47,6 +47,9 @@ def evaluate(
         net.solver, net.tolerance = words.solver(str(settings.solver)), assemble.tolerance(settings, net.tolerance)
     elif set(given) - {"precision"}:
         raise ValueError(f"{settings.model} has no fixed point to find; leave out {', '.join(given)}")
+    if opened.position.epoch < settings.epochs:
+        done = f"{opened.position.epoch} of {settings.epochs} epochs"
+        console.print(f"the run is not finished ({done}): what its test set says now must choose nothing")
     images = assemble.images(settings, split, data_dir).to(opened.device)
     totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
     path = write_json(
