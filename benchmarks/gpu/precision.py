@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+
+from banach.train.precision import arithmetic, autocast
+
+__all__ = ["PRECISIONS", "autocast", "possible", "searched", "switches"]
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 
@@ -16,21 +19,11 @@ def possible(device: torch.device) -> tuple[str, ...]:
     return PRECISIONS if device.type == "cuda" else ("fp32", "bf16")
 
 
-@contextmanager
-def switches(precision: str, device: torch.device) -> Iterator[None]:
+def switches(precision: str, device: torch.device) -> AbstractContextManager[None]:
     """TF32 for "tf32" and nowhere else. PyTorch has it on for convolutions unless someone turns it off."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    if device.type != "cuda":
-        yield
-        return
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+    return arithmetic(precision, device)
 
 
 @contextmanager
@@ -42,7 +35,3 @@ def searched(device: torch.device, wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()

@@ -109,8 +109,9 @@ class Session:
         """The test set, read once in the life of a run; a table; a plot."""
         content = self.run.test()
         if content is None:
-            content = self._test()
-            self.run.write_test(content)
+            self.run.write_test(self._test())
+            content = self.run.test()
+            assert content is not None
         console.print()
         console.print(self._summary(history, content))
         self._plot(history)
@@ -128,7 +129,7 @@ class Session:
         }
 
     def _summary(self, history: History, content: dict[str, Any]) -> Any:
-        totals = Totals(**{key: _number(value) for key, value in content["totals"].items()})
+        totals = Totals(**content["totals"])
         seconds = sum(epoch.seconds for epoch in history.epochs)
         rows = [(name, value) for name, value in figures(totals).items() if value is not None]
         if history.epochs:
@@ -179,7 +180,3 @@ def _next_free(data: str) -> Path:
             number += 1
             continue
         return path
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value

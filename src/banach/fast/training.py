@@ -10,6 +10,7 @@ from torch import Tensor
 
 from banach.fast.depth import DepthControl, Ladder
 from banach.fast.fixed import FixedDepth, Reached
+from banach.fast.graph import unchanged
 from banach.fast.programs import Programs, optimizer_tensors, reset_optimizer
 from banach.network import ImplicitNetwork
 
@@ -84,9 +85,6 @@ def first_control(net: ImplicitNetwork, d: Any, autocast: Callable[[], Any]) -> 
     """A control that starts at what the network needs now, asked once; None for the explicit twin."""
     if net.tolerance.max_steps == 0:
         return None
-    kept = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
-    with torch.no_grad(), autocast():
+    with torch.no_grad(), autocast(), unchanged(net.buffers()):
         found = net(d, solution=True)[1]
-        for name, buffer in net.named_buffers():
-            buffer.copy_(kept[name])
     return DepthControl(Ladder.up_to(net.tolerance.max_steps), int(found.steps.max()) + 1)

@@ -35,16 +35,16 @@ TAGS = {
 class Board:
     """Writes epochs to an event file in `folder`; use it in a `with`.
 
-    `resume_at` epochs were done before: later ones that stand there already, from before an interruption,
-    are hidden, so that no epoch stands there twice.
+    What stands there already, from before an interruption, is hidden: write every epoch again, so that none is
+    missing and none is there twice.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, resume_at: int = 0) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         writer = _writer()
         if writer is None:
             raise RuntimeError(MISSING)
         # Epochs are counted from 1. On an empty folder there is nothing to hide, and this says so harmlessly.
-        self._writer = writer(os.fspath(folder), purge_step=resume_at + 1)
+        self._writer = writer(os.fspath(folder), purge_step=1)
 
     def write(self, epoch: Epoch) -> None:
         """The figures of one epoch, on the disk when this returns; those it does not have are left out."""
@@ -66,9 +66,9 @@ class Board:
         self.close()
 
 
-def open_board(folder: str | os.PathLike[str], *, resume_at: int = 0) -> Board | None:
+def open_board(folder: str | os.PathLike[str]) -> Board | None:
     """A `Board`, or None where tensorboard is not installed: then `MISSING` is what to say."""
-    return None if _writer() is None else Board(folder, resume_at=resume_at)
+    return None if _writer() is None else Board(folder)
 
 
 def _writer() -> Any:

@@ -28,6 +28,7 @@ class Steps:
         self.work = work
         self.reason = why_not(work) if work.settings.fast else "fast is off"
         self.captured: CapturedSteps | None = None
+        self._order: tuple[int, Tensor] | None = None  # of which epoch, and the order
         work.net.train()
 
     def take(self) -> None:
@@ -46,7 +47,7 @@ class Steps:
         work, batches = self.work, self.work.batches
         for group in work.optimizer.param_groups:
             _set_rate(group, work.rate(work.step))
-        index = batches.index(self._order(), work.step)
+        index = batches.index(self._order_now(), work.step)
         images, labels = batches.make(index, batches.key(work.epoch, work.step))
         self._learn(images, labels, lambda x: scores(work.net, x, work.settings.precision))
 
@@ -68,12 +69,12 @@ class Steps:
         if work.average is not None:
             work.average.update(work.net)
 
-    def _order(self) -> Tensor:
+    def _order_now(self) -> Tensor:
         """The order of this epoch, made once."""
         epoch = self.work.epoch
-        if getattr(self, "_order_of", None) != epoch:
-            self._order_of, self._kept_order = epoch, self.work.batches.order(epoch)
-        return self._kept_order
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self.work.batches.order(epoch)
+        return self._order[1]
 
     def _capture(self) -> CapturedSteps | None:
         try:
