@@ -49,7 +49,7 @@ def test_output_gradient_and_statistics_are_the_networks(solver: Any, mode: Any,
 
 def test_the_next_excess_is_that_of_the_next_step() -> None:
     net, d = paper_network().train(), images()
-    states = [FixedDepth(net)(d, depth)[1] for depth in (4, 5)]
+    states: list[Any] = [FixedDepth(net)(d, depth)[1] for depth in (4, 5)]
     torch.testing.assert_close(states[0].excess[1], states[1].excess[0], rtol=1e-5, atol=0.0)
     assert float(states[0].excess[0]) == pytest.approx(float(states[0].residual.max()) / 1e-3, rel=1e-6)
 
@@ -57,7 +57,7 @@ def test_the_next_excess_is_that_of_the_next_step() -> None:
 def test_a_relative_tolerance_is_relative() -> None:
     net = plain_network(Tolerance(atol=0.0, rtol=1e-3, max_steps=50))
     d = torch.randn(4, 1, 8, 8)
-    reached = FixedDepth(net)(d, 3)[1]
+    reached: Any = FixedDepth(net)(d, 3)[1]
     net.tolerance = Tolerance(atol=0.0, rtol=0.0, max_steps=3)
     size = net.latent(d)[1].value.norm(dim=1) / 12**0.5
     torch.testing.assert_close(

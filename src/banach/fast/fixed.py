@@ -13,6 +13,7 @@ from banach.backward import JFB
 from banach.fast.fuse import can_fuse, stacks_of, with_fused_stacks
 from banach.fast.half import HalfWeights
 from banach.fast.twin import has_traceless_twin, traceless_twin
+from banach.fast.whole import WholeSolve
 from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork
 from banach.nn.passes import uses_batch_statistics
@@ -26,24 +27,27 @@ class Reached:
     """What a fixed depth came to. `residual`, `converged`, `steps` are per sample, as those of a `Solution`.
 
     `excess` holds residual / tolerance at this depth and one step on, over the batch: what sets the next depth.
+    None where the iteration found its own depth.
     """
 
     residual: Tensor
     converged: Tensor
     steps: Tensor
-    excess: Tensor
+    excess: Tensor | None
 
 
 class FixedDepth:
     """(d, depth) -> (output, Reached): N(d) with `depth` evaluations of R before the one that is differentiated.
 
     By Picard and JFB the iteration is bare: no sample freezes, nothing is measured before the last step, and that
-    step's evaluation by JFB tells the next residual for nothing. Every other solver and mode goes through the
-    network itself with a tolerance that never asks. `half` keeps bf16 weights for use under autocast: then call
-    `refresh` before the passes of a step, and `collect` after their backward passes.
+    step's evaluation by JFB tells the next residual for nothing. An R that the kernels know is iterated by one of
+    them, which stops by itself: `whole` is then not None, and the depth that is given means nothing. Every other
+    solver and mode goes through the network itself with a tolerance that never asks. `half` keeps bf16 weights for
+    use under autocast: then call `refresh` before the passes of a step, and `collect` after their backward passes.
     """
 
     half: HalfWeights | None = None
+    whole: WholeSolve | None = None
 
     def __init__(
         self, net: ImplicitNetwork, wrap: Callable[[Any], Any] = lambda part: part, *, half: bool = False
@@ -52,10 +56,10 @@ class FixedDepth:
         self.bare = self._is_bare(net)
         self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
         if self.bare:
+            self.whole = WholeSolve.of(net)
             parts = {"Q": net.Q, "R": net.R, "S": net.S}
-            if half and can_fuse(net.Q):
-                # Not R: fused stacks keep their values in bf16, whose rounding is above a tolerance of .1 there.
-                parts = {**parts, "Q": with_fused_stacks(net.Q)}
+            if half:
+                parts = {name: self._fused(name, part) for name, part in parts.items()}
             self.half = HalfWeights(parts) if half else None
             parts = parts if self.half is None else self.half.modules
             # Not bound methods of the network: compiled parts are called in its place. Fused ones are compiled.
@@ -63,6 +67,12 @@ class FixedDepth:
             self.twin = wrap(traceless_twin(parts["R"]))
             self.tell = wrap(self._figures)
             self.coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
+
+    def _fused(self, name: str, part: Any) -> Any:
+        """The part by fused stacks. Not an R whose residual they tell: they keep their values in bf16, whose
+        rounding is above a tolerance of .1 in the paper's CIFAR-10 network."""
+        tells = name == "R" and self.whole is None and self.tolerance.max_steps > 0
+        return with_fused_stacks(part) if can_fuse(part) and not tells else part
 
     @staticmethod
     def _is_bare(net: ImplicitNetwork) -> bool:
@@ -83,6 +93,9 @@ class FixedDepth:
 
     def _bare(self, d: Any, depth: int) -> tuple[Any, Reached]:
         v = self.Q(d)
+        if self.whole is not None:
+            found = self.whole(detach(v))
+            return self.S(self.R(found.value, v)), Reached(found.residual, found.converged, found.steps, None)
         with torch.no_grad():
             for stack in stacks_of(self.twin):
                 stack.forget()

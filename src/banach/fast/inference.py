@@ -14,6 +14,8 @@ from banach.fast.fixed import measure, promoted
 from banach.fast.fuse import can_fuse, stacks_of, with_fused_stacks
 from banach.fast.graph import Graphs
 from banach.fast.twin import traceless_twin
+from banach.fast.whole import WholeSolve
+from banach.kernels import Solved
 from banach.latent import Space
 from banach.network import ImplicitNetwork
 from banach.nn.passes import uses_batch_statistics
@@ -22,7 +24,7 @@ from banach.solve import Picard, Solution
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, residual, and whether it is done."""
+    """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, residual, convergence, steps."""
 
     v: Tensor
     z: Tensor
@@ -30,6 +32,12 @@ class Found:
     y: Tensor
     residual: Tensor
     converged: Tensor
+    steps: Tensor
+
+    @property
+    def late(self) -> Tensor:
+        """Which samples are to go on. What is not finite will not get better."""
+        return (~self.converged & self.residual.isfinite()).nonzero()[:, 0]
 
     def of(self, index: Tensor | slice) -> Found:
         return Found(*(getattr(self, field.name)[index] for field in fields(self)))
@@ -41,8 +49,9 @@ class CompiledNetwork:
     A batch is filled up to the next power of two. The first stage computes Q, `first` steps and S. Samples that do
     not meet the tolerance by then go on together, as a smaller batch, in stages of `then` steps, until they do or
     `max_steps` are made. The host asks once per stage. A sample's steps depend on no other sample; since they are
-    counted in whole stages, its answer is at least as converged as the network's own. On a GPU a stage is a CUDA
-    graph, one per size of batch and type of input; elsewhere it runs as it is.
+    counted in whole stages, its answer is at least as converged as the network's own. An R that the kernels know
+    needs one stage: every sample stops at its own step. On a GPU a stage is a CUDA graph, one per size of batch
+    and type of input; elsewhere it runs as it is.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class CompiledNetwork:
             wrap, parts = (lambda part: part), [with_fused_stacks(part) for part in parts]
         self.Q, self.S = wrap(parts[0]), wrap(parts[2])
         self.R = wrap(traceless_twin(parts[1]) if isinstance(parts[1], nn.Module) else parts[1])
+        self.whole = WholeSolve.of(net)
         self._graphs: Graphs | None = None
         self._stages: dict[tuple[Any, ...], tuple[list[Tensor], Found, Callable[[], None]]] = {}
 
@@ -67,13 +77,14 @@ class CompiledNetwork:
         """The output, or (output, Solution). `z0` starts the iteration: the `value` of the frame before, say."""
         self._check()
         most = self.net.tolerance.max_steps
-        batch, steps = len(d), min(self.first, most)
+        steps = most if self.whole is not None else min(self.first, most)
         stage = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
+        if steps == most and not solution:
+            return stage.y.clone()  # the next call writes over it
         whole = Found(*(getattr(stage, field.name).clone() for field in fields(stage)))
-        taken = torch.full((batch,), steps, dtype=torch.int64, device=d.device)
-        here = torch.arange(batch, device=d.device)
+        here = torch.arange(len(d), device=d.device)
         while steps < most:
-            late = (~stage.converged).nonzero()[:, 0]
+            late = stage.late
             if not len(late):
                 break
             here, more = here[late], min(self.then, most - steps)
@@ -81,15 +92,26 @@ class CompiledNetwork:
             steps += more
             for field in fields(stage):
                 getattr(whole, field.name)[here] = getattr(stage, field.name)
-            taken[here] = steps
-        return (whole.y, _solution(whole, taken)) if solution else whole.y
+            whole.steps[here] = steps
+        return (whole.y, _solution(whole)) if solution else whole.y
 
     def _enter(self, steps: int, d: Tensor) -> Found:
         v = self.Q(d)
+        if self.whole is not None:
+            return self._conclude(v, self.whole(v))
         return self._go_on(steps, v, promoted(self.net.start(v)))
 
     def _enter_from(self, steps: int, d: Tensor, z0: Tensor) -> Found:
-        return self._go_on(steps, self.Q(d), z0)
+        v = self.Q(d)
+        if self.whole is not None:
+            return self._conclude(v, self.whole(v, z0))
+        return self._go_on(steps, v, z0)
+
+    def _conclude(self, v: Tensor, found: Solved) -> Found:
+        for stack in stacks_of(self.R):
+            stack.forget()
+        u = self.R(found.value, v)
+        return Found(v, found.value, u, self.S(u), found.residual, found.converged, found.steps)
 
     def _go_on(self, steps: int, v: Tensor, z: Tensor) -> Found:
         before, damping = z, getattr(self.net.solver, "damping", 0.0)
@@ -100,9 +122,8 @@ class CompiledNetwork:
             before, z = z, torch.lerp(Tz, z, damping) if damping else Tz
         residual, allowed = measure(Space.of(z), self.net.tolerance, before, z, damping)
         u = self.R(z, v)
-        y = self.S(u)
-        # What is not finite will not get better: it is done, though not converged.
-        return Found(v, z, u, y, residual, (residual <= allowed) | ~residual.isfinite())
+        taken = torch.full_like(residual, steps, dtype=torch.int64)
+        return Found(v, z, u, self.S(u), residual, residual <= allowed, taken)
 
     def _run(self, program: Callable[..., Found], steps: int, *inputs: Tensor) -> Found:
         """The program on inputs filled up to a size there is a graph for."""
@@ -167,13 +188,13 @@ def _filled(x: Tensor, size: int) -> Tensor:
     return buffer
 
 
-def _solution(found: Found, steps: Tensor) -> Solution:
+def _solution(found: Found) -> Solution:
     nonfinite = ~found.residual.isfinite()
     return Solution(
         value=found.z,
         residual=found.residual,
         converged=found.converged & ~nonfinite,
-        steps=steps,
+        steps=found.steps,
         stalled=torch.zeros_like(nonfinite),
         nonfinite=nonfinite,
     )

@@ -19,10 +19,10 @@ class TrainStep:
     """step(images, labels) -> loss: forward, loss, backward and optimizer as one CUDA graph.
 
     The depth is chosen from the residuals of earlier steps, so that the tolerance of the network is met in nearly
-    all of them; `reached` is what the last one came to. The tensors it returns belong to the graph: the next step
-    writes over them. The batch must keep its shape. Give an optimizer that can be captured, such as
-    `torch.optim.Adam(..., fused=True, capturable=True)`. `bf16` computes under autocast; `compile` compiles Q, R
-    and S first.
+    all of them, or found by a kernel that knows R; `reached` is what the last one came to. The tensors it returns
+    belong to the graph: the next step writes over them. The batch must keep its shape. Give an optimizer that can
+    be captured, such as `torch.optim.Adam(..., fused=True, capturable=True)`. `bf16` computes under autocast;
+    `compile` compiles Q, R and S first.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class TrainStep:
         self.d, self.y = d.clone(), y.clone()
         fresh = not self.optimizer.state
         after: Callable[[], None] = (lambda: reset_optimizer(self.optimizer)) if fresh else (lambda: None)
-        return Programs(d.device, self._body, first_control(self.net, d, self._autocast), self._changing, after)
+        return Programs(
+            d.device, self._body, first_control(self.network, d, self._autocast), self._changing, after
+        )
 
-    def _body(self, depth: int) -> Tensor:
+    def _body(self, depth: int) -> Tensor | None:
         self.optimizer.zero_grad(set_to_none=True)
         self.network.refresh()
         with self._autocast():
@@ -81,9 +83,10 @@ class TrainStep:
         yield from optimizer_tensors(self.optimizer)
 
 
-def first_control(net: ImplicitNetwork, d: Any, autocast: Callable[[], Any]) -> DepthControl | None:
-    """A control that starts at what the network needs now, asked once; None for the explicit twin."""
-    if net.tolerance.max_steps == 0:
+def first_control(network: FixedDepth, d: Any, autocast: Callable[[], Any]) -> DepthControl | None:
+    """A control that starts at what the network needs now, asked once; None where there is no depth to choose."""
+    net = network.net
+    if net.tolerance.max_steps == 0 or network.whole is not None:
         return None
     with torch.no_grad(), autocast(), unchanged(net.buffers()):
         found = net(d, solution=True)[1]

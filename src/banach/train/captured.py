@@ -108,8 +108,10 @@ class CapturedSteps:
             if not isinstance(self.net, FixedDepth):
                 return at_least_fp32(self.net(x)), None
             output, reached = self.net(x, depth)
-        # Of several parts of a batch the one that is furthest off counts.
-        self.excess = reached.excess if self.excess is None else torch.maximum(self.excess, reached.excess)
+        if self.excess is None or reached.excess is None:
+            self.excess = reached.excess
+        else:  # of several parts of a batch the one that is furthest off counts
+            self.excess = torch.maximum(self.excess, reached.excess)
         return at_least_fp32(output), reached
 
     def _changing(self) -> Iterator[Tensor]:
@@ -118,10 +120,10 @@ class CapturedSteps:
 
     def _control(self) -> DepthControl | None:
         work, batches = self.work, self.work.batches
-        if not isinstance(work.net, ImplicitNetwork):
+        if not isinstance(self.net, FixedDepth):
             return None
         x = batches.make(batches.order(work.epoch)[: len(self.within)], 0)[0]
-        return first_control(work.net, x, lambda: autocast(work.settings.precision, self.device))
+        return first_control(self.net, x, lambda: autocast(work.settings.precision, self.device))
 
 
 def _nothing() -> None:

@@ -1,0 +1,129 @@
+"""A solve in one launch stands in for the network's own: here by its plain twin, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import banach
+from banach import RMS, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel, models
+from banach.fast import FixedDepth, first_control, whole
+from banach.fast.whole import WholeSolve, stop_of
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a kernel: the plain twin takes its place."""
+    monkeypatch.setattr(whole, "_has_kernel", lambda net: True)
+
+
+def network(**options: Any) -> Any:
+    torch.manual_seed(0)
+    options.setdefault("tolerance", Tolerance(atol=1e-6, max_steps=100, norm=WorstPixel()))
+    net: Any = models.build("digits", **options).double()
+    net.S.drop.p = 0.0
+    return net
+
+
+def images(count: int = 6) -> torch.Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", [WorstPixel(), RMS(), Euclidean()])
+@pytest.mark.parametrize("rtol", [0.0, 1e-4])
+def test_output_gradient_and_statistics_are_the_networks(training: bool, norm: Any, rtol: float) -> None:
+    tolerance = Tolerance(atol=0.0 if rtol else 1e-6, rtol=rtol, max_steps=100, norm=norm)
+    own, fast = (network(tolerance=tolerance).train(training) for _ in range(2))
+    scores, found = own(images(), solution=True)
+    F.cross_entropy(scores, torch.arange(6)).backward()
+    made = FixedDepth(fast)
+    assert made.whole is not None
+    output, reached = made(images(), 0)
+    F.cross_entropy(output, torch.arange(6)).backward()
+    torch.testing.assert_close(output, scores)
+    assert torch.equal(reached.steps, found.steps)
+    assert bool(reached.converged.all())
+    assert reached.excess is None
+    torch.testing.assert_close(reached.residual, found.residual, rtol=1e-6, atol=0.0)
+    for a, b in zip(fast.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    for (name, a), b in zip(fast.named_buffers(), own.buffers(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_compiled_network_needs_one_stage() -> None:
+    net = network().eval()
+    fast = banach.compile(net)
+    assert fast.whole is not None
+    y, found = fast(images(), solution=True)
+    own, wanted = net(images(), solution=True)
+    torch.testing.assert_close(y, own)
+    torch.testing.assert_close(fast(images()), own)
+    assert torch.equal(found.steps, wanted.steps)
+    assert bool(found.converged.all())
+    again = fast(images(), found.value, solution=True)[1]
+    assert int(again.steps.max()) <= 2
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_sample_that_does_not_converge_is_said_not_to() -> None:
+    net = network(tolerance=Tolerance(atol=1e-30, max_steps=3, norm=WorstPixel())).eval()
+    found = banach.compile(net)(images(), solution=True)[1]
+    assert not bool(found.converged.any())
+    assert found.steps.tolist() == [3] * 6
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_start_of_ones_own_is_used() -> None:
+    net = network().train()
+    found = net(images(), solution=True)[1]
+    net.start = lambda v: found.value
+    assert int(FixedDepth(net)(images(), 0)[1].steps.max()) <= 2
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_there_is_no_depth_to_choose() -> None:
+    net = network().train()
+    assert first_control(FixedDepth(net), images(), torch.no_grad) is None
+
+
+def alone() -> Any:
+    """Samples that batch norm couples, called independent all the same."""
+    net = network().train()
+    net.coupled = False
+    return net
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize(
+    "net",
+    [
+        network(solver=Picard(damping=0.1)),
+        network(tolerance=Tolerance(max_steps=0)),
+        alone(),
+        ImplicitNetwork(torch.nn.Identity(), torch.nn.Bilinear(2, 2, 2), torch.nn.Identity()),
+    ],
+    ids=["damped", "explicit", "coupled otherwise", "another R"],
+)
+def test_what_the_kernel_does_not_compute_is_left_to_the_loop(net: Any) -> None:
+    assert WholeSolve.of(net) is None
+
+
+def test_without_a_gpu_there_is_no_such_kernel() -> None:
+    assert WholeSolve.of(network()) is None
+
+
+def test_a_norm_of_ones_own_has_no_kernel() -> None:
+    class Doubled(RMS):
+        pass
+
+    assert stop_of(Tolerance(norm=Doubled())) is None
+    assert stop_of(Tolerance(norm=RMS(), atol=0.5, rtol=0.25, max_steps=7)) == banach.kernels.Stop(
+        0.5, 0.25, 7, worst_pixel=False, mean=True
+    )
