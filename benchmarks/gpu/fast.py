@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from banach import ImplicitNetwork
-from banach.fast import Reached, TrainStep, align_state
+from banach.fast import Reached, TrainStep, align_state, prefers_channels_last
 from benchmarks.gpu.peers import Contender, register
 from benchmarks.gpu.step import Seen, Setting, Step, Warm, without_steps
 
@@ -23,7 +23,7 @@ class Fast(Step):
 
     def __init__(self, net: ImplicitNetwork, setting: Setting) -> None:
         super().__init__(net, setting)
-        if setting.precision != "fp32":
+        if prefers_channels_last(net, setting.precision):
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         recipe = setting.point.recipe
         options: Any = {"fused": True, "capturable": True} if setting.device.type == "cuda" else {}

@@ -6,6 +6,7 @@ from banach.fast.graph import Graphs, unchanged
 from banach.fast.inference import CompiledNetwork, compile
 from banach.fast.programs import Programs, align_state, reset_optimizer
 from banach.fast.training import TrainStep, first_control
+from banach.fast.windows import prefers_channels_last
 
 __all__ = [
     "CompiledNetwork",
@@ -19,6 +20,7 @@ __all__ = [
     "align_state",
     "compile",
     "first_control",
+    "prefers_channels_last",
     "reset_optimizer",
     "unchanged",
 ]

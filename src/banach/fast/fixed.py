@@ -14,6 +14,7 @@ from banach.fast.fuse import can_fuse, stacks_of, with_fused_stacks
 from banach.fast.half import HalfWeights
 from banach.fast.twin import has_traceless_twin, traceless_twin
 from banach.fast.whole import WholeSolve
+from banach.fast.windows import wants_windows, with_windows
 from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork
 from banach.nn.passes import uses_batch_statistics
@@ -60,10 +61,12 @@ class FixedDepth:
             parts = {"Q": net.Q, "R": net.R, "S": net.S}
             if half:
                 parts = {name: self._fused(name, part) for name, part in parts.items()}
+            if half or not torch.backends.cudnn.allow_tf32:  # products in TF32 are cuDNN's
+                parts = {name: with_windows(part) if wants_windows(part) else part for name, part in parts.items()}
             self.half = HalfWeights(parts) if half else None
             parts = parts if self.half is None else self.half.modules
-            # Not bound methods of the network: compiled parts are called in its place. Fused ones are compiled.
-            self.Q, self.R, self.S = (part if stacks_of(part) else wrap(part) for part in parts.values())
+            # Not bound methods of the network: compiled parts are called in its place.
+            self.Q, self.R, self.S = (wrap(part) for part in parts.values())
             self.twin = wrap(traceless_twin(parts["R"]))
             self.tell = wrap(self._figures)
             self.coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled

@@ -26,6 +26,7 @@ class FusedStack(nn.Module):
         self.blocks = list(blocks)  # a list, so that they stay out of parameters() and of copies
         self.repeated: Callable[[Tensor], Tensor] | None = None
 
+    @torch.compiler.disable  # its kernels are launched as they are; what is around them is compiled
     def forward(self, x: Tensor) -> Tensor:
         if not self.traceless:
             return residual_stack(self.blocks, x)

@@ -7,6 +7,7 @@ from banach.kernels.layout import Layout
 from banach.kernels.modules import has_triton, operations_for, repeated_stack, residual_stack
 from banach.kernels.operations import Operations
 from banach.kernels.plain import Plain
+from banach.kernels.window import conv2d
 
 __all__ = [
     "LatentForm",
@@ -16,6 +17,7 @@ __all__ = [
     "Solved",
     "Stack",
     "Stop",
+    "conv2d",
     "describe",
     "has_triton",
     "latent_solve",

@@ -6,6 +6,7 @@ the normalised tensor is never written. Batch norm has no weights of its own her
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banach.kernels.beside import Beside
 from banach.kernels.operations import Operations
 
 
@@ -95,15 +97,24 @@ def back(
     dw: list[Tensor] = [weights] * (2 * layers)
     db: list[Tensor] = [weights] * (2 * layers)
     g, sums = ops.enter_gradient(g, record.inputs[layers])
+    beside = Beside(g.device)
     for layer in reversed(range(layers)):
         x, y = record.inputs[layer], record.inputs[layer + 1]
         hidden, before = record.hidden[layer], layers + layer
         s = ops.unnormalise(g, y, stats[layer + 1], sums if batch else None, count)
         a = ops.gate(s, turned[layer], hidden, dropped)
-        dw[layer], db[layer] = ops.weights(hidden, s, plain)
-        dw[before], db[before] = ops.weights(x, a, stats[layer] if layer else None)
+        behind = functools.partial(_gradients, ops, plain, stats[layer] if layer else None)
+        (dw[layer], db[layer]), (dw[before], db[before]) = beside.run(behind, hidden, s, x, a)
         g, sums = ops.add(a, turned[before], s, x if batch and layer else None)
+    beside.join()
     return ops.leave(g, None, dtype), dw, db
+
+
+def _gradients(
+    ops: Operations, plain: Tensor, stats: Tensor | None, hidden: Tensor, s: Tensor, x: Tensor, a: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Of the weights and biases of a block: its second convolution, then its first."""
+    return ops.weights(hidden, s, plain), ops.weights(x, a, stats)
 
 
 def _start(stack: Stack, layers: int, like: Tensor) -> Tensor:

@@ -36,9 +36,12 @@ class LatentTile:
     near: bool = True
 
 
-def tile_for(pixels: int, dtype: torch.dtype) -> LatentTile:
+def tile_for(pixels: int, pitch: int, dtype: torch.dtype) -> LatentTile:
     """The tile in use where a program has so many pixels at a time, for products of numbers of a type."""
-    return LatentTile(rows=64 if pixels <= 64 else 128, stages=2 if dtype == torch.float32 else 3)
+    near = pitch & (pitch - 1) != 0  # pixels that begin on powers of two come as fast in large pieces
+    if dtype == torch.float32 and pixels <= 64:
+        return LatentTile(rows=64, warps=4, near=near)
+    return LatentTile(rows=64 if pixels <= 64 else 128, stages=2 if dtype == torch.float32 else 3, near=near)
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,10 @@ def plan(v: Tensor, coupled: bool, dtype: torch.dtype, tile: LatentTile | None, 
         raise ValueError(f"the kernel takes at most {WIDEST} channels, got {channels}; use banach.solve")
     if programs is None:
         programs = programs_for(images, 1 if tile is None else tile.places, v.device, coupled=coupled)
+    sizes = Sizes(channels, height, width)
     if tile is None:
-        tile = tile_for(height * width * (-(-images // programs) if coupled else 1), dtype)
-    made = Plan(images, Sizes(channels, height, width), tile, programs, coupled, dtype)
+        tile = tile_for(height * width * (-(-images // programs) if coupled else 1), sizes.pitch, dtype)
+    made = Plan(images, sizes, tile, programs, coupled, dtype)
     if max(3 * made.pixels * made.sizes.pitch, 2 * made.places * made.sizes.area) >= 2**31:
         raise ValueError(f"a batch of {images} images has too many pixels for one launch; use a smaller one")
     return made

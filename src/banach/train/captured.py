@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from banach.backward import Implicit
-from banach.fast import DepthControl, FixedDepth, Programs, align_state, first_control, reset_optimizer
+from banach.fast import (
+    DepthControl,
+    FixedDepth,
+    Programs,
+    align_state,
+    first_control,
+    prefers_channels_last,
+    reset_optimizer,
+)
 from banach.network import ImplicitNetwork
 from banach.train.precision import at_least_fp32, autocast
 from banach.train.work import Work
@@ -71,7 +79,7 @@ class CapturedSteps:
     def _network(self) -> Any:
         net, settings = self.work.net, self.work.settings
         wrap: Any = torch.compile if settings.compile else _as_it_is
-        if settings.precision != "fp32":  # tensor cores like their channels together
+        if prefers_channels_last(net, settings.precision):
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             align_state(self.work.optimizer)
         if isinstance(net, ImplicitNetwork):

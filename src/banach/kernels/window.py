@@ -1,0 +1,98 @@
+"""conv2d of few channels: an operation of its own, so that compilers and graphs take it as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from banach.kernels.beside import Beside
+from banach.kernels.modules import has_triton
+
+
+@torch.library.custom_op("banach::conv2d", mutates_args=())
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    """As F.conv2d with a square window, channels_last. float32 products are exact to about float32 itself.
+
+    On a GPU with Triton by kernels that multiply on tensor cores, float32 numbers as sums of parts that those
+    take whole; elsewhere F.conv2d.
+    """
+    if not has_kernel(x):
+        return F.conv2d(x, weight, bias, stride, padding).contiguous(memory_format=torch.channels_last)
+    from banach.kernels import window_launch
+
+    return window_launch.forward(x, weight, bias, window_launch.Sizes.of(x, weight, stride, padding))
+
+
+@conv2d.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    side = weight.shape[2]
+    rows, columns = ((size + 2 * padding - side) // stride + 1 for size in x.shape[2:])
+    return torch.empty(
+        (x.shape[0], weight.shape[0], rows, columns), dtype=x.dtype, device=x.device
+    ).contiguous(memory_format=torch.channels_last)  # fmt: skip
+
+
+@torch.library.custom_op("banach::conv2d_backward", mutates_args=())
+def conv2d_backward(
+    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias; empty ones where none is wanted. The two kinds of work go side by side."""
+    if not has_kernel(x):
+        return _plain_backward(g, x, weight, stride, padding, wants_x, has_bias)
+    from banach.kernels import window_launch
+
+    sizes, beside = window_launch.Sizes.of(x, weight, stride, padding), Beside(x.device)
+    dw, db = beside.run(
+        lambda g, x: window_launch.weight_gradient(g, x, weight, sizes, bias=has_bias), g, x
+    )  # fmt: skip
+    dx = window_launch.input_gradient(g, weight, sizes) if wants_x else x.new_empty(0)
+    beside.join()
+    return dx, dw, weight.new_empty(0) if db is None else db
+
+
+def _plain_backward(
+    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [weight.shape[0]] if has_bias else None
+    wanted = [wants_x, True, has_bias]
+    dx, dw, db = torch.ops.aten.convolution_backward(
+        g, x, weight, sizes, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, wanted
+    )
+    dw = torch.empty_like(weight).copy_(dw)
+    dx = dx.contiguous(memory_format=torch.channels_last) if wants_x else x.new_empty(0)
+    return dx, dw, db if has_bias else weight.new_empty(0)
+
+
+@conv2d_backward.register_fake
+def _(
+    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device).contiguous(memory_format=torch.channels_last)
+        if wants_x
+        else x.new_empty(0)
+    )
+    return dx, torch.empty_like(weight), weight.new_empty(weight.shape[0] if has_bias else 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.stride, ctx.padding = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    wants_x = ctx.needs_input_grad[0]
+    dx, dw, db = conv2d_backward(g, x, weight, ctx.stride, ctx.padding, wants_x, ctx.has_bias)
+    return dx if wants_x else None, dw, db if ctx.has_bias else None, None, None
+
+
+conv2d.register_autograd(_backward, setup_context=_setup)
+
+
+def has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and has_triton() and x.dtype in (torch.float32, torch.bfloat16)

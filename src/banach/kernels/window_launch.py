@@ -1,0 +1,151 @@
+"""The convolution kernels: sizes of tiles, and their launches. Nothing here asks the device anything."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.kernels import window_kernel
+
+ADD = {"BLOCK": 64, "CHUNK": 64}  # numbers of a gradient, and parts of it, that one program adds at a time
+
+
+@dataclass(frozen=True)
+class WindowTile:
+    """`rows` pixels at a time by `warps` warps, `stages` products' loads in flight."""
+
+    rows: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class WindowTiles:
+    """For few pixels and for many, forwards and back; for the gradient of weights, by about `parts` programs."""
+
+    few: WindowTile = WindowTile()
+    many: WindowTile = WindowTile(rows=128)
+    weights: WindowTile = WindowTile()
+    parts: int = 528
+    enough: int = 32768  # pixels from which on there are many
+
+    def of(self, pixels: int) -> WindowTile:
+        return self.many if pixels >= self.enough else self.few
+
+
+TILES = WindowTiles()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A convolution: channels summed over and made, rows and columns in and out, the window."""
+
+    summed: int
+    made: int
+    inside: tuple[int, int]
+    outside: tuple[int, int]
+    side: int
+    stride: int
+    padding: int
+
+    @staticmethod
+    def of(x: Tensor, weight: Tensor, stride: int, padding: int) -> Sizes:
+        inside, side = (x.shape[2], x.shape[3]), weight.shape[2]
+        outside = ((inside[0] + 2 * padding - side) // stride + 1, (inside[1] + 2 * padding - side) // stride + 1)
+        return Sizes(weight.shape[1], weight.shape[0], inside, outside, side, stride, padding)
+
+    @property
+    def back(self) -> Sizes:
+        """The gradient of the input, as a convolution."""
+        return replace(self, summed=self.made, made=self.summed, inside=self.outside, outside=self.inside)
+
+    @property
+    def depth(self) -> int:
+        """Of a chunk: channels of one place if they come in powers of two, else what is needed of places."""
+        even = self.summed & -self.summed
+        return min(even, 64) if even >= 16 else min(64, max(16, _power_of_two(self.summed * self.side**2)))
+
+    @property
+    def width(self) -> int:
+        return max(16, _power_of_two(self.made))
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.summed * self.side**2 // self.depth)
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            "C": self.summed, "MADE": self.made, "H": self.inside[0], "W": self.inside[1],
+            "ROWS_OUT": self.outside[0], "COLUMNS_OUT": self.outside[1], "SIDE": self.side,
+            "STRIDE": self.stride, "PAD": self.padding, "DEPTH": self.depth, "CHUNKS": self.chunks,
+            "WIDTH": self.width, "WHOLE": self.summed % self.depth == 0,
+            "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee",
+        }  # fmt: skip
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
+    """conv2d of a channels_last x."""
+    return _look(x, weight, bias, sizes, _strides(weight), back=False)
+
+
+def input_gradient(g: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """`sizes` are those of the convolution."""
+    return _look(g, weight, None, sizes.back, _strides(weight.transpose(0, 1)), back=True)
+
+
+def _look(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, strides: dict[str, int], *, back: bool
+) -> Tensor:
+    x = _lying(x)
+    shape = len(x), sizes.made, *sizes.outside
+    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    pixels = len(x) * sizes.outside[0] * sizes.outside[1]
+    tile = TILES.of(pixels)
+    window_kernel.look[(-(-pixels // tile.rows),)](
+        x, weight, weight if bias is None else bias, out, pixels, **strides, **sizes.constants(x.dtype),
+        BACK=back, BIAS=bias is not None, ROWS=tile.rows, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def weight_gradient(
+    g: Tensor, x: Tensor, weight: Tensor, sizes: Sizes, *, bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of the weights and of the bias, as the weights lie."""
+    x, g, tile = _lying(x), _lying(g), TILES.weights
+    pixels = len(x) * sizes.outside[0] * sizes.outside[1]
+    tiles = -(-pixels // tile.rows)
+    share = -(-tiles // max(1, min(tiles, TILES.parts // sizes.chunks)))
+    count, total = -(-tiles // share), sizes.chunks * sizes.depth
+    parts = torch.empty((count, sizes.width, total), device=x.device)
+    bias_parts = torch.empty((count if bias else 0, sizes.width), device=x.device)
+    dw = torch.empty_like(weight)
+    db = torch.empty(sizes.made, dtype=weight.dtype, device=x.device) if bias else None
+    window_kernel.correlate[(count, sizes.chunks)](
+        x, g, parts, bias_parts if bias else parts, pixels, share, **sizes.constants(x.dtype),
+        BIAS=bias, ROWS=tile.rows, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    window_kernel.add[(-(-sizes.summed * sizes.side**2 // ADD["BLOCK"]), sizes.made)](
+        parts, bias_parts if bias else parts, dw, dw if db is None else db, count, **_strides(dw),
+        C=sizes.summed, SIDE=sizes.side, BIAS=bias, TOTAL=total, WIDTH=sizes.width, **ADD,
+    )  # fmt: skip
+    return dw, db
+
+
+def _strides(weight: Tensor) -> dict[str, int]:
+    names = ("FROM_MADE", "FROM_SUMMED", "FROM_ROW", "FROM_COLUMN")
+    return dict(zip(names, weight.stride(), strict=True))
+
+
+def _lying(x: Tensor) -> Tensor:
+    """Channels side by side: costs nothing where they lie so."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@functools.cache
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,90 @@
+"""conv2d as an operation of its own is F.conv2d; the kernels compute it, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from banach.kernels import conv2d, has_triton
+from kernels.window_cases import CASES, Case, errors, made
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients_are_those_of_conv2d(case: Case) -> None:
+    x, weight, bias = made(case, torch.float64)
+    found = errors(case, lambda *inputs: conv2d(*inputs, case.stride, case.padding), x, weight, bias)
+    assert max(found.values()) < 1e-12
+
+
+def test_no_gradient_of_an_image_is_computed() -> None:
+    case = CASES[0]
+    x, weight, bias = made(case, torch.float64)
+    assert bias is not None
+    weight.requires_grad_()
+    conv2d(x, weight, bias, case.stride, case.padding).sum().backward()
+    assert x.grad is None
+    assert weight.grad is not None
+
+
+def test_pytorchs_own_checks_of_the_operation() -> None:
+    case = CASES[0]
+    x, weight, bias = (None if part is None else part.requires_grad_() for part in made(case, torch.float64))
+    torch.library.opcheck(
+        torch.ops.banach.conv2d.default,
+        (x, weight, bias, case.stride, case.padding),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_it_compiles() -> None:
+    case = CASES[0]
+    x, weight, bias = made(case, torch.float64)
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.leaky_relu(conv2d(x, weight, bias, case.stride, case.padding), 0.1)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    weight.requires_grad_()
+    compiled(x, weight, bias).square().sum().backward()
+    got, weight.grad = weight.grad, None
+    F.leaky_relu(F.conv2d(x, weight, bias, case.stride, case.padding), 0.1).square().sum().backward()
+    torch.testing.assert_close(got, weight.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+def test_interpreted_kernels_agree_with_float64() -> None:
+    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    program = [sys.executable, str(TESTS / "kernels" / "interpret_window.py")]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 2 * len(CASES)
+    for name, of in found.items():
+        assert max(of.values()) < (1e-6 if "float32" in name else 6e-3), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and has_triton()), reason="needs CUDA and Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu_the_kernels_agree_with_float64(case: Case, dtype: torch.dtype) -> None:
+    for images in (2, 37):
+        x, weight, bias = (
+            None if part is None else part.cuda().to(dtype) for part in made(case, torch.float32, images)
+        )
+        assert x is not None
+        assert weight is not None
+        found = errors(case, lambda *inputs: conv2d(*inputs, case.stride, case.padding), x, weight, bias)
+        assert max(found.values()) < (3e-6 if dtype == torch.float32 else 6e-3), found

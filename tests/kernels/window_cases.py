@@ -1,0 +1,70 @@
+"""Convolutions as the paper's networks have them, on small images of odd sizes, and errors against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Case(NamedTuple):
+    inputs: int
+    outputs: int
+    side: int = 3
+    stride: int = 1
+    padding: int = 1
+    bias: bool = True
+    channels_last: bool = True  # so lie the weights
+
+    def __str__(self) -> str:
+        return f"{self.inputs} to {self.outputs}, side {self.side}, stride {self.stride}, padding {self.padding}"
+
+
+CASES = (
+    Case(16, 32),
+    Case(16, 32, stride=2, bias=False, channels_last=False),
+    Case(1, 16, channels_last=False),
+    Case(3, 35, side=7, padding=0),
+    Case(35, 35, stride=2),
+    Case(64, 16, padding=0),
+    Case(48, 20, stride=2),
+    Case(64, 64, side=1, padding=0),
+)
+
+
+def made(case: Case, dtype: torch.dtype, images: int = 3) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, weight and bias, the weights of such a size that outputs are near 1."""
+    torch.manual_seed(0)
+    x = torch.randn(images, case.inputs, 9, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(case.outputs, case.inputs, case.side, case.side, dtype=dtype)
+    weight /= (case.inputs * case.side**2) ** 0.5
+    if case.channels_last:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    return x, weight, torch.randn(case.outputs, dtype=dtype) if case.bias else None
+
+
+def errors(
+    case: Case, layer: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> dict[str, float]:
+    """Relative errors of the value and of all gradients, against F.conv2d in float64."""
+    inputs = [part for part in (x, weight, bias) if part is not None]
+    exact = [part.detach().double().requires_grad_() for part in inputs]
+    leaves = [part.detach().requires_grad_() for part in inputs]
+    y = layer(*leaves, *([] if case.bias else [None]))
+    wanted = F.conv2d(exact[0], exact[1], exact[2] if case.bias else None, case.stride, case.padding)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    y.backward(g)
+    wanted.backward(g.double())
+    names = ("x", "weight", "bias")
+    got = {name: distance(a.grad, b.grad) for name, a, b in zip(names, leaves, exact, strict=False)}
+    return {"value": distance(y, wanted), **got}
+
+
+def distance(got: Tensor | None, wanted: Tensor | None) -> float:
+    assert got is not None
+    assert wanted is not None
+    got, wanted = got.detach().double(), wanted.detach()
+    return float((got - wanted).norm() / wanted.norm())
