@@ -91,6 +91,21 @@ def test_what_is_no_module_stays() -> None:
     assert isinstance(with_fused_stacks(models.build("cifar10").Q.stage1), FusedStack)  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where a graph goes on
+def test_what_is_around_a_stack_compiles() -> None:
+    """A stack is called as it is between compiled pieces."""
+    torch.manual_seed(0)
+    Q: Any = models.build("cifar10").Q.double().eval()  # type: ignore[union-attr]
+    Q.stage1, Q.stage2 = Q.stage1[:1], Q.stage2[:1]
+    d = torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    compiled = torch.compile(with_fused_stacks(Q), backend="aot_eager")
+    value = compiled(d)
+    torch.testing.assert_close(value, Q(d))
+    gradients = torch.autograd.grad(Q(d).square().sum(), list(Q.parameters()))
+    for a, b in zip(torch.autograd.grad(value.square().sum(), list(Q.parameters())), gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_gpu_a_fused_step_is_near_the_plain_one() -> None:

@@ -20,7 +20,10 @@ def main() -> None:
     window.has_kernel = lambda x: True
     # Several parts of several tiles each, so that sums go over both.
     window_launch.TILES = window_launch.WindowTiles(
-        few=window_launch.WindowTile(16), weights=window_launch.WindowTile(16), parts=27
+        fewest=window_launch.WindowTile(16),
+        few=window_launch.WindowTile(16),
+        weights=window_launch.WindowTile(16),
+        parts=27,
     )
     found = {}
     for dtype in (torch.float32, torch.bfloat16):

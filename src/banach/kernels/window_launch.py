@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,16 +24,21 @@ class WindowTile:
 
 @dataclass(frozen=True)
 class WindowTiles:
-    """For few pixels and for many, forwards and back; for the gradient of weights, by about `parts` programs."""
+    """For few pixels and for many, forwards and back; for the gradient of weights, by about `parts` programs.
 
+    `fewest`: for so few pixels that with float32, whose products take long, all multiprocessors should have some.
+    """
+
+    fewest: WindowTile = WindowTile(rows=32)
     few: WindowTile = WindowTile()
     many: WindowTile = WindowTile(rows=128)
     weights: WindowTile = WindowTile()
-    parts: int = 528
-    enough: int = 32768  # pixels from which on there are many
+    parts: int = 264
 
-    def of(self, pixels: int) -> WindowTile:
-        return self.many if pixels >= self.enough else self.few
+    def of(self, pixels: int, dtype: torch.dtype) -> WindowTile:
+        if dtype == torch.float32 and pixels < 8192:
+            return self.fewest
+        return self.many if pixels >= 32768 else self.few
 
 
 TILES = WindowTiles()
@@ -42,7 +46,7 @@ TILES = WindowTiles()
 
 @dataclass(frozen=True)
 class Sizes:
-    """A convolution: channels summed over and made, rows and columns in and out, the window."""
+    """A convolution: channels summed over and made, sizes in and out, its window, the depth of a chunk."""
 
     summed: int
     made: int
@@ -51,23 +55,28 @@ class Sizes:
     side: int
     stride: int
     padding: int
+    depth: int
 
     @staticmethod
     def of(x: Tensor, weight: Tensor, stride: int, padding: int) -> Sizes:
         inside, side = (x.shape[2], x.shape[3]), weight.shape[2]
         outside = ((inside[0] + 2 * padding - side) // stride + 1, (inside[1] + 2 * padding - side) // stride + 1)
-        return Sizes(weight.shape[1], weight.shape[0], inside, outside, side, stride, padding)
+        made, summed = weight.shape[:2]
+        return Sizes(summed, made, inside, outside, side, stride, padding, _depth(summed, side))
 
     @property
     def back(self) -> Sizes:
         """The gradient of the input, as a convolution."""
-        return replace(self, summed=self.made, made=self.summed, inside=self.outside, outside=self.inside)
+        depth = _depth(self.made, self.side)
+        return Sizes(
+            self.made, self.summed, self.outside, self.inside, self.side, self.stride, self.padding, depth
+        )
 
     @property
-    def depth(self) -> int:
-        """Of a chunk: channels of one place if they come in powers of two, else what is needed of places."""
+    def whole(self) -> Sizes:
+        """The same with chunks of at most one place each, if channels come in powers of two."""
         even = self.summed & -self.summed
-        return min(even, 64) if even >= 16 else min(64, max(16, _power_of_two(self.summed * self.side**2)))
+        return replace(self, depth=min(even, 64)) if even >= 16 else self
 
     @property
     def width(self) -> int:
@@ -89,22 +98,24 @@ class Sizes:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
     """conv2d of a channels_last x."""
+    weight = _lying(weight)
     return _look(x, weight, bias, sizes, _strides(weight), back=False)
 
 
 def input_gradient(g: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     """`sizes` are those of the convolution."""
+    weight = _lying(weight)
     return _look(g, weight, None, sizes.back, _strides(weight.transpose(0, 1)), back=True)
 
 
 def _look(
     x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, strides: dict[str, int], *, back: bool
 ) -> Tensor:
-    x = _lying(x)
+    x, sizes = _lying(x), sizes.whole
     shape = len(x), sizes.made, *sizes.outside
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     pixels = len(x) * sizes.outside[0] * sizes.outside[1]
-    tile = TILES.of(pixels)
+    tile = TILES.of(pixels, x.dtype)
     window_kernel.look[(-(-pixels // tile.rows),)](
         x, weight, weight if bias is None else bias, out, pixels, **strides, **sizes.constants(x.dtype),
         BACK=back, BIAS=bias is not None, ROWS=tile.rows, STAGES=tile.stages, num_warps=tile.warps,
@@ -146,6 +157,9 @@ def _lying(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-@functools.cache
+def _depth(summed: int, side: int) -> int:
+    return min(64, max(16, _power_of_two(summed * side**2)))
+
+
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
