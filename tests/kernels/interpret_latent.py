@@ -125,6 +125,7 @@ def main() -> None:
     kernel = latent_launch.iterate
     latent_launch.iterate = Together(kernel)
     found["three programs, train"] = compare(False, True, stop_of(), split=False, start=True, programs=3)
+    found["a tile each, train"] = compare(False, True, stop_of(rtol=1e-3), split=True, start=False, programs=5)
     found["two programs, train"] = compare(
         True, True, stop_of("rms", rtol=1e-3), split=False, start=False, programs=2
     )

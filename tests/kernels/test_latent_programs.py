@@ -30,7 +30,7 @@ def run(name: str) -> dict[str, Any]:
 def test_interpreted_it_agrees_with_plain_torch() -> None:
     found = run("interpret_latent.py")
     assert found.pop("alone") == {"first": -1, "nan": 1, "ok": 0}
-    assert len(found) == 11
+    assert len(found) == 12
     for name, errors in found.items():
         assert errors["steps"] == errors["ends"] == 0, name
         assert errors["value"] < 1e-6, name
@@ -45,4 +45,4 @@ def test_compiled_it_fits_a_multiprocessor_and_uses_tensor_cores() -> None:
         assert facts["shared"] <= MOST_SHARED, name
         assert facts["products"] >= 16, name
         assert facts["registers"] <= 255, name
-        assert facts["spilled"] <= 256, name
+        assert facts["spilled"] <= 1024, name  # of float32 products by four warps, which is faster than by eight

@@ -2,6 +2,7 @@
 
 from banach.fast.depth import DepthControl, Ladder
 from banach.fast.fixed import FixedDepth, Reached
+from banach.fast.fuse import wrapped
 from banach.fast.graph import Graphs, unchanged
 from banach.fast.inference import CompiledNetwork, compile
 from banach.fast.programs import Programs, align_state, reset_optimizer
@@ -23,4 +24,5 @@ __all__ = [
     "prefers_channels_last",
     "reset_optimizer",
     "unchanged",
+    "wrapped",
 ]

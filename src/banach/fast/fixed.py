@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.backward import JFB
-from banach.fast.fuse import can_fuse, stacks_of, with_fused_stacks
+from banach.fast.fuse import fused_parts, stacks_of
 from banach.fast.half import HalfWeights
 from banach.fast.twin import has_traceless_twin, traceless_twin
 from banach.fast.whole import WholeSolve
@@ -58,9 +58,8 @@ class FixedDepth:
         self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
         if self.bare:
             self.whole = WholeSolve.of(net)
-            parts = {"Q": net.Q, "R": net.R, "S": net.S}
-            if half:
-                parts = {name: self._fused(name, part) for name, part in parts.items()}
+            named = fused_parts(net, whole=self.whole is not None) if half else (net.Q, net.R, net.S)
+            parts = dict(zip("QRS", named, strict=True))
             if half or not torch.backends.cudnn.allow_tf32:  # products in TF32 are cuDNN's
                 parts = {name: with_windows(part) if wants_windows(part) else part for name, part in parts.items()}
             self.half = HalfWeights(parts) if half else None
@@ -70,12 +69,6 @@ class FixedDepth:
             self.twin = wrap(traceless_twin(parts["R"]))
             self.tell = wrap(self._figures)
             self.coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-
-    def _fused(self, name: str, part: Any) -> Any:
-        """The part by fused stacks. Not an R whose residual they tell: they keep their values in bf16, whose
-        rounding is above a tolerance of .1 in the paper's CIFAR-10 network."""
-        tells = name == "R" and self.whole is None and self.tolerance.max_steps > 0
-        return with_fused_stacks(part) if can_fuse(part) and not tells else part
 
     @staticmethod
     def _is_bare(net: ImplicitNetwork) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels import has_triton, repeated_stack, residual_stack
+from banach.network import ImplicitNetwork
 
 
 class FusedStack(nn.Module):
@@ -58,6 +59,22 @@ def with_fused_stacks(part: Any) -> Any:
     own: dict[int, Any] = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())}
     stacks = {id(module): FusedStack(list(module.children())) for module in part.modules() if _is_stack(module)}
     return copy.deepcopy(part, {**own, **stacks})
+
+
+def fused_parts(net: ImplicitNetwork, *, whole: bool) -> tuple[Any, Any, Any]:
+    """Q, R and S by fused stacks, where there are any and kernels for them.
+
+    Not an R whose values tell the residual, where a solve is not made as a `whole`: the stacks keep values in
+    bf16, whose rounding is above a tolerance of .1 in the paper's CIFAR-10 network.
+    """
+    tells = not whole and net.tolerance.max_steps > 0
+    Q, R, S = (with_fused_stacks(part) if can_fuse(part) else part for part in (net.Q, net.R, net.S))
+    return Q, net.R if tells else R, S
+
+
+def wrapped(part: Any) -> Any:
+    """A part compiled for shapes that stay: what is captured has one."""
+    return torch.compile(part, dynamic=False)
 
 
 def stacks_of(part: Any) -> list[FusedStack]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.fast.fixed import measure, promoted
-from banach.fast.fuse import can_fuse, stacks_of, with_fused_stacks
+from banach.fast.fuse import fused_parts, stacks_of, wrapped
 from banach.fast.graph import Graphs
 from banach.fast.twin import traceless_twin
 from banach.fast.whole import WholeSolve
@@ -62,13 +62,11 @@ class CompiledNetwork:
         if min(first, then) < 1:
             raise ValueError(f"stages need at least one step, got first={first} and then={then}")
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
-        wrap: Any = torch.compile if compile else (lambda part: part)
-        parts = [net.Q, net.R, net.S]
-        if bf16 and any(map(can_fuse, parts)):
-            wrap, parts = (lambda part: part), [with_fused_stacks(part) for part in parts]
-        self.Q, self.S = wrap(parts[0]), wrap(parts[2])
-        self.R = wrap(traceless_twin(parts[1]) if isinstance(parts[1], nn.Module) else parts[1])
+        wrap: Any = wrapped if compile else (lambda part: part)
         self.whole = WholeSolve.of(net)
+        Q, R, S = fused_parts(net, whole=self.whole is not None) if bf16 else (net.Q, net.R, net.S)
+        self.Q, self.S = wrap(Q), wrap(S)
+        self.R = wrap(traceless_twin(R) if isinstance(R, nn.Module) else R)
         self._graphs: Graphs | None = None
         self._stages: dict[tuple[Any, ...], tuple[list[Tensor], Found, Callable[[], None]]] = {}
 

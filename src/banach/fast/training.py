@@ -10,6 +10,7 @@ from torch import Tensor
 
 from banach.fast.depth import DepthControl, Ladder
 from banach.fast.fixed import FixedDepth, Reached
+from banach.fast.fuse import wrapped
 from banach.fast.graph import unchanged
 from banach.fast.programs import Programs, optimizer_tensors, reset_optimizer
 from banach.network import ImplicitNetwork
@@ -35,7 +36,7 @@ class TrainStep:
         compile: bool = False,
     ) -> None:
         self.net, self.optimizer, self.loss, self.bf16 = net, optimizer, loss, bf16
-        wrap: Any = torch.compile if compile else (lambda part: part)
+        wrap: Any = wrapped if compile else (lambda part: part)
         self.network = FixedDepth(net, wrap, half=bf16)
         self.programs: Programs | None = None
         self.reached: Reached | None = None

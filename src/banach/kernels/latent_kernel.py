@@ -120,8 +120,10 @@ def iterate(
     H: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, TRAIN: tl.constexpr, PIXEL: tl.constexpr, RELATIVE: tl.constexpr,
     LATE: tl.constexpr, FROM_ZERO: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr, SPINS: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
-    """places: images that memory of the programs' own has room for. LATE: activate after the sum, not before."""
+    """places: images that memory of the programs' own has room for. LATE: activate after the sum, not before.
+    ALONE: a program has one tile, whose values it keeps while the programs meet."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     co = tl.arange(0, WIDTH)
@@ -175,7 +177,8 @@ def iterate(
                         rstd = tl.load(known + (BLOCKS + block) * WIDTH + co)
                     first = tl.zeros([WIDTH], tl.float32)
                     second = tl.zeros([WIDTH], tl.float32)
-                    for tile in range(begin, end, ROWS):
+                    kept = tl.zeros([ROWS if ALONE else 1, WIDTH], tl.float32)
+                    for tile in range(begin, begin + 1 if ALONE else end, ROWS):
                         m = tile + tl.arange(0, ROWS)
                         y = join(
                             hidden, stream, w + (block * 2 + 1) * LAYER, bias + (block * 2 + 1) * WIDTH, m, end,
@@ -184,7 +187,10 @@ def iterate(
                         )  # fmt: skip
                         if TRAIN:
                             here = (m < end)[:, None] & (co < P)[None, :]
-                            tl.store(stream + (m * P)[:, None] + co[None, :], y, mask=here)
+                            if ALONE:
+                                kept = y
+                            else:
+                                tl.store(stream + (m * P)[:, None] + co[None, :], y, mask=here)
                             y = tl.where(here, y - mean[None, :], 0.0)
                             first += tl.sum(y, axis=0)
                             second += tl.sum(y * y, axis=0)
@@ -211,10 +217,13 @@ def iterate(
                         if code == 0:
                             mean, rstd = statistics(all_sums, mean, programs, share, eps, WIDTH, CHUNK)
                             tl.store(pivot, mean)
-                            for tile in range(begin, end, ROWS):
+                            for tile in range(begin, begin + 1 if ALONE else end, ROWS):
                                 m = tile + tl.arange(0, ROWS)
                                 here = (m < end)[:, None] & (co < P)[None, :]
-                                y = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
+                                if ALONE:
+                                    y = kept
+                                else:
+                                    y = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
                                 a, b, c, d = settle(
                                     y, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
                                     slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,

@@ -114,6 +114,12 @@ class Plan:
         return self.tile.split and self.dtype == torch.float32
 
     @property
+    def alone(self) -> bool:
+        """Has every program one tile of pixels, where they meet?"""
+        share = -(-self.images // self.programs)
+        return self.coupled and share * self.sizes.height * self.sizes.width <= self.tile.rows
+
+    @property
     def places(self) -> int:
         """Images that the programs have memory for."""
         return self.images if self.coupled else self.programs
@@ -177,6 +183,7 @@ def _iterate(
         **sizes.constants(), BLOCKS=R.blocks, ROWS=tile.rows, STAGES=tile.stages, NEAR=tile.near, SPLIT=how.split,
         CHUNK=max(16, _power_of_two(how.programs)) if how.coupled else 16, TRAIN=how.coupled,
         PIXEL=stop.worst_pixel, RELATIVE=stop.rtol > 0, LATE=form.late, FROM_ZERO=z0 is None, SPINS=SPINS,
+        ALONE=how.alone,
         num_warps=tile.warps,
     )  # fmt: skip
 

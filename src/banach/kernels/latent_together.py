@@ -16,11 +16,12 @@ def meet(counter, target, SPINS: tl.constexpr):
     """
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release")
-    seen = tl.atomic_add(counter, 0, sem="acquire")
+    seen = tl.load(counter, volatile=True)  # a look is no more than a load: others are still to count themselves
     looks = 0
     while (seen < target) & (looks < SPINS):
-        seen = tl.atomic_add(counter, 0, sem="acquire")
+        seen = tl.load(counter, volatile=True)
         looks += 1
+    seen = tl.atomic_add(counter, 0, sem="acquire")
     tl.debug_barrier()
     return (seen >= target).to(tl.int32)
 

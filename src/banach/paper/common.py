@@ -65,6 +65,7 @@ class Subject:
             precision=self.precision,
             fast=self.fast,
             seed=seed,
+            monitor=False,
             **({"max_steps": 0} if explicit else {}),
         )
         return Job(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +13,15 @@ from torch import nn
 
 from banach import data, models
 from banach.backward import JFB, Mode
-from banach.data import Augmentation, Batches, Images, paper_cifar10
+from banach.data import Augmentation, Images, paper_cifar10
+from banach.fast import unchanged
 from banach.network import ImplicitNetwork
 from banach.paper.study import Options
 from banach.provenance import write_json
 from banach.solve import Picard, Solver, Tolerance
 from banach.train import Epoch, Run, Settings, Totals, evaluate, fit
-from banach.train.evaluate import scores
+from banach.train.evaluate import measure
+from banach.train.scorer import Scorer
 
 CURVE = "test-curve.json"
 RELEASED_BATCH = 400  # the authors' test batch: in training mode an answer depends on it
@@ -70,6 +73,7 @@ class Outcome:
     curve: list[dict[str, float]]
     clean: Totals
     title: str
+    scorer: Scorer
 
     @property
     def parameters(self) -> int:
@@ -90,25 +94,37 @@ class Outcome:
         own = net.tolerance
         net.tolerance = tolerance
         try:
-            return evaluate(net, test, batch_size=RELEASED_BATCH)
+            return evaluate(net, test, batch_size=RELEASED_BATCH, scorer=self.scorer)
         finally:
             net.tolerance = own
 
 
-def carry_out(job: Job, options: Options) -> Outcome:
-    """Train, or go on training, or read what was trained; then the test set by the clean protocol."""
+def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module], None] | None = None) -> Outcome:
+    """Train, or go on training, or read what was trained; then the test set by the clean protocol.
+
+    `on_epoch` is told of every epoch that is trained, and given the network in eval mode, once its point of the
+    curve is kept.
+    """
     settings = replace(job.settings, device=options.device)
     device = settings.torch_device
     train, validation, test = (_images(job, split, options) for split in ("train", "validation", "test"))
     test = test.to(device)
     net = job.build()
     run = _run(job, settings, options)
-    watch = _Watch(net, test, run)
-    history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=watch)
+    scorer = Scorer(net, fast=settings.fast)  # in fp32, whatever the network is trained in
+    watch = _Watch(scorer, test, run)
+
+    def after(epoch: Epoch) -> None:
+        watch(epoch)
+        if on_epoch is not None:
+            on_epoch(epoch, net)
+
+    history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=after)
     if not history.finished:
         raise KeyboardInterrupt  # the run is kept and is resumed next time
-    clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision)
-    return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title)
+    own = scorer if settings.precision == scorer.precision else None
+    clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision, scorer=own)
+    return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title, scorer)
 
 
 def settings_for(model: str, recipe: str | None = None, **changes: Any) -> Settings:
@@ -143,41 +159,42 @@ def _same(kept: Settings, asked: Settings) -> bool:
 class _Watch:
     """After every epoch: the test accuracy by both protocols, kept beside the run for a resume."""
 
-    def __init__(self, net: nn.Module, test: Images, run: Run) -> None:
-        self.net, self.test, self.path = net, test, run.path / CURVE
+    def __init__(self, scorer: Scorer, test: Images, run: Run) -> None:
+        self.scorer, self.test, self.path = scorer, test, run.path / CURVE
         self.points: list[dict[str, float]] = _read(self.path)
 
     def __call__(self, epoch: Epoch) -> None:
-        training = self.net.training
+        net, scorer = self.scorer.net, self.scorer
         point = {
             "epoch": float(epoch.epoch),
             "seconds": epoch.seconds,
-            "clean": evaluate(self.net, self.test, batch_size=RELEASED_BATCH).accuracy,
-            "released": released_accuracy(self.net, self.test),
+            "clean": evaluate(net, self.test, batch_size=RELEASED_BATCH, scorer=scorer).accuracy,
+            "released": released_accuracy(net, self.test, scorer),
         }
-        self.net.train(training)
         self.points = [*(old for old in self.points if old["epoch"] < epoch.epoch), point]
         write_json(self.path, self.points)
 
 
-@torch.no_grad()
-def released_accuracy(net: nn.Module, test: Images) -> float:
+def released_accuracy(net: nn.Module, test: Images, scorer: Scorer | None = None) -> float:
     """Test accuracy as the released code takes it: training mode, so dropout and batch statistics are on.
 
     Buffers and the random state are put back: measuring changes no run.
     """
-    kept = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    scorer = Scorer(net, fast=False) if scorer is None else scorer
+    with _in_training(net, test.device):
+        return measure(scorer, test, RELEASED_BATCH, lambda: torch.manual_seed(0)).accuracy
+
+
+@contextmanager
+def _in_training(net: nn.Module, device: torch.device) -> Iterator[None]:
+    """Training mode for the time of the block; then the mode, the buffers and the random state are as before."""
     training = net.training
     net.train()
-    hits = torch.zeros((), dtype=torch.int64, device=test.device)
-    with torch.random.fork_rng([test.device] if test.device.type == "cuda" else []):
-        torch.manual_seed(0)
-        for x, y in Batches(test, RELEASED_BATCH, shuffle=False).epoch():
-            hits += (scores(net, x)[0].argmax(1) == y).sum()
-    for name, buffer in net.named_buffers():
-        buffer.copy_(kept[name])
-    net.train(training)
-    return int(hits) / len(test)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), unchanged(net.buffers()):
+            yield
+    finally:
+        net.train(training)
 
 
 def _read(path: Any) -> list[dict[str, float]]:

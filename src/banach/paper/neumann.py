@@ -70,6 +70,6 @@ def _row(subject: Subject, order: int, done: Mapping[int, Trained]) -> Row:
 
 def _notes(subjects: Sequence[Subject]) -> list[str]:
     return [
-        "clean protocol: eval mode, clean test images, after every epoch; seconds are of training and validation",
+        "clean protocol: eval mode, clean test images, after every epoch; seconds are of training alone",
         *(f"shortened: {s.data}: {s.lack()}, one seed" for s in subjects if s.lack()),
     ]

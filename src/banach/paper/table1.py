@@ -116,7 +116,7 @@ _RIVALS = "rivals: the paper's numbers, which it quotes from others; they are no
 def _row(entry: Entry, trained: Sequence[Trained], test: Images) -> Row:
     """One row over its seeds; accuracies are in per cent."""
     outcomes = [one.outcome for one in trained]
-    own = [evaluate(outcome.net, test, batch_size=RELEASED_BATCH) for outcome in outcomes]
+    own = [evaluate(one.net, test, batch_size=RELEASED_BATCH, scorer=one.scorer) for one in outcomes]
     fine = [_at_fine(outcome, test) for outcome in outcomes]
     asked = entry.subject.recipe().epochs
     return {

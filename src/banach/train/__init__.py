@@ -7,6 +7,7 @@ from banach.train.fit import fit
 from banach.train.history import Epoch, History
 from banach.train.run import Run, RunError
 from banach.train.schedule import OneCycle
+from banach.train.scorer import Scorer
 from banach.train.settings import Settings
 from banach.train.tally import Totals
 
@@ -20,6 +21,7 @@ __all__ = [
     "Position",
     "Run",
     "RunError",
+    "Scorer",
     "Settings",
     "Totals",
     "evaluate",

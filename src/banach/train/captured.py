@@ -17,6 +17,7 @@ from banach.fast import (
     first_control,
     prefers_channels_last,
     reset_optimizer,
+    wrapped,
 )
 from banach.network import ImplicitNetwork
 from banach.train.precision import at_least_fp32, autocast
@@ -78,7 +79,7 @@ class CapturedSteps:
 
     def _network(self) -> Any:
         net, settings = self.work.net, self.work.settings
-        wrap: Any = torch.compile if settings.compile else _as_it_is
+        wrap: Any = wrapped if settings.compile else _as_it_is
         if prefers_channels_last(net, settings.precision):
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             align_state(self.work.optimizer)

@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from banach.data import Batches, Images
-from banach.network import ImplicitNetwork
-from banach.solve import Solution
-from banach.train.precision import arithmetic, at_least_fp32, autocast
+from banach.train.precision import arithmetic
+from banach.train.scorer import Scorer, scores
 from banach.train.tally import Tally, Totals
 
+__all__ = ["evaluate", "measure", "scores"]
 
-def evaluate(net: nn.Module, images: Images, *, batch_size: int = 400, precision: str = "fp32") -> Totals:
+
+def evaluate(
+    net: nn.Module,
+    images: Images,
+    *,
+    batch_size: int = 400,
+    precision: str = "fp32",
+    scorer: Scorer | None = None,
+) -> Totals:
     """Loss, accuracy and, where there is a fixed point, how well it was found: means over the images.
 
-    The network keeps its mode, and is on the device of the images.
+    The network keeps its mode, and is on the device of the images. A `scorer` of this network, kept from one
+    evaluation to the next, is fast on a GPU, and takes the images in batches of its own size there.
     """
-    tally, training = Tally(images.device), net.training
+    scorer = Scorer(net, precision, fast=False) if scorer is None else scorer
+    if scorer.net is not net or scorer.precision != precision:
+        raise ValueError(
+            f"the scorer is of {'this' if scorer.net is net else 'another'} network in {scorer.precision}, "
+            f"expected this one in {precision}; make a Scorer(net, {precision!r})"
+        )
+    training = net.training
     net.eval()
     try:
-        with torch.no_grad(), arithmetic(precision, images.device):
-            for x, y in Batches(images, batch_size, shuffle=False).epoch():
-                output, found = scores(net, x, precision)
-                tally.add(F.cross_entropy(output, y), output, y, found)
+        return measure(scorer, images, batch_size)
     finally:
         net.train(training)
+
+
+@torch.no_grad()
+def measure(scorer: Scorer, images: Images, batch_size: int, begin: Callable[[], object] = lambda: None) -> Totals:
+    """The same in the mode that the network is in; `begin` comes before the first image."""
+    begin()
+    totals = _once(scorer, images, batch_size)
+    if scorer.captures(images.device) and not _is_finite(totals):
+        # The network itself keeps the best finite iterate of a sample that diverges, and says that it did.
+        begin()
+        totals = _once(scorer.itself(), images, batch_size)
+    return totals
+
+
+def _once(scorer: Scorer, images: Images, batch_size: int) -> Totals:
+    tally = Tally(images.device)
+    size = scorer.batch_size(batch_size, images.device)
+    with arithmetic(scorer.precision, images.device):
+        for x, y in Batches(images, size, shuffle=False).epoch():
+            output, found = scorer(x)
+            tally.add(F.cross_entropy(output, y), output, y, found)
     return tally.read()
 
 
-def scores(net: Any, x: Tensor, precision: str = "fp32") -> tuple[Tensor, Solution | None]:
-    """The network's output in at least fp32, and what the solve found, None for one without a fixed point."""
-    found: Solution | None = None
-    with autocast(precision, x.device):
-        output = net(x, solution=True) if isinstance(net, ImplicitNetwork) else net(x)
-    if isinstance(net, ImplicitNetwork):
-        output, found = output
-    return at_least_fp32(output), found
+def _is_finite(totals: Totals) -> bool:
+    return math.isfinite(totals.loss) and (totals.max_residual is None or math.isfinite(totals.max_residual))

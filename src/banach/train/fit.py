@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
+from banach.train.captured import why_not
 from banach.train.checkpoint import Position
 from banach.train.evaluate import evaluate
 from banach.train.history import Epoch, History
 from banach.train.precision import arithmetic
 from banach.train.run import Run
+from banach.train.scorer import Scorer
 from banach.train.settings import Settings
 from banach.train.steps import Steps
 from banach.train.stop import stop_on_signals
@@ -58,6 +60,7 @@ def fit(
         stack.enter_context(_counting(work))
         stop = stack.enter_context(stop_on_signals(run is not None))
         steps = Steps(work)
+        scorer: Scorer | None = None
         while work.epoch < settings.epochs and not stop.asked:
             net.train()
             for _ in range(work.step, len(batches)):
@@ -70,7 +73,8 @@ def fit(
                 if stop.asked:
                     break
             else:
-                work.end_epoch(_look_back(work))
+                scorer = _scorer(work, steps) if scorer is None else scorer
+                work.end_epoch(_look_back(work, scorer))
                 if run is not None:
                     run.save(work.position, work.tensors(), work.state(identity))
                     run.write_metrics(work.done)
@@ -85,13 +89,21 @@ def fit(
     return History(tuple(work.done), work.epoch >= settings.epochs, stop.asked)
 
 
-def _look_back(work: Work) -> Epoch:
+def _scorer(work: Work, steps: Steps) -> Scorer:
+    """For all epochs. What could not be captured in training is not tried again: one warning is enough."""
+    refused = steps.reason is not None and why_not(work) is None
+    return Scorer(work.net, work.settings.precision, fast=work.settings.fast and not refused)
+
+
+def _look_back(work: Work, scorer: Scorer) -> Epoch:
     """What the epoch came to: the only place where the loop asks the device."""
     seen, lr, products = work.tally.read(), work.rate(work.step - 1), work.products
+    seconds = work.seconds  # of training, once the device has answered
+    # Of training too: a validation in batches of another size has a peak of its own.
+    memory = torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None
     work.net.eval()
-    held = _validate(work)
+    held = _validate(work, scorer)
     sigma = _contraction(work)
-    on_gpu = work.device.type == "cuda"
     return Epoch(
         epoch=work.epoch + 1,
         **vars(seen),
@@ -102,12 +114,13 @@ def _look_back(work: Work) -> Epoch:
         lr=lr,
         sigma=sigma,
         products=products,
-        seconds=work.seconds,
-        memory=torch.cuda.max_memory_allocated(work.device) if on_gpu else None,
+        seconds=seconds,
+        memory=memory,
     )
 
 
-def _validate(work: Work) -> Totals:
+def _validate(work: Work, scorer: Scorer) -> Totals:
+    """With the averaged weights if there are any: in the network's own tensors, where the scorer sees them."""
     averaged = nullcontext() if work.average is None else work.average.inside(work.net)
     with averaged:
         return evaluate(
@@ -115,6 +128,7 @@ def _validate(work: Work) -> Totals:
             work.validation,
             batch_size=work.settings.batch_size,
             precision=work.settings.precision,
+            scorer=scorer,
         )
 
 
