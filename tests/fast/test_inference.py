@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import Anderson, ImplicitNetwork, Picard, Tolerance, models
+from banach import Anderson, Broyden, ImplicitNetwork, Picard, Tolerance, models
 from banach.fast import CompiledNetwork
 from banach.fast.inference import _bucket, _filled
 
@@ -41,6 +41,28 @@ def test_every_sample_meets_the_tolerance_near_its_fixed_point(solver: Any) -> N
     assert bool((found.steps < own + 4).all() or (found.steps == 4).any())
     late = found.steps > 4
     assert bool(((found.steps[late] - own[late]) < 3).all())
+
+
+@pytest.mark.parametrize("solver", [Anderson(3), Broyden(4)])
+def test_other_solvers_begin_anew_with_every_stage(solver: Any) -> None:
+    """On a linear map of one slope, one difference tells the fixed point: the third evaluation is there."""
+    net = sloped(solver=solver, tolerance=Tolerance(atol=1e-10, max_steps=40))
+    y, found = banach.compile(net, first=2, then=3)(SLOPES, solution=True)
+    assert bool(found.converged.all())
+    torch.testing.assert_close(y, 1 / (1 - SLOPES), rtol=1e-8, atol=0)
+    assert int(found.steps.max()) < 40
+    assert int(found.steps[-1]) == 2  # slope 0: T(z) = 1, seen by the second evaluation
+    alone = banach.compile(net, first=2, then=3)(SLOPES[3:4], solution=True)[1]
+    assert int(alone.steps) == int(found.steps[3])
+
+
+def test_a_solver_that_leaves_the_finite_numbers_says_so() -> None:
+    net = sloped(solver=Anderson(1), tolerance=Tolerance(atol=1e-10, max_steps=12))
+    slopes = torch.full((2, 3), 0.5, dtype=torch.float64)
+    slopes[1] = torch.inf
+    found = banach.compile(net, first=4)(slopes, solution=True)[1]
+    assert found.nonfinite.tolist() == [False, True]
+    assert found.converged.tolist() == [True, False]
 
 
 def test_alone_and_in_a_batch_it_is_the_same_answer() -> None:
@@ -100,8 +122,6 @@ def test_changed_weights_are_seen() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="iterates by Picard"):
-        banach.compile(sloped(solver=Anderson()))
     with pytest.raises(ValueError, match="at least one step"):
         banach.compile(sloped(), then=0)
     training = models.build("digits").train()

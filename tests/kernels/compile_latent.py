@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -79,19 +80,26 @@ def facts(program: Any) -> dict[str, float]:
     return found
 
 
+def asked(v: Tensor, train: bool, dtype: torch.dtype) -> int:
+    """The shared memory that the tile was chosen for."""
+    how = latent_launch.plan(v, train, dtype, None, 100)
+    return how.sizes.shared(how.tile, dtype)
+
+
 def main(names: list[str]) -> None:
     kernels, found = (latent_launch.pack, latent_launch.iterate), {}
-    for name in names or ["mnist", "svhn", "cifar10"]:
-        for train in (True, False):
-            R, v = network(name, train=train)
-            pack, iterate = Recorder(), Recorder()
-            latent_launch.pack, latent_launch.iterate = pack, iterate
-            dtype = torch.float32 if name == "svhn" else torch.bfloat16
-            v = v[:1].expand(100, -1, -1, -1)
-            R_map = latent_map(R, form_of(R))
-            latent_launch.kernel_latent_solve(R_map, v, None, stop_of(), dtype, programs=100)
-            compiled(kernels[0], pack)
-            found[f"{name}, {'train' if train else 'eval'}"] = facts(compiled(kernels[1], iterate))
+    for name, train, dtype in itertools.product(
+        names or ["mnist", "svhn", "cifar10"], (True, False), (torch.float32, torch.bfloat16)
+    ):
+        R, v = network(name, train=train)
+        pack, iterate = Recorder(), Recorder()
+        latent_launch.pack, latent_launch.iterate = pack, iterate
+        v = v[:1].expand(100, -1, -1, -1)
+        R_map = latent_map(R, form_of(R))
+        latent_launch.kernel_latent_solve(R_map, v, None, stop_of(), dtype, programs=100)
+        compiled(kernels[0], pack)
+        mode = f"{name}, {'train' if train else 'eval'}, {dtype}"
+        found[mode] = {**facts(compiled(kernels[1], iterate)), "asked": asked(v, train, dtype)}
     print(json.dumps(found))
 
 

@@ -40,9 +40,9 @@ def test_interpreted_it_agrees_with_plain_torch() -> None:
 
 def test_compiled_it_fits_a_multiprocessor_and_uses_tensor_cores() -> None:
     found = run("compile_latent.py")
-    assert len(found) == 6
+    assert len(found) == 12
     for name, facts in found.items():
-        assert facts["shared"] <= MOST_SHARED, name
-        assert facts["products"] >= 16, name
+        assert facts["shared"] <= facts["asked"] <= MOST_SHARED, name
+        assert facts["products"] >= 8, name
         assert facts["registers"] <= 255, name
         assert facts["spilled"] <= 1024, name  # of float32 products by four warps, which is faster than by eight

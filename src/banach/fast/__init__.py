@@ -6,6 +6,7 @@ from banach.fast.fuse import wrapped
 from banach.fast.graph import Graphs, unchanged
 from banach.fast.inference import CompiledNetwork, compile
 from banach.fast.programs import Programs, align_state, reset_optimizer
+from banach.fast.starts import LinearStart, Neighbours
 from banach.fast.training import TrainStep, first_control
 from banach.fast.windows import prefers_channels_last
 
@@ -15,6 +16,8 @@ __all__ = [
     "FixedDepth",
     "Graphs",
     "Ladder",
+    "LinearStart",
+    "Neighbours",
     "Programs",
     "Reached",
     "TrainStep",

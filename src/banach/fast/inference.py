@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from banach.fast.fixed import measure, promoted
 from banach.fast.fuse import fused_parts, stacks_of, wrapped
 from banach.fast.graph import Graphs
+from banach.fast.starts import Neighbours
 from banach.fast.twin import traceless_twin
 from banach.fast.whole import WholeSolve
 from banach.kernels import Solved
 from banach.latent import Space
 from banach.network import ImplicitNetwork
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import Picard, Solution
+from banach.solve import Picard, Solution, solve
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,21 +45,27 @@ class Found:
 
 
 class CompiledNetwork:
-    """N(d) without gradients, for a network in eval mode that iterates by Picard.
+    """N(d) without gradients, for a network in eval mode.
 
     A batch is filled up to the next power of two. The first stage computes Q, `first` steps and S. Samples that do
     not meet the tolerance by then go on together, as a smaller batch, in stages of `then` steps, until they do or
     `max_steps` are made. The host asks once per stage. A sample's steps depend on no other sample; since they are
     counted in whole stages, its answer is at least as converged as the network's own. An R that the kernels know
-    needs one stage: every sample stops at its own step. On a GPU a stage is a CUDA graph, one per size of batch
-    and type of input; elsewhere it runs as it is.
+    needs one stage: every sample stops at its own step. Solvers other than Picard begin anew with every stage, as
+    restarted methods do; there too a sample stops at its own step. On a GPU a stage is a CUDA graph, one per size
+    of batch and type of input; elsewhere it runs as it is.
     """
 
     def __init__(
-        self, net: ImplicitNetwork, *, first: int = 8, then: int = 4, bf16: bool = False, compile: bool = False
+        self,
+        net: ImplicitNetwork,
+        *,
+        first: int = 8,
+        then: int = 4,
+        bf16: bool = False,
+        compile: bool = False,
+        neighbours: int = 0,
     ) -> None:
-        if not isinstance(net.solver, Picard):
-            raise ValueError(f"compile takes a network that iterates by Picard, got {net.solver}")
         if min(first, then) < 1:
             raise ValueError(f"stages need at least one step, got first={first} and then={then}")
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
@@ -67,6 +74,7 @@ class CompiledNetwork:
         Q, R, S = fused_parts(net, whole=self.whole is not None) if bf16 else (net.Q, net.R, net.S)
         self.Q, self.S = wrap(Q), wrap(S)
         self.R = wrap(traceless_twin(R) if isinstance(R, nn.Module) else R)
+        self.neighbours = Neighbours(neighbours) if neighbours else None
         self._graphs: Graphs | None = None
         self._stages: dict[tuple[Any, ...], tuple[list[Tensor], Found, Callable[[], None]]] = {}
 
@@ -78,6 +86,7 @@ class CompiledNetwork:
         steps = most if self.whole is not None else min(self.first, most)
         stage = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
         if steps == most and not solution:
+            self._remember(stage)
             return stage.y.clone()  # the next call writes over it
         whole = Found(*(getattr(stage, field.name).clone() for field in fields(stage)))
         here = torch.arange(len(d), device=d.device)
@@ -87,17 +96,23 @@ class CompiledNetwork:
                 break
             here, more = here[late], min(self.then, most - steps)
             stage = self._run(self._go_on, more, stage.v[late], stage.z[late])
+            stage.steps.add_(steps)
             steps += more
             for field in fields(stage):
                 getattr(whole, field.name)[here] = getattr(stage, field.name)
-            whole.steps[here] = steps
+        self._remember(whole)
         return (whole.y, _solution(whole)) if solution else whole.y
+
+    def _remember(self, found: Found) -> None:
+        if self.neighbours is not None:
+            self.neighbours.remember(found.v, found.z)
 
     def _enter(self, steps: int, d: Tensor) -> Found:
         v = self.Q(d)
+        z0 = None if self.neighbours is None else self.neighbours(v)
         if self.whole is not None:
-            return self._conclude(v, self.whole(v))
-        return self._go_on(steps, v, promoted(self.net.start(v)))
+            return self._conclude(v, self.whole(v, z0))
+        return self._go_on(steps, v, promoted(self.net.start(v)) if z0 is None else z0)
 
     def _enter_from(self, steps: int, d: Tensor, z0: Tensor) -> Found:
         v = self.Q(d)
@@ -112,7 +127,9 @@ class CompiledNetwork:
         return Found(v, found.value, u, self.S(u), found.residual, found.converged, found.steps)
 
     def _go_on(self, steps: int, v: Tensor, z: Tensor) -> Found:
-        before, damping = z, getattr(self.net.solver, "damping", 0.0)
+        if not isinstance(self.net.solver, Picard):
+            return self._go_on_by_solver(steps, v, z)
+        before, damping = z, self.net.solver.damping
         for stack in stacks_of(self.R):
             stack.forget()
         for _ in range(steps):
@@ -122,6 +139,14 @@ class CompiledNetwork:
         u = self.R(z, v)
         taken = torch.full_like(residual, steps, dtype=torch.int64)
         return Found(v, z, u, self.S(u), residual, residual <= allowed, taken)
+
+    def _go_on_by_solver(self, steps: int, v: Tensor, z: Tensor) -> Found:
+        """A solve that asks nothing; samples that have converged stay where they are."""
+        tolerance = replace(self.net.tolerance, max_steps=steps, check_every=0)
+        found = solve(self.R, z, self.net.solver, inputs=(v,), tolerance=tolerance)
+        residual = torch.where(found.nonfinite, torch.nan, found.residual)
+        u = self.R(found.value, v)
+        return Found(v, found.value, u, self.S(u), residual, found.converged, found.steps)
 
     def _run(self, program: Callable[..., Found], steps: int, *inputs: Tensor) -> Found:
         """The program on inputs filled up to a size there is a graph for."""
@@ -162,14 +187,22 @@ class CompiledNetwork:
 
 
 def compile(
-    net: ImplicitNetwork, *, first: int = 8, then: int = 4, bf16: bool = False, compile: bool = False
+    net: ImplicitNetwork,
+    *,
+    first: int = 8,
+    then: int = 4,
+    bf16: bool = False,
+    compile: bool = False,
+    neighbours: int = 0,
 ) -> CompiledNetwork:
     """The network for prediction: `fast = banach.compile(net.eval())`, then `fast(d)` in place of `net(d)`.
 
     Later changes of the weights in place are seen. `first` and `then` are the steps of the first stage and of each
-    later one, `bf16` computes under autocast, `compile` hands Q, R and S to torch.compile. See `CompiledNetwork`.
+    later one, `bf16` computes under autocast, `compile` hands Q, R and S to torch.compile. `neighbours`: remember
+    the fixed points of so many samples, and start from that of the nearest one; then an answer may differ, within
+    the tolerance, with what was asked before. See `CompiledNetwork`.
     """
-    return CompiledNetwork(net, first=first, then=then, bf16=bf16, compile=compile)
+    return CompiledNetwork(net, first=first, then=then, bf16=bf16, compile=compile, neighbours=neighbours)
 
 
 def _bucket(count: int) -> int:

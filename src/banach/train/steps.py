@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,8 @@ class Steps:
         except Exception as error:  # whatever a user's network does that a capture cannot hold
             self.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             warnings.warn(f"steps run one by one, since they cannot be captured: {self.reason}", stacklevel=4)
+            del error
+            gc.collect()  # what the capture recorded would else be met by the next backward pass, on another stream
             return None
         return made
 

@@ -1,0 +1,118 @@
+"""Starts near the answer: fewer steps, the same fixed point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import banach
+from banach import ImplicitNetwork, Tolerance, models
+from banach.fast import LinearStart, Neighbours
+
+
+class Affine(nn.Module):
+    """R(u, v) = A u + v + c: u* = (1 - A)^-1 (v + c) is linear in v."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.A = torch.randn(width, width, dtype=torch.float64) * 0.4 / width**0.5
+        self.c = torch.randn(width, dtype=torch.float64)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return u @ self.A.T + v + self.c
+
+
+def affine(**options: Any) -> ImplicitNetwork:
+    tolerance = Tolerance(atol=1e-9, max_steps=200)
+    return ImplicitNetwork(nn.Identity(), Affine(6), nn.Identity(), tolerance=tolerance, **options).eval()
+
+
+def inputs(count: int = 40, seed: int = 1) -> Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_linear_start_finds_a_linear_answer() -> None:
+    net = affine()
+    cold = net(inputs(seed=2), solution=True)[1].steps
+    net.start = LinearStart.fit(net, [inputs(), inputs(seed=3)], ridge=0.0)
+    y, found = net(inputs(seed=2), solution=True)
+    R: Any = net.R
+    exact = torch.linalg.solve(torch.eye(6, dtype=torch.float64) - R.A, (inputs(seed=2) + R.c).mT).mT
+    torch.testing.assert_close(y, exact, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(net.start(inputs(seed=2)), exact, rtol=1e-6, atol=1e-6)
+    assert int(found.steps.max()) <= 3 < int(cold.min())
+
+
+def test_the_fit_to_images_is_that_of_a_convolution() -> None:
+    """Fixed points that are a convolution of v are fitted by that convolution."""
+    conv = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)
+    for p in conv.parameters():
+        p.requires_grad_(False)
+    net = ImplicitNetwork(nn.Identity(), lambda u, v: conv(v), nn.Identity())
+    start = LinearStart.fit(net, [torch.randn(8, 2, 5, 4, dtype=torch.float64)], ridge=0.0)
+    torch.testing.assert_close(start.weight, conv.weight)
+    torch.testing.assert_close(start.bias, conv.bias)
+    d = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(start(d), conv(d))
+
+
+def test_on_a_network_of_the_paper_steps_are_saved() -> None:
+    torch.manual_seed(0)
+    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-3, max_steps=60)).eval()
+    d = torch.randn(64, 1, 8, 8)
+    cold = net(d, solution=True)[1].steps
+    net.start = LinearStart.fit(net, [torch.randn(200, 1, 8, 8)])
+    warm = net(d, solution=True)[1].steps
+    assert float(warm.float().mean()) < float(cold.float().mean())
+
+
+def test_neighbours_start_at_the_nearest_and_far_ones_at_zero() -> None:
+    memory = Neighbours(4)
+    v = torch.eye(3)
+    assert not bool(memory(v).any())  # nothing is remembered yet
+    memory.remember(v, torch.arange(9.0).reshape(3, 3))
+    torch.testing.assert_close(memory(v + 0.1), torch.arange(9.0).reshape(3, 3))
+    assert not bool(memory(-v).any())
+    memory.remember(v + 0.01, torch.ones(3, 3))  # the oldest two are forgotten
+    assert memory(v).tolist() == [[1.0] * 3, [1.0] * 3, [6.0, 7.0, 8.0]]
+    assert memory(v + 0.01).tolist() == [[1.0] * 3] * 3
+
+
+def test_more_than_it_can_hold_leaves_the_last() -> None:
+    memory = Neighbours(2)
+    v = torch.eye(5)
+    memory.remember(v, torch.full((5, 5), 7.0))
+    assert memory(v).any(1).tolist() == [False, False, False, True, True]
+
+
+def test_what_is_not_finite_is_not_started_from() -> None:
+    memory = Neighbours(2)
+    memory.remember(torch.ones(1, 2), torch.tensor([[torch.nan, torch.inf]]))
+    assert memory(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+def test_a_compiled_network_remembers() -> None:
+    net = affine()
+    fast = banach.compile(net, first=2, then=2, neighbours=64)
+    cold = fast(inputs(), solution=True)[1].steps
+    frames = inputs() + 1e-4
+    y, found = fast(frames, solution=True)
+    assert int(found.steps.max()) < int(cold.min())
+    torch.testing.assert_close(y, net(frames), rtol=1e-6, atol=1e-6)
+    fast(frames[:3])
+    assert fast.neighbours is not None
+    assert fast.neighbours.seen == 83
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="at least 1 sample"):
+        Neighbours(0)
+    with pytest.raises(ValueError, match="at least one batch"):
+        LinearStart.fit(affine(), [])
+    pair: Any = ImplicitNetwork(lambda d: (d, d), lambda u, v: u, nn.Identity())
+    with pytest.raises(TypeError, match="one tensor"):
+        LinearStart.fit(pair, [inputs()])
