@@ -111,8 +111,8 @@ def test_full_rows_are_the_papers() -> None:
     assert {name: e.paper for name, e in jfb.items()} == {"mnist": 99.4, "svhn": 94.1, "cifar10": 93.7}
     job = jfb["cifar10"].jobs()[2]
     assert job.name == "table1-cifar10-jfb-seed2"
-    assert (job.settings.seed, job.settings.precision, job.settings.epochs) == (2, "bf16", 60)
-    assert job.settings.schedule == Steps(at=(12, 24, 36, 48), factor=0.5)
+    assert (job.settings.seed, job.settings.precision, job.settings.epochs) == (2, "bf16", 30)
+    assert job.settings.schedule == Steps(at=(6, 12, 18, 24), factor=0.5)
     assert job.augment is not None
     assert jfb["mnist"].jobs()[0].settings.lr == 2e-4
     assert {e.paper for e in table1.FULL if e.tag == "resnet56"} == {93.0}

@@ -65,7 +65,8 @@ class Job:
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What a job came to. `clean`: eval mode, clean test images, last epoch. `curve`: per epoch, test accuracy by
-    the clean protocol and by the released one, which leaves the network in training mode."""
+    the clean protocol and by the released one, which leaves the network in training mode. Both in the precision of
+    the training; `scorer` is in fp32."""
 
     job: Job
     net: nn.Module
@@ -111,7 +112,7 @@ def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module],
     test = test.to(device)
     net = job.build()
     run = _run(job, settings, options)
-    scorer = Scorer(net, fast=settings.fast)  # in fp32, whatever the network is trained in
+    scorer = Scorer(net, settings.precision, fast=settings.fast)
     watch = _Watch(scorer, test, run)
 
     def after(epoch: Epoch) -> None:
@@ -122,9 +123,9 @@ def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module],
     history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=after)
     if not history.finished:
         raise KeyboardInterrupt  # the run is kept and is resumed next time
-    own = scorer if settings.precision == scorer.precision else None
-    clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision, scorer=own)
-    return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title, scorer)
+    clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision, scorer=scorer)
+    exact = scorer if settings.precision == "fp32" else Scorer(net, fast=settings.fast)
+    return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title, exact)
 
 
 def settings_for(model: str, recipe: str | None = None, **changes: Any) -> Settings:
@@ -168,7 +169,9 @@ class _Watch:
         point = {
             "epoch": float(epoch.epoch),
             "seconds": epoch.seconds,
-            "clean": evaluate(net, self.test, batch_size=RELEASED_BATCH, scorer=scorer).accuracy,
+            "clean": evaluate(
+                net, self.test, batch_size=RELEASED_BATCH, precision=scorer.precision, scorer=scorer
+            ).accuracy,
             "released": released_accuracy(net, self.test, scorer),
         }
         self.points = [*(old for old in self.points if old["epoch"] < epoch.epoch), point]

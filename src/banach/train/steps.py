@@ -85,7 +85,7 @@ class Steps:
             self.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             warnings.warn(f"steps run one by one, since they cannot be captured: {self.reason}", stacklevel=4)
             del error
-            gc.collect()  # what the capture recorded would else be met by the next backward pass, on another stream
+            gc.collect()  # else the next backward pass meets what the capture recorded, on another stream
             return None
         return made
 
