@@ -15,14 +15,14 @@ from banach.kernels.latent_form import WIDEST, LatentMap, Solved, Stop
 from banach.kernels.latent_kernel import iterate
 from banach.kernels.latent_pack import pack
 
-MOST = 128  # programs that meet: each of them adds the sums of all
+MOST = 128  # multiprocessors whose programs meet: each of them adds the sums of all
 SPINS = 1 << 21  # looks at a meeting before it is given up: a second or two
 
 
 @dataclass(frozen=True)
 class LatentTile:
     """`rows` pixels at a time by `warps` warps, `stages` products' loads in flight, `places` programs on a
-    multiprocessor where images are independent.
+    multiprocessor, which must have room for as many: `registers` limits those of a thread, if not zero.
 
     split: float32 numbers are multiplied as sums of two of 11 bits, on tensor cores; else as they are, far more
     slowly. near: pixels are loaded in pieces so small that they pass through the first cache.
@@ -34,6 +34,7 @@ class LatentTile:
     places: int = 1
     split: bool = True
     near: bool = True
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ def _shared(device: torch.device) -> int:
 
 
 def programs_for(images: int, places: int, device: torch.device, *, coupled: bool) -> int:
-    """Programs that meet must all run at once: at most one a multiprocessor, with equal shares of the images."""
-    most = min(MOST, _processors(device)) if coupled else _processors(device) * places
+    """Programs that meet must all run at once, and have equal shares of the images."""
+    most = (min(MOST, _processors(device)) if coupled else _processors(device)) * places
     return max(1, min(images, most))
 
 
@@ -208,7 +209,7 @@ def _iterate(
         CHUNK=max(16, _power_of_two(how.programs)) if how.coupled else 16, TRAIN=how.coupled,
         PIXEL=stop.worst_pixel, RELATIVE=stop.rtol > 0, LATE=form.late, FROM_ZERO=z0 is None, SPINS=SPINS,
         ALONE=how.alone,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **({"maxnreg": tile.registers} if tile.registers else {}),
     )  # fmt: skip
 
 
