@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks.gpu.profile import Span
 from benchmarks.gpu.step import Seen, Setting, fresh, worst_pixel
 from torch import Tensor
 
+import banach
 from gpu_parts import (
     CPU,
     LOOSE,
@@ -205,11 +207,22 @@ def test_the_floor_is_the_larger_of_two_times() -> None:
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>>", "optimizer"),
         ("void cudnn::ops::nchwToNhwcKernel<float, float, float>", "copy"),
         ("Memcpy DtoH (Device -> Pageable)", "copy"),
+        ("iterate", "whole solve"),
+        ("look", "convolution"),
         ("something_new", "other"),
     ],
 )
 def test_kernels_have_their_kinds(name: str, kind: str) -> None:
     assert profile.kind(name) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind() -> None:
+    """Whatever the launches name."""
+    folder = Path(banach.kernels.__file__).parent
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    launched = set(re.findall(r"(\w+)\[\(", text))
+    assert {"iterate", "look", "convolve"} <= launched
+    assert launched <= set(profile.OWN)
 
 
 def test_idle_is_what_no_kernel_covers() -> None:

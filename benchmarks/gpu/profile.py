@@ -32,6 +32,13 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("convolution", ("conv", "gemm", "fprop", "dgrad", "wgrad", "winograd", "xmma", "cutlass", "cudnn", "mm")),
     ("pointwise", ("elementwise", "leaky_relu", "dropout", "aten::", "nll_loss", "triton_")),
 )
+# The kernels of banach.kernels, by their whole names.
+OWN = {
+    "iterate": "whole solve",
+    **dict.fromkeys(("look", "convolve", "correlate", "unfold", "add"), "convolution"),
+    **dict.fromkeys(("fold", "average", "unnormalise"), "batch norm and reduction"),
+    **dict.fromkeys(("pack", "turn", "enter", "leave"), "copy"),
+}
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -122,6 +129,8 @@ def summarise(
 
 def kind(name: str) -> str:
     """What a kernel does, by its name."""
+    if name in OWN:
+        return OWN[name]
     lower = name.lower()
     return next((kind for kind, words in KINDS if any(word in lower for word in words)), "other")
 
