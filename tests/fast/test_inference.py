@@ -43,17 +43,41 @@ def test_every_sample_meets_the_tolerance_near_its_fixed_point(solver: Any) -> N
     assert bool(((found.steps[late] - own[late]) < 3).all())
 
 
-@pytest.mark.parametrize("solver", [Anderson(3), Broyden(4)])
-def test_other_solvers_begin_anew_with_every_stage(solver: Any) -> None:
-    """On a linear map of one slope, one difference tells the fixed point: the third evaluation is there."""
-    net = sloped(solver=solver, tolerance=Tolerance(atol=1e-10, max_steps=40))
-    y, found = banach.compile(net, first=2, then=3)(SLOPES, solution=True)
-    assert bool(found.converged.all())
-    torch.testing.assert_close(y, 1 / (1 - SLOPES), rtol=1e-8, atol=0)
-    assert int(found.steps.max()) < 40
-    assert int(found.steps[-1]) == 2  # slope 0: T(z) = 1, seen by the second evaluation
-    alone = banach.compile(net, first=2, then=3)(SLOPES[3:4], solution=True)[1]
-    assert int(alone.steps) == int(found.steps[3])
+class Turning(nn.Module):
+    """R(u, v) = A u + v, A symmetric with eigenvalues all over [-.98, .98]: no few steps tell the fixed point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        Q = torch.linalg.qr(torch.randn(20, 20, generator=draw, dtype=torch.float64))[0]
+        self.A = Q @ torch.diag(torch.linspace(-0.98, 0.98, 20, dtype=torch.float64)) @ Q.T
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return u @ self.A + v
+
+
+@pytest.mark.parametrize("solver", [Anderson(10), Anderson(3), Broyden(10)])
+@pytest.mark.parametrize(("first", "then"), [(8, 4), (3, 1), (1, 7)])
+def test_the_memory_of_other_solvers_goes_on_from_stage_to_stage(solver: Any, first: int, then: int) -> None:
+    tolerance = Tolerance(atol=1e-6, max_steps=150)
+    net = ImplicitNetwork(nn.Identity(), Turning(), nn.Identity(), solver=solver, tolerance=tolerance).eval()
+    d = torch.randn(5, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, found = banach.compile(net, first=first, then=then)(d, solution=True)
+    own, wanted = net(d, solution=True)
+    assert torch.equal(found.steps, wanted.steps)
+    assert torch.equal(found.converged, wanted.converged)
+    torch.testing.assert_close(found.residual, wanted.residual)
+    torch.testing.assert_close(y, own)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(3)])
+def test_the_explicit_twin_has_no_residual(solver: Any) -> None:
+    net = sloped(solver=solver, tolerance=Tolerance(max_steps=0))
+    y, found = banach.compile(net)(SLOPES, solution=True)
+    torch.testing.assert_close(y, net(SLOPES))
+    wanted = net(SLOPES, solution=True)[1]
+    for name in ("residual", "converged", "nonfinite", "steps"):
+        assert torch.equal(getattr(found, name).double(), getattr(wanted, name).double()), name
 
 
 def test_a_solver_that_leaves_the_finite_numbers_says_so() -> None:

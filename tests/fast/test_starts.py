@@ -52,7 +52,7 @@ def test_the_fit_to_images_is_that_of_a_convolution() -> None:
     conv = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)
     for p in conv.parameters():
         p.requires_grad_(False)
-    net = ImplicitNetwork(nn.Identity(), lambda u, v: conv(v), nn.Identity())
+    net = ImplicitNetwork(nn.Identity(), lambda u, v: conv(v), nn.Identity()).eval()
     start = LinearStart.fit(net, [torch.randn(8, 2, 5, 4, dtype=torch.float64)], ridge=0.0)
     torch.testing.assert_close(start.weight, conv.weight)
     torch.testing.assert_close(start.bias, conv.bias)
@@ -70,35 +70,47 @@ def test_on_a_network_of_the_paper_steps_are_saved() -> None:
     assert float(warm.float().mean()) < float(cold.float().mean())
 
 
-def test_neighbours_start_at_the_nearest_and_far_ones_at_zero() -> None:
-    memory = Neighbours(4)
-    v = torch.eye(3)
-    assert not bool(memory(v).any())  # nothing is remembered yet
-    memory.remember(v, torch.arange(9.0).reshape(3, 3))
-    torch.testing.assert_close(memory(v + 0.1), torch.arange(9.0).reshape(3, 3))
-    assert not bool(memory(-v).any())
-    memory.remember(v + 0.01, torch.ones(3, 3))  # the oldest two are forgotten
-    assert memory(v).tolist() == [[1.0] * 3, [1.0] * 3, [6.0, 7.0, 8.0]]
-    assert memory(v + 0.01).tolist() == [[1.0] * 3] * 3
+def some(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bool)
+
+
+def test_neighbours_start_at_the_nearest_and_far_ones_elsewhere() -> None:
+    memory, v, other = Neighbours(4), torch.eye(3), torch.full((3, 3), -1.0)
+    assert torch.equal(memory(v, other), other)  # nothing is remembered yet
+    memory.remember(v, torch.arange(9.0).reshape(3, 3), some(3))
+    torch.testing.assert_close(memory(v + 0.1, other), torch.arange(9.0).reshape(3, 3))
+    assert torch.equal(memory(-v, other), other)
+    memory.remember(v + 0.01, torch.ones(3, 3), some(3))  # the oldest two are forgotten
+    assert memory(v, other).tolist() == [[1.0] * 3, [1.0] * 3, [6.0, 7.0, 8.0]]
+    assert memory(v + 0.01, other).tolist() == [[1.0] * 3] * 3
 
 
 def test_more_than_it_can_hold_leaves_the_last() -> None:
-    memory = Neighbours(2)
-    v = torch.eye(5)
-    memory.remember(v, torch.full((5, 5), 7.0))
-    assert memory(v).any(1).tolist() == [False, False, False, True, True]
+    memory, v = Neighbours(2), torch.eye(5)
+    memory.remember(v, torch.full((5, 5), 7.0), some(5))
+    assert memory(v, torch.zeros(5, 5)).any(1).tolist() == [False, False, False, True, True]
 
 
-def test_what_is_not_finite_is_not_started_from() -> None:
+def test_what_did_not_converge_or_is_not_finite_is_near_to_nothing() -> None:
+    memory = Neighbours(3)
+    v = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [0.0, 1.0]])
+    memory.remember(v, torch.ones(3, 2), torch.tensor([False, True, True]))
+    assert memory(torch.eye(2), torch.zeros(2, 2)).tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_sizes_have_memories_of_their_own() -> None:
     memory = Neighbours(2)
-    memory.remember(torch.ones(1, 2), torch.tensor([[torch.nan, torch.inf]]))
-    assert memory(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+    memory.remember(torch.ones(1, 3), torch.full((1, 3), 2.0), some(1))
+    memory.remember(torch.ones(1, 5), torch.full((1, 5), 3.0), some(1))
+    assert memory(torch.ones(1, 3), torch.zeros(1, 3)).tolist() == [[2.0] * 3]
+    assert memory(torch.ones(1, 5), torch.zeros(1, 5)).tolist() == [[3.0] * 5]
 
 
 def test_a_compiled_network_remembers() -> None:
     net = affine()
     fast = banach.compile(net, first=2, then=2, neighbours=64)
-    cold = fast(inputs(), solution=True)[1].steps
+    with torch.inference_mode():  # what is kept can be used outside of it all the same
+        cold = fast(inputs(), solution=True)[1].steps
     frames = inputs() + 1e-4
     y, found = fast(frames, solution=True)
     assert int(found.steps.max()) < int(cold.min())
@@ -108,6 +120,28 @@ def test_a_compiled_network_remembers() -> None:
     assert fast.neighbours.seen == 83
 
 
+def test_where_no_neighbour_is_near_the_networks_own_start_is_used() -> None:
+    net = affine()
+    net.start = LinearStart.fit(net, [inputs(), inputs(seed=3)], ridge=0.0)
+    found = banach.compile(net, first=2, then=2, neighbours=64)(inputs(seed=2), solution=True)[1]
+    assert int(found.steps.max()) <= 4
+
+
+def test_a_network_in_bf16_can_have_neighbours() -> None:
+    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-1, max_steps=20)).bfloat16().eval()
+    fast = banach.compile(net, neighbours=8)
+    d = torch.randn(4, 1, 8, 8, dtype=torch.bfloat16)
+    first = fast(d, solution=True)[1].steps
+    assert int(fast(d, solution=True)[1].steps.max()) <= int(first.max())
+
+
+def test_a_fitted_start_goes_where_the_network_goes() -> None:
+    net = affine()
+    net.start = LinearStart.fit(net, [inputs()])
+    assert "start.weight" in net.state_dict()
+    assert net.float().start.weight.dtype == torch.float32
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="at least 1 sample"):
         Neighbours(0)
@@ -115,4 +149,6 @@ def test_refusals() -> None:
         LinearStart.fit(affine(), [])
     pair: Any = ImplicitNetwork(lambda d: (d, d), lambda u, v: u, nn.Identity())
     with pytest.raises(TypeError, match="one tensor"):
-        LinearStart.fit(pair, [inputs()])
+        LinearStart.fit(pair.eval(), [inputs()])
+    with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
+        LinearStart.fit(affine().train(), [inputs()])

@@ -12,6 +12,7 @@ import banach
 from banach import RMS, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel, models
 from banach.fast import FixedDepth, first_control, whole
 from banach.fast.whole import WholeSolve, stop_of
+from banach.models.blocks import LatentResNet
 
 
 @pytest.fixture
@@ -113,6 +114,54 @@ def alone() -> Any:
 )
 def test_what_the_kernel_does_not_compute_is_left_to_the_loop(net: Any) -> None:
     assert WholeSolve.of(net) is None
+
+
+class Halved(LatentResNet):
+    """Inherits what its parent says of itself, and computes something else."""
+
+    def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(u, v) + 1
+
+
+class Doubled(torch.nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def changed(how: str) -> Any:
+    net = network().eval()
+    if how == "another forward":
+        net.R = Halved(24, 1, 0.5).double().eval()
+    elif how == "a hook":
+        net.R.blocks[0].conv1.register_forward_hook(lambda module, given, out: 2 * out)
+    elif how == "another convolution":
+        net.R.blocks[0].conv1 = Doubled(24, 24, 3, padding=1).double()
+    elif how == "a parametrisation":
+        torch.nn.utils.parametrizations.weight_norm(net.R.blocks[0].conv1)
+    return net.eval()
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("how", ["another forward", "a hook", "another convolution", "a parametrisation"])
+def test_an_R_that_computes_something_else_than_its_class_says_is_left_to_the_loop(how: str) -> None:
+    assert WholeSolve.of(changed("nothing")) is not None
+    net = changed(how)
+    assert WholeSolve.of(net) is None
+    torch.testing.assert_close(banach.compile(net)(images()), net(images()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_samples_that_leave_the_finite_numbers_are_told() -> None:
+    net = network().eval().float()
+    with torch.no_grad():
+        for p in net.R.parameters():
+            p.mul_(1e3)
+    with pytest.warns(RuntimeWarning, match="NaN or infinity"):
+        wanted = net(images().float(), solution=True)[1]
+    assert bool(wanted.nonfinite.all())
+    found = banach.compile(net)(images().float(), solution=True)[1]
+    assert torch.equal(found.nonfinite, wanted.nonfinite)
+    assert torch.equal(FixedDepth(net)(images().float(), 0)[1].nonfinite, wanted.nonfinite)
 
 
 def test_without_a_gpu_there_is_no_such_kernel() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from banach import models
+from banach import Neumann, models
+from banach.fast import FixedDepth, prefers_channels_last
 from banach.fast.half import HalfWeights
-from banach.fast.windows import WindowConv2d, prefers_channels_last, wants_windows, with_windows
+from banach.fast.windows import WindowConv2d, products_in_tf32, wants_windows, with_windows
 
 
 def windows(part: nn.Module) -> list[nn.Module]:
@@ -76,3 +77,25 @@ def test_without_a_gpu_nothing_is_exchanged() -> None:
     assert not prefers_channels_last(net, "fp32")
     assert prefers_channels_last(net, "bf16")
     assert with_windows(torch.tanh) is torch.tanh
+
+
+def test_tf32_is_asked_in_todays_words() -> None:
+    """The old flag raises where the new one was set."""
+    backends: Any = torch.backends.cudnn
+    conv = backends.conv
+    before = conv.fp32_precision
+    try:
+        conv.fp32_precision = "ieee"
+        assert not products_in_tf32()
+        FixedDepth(models.build("digits"))  # type: ignore[arg-type]
+        conv.fp32_precision = "tf32"
+        assert products_in_tf32()
+    finally:
+        conv.fp32_precision = before
+
+
+def test_a_network_that_is_not_taken_apart_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("banach.fast.fixed.wants_windows", lambda part: True)
+    assert prefers_channels_last(models.build("mnist"), "fp32")
+    assert not prefers_channels_last(models.build("mnist", backward=Neumann(1)), "fp32")
+    assert not prefers_channels_last(models.build("resnet56"), "fp32")

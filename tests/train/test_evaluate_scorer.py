@@ -202,6 +202,19 @@ def test_in_training_mode_an_r_of_ones_own_is_the_networks() -> None:
 
 
 @pytest.mark.usefixtures("made", "kernel")
+def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
+    """It hands back the best finite iterates: nothing in the figures tells, but the network itself does."""
+    net = network(tolerance=FINE).eval()
+    with torch.no_grad():
+        for p in net.R.parameters():
+            p.mul_(1e3)
+    with pytest.warns(RuntimeWarning, match="60 of 60 samples"):
+        wanted = evaluate(net, images(60), batch_size=60)
+    with pytest.warns(RuntimeWarning, match="60 of 60 samples"):
+        assert evaluate(net, images(60), batch_size=60, scorer=Scorer(net)) == wanted
+
+
+@pytest.mark.usefixtures("made", "kernel")
 def test_a_kernel_that_lost_its_way_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves NaN. The network itself then answers, from the same seed, though numbers were drawn meanwhile."""
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from banach.backward import JFB
 from banach.fast.fuse import fused_parts, stacks_of
 from banach.fast.half import HalfWeights
 from banach.fast.twin import has_traceless_twin, traceless_twin
 from banach.fast.whole import WholeSolve
-from banach.fast.windows import wants_windows, with_windows
+from banach.fast.windows import products_in_tf32, wants_windows, with_windows
 from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork
 from banach.nn.passes import uses_batch_statistics
@@ -25,7 +25,7 @@ _MOST = 0.95  # of independent samples are to meet the tolerance; the slowest fe
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """What a fixed depth came to. `residual`, `converged`, `steps` are per sample, as those of a `Solution`.
+    """What a fixed depth came to. All but `excess` are per sample, as those of a `Solution`.
 
     `excess` holds residual / tolerance at this depth and one step on, over the batch: what sets the next depth.
     None where the iteration found its own depth.
@@ -33,6 +33,7 @@ class Reached:
 
     residual: Tensor
     converged: Tensor
+    nonfinite: Tensor
     steps: Tensor
     excess: Tensor | None
 
@@ -54,13 +55,13 @@ class FixedDepth:
         self, net: ImplicitNetwork, wrap: Callable[[Any], Any] = lambda part: part, *, half: bool = False
     ) -> None:
         self.net, self.tolerance = net, net.tolerance
-        self.bare = self._is_bare(net)
+        self.bare = is_bare(net)
         self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
         if self.bare:
             self.whole = WholeSolve.of(net)
             named = fused_parts(net, whole=self.whole is not None) if half else (net.Q, net.R, net.S)
             parts = dict(zip("QRS", named, strict=True))
-            if half or not torch.backends.cudnn.allow_tf32:  # products in TF32 are cuDNN's
+            if half or not products_in_tf32():  # those are cuDNN's
                 parts = {name: with_windows(part) if wants_windows(part) else part for name, part in parts.items()}
             self.half = HalfWeights(parts) if half else None
             parts = parts if self.half is None else self.half.modules
@@ -69,10 +70,6 @@ class FixedDepth:
             self.twin = wrap(traceless_twin(parts["R"]))
             self.tell = wrap(self._figures)
             self.coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-
-    @staticmethod
-    def _is_bare(net: ImplicitNetwork) -> bool:
-        return isinstance(net.solver, Picard) and isinstance(net.backward, JFB) and has_traceless_twin(net.R)
 
     def __call__(self, d: Any, depth: int) -> tuple[Any, Reached]:
         return self._bare(d, depth) if self.bare else self._through_network(d, depth)
@@ -91,7 +88,8 @@ class FixedDepth:
         v = self.Q(d)
         if self.whole is not None:
             found = self.whole(detach(v))
-            return self.S(self.R(found.value, v)), Reached(found.residual, found.converged, found.steps, None)
+            reached = Reached(found.residual, found.converged, found.nonfinite, found.steps, None)
+            return self.S(self.R(found.value, v)), reached
         with torch.no_grad():
             for stack in stacks_of(self.twin):
                 stack.forget()
@@ -104,7 +102,9 @@ class FixedDepth:
             residual, converged, excess = self.tell(before, z, detach(u))
             steps = torch.full((), depth, device=residual.device)
             batch = len(leaves(z)[0])
-            reached = Reached(residual.expand(batch), converged.expand(batch), steps.expand(batch), excess)
+            numbers = residual, converged, ~residual.isfinite(), steps
+            residual, converged, nonfinite, steps = (part.expand(batch) for part in numbers)
+            reached = Reached(residual, converged, nonfinite, steps, excess)
         return self.S(u), reached
 
     def _step(self, z: Latent, v: Latent) -> Latent:
@@ -129,7 +129,23 @@ class FixedDepth:
         # It is known at which step every sample froze, so the excess of that depth is 1.
         deepest = _worst(found.steps.double())
         excess = torch.where(_worst((~found.converged).double()) > 0, 2.0, 0.8 ** (depth - deepest))
-        return output, Reached(found.residual, found.converged, found.steps, torch.stack([excess, 0.8 * excess]))
+        excesses = torch.stack([excess, 0.8 * excess])
+        return output, Reached(found.residual, found.converged, found.nonfinite, found.steps, excesses)
+
+
+def is_bare(net: Any) -> bool:
+    """Is it a network whose parts can be called one by one?"""
+    return (
+        isinstance(net, ImplicitNetwork)
+        and isinstance(net.solver, Picard)
+        and isinstance(net.backward, JFB)
+        and has_traceless_twin(net.R)
+    )
+
+
+def prefers_channels_last(net: nn.Module, precision: str) -> bool:
+    """Tensor cores like channels side by side, and so do the kernels that `FixedDepth` puts in."""
+    return precision != "fp32" or (is_bare(net) and wants_windows(net))
 
 
 def promoted(z: Latent) -> Latent:

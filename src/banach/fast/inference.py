@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from banach.fast.fixed import measure, promoted
-from banach.fast.fuse import fused_parts, stacks_of, wrapped
+from banach.fast.fuse import fused_parts, stacks_of
 from banach.fast.graph import Graphs
 from banach.fast.starts import Neighbours
 from banach.fast.twin import traceless_twin
 from banach.fast.whole import WholeSolve
-from banach.kernels import Solved
 from banach.latent import Space
-from banach.network import ImplicitNetwork
+from banach.network import ImplicitNetwork, zeros
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import Picard, Solution, solve
+from banach.solve import Picard, Solution
+from banach.solve.loop import Run
+from banach.solve.precision import without_autocast
+from banach.solve.state import State, finish
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, residual, convergence, steps."""
+    """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, and what a `Solution` says of it.
+
+    `carried`: what a solver other than Picard needs to go on.
+    """
 
     v: Tensor
     z: Tensor
@@ -33,15 +38,44 @@ class Found:
     y: Tensor
     residual: Tensor
     converged: Tensor
+    nonfinite: Tensor
     steps: Tensor
+    carried: tuple[Tensor, ...] = ()
 
     @property
     def late(self) -> Tensor:
         """Which samples are to go on. What is not finite will not get better."""
-        return (~self.converged & self.residual.isfinite()).nonzero()[:, 0]
+        return (~self.converged & ~self.nonfinite).nonzero()[:, 0]
 
     def of(self, index: Tensor | slice) -> Found:
-        return Found(*(getattr(self, field.name)[index] for field in fields(self)))
+        made = self._each(lambda part: part[index])
+        return replace(made, carried=tuple(part[index] for part in self.carried))
+
+    def copy(self) -> Found:
+        """Without what is carried: the next stage writes over a program's own tensors."""
+        return replace(self._each(torch.clone), carried=())
+
+    def put(self, index: Tensor, later: Found) -> None:
+        """Samples that have gone on."""
+        for mine, other in zip(self._parts(), later._parts(), strict=True):
+            mine[index] = other
+
+    def solution(self) -> Solution:
+        return Solution(
+            value=self.z,
+            residual=self.residual,
+            converged=self.converged,
+            steps=self.steps,
+            stalled=torch.zeros_like(self.nonfinite),
+            nonfinite=self.nonfinite,
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Found:
+        v, z, u, y, residual, converged, nonfinite, steps = map(change, self._parts())
+        return Found(v, z, u, y, residual, converged, nonfinite, steps, self.carried)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.v, self.z, self.u, self.y, self.residual, self.converged, self.nonfinite, self.steps
 
 
 class CompiledNetwork:
@@ -51,9 +85,9 @@ class CompiledNetwork:
     not meet the tolerance by then go on together, as a smaller batch, in stages of `then` steps, until they do or
     `max_steps` are made. The host asks once per stage. A sample's steps depend on no other sample; since they are
     counted in whole stages, its answer is at least as converged as the network's own. An R that the kernels know
-    needs one stage: every sample stops at its own step. Solvers other than Picard begin anew with every stage, as
-    restarted methods do; there too a sample stops at its own step. On a GPU a stage is a CUDA graph, one per size
-    of batch and type of input; elsewhere it runs as it is.
+    needs one stage, and by a solver other than Picard, whose memory goes on from stage to stage, a sample stops in
+    the midst of one: there steps are the network's own. On a GPU a stage is a CUDA graph, one per size of batch
+    and type of input; elsewhere it runs as it is.
     """
 
     def __init__(
@@ -69,7 +103,7 @@ class CompiledNetwork:
         if min(first, then) < 1:
             raise ValueError(f"stages need at least one step, got first={first} and then={then}")
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
-        wrap: Any = wrapped if compile else (lambda part: part)
+        wrap: Any = torch.compile if compile else (lambda part: part)
         self.whole = WholeSolve.of(net)
         Q, R, S = fused_parts(net, whole=self.whole is not None) if bf16 else (net.Q, net.R, net.S)
         self.Q, self.S = wrap(Q), wrap(S)
@@ -83,72 +117,86 @@ class CompiledNetwork:
         """The output, or (output, Solution). `z0` starts the iteration: the `value` of the frame before, say."""
         self._check()
         most = self.net.tolerance.max_steps
-        steps = most if self.whole is not None else min(self.first, most)
+        steps = range(most if self.whole is not None else min(self.first, most))
         stage = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
-        if steps == most and not solution:
+        if steps.stop == most and not solution:
             self._remember(stage)
             return stage.y.clone()  # the next call writes over it
-        whole = Found(*(getattr(stage, field.name).clone() for field in fields(stage)))
-        here = torch.arange(len(d), device=d.device)
-        while steps < most:
+        whole, here = stage.copy(), torch.arange(len(d), device=d.device)
+        while steps.stop < most:
             late = stage.late
             if not len(late):
                 break
-            here, more = here[late], min(self.then, most - steps)
-            stage = self._run(self._go_on, more, stage.v[late], stage.z[late])
-            stage.steps.add_(steps)
-            steps += more
-            for field in fields(stage):
-                getattr(whole, field.name)[here] = getattr(stage, field.name)
+            here, steps = here[late], range(steps.stop, min(steps.stop + self.then, most))
+            stage = stage.of(late)
+            stage = self._run(self._go_on, steps, stage.v, stage.z, *stage.carried)
+            whole.put(here, stage)
         self._remember(whole)
-        return (whole.y, _solution(whole)) if solution else whole.y
+        return (whole.y, whole.solution()) if solution else whole.y
 
     def _remember(self, found: Found) -> None:
         if self.neighbours is not None:
-            self.neighbours.remember(found.v, found.z)
+            self.neighbours.remember(found.v, found.z, found.converged)
 
-    def _enter(self, steps: int, d: Tensor) -> Found:
+    def _enter(self, steps: range, d: Tensor) -> Found:
         v = self.Q(d)
-        z0 = None if self.neighbours is None else self.neighbours(v)
+        z0 = None if self.net.start is zeros else self.net.start(v)
+        if self.neighbours is not None:
+            z0 = self.neighbours(v, torch.zeros_like(v) if z0 is None else z0)
+        return self._from(steps, v, z0)
+
+    def _enter_from(self, steps: range, d: Tensor, z0: Tensor) -> Found:
+        return self._from(steps, self.Q(d), z0)
+
+    def _from(self, steps: range, v: Tensor, z0: Tensor | None) -> Found:
         if self.whole is not None:
-            return self._conclude(v, self.whole(v, z0))
-        return self._go_on(steps, v, promoted(self.net.start(v)) if z0 is None else z0)
+            self._forget()
+            found = self.whole(v, z0)
+            return self._found(v, found.value, found.residual, found.converged, found.nonfinite, found.steps)
+        return self._go_on(steps, v, promoted(torch.zeros_like(v) if z0 is None else z0))
 
-    def _enter_from(self, steps: int, d: Tensor, z0: Tensor) -> Found:
-        v = self.Q(d)
-        if self.whole is not None:
-            return self._conclude(v, self.whole(v, z0))
-        return self._go_on(steps, v, z0)
-
-    def _conclude(self, v: Tensor, found: Solved) -> Found:
-        for stack in stacks_of(self.R):
-            stack.forget()
-        u = self.R(found.value, v)
-        return Found(v, found.value, u, self.S(u), found.residual, found.converged, found.steps)
-
-    def _go_on(self, steps: int, v: Tensor, z: Tensor) -> Found:
+    def _go_on(self, steps: range, v: Tensor, z: Tensor, *carried: Tensor) -> Found:
+        self._forget()
         if not isinstance(self.net.solver, Picard):
-            return self._go_on_by_solver(steps, v, z)
+            return self._go_on_by_solver(steps, v, z, carried)
         before, damping = z, self.net.solver.damping
-        for stack in stacks_of(self.R):
-            stack.forget()
-        for _ in range(steps):
+        for _ in steps:
             Tz = self.R(z, v)
             before, z = z, torch.lerp(Tz, z, damping) if damping else Tz
         residual, allowed = measure(Space.of(z), self.net.tolerance, before, z, damping)
+        if not steps:  # the explicit twin: there is no residual to speak of
+            residual = torch.full_like(residual, torch.inf)
+        taken = torch.full_like(residual, steps.stop, dtype=torch.int64)
+        nonfinite = ~residual.isfinite() if steps else torch.zeros_like(residual, dtype=torch.bool)
+        return self._found(v, z, residual, residual <= allowed, nonfinite, taken)
+
+    def _go_on_by_solver(self, steps: range, v: Tensor, z: Tensor, carried: tuple[Tensor, ...]) -> Found:
+        """As `solve` does it, asking nothing; samples that have converged stay where they are."""
+        tolerance = replace(self.net.tolerance, check_every=0)
+        space = Space.of(z)
+        run = Run(self.R, self.net.solver, tolerance, space, (v,))
+        state = run.start(z)
+        if carried:
+            state = State.carried(space.rows(z).contiguous(), *carried)
+        with without_autocast(space):
+            for k in steps:
+                run.step(state, k + 1, k + 1)
+            found = finish(state, space, tolerance, None, 0)
+        made = self._found(v, found.value, found.residual, found.converged, found.nonfinite, found.steps)
+        return replace(made, carried=state.to_carry())
+
+    def _forget(self) -> None:
+        """Weights may have changed since they were last packed."""
+        for stack in stacks_of(self.R):
+            stack.forget()
+
+    def _found(
+        self, v: Tensor, z: Tensor, residual: Tensor, converged: Tensor, nonfinite: Tensor, steps: Tensor
+    ) -> Found:
         u = self.R(z, v)
-        taken = torch.full_like(residual, steps, dtype=torch.int64)
-        return Found(v, z, u, self.S(u), residual, residual <= allowed, taken)
+        return Found(v, z, u, self.S(u), residual, converged, nonfinite, steps)
 
-    def _go_on_by_solver(self, steps: int, v: Tensor, z: Tensor) -> Found:
-        """A solve that asks nothing; samples that have converged stay where they are."""
-        tolerance = replace(self.net.tolerance, max_steps=steps, check_every=0)
-        found = solve(self.R, z, self.net.solver, inputs=(v,), tolerance=tolerance)
-        residual = torch.where(found.nonfinite, torch.nan, found.residual)
-        u = self.R(found.value, v)
-        return Found(v, found.value, u, self.S(u), residual, found.converged, found.steps)
-
-    def _run(self, program: Callable[..., Found], steps: int, *inputs: Tensor) -> Found:
+    def _run(self, program: Callable[..., Found], steps: range, *inputs: Tensor) -> Found:
         """The program on inputs filled up to a size there is a graph for."""
         batch, size = len(inputs[0]), _bucket(len(inputs[0]))
         if inputs[0].device.type != "cuda":
@@ -164,7 +212,7 @@ class CompiledNetwork:
         return found.of(slice(0, batch))
 
     def _capture(
-        self, program: Callable[..., Found], steps: int, buffers: list[Tensor]
+        self, program: Callable[..., Found], steps: range, buffers: list[Tensor]
     ) -> tuple[list[Tensor], Found, Callable[[], None]]:
         made: list[Found] = []
 
@@ -217,15 +265,3 @@ def _filled(x: Tensor, size: int) -> Tensor:
     buffer.copy_(x[:1].expand(size, *x.shape[1:]))
     buffer[: len(x)].copy_(x)
     return buffer
-
-
-def _solution(found: Found) -> Solution:
-    nonfinite = ~found.residual.isfinite()
-    return Solution(
-        value=found.z,
-        residual=found.residual,
-        converged=found.converged & ~nonfinite,
-        steps=found.steps,
-        stalled=torch.zeros_like(nonfinite),
-        nonfinite=nonfinite,
-    )

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from banach.network import ImplicitNetwork
 
+_FAR = 1e15  # of a key: farther than anything, and its square is a float still
+
 
 class Neighbours:
-    """v -> the fixed point of the nearest v that is remembered, or zeros where none is near.
+    """(v, otherwise) -> the fixed point of the nearest v that is remembered, or `otherwise` where none is near.
 
-    Near: within `reach` of the size of v itself. The last `capacity` samples are remembered, on the device of the
-    first; nothing is asked of the host, so this can be captured.
+    Near: within `reach` of the size of v itself. The last `capacity` samples of a size are remembered, on the
+    device of the first. The look-up asks nothing of the host, so it can be captured; `remember` is called outside.
     """
 
     def __init__(self, capacity: int, *, reach: float = 0.5) -> None:
@@ -24,48 +26,56 @@ class Neighbours:
             raise ValueError(f"capacity is at least 1 sample, got {capacity}; leave neighbours out for none")
         self.capacity, self.reach = capacity, reach
         self.seen = 0
-        self._keys: Tensor | None = None  # of what was not seen yet: infinitely far
-        self._values: Tensor | None = None
+        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}  # by size: keys, infinitely far at first, and values
 
     @torch.no_grad()
-    def __call__(self, v: Tensor) -> Tensor:
-        keys, values = self._memory(v)
+    def __call__(self, v: Tensor, otherwise: Tensor) -> Tensor:
+        keys, values = self._memory(v, otherwise)
         rows = v.flatten(1).float()
         distance, nearest = torch.cdist(rows, keys).min(1)
         near = distance <= self.reach * torch.linalg.vector_norm(rows, dim=1)
-        start = values.index_select(0, nearest) * near.to(values.dtype).view(-1, *(1 for _ in v.shape[1:]))
-        return start.contiguous(memory_format=_format(v))
+        start = values.index_select(0, nearest).to(otherwise.dtype)
+        return torch.where(near.view(-1, *(1 for _ in otherwise.shape[1:])), start, otherwise)
 
     @torch.no_grad()
-    def remember(self, v: Tensor, z: Tensor) -> None:
-        """The fixed points of a batch. What is not finite is remembered as zeros."""
-        keys, values = self._memory(v)
-        v, z = v[-self.capacity :], z[-self.capacity :]
+    def remember(self, v: Tensor, z: Tensor, good: Tensor) -> None:
+        """The fixed points of a batch, of the samples that are `good`: the others are not near to anything."""
+        keys, values = self._memory(v, z)
+        v, z, good = (part[-self.capacity :] for part in (v, z, good))
         place = (self.seen + torch.arange(len(v), device=v.device)) % self.capacity
-        keys.index_copy_(0, place, v.flatten(1).float())
-        values.index_copy_(0, place, torch.nan_to_num(z, 0.0, 0.0, 0.0).to(values.dtype).contiguous())
+        rows = v.flatten(1).float()
+        good = (good & rows.isfinite().all(1)).unsqueeze(1)
+        keys.index_copy_(0, place, torch.where(good, rows, _FAR))
+        values.index_copy_(0, place, z.to(values.dtype).contiguous())
         self.seen += len(v)
 
-    def _memory(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self._keys is None or self._values is None:
-            dtype = torch.promote_types(v.dtype, torch.float32)
-            self._keys = torch.full((self.capacity, v[0].numel()), 1e15, device=v.device)
-            self._values = torch.zeros((self.capacity, *v.shape[1:]), dtype=dtype, device=v.device)
-        return self._keys, self._values
+    def _memory(self, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        size = v.shape[1:], v.device
+        if size not in self._kept:
+            with torch.inference_mode(False):  # it is written to later, in whatever mode
+                keys = torch.full((self.capacity, v[0].numel()), _FAR, device=v.device)
+                values = torch.zeros((self.capacity, *z.shape[1:]), dtype=z.dtype, device=z.device)
+            self._kept[size] = keys, values
+        return self._kept[size]
 
 
-class LinearStart:
+class LinearStart(nn.Module):
     """v -> W v + b, fitted by least squares to fixed points: a convolution of 3x3 for images, else a matrix.
 
     `net.start = LinearStart.fit(net.eval(), batches)` makes every later solve start there. The fit takes one pass
-    over batches of inputs, and no gradient.
+    over batches of inputs, and no gradient. As a module it goes where the network goes.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        self.weight, self.bias = weight, bias
+    weight: Tensor
+    bias: Tensor
 
-    def __call__(self, v: Tensor) -> Tensor:
-        weight, bias = self.weight.to(v), self.bias.to(v)
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, v: Tensor) -> Tensor:
+        weight, bias = self.weight.to(v.dtype), self.bias.to(v.dtype)
         if v.dim() == 4:
             return F.conv2d(v, weight, bias, padding=weight.shape[-1] // 2)
         return F.linear(v, weight, bias)
@@ -74,6 +84,8 @@ class LinearStart:
     @torch.no_grad()
     def fit(net: ImplicitNetwork, batches: Iterable[Any], *, ridge: float = 1e-6) -> LinearStart:
         """`ridge` lifts the diagonal of the normal equations, relative to its mean."""
+        if net.training:
+            raise RuntimeError("a start is fitted to a network as it predicts; call net.eval() first")
         gram: Any = 0.0
         moment: Any = 0.0
         for d in batches:
@@ -89,7 +101,7 @@ class LinearStart:
         weight, bias = solution[:, :-1], solution[:, -1]
         if v.dim() == 4:
             weight = weight.reshape(len(weight), v.shape[1], 3, 3)
-        return LinearStart(weight.to(v).contiguous(), bias.to(v).contiguous())
+        return LinearStart(weight.to(v).contiguous(), bias.to(v).contiguous()).eval()
 
 
 def _features(v: Tensor) -> Tensor:
@@ -100,8 +112,3 @@ def _features(v: Tensor) -> Tensor:
 
 def _pixels(u: Tensor) -> Tensor:
     return u.flatten(2).mT.flatten(0, 1) if u.dim() == 4 else u.flatten(0, -2)
-
-
-def _format(v: Tensor) -> torch.memory_format:
-    lies = v.dim() == 4 and v.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if lies else torch.contiguous_format

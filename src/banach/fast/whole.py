@@ -31,7 +31,8 @@ class WholeSolve:
         stop = stop_of(self.net.tolerance)
         assert stop is not None  # `of` asked
         if z0 is None and self.net.start is not zeros:
-            z0 = self.net.start(v)
+            with torch.no_grad():
+                z0 = self.net.start(v)
         return latent_solve(self.net.R, v, z0, stop=stop)
 
 

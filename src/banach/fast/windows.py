@@ -44,9 +44,13 @@ def wants_windows(part: Any) -> bool:
     return bool(layers) and all(layer.weight.is_cuda and layer.weight.dtype == torch.float32 for layer in layers)
 
 
-def prefers_channels_last(net: nn.Module, precision: str) -> bool:
-    """Tensor cores like channels side by side, and so do the kernels here."""
-    return precision != "fp32" or wants_windows(net)
+def products_in_tf32() -> bool:
+    """Does cuDNN convolve float32 in TF32? Asked in the words of PyTorch today, or in those before."""
+    backends: Any = torch.backends
+    if not hasattr(backends.cudnn, "conv"):
+        return bool(backends.cudnn.allow_tf32)
+    said = (backends.cudnn.conv.fp32_precision, backends.cudnn.fp32_precision, backends.fp32_precision)
+    return next((word for word in said if word != "none"), "ieee") == "tf32"
 
 
 def _fits(layer: Any) -> bool:

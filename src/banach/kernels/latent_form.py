@@ -21,7 +21,8 @@ class LatentForm:
 
     B(x) = BN(x + LReLU(y)) or, if `late`, BN(LReLU(x + y)), with y = conv2(LReLU(conv1(x))) and no weights in BN.
     `slope` is that of the first leaky ReLU below zero, `slope_after` that of the second. A network of this form
-    says so by an attribute `latent_form`; its blocks are `blocks`, each with conv1, conv2 and norm.
+    says so by an attribute `latent_form`; its blocks are `blocks`, each with conv1, conv2 and norm, and with an
+    attribute `latent_block`. Both must stand in the class that defines `forward`.
     """
 
     inner: float = 1.0
@@ -89,13 +90,26 @@ class Solved:
 def describe(R: Any) -> LatentForm | None:
     """The form of R, if it has one that the kernel computes."""
     form = getattr(R, "latent_form", None)
-    if not isinstance(form, LatentForm) or not isinstance(R, nn.Module):
+    if not isinstance(form, LatentForm) or not isinstance(R, nn.Module) or not _is_what_it_says(R):
         return None
     try:
         latent_map(R, form)
     except ValueError:
         return None
     return form
+
+
+def _is_what_it_says(R: Any) -> bool:
+    """Does R compute what its class says, and do its blocks? A class that changes `forward` must say so again."""
+    blocks = getattr(R, "blocks", ())
+    said = _says(R, "latent_form") and all(_says(block, "latent_block") for block in blocks)
+    return said and not any(part._forward_hooks or part._forward_pre_hooks for part in R.modules())
+
+
+def _says(part: Any, name: str) -> bool:
+    """Is the class that defines `forward` the one that defines this? Or has the module itself been given it?"""
+    owners = [next((c for c in type(part).__mro__ if word in vars(c)), None) for word in ("forward", name)]
+    return name in vars(part) or (owners[1] is not None and owners[0] is owners[1])
 
 
 def latent_map(R: Any, form: LatentForm | None = None) -> LatentMap:
@@ -121,7 +135,7 @@ def _refuse_unfit(blocks: list[Any]) -> None:
     """Blocks that the kernel would compute wrongly."""
     for block in blocks:
         norm = getattr(block, "norm", None)
-        if not isinstance(norm, nn.BatchNorm2d) or norm.affine or not (norm.training or norm.track_running_stats):
+        if type(norm) is not nn.BatchNorm2d or norm.affine or not (norm.training or norm.track_running_stats):
             raise ValueError(f"the kernel's blocks end in BatchNorm2d(affine=False), got {norm}; use solve")
         for layer in (block.conv1, block.conv2):
             if not _is_plain(layer):
@@ -134,6 +148,8 @@ def _refuse_unfit(blocks: list[Any]) -> None:
 
 
 def _is_plain(layer: Any) -> bool:
+    if type(layer) is not nn.Conv2d:
+        return False
     shape = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
     channels = layer.in_channels
     plain = shape == ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros") and layer.bias is not None

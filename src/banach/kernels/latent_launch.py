@@ -113,7 +113,7 @@ def _shared(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))  # so many has every GPU of today
+    return int(getattr(properties, "shared_memory_per_block_optin", 96 * 1024))  # an old PyTorch does not tell
 
 
 def programs_for(images: int, places: int, device: torch.device, *, coupled: bool) -> int:

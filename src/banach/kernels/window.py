@@ -14,13 +14,18 @@ from banach.kernels.modules import has_triton
 
 @torch.library.custom_op("banach::conv2d", mutates_args=())
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """As F.conv2d with a square window, channels_last. float32 products are exact to about float32 itself.
+    """As F.conv2d of a batch with a square window, channels_last. float32 products are exact to about float32.
 
     On a GPU with Triton by kernels that multiply on tensor cores, float32 numbers as sums of parts that those
-    take whole; elsewhere F.conv2d.
+    take whole; elsewhere F.conv2d. It has first derivatives by backward passes, no others.
     """
-    if not has_kernel(x):
-        return F.conv2d(x, weight, bias, stride, padding).contiguous(memory_format=torch.channels_last)
+    if x.dim() != 4 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"conv2d takes (batch, {weight.shape[1]}, height, width), got {tuple(x.shape)}; check the channels"
+        )
+    if not has_kernel(x, weight):
+        with torch.autocast(x.device.type, enabled=False):
+            return F.conv2d(x, weight, bias, stride, padding).contiguous(memory_format=torch.channels_last)
     from banach.kernels import window_launch
 
     return window_launch.forward(x, weight, bias, window_launch.Sizes.of(x, weight, stride, padding))
@@ -40,9 +45,12 @@ def conv2d_backward(
     g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; empty ones where none is wanted. The two kinds of work go side by side."""
-    if not has_kernel(x):
-        return _plain_backward(g, x, weight, stride, padding, wants_x, has_bias)
+    if not has_kernel(x, weight):
+        with torch.autocast(x.device.type, enabled=False):
+            return _plain_backward(g, x, weight, stride, padding, wants_x, has_bias)
     from banach.kernels import window_launch
+
+    g = g.contiguous(memory_format=torch.channels_last)
 
     sizes, beside = window_launch.Sizes.of(x, weight, stride, padding), Beside(x.device)
     dw, db = beside.run(
@@ -94,5 +102,8 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 conv2d.register_autograd(_backward, setup_context=_setup)
 
 
-def has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and has_triton() and x.dtype in (torch.float32, torch.bfloat16)
+def has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Is there a kernel for these? They count pixels and channels in 32 bits."""
+    known = x.is_cuda and has_triton() and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    most = x.shape[0] * x.shape[2] * x.shape[3] * max(weight.shape[:2])
+    return known and 0 < most < 2**31

@@ -115,9 +115,9 @@ def _look(
     shape = len(x), sizes.made, *sizes.outside
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     pixels = len(x) * sizes.outside[0] * sizes.outside[1]
-    tile = TILES.of(pixels, x.dtype)
+    tile, added = TILES.of(pixels, x.dtype), weight if bias is None else bias.contiguous()
     window_kernel.look[(-(-pixels // tile.rows),)](
-        x, weight, weight if bias is None else bias, out, pixels, **strides, **sizes.constants(x.dtype),
+        x, weight, added, out, pixels, **strides, **sizes.constants(x.dtype),
         BACK=back, BIAS=bias is not None, ROWS=tile.rows, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out

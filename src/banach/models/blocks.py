@@ -35,6 +35,8 @@ def latent_norm(channels: int, batch_norm: bool) -> nn.Module:
 class LatentBlock(nn.Module):
     """x -> BN(x + res(x)),  res = conv, LReLU, conv, LReLU, LReLU."""
 
+    latent_block = True  # as `LatentForm` describes it
+
     def __init__(self, channels: int, batch_norm: bool) -> None:
         super().__init__()
         self.conv1 = conv3x3(channels, channels)

@@ -24,6 +24,7 @@ class Block(nn.Module):
     """x -> BN(LReLU(x + conv(dropout(LReLU(conv(x)))))), used in Q with dropout and in R without."""
 
     fusable = True  # a Sequential of these is what `banach.kernels` computes
+    latent_block = True  # as `LatentForm` describes it
 
     def __init__(self, *, dropout: float = 0.0, batch_norm: bool = True) -> None:
         super().__init__()

@@ -59,6 +59,16 @@ class State:
         active = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
         return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory, all_active=True)
 
+    def to_carry(self) -> tuple[Tensor, ...]:
+        """What `carried` makes this state of, but for z: tensors whose first axis is the sample."""
+        return (self.best_z, self.active, self.stats.permute(2, 0, 1).contiguous(), *self.memory)
+
+    @staticmethod
+    def carried(z: Tensor, best_z: Tensor, active: Tensor, stats: Tensor, *memory: Tensor) -> State:
+        """The state again, from the tensors of `to_carry` or from some samples of them."""
+        stats = stats.permute(1, 2, 0).contiguous()
+        return State(z, best_z.clone(), active.clone(), stats, torch.empty_like(stats[0]), memory)
+
     @property
     def nonfinite(self) -> Tensor:
         """(samples,): the residual was not finite (NaN), or the norm of T(z) was not (minus infinity)."""

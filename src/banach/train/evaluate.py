@@ -48,23 +48,20 @@ def evaluate(
 def measure(scorer: Scorer, images: Images, batch_size: int, begin: Callable[[], object] = lambda: None) -> Totals:
     """The same in the mode that the network is in; `begin` comes before the first image."""
     begin()
-    totals = _once(scorer, images, batch_size)
-    if scorer.captures(images.device) and not _is_finite(totals):
-        # The network itself keeps the best finite iterate of a sample that diverges, and says that it did.
+    tally = _once(scorer, images, batch_size)
+    totals = tally.read()
+    if scorer.captures(images.device) and (tally.nonfinite or not math.isfinite(totals.loss)):
+        # The network itself warns of samples that diverge, and a kernel that gave up is no answer at all.
         begin()
-        totals = _once(scorer.itself(), images, batch_size)
+        totals = _once(scorer.itself(), images, batch_size).read()
     return totals
 
 
-def _once(scorer: Scorer, images: Images, batch_size: int) -> Totals:
+def _once(scorer: Scorer, images: Images, batch_size: int) -> Tally:
     tally = Tally(images.device)
     size = scorer.batch_size(batch_size, images.device)
     with arithmetic(scorer.precision, images.device):
         for x, y in Batches(images, size, shuffle=False).epoch():
             output, found = scorer(x)
             tally.add(F.cross_entropy(output, y), output, y, found)
-    return tally.read()
-
-
-def _is_finite(totals: Totals) -> bool:
-    return math.isfinite(totals.loss) and (totals.max_residual is None or math.isfinite(totals.max_residual))
+    return tally

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -80,7 +79,7 @@ def fit(
                     run.write_metrics(work.done)
                 if on_epoch is not None:
                     on_epoch(work.done[-1])
-                work.since = time.perf_counter()  # what was written and told is not the next epoch's time
+                work.begin_clock()  # what was written and told is not the next epoch's time, nor its memory
         if run is not None and (work.step or run.latest() is None):
             run.save(work.position, work.tensors(), work.state(identity))
     if work.average is not None:

@@ -28,9 +28,10 @@ class Tally:
     """Adds up loss, hits, depth, residual and convergence, a handful of kernels a step, no host round trip."""
 
     def __init__(self, device: torch.device) -> None:
-        # Samples, loss, hits; then solved samples, depth, residual, converged.
-        self.sums = torch.zeros(7, dtype=torch.float64, device=device)
+        # Samples, loss, hits; then solved samples, depth, residual, converged, not finite.
+        self.sums = torch.zeros(8, dtype=torch.float64, device=device)
         self.most = torch.zeros(2, dtype=torch.float64, device=device)  # depth, residual
+        self.nonfinite = 0  # samples that left the finite numbers, once it was read
 
     def reset(self) -> None:
         """Back to zero, in place: a captured step goes on adding to these very tensors."""
@@ -46,13 +47,16 @@ class Tally:
             # Without a step there is no residual: infinity would only hide those of other batches.
             residual = torch.where(found.steps > 0, found.residual, torch.zeros_like(found.residual))
             parts += [count, found.steps.sum(), residual.double().sum(), found.converged.sum()]
+            parts.append(found.nonfinite.sum())
             most = torch.stack([found.steps.max(), residual.max()]).double()
             torch.maximum(self.most, most, out=self.most)
         self.sums[: len(parts)] += torch.stack([part.detach().double() for part in parts])
 
     def read(self) -> Totals:
         """The means, asked of the device in one go."""
-        count, loss, hits, solved, depth, residual, converged, *most = torch.cat([self.sums, self.most]).tolist()
+        numbers = torch.cat([self.sums, self.most]).tolist()
+        count, loss, hits, solved, depth, residual, converged, nonfinite, *most = numbers
+        self.nonfinite = int(nonfinite)
         if not count:
             raise ValueError("nothing was added up: there is no mean of no samples")
         shares = (loss / count, hits / count)

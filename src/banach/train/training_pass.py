@@ -60,4 +60,6 @@ class TrainingPass:
 
 
 def _copy(found: Reached) -> Reached:
-    return Reached(found.residual.clone(), found.converged.clone(), found.steps.clone(), None)
+    numbers = found.residual, found.converged, found.nonfinite, found.steps
+    residual, converged, nonfinite, steps = (part.clone() for part in numbers)
+    return Reached(residual, converged, nonfinite, steps, None)

@@ -66,7 +66,12 @@ class Work:
     def begin_epoch(self) -> None:
         """Sums, counts and the clock start at zero."""
         self.tally.reset()
-        self.products, self.spent, self.since = 0, 0.0, time.perf_counter()
+        self.products, self.spent = 0, 0.0
+        self.begin_clock()
+
+    def begin_clock(self) -> None:
+        """Time counts from now on, and so does the peak of memory."""
+        self.since = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
