@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import Anderson, Broyden, ImplicitNetwork, Picard, Tolerance, models
+from banach import JFB, Anderson, Broyden, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, models
 from banach.fast import CompiledNetwork
 from banach.fast.inference import _bucket, _filled
 
@@ -68,6 +68,13 @@ def test_the_memory_of_other_solvers_goes_on_from_stage_to_stage(solver: Any, fi
     assert torch.equal(found.converged, wanted.converged)
     torch.testing.assert_close(found.residual, wanted.residual)
     torch.testing.assert_close(y, own)
+
+
+@pytest.mark.parametrize("mode", [JFB(), Neumann(3), Unroll(3), Unroll(2, damping=0.5)])
+def test_the_value_is_that_of_the_backward_mode(mode: Any) -> None:
+    """Unrolled steps lie further on from the fixed point that was found."""
+    net = sloped(backward=mode, tolerance=Tolerance(atol=0.07, max_steps=100))
+    torch.testing.assert_close(banach.compile(net, first=1, then=1)(SLOPES), net(SLOPES))
 
 
 @pytest.mark.parametrize("solver", [Picard(), Anderson(3)])
@@ -146,6 +153,8 @@ def test_changed_weights_are_seen() -> None:
 
 
 def test_refusals() -> None:
+    with pytest.raises(ValueError, match="coupled=True"):
+        banach.compile(sloped(coupled=True))
     with pytest.raises(ValueError, match="at least one step"):
         banach.compile(sloped(), then=0)
     training = models.build("digits").train()

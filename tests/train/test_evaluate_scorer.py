@@ -204,7 +204,7 @@ def test_in_training_mode_an_r_of_ones_own_is_the_networks() -> None:
 @pytest.mark.usefixtures("made", "kernel")
 def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
     """It hands back the best finite iterates: nothing in the figures tells, but the network itself does."""
-    net = network(tolerance=FINE).eval()
+    net: Any = network(tolerance=FINE).eval()
     with torch.no_grad():
         for p in net.R.parameters():
             p.mul_(1e3)

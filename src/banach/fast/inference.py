@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from banach.backward import Unroll
 from banach.fast.fixed import measure, promoted
 from banach.fast.fuse import fused_parts, stacks_of
 from banach.fast.graph import Graphs
@@ -100,6 +101,8 @@ class CompiledNetwork:
         compile: bool = False,
         neighbours: int = 0,
     ) -> None:
+        if net.coupled:
+            raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
         if min(first, then) < 1:
             raise ValueError(f"stages need at least one step, got first={first} and then={then}")
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
@@ -193,7 +196,8 @@ class CompiledNetwork:
     def _found(
         self, v: Tensor, z: Tensor, residual: Tensor, converged: Tensor, nonfinite: Tensor, steps: Tensor
     ) -> Found:
-        u = self.R(z, v)
+        mode = self.net.backward
+        u = mode.attach(self.R, z, (v,)) if isinstance(mode, Unroll) else self.R(z, v)
         return Found(v, z, u, self.S(u), residual, converged, nonfinite, steps)
 
     def _run(self, program: Callable[..., Found], steps: range, *inputs: Tensor) -> Found:
@@ -202,7 +206,7 @@ class CompiledNetwork:
         if inputs[0].device.type != "cuda":
             with self._autocast(inputs[0]):
                 return program(steps, *inputs)
-        key = (program.__name__, steps, size, *((x.shape[1:], x.dtype) for x in inputs))
+        key = (program.__name__, steps, self.net.tolerance, size, *((x.shape[1:], x.dtype) for x in inputs))
         if key not in self._stages:
             self._stages[key] = self._capture(program, steps, [_filled(x, size) for x in inputs])
         buffers, found, replay = self._stages[key]
