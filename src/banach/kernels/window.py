@@ -42,48 +42,46 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int)
 
 @torch.library.custom_op("banach::conv2d_backward", mutates_args=())
 def conv2d_backward(
-    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, has_bias: bool
+    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, wants_w: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; empty ones where none is wanted. The two kinds of work go side by side."""
     if not has_kernel(x, weight):
         with torch.autocast(x.device.type, enabled=False):
-            return _plain_backward(g, x, weight, stride, padding, wants_x, has_bias)
+            return _plain_backward(g, x, weight, stride, padding, (wants_x, wants_w, wants_w and has_bias))
     from banach.kernels import window_launch
 
     g = g.contiguous(memory_format=torch.channels_last)
-
     sizes, beside = window_launch.Sizes.of(x, weight, stride, padding), Beside(x.device)
-    dw, db = beside.run(
-        lambda g, x: window_launch.weight_gradient(g, x, weight, sizes, bias=has_bias), g, x
-    )  # fmt: skip
+    dw, db = weight.new_empty(0), None
+    if wants_w:
+        dw, db = beside.run(
+            lambda g, x: window_launch.weight_gradient(g, x, weight, sizes, bias=has_bias), g, x
+        )  # fmt: skip
     dx = window_launch.input_gradient(g, weight, sizes) if wants_x else x.new_empty(0)
     beside.join()
     return dx, dw, weight.new_empty(0) if db is None else db
 
 
 def _plain_backward(
-    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, has_bias: bool
+    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = [weight.shape[0]] if has_bias else None
-    wanted = [wants_x, True, has_bias]
     dx, dw, db = torch.ops.aten.convolution_backward(
-        g, x, weight, sizes, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, wanted
+        g, x, weight, [weight.shape[0]], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(wanted)
     )
-    dw = torch.empty_like(weight).copy_(dw)
-    dx = dx.contiguous(memory_format=torch.channels_last) if wants_x else x.new_empty(0)
-    return dx, dw, db if has_bias else weight.new_empty(0)
+    dw = torch.empty_like(weight).copy_(dw) if wanted[1] else weight.new_empty(0)
+    dx = dx.contiguous(memory_format=torch.channels_last) if wanted[0] else x.new_empty(0)
+    return dx, dw, db if wanted[2] else weight.new_empty(0)
 
 
 @conv2d_backward.register_fake
 def _(
-    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, has_bias: bool
+    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, wants_w: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device).contiguous(memory_format=torch.channels_last)
-        if wants_x
-        else x.new_empty(0)
-    )
-    return dx, torch.empty_like(weight), weight.new_empty(weight.shape[0] if has_bias else 0)
+    dx = x.new_empty(0)
+    if wants_x:
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device).contiguous(memory_format=torch.channels_last)
+    dw = torch.empty_like(weight) if wants_w else weight.new_empty(0)
+    return dx, dw, weight.new_empty(weight.shape[0] if wants_w and has_bias else 0)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -94,9 +92,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    wants_x = ctx.needs_input_grad[0]
-    dx, dw, db = conv2d_backward(g, x, weight, ctx.stride, ctx.padding, wants_x, ctx.has_bias)
-    return dx if wants_x else None, dw, db if ctx.has_bias else None, None, None
+    wants_x, *others = ctx.needs_input_grad[:3]
+    wants_w, has_bias = any(others), ctx.has_bias
+    dx, dw, db = conv2d_backward(g, x, weight, ctx.stride, ctx.padding, wants_x, wants_w, has_bias)
+    return dx if wants_x else None, dw if wants_w else None, db if wants_w and has_bias else None, None, None
 
 
 conv2d.register_autograd(_backward, setup_context=_setup)
