@@ -35,7 +35,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 # The kernels of banach.kernels, by their whole names.
 OWN = {
     "iterate": "whole solve",
-    **dict.fromkeys(("look", "convolve", "correlate", "unfold", "add"), "convolution"),
+    **dict.fromkeys(("look", "look_back", "convolve", "correlate", "unfold", "add"), "convolution"),
     **dict.fromkeys(("fold", "average", "unnormalise"), "batch norm and reduction"),
     **dict.fromkeys(("pack", "turn", "enter", "leave"), "copy"),
 }

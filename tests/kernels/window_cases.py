@@ -32,6 +32,8 @@ CASES = (
     Case(64, 16, padding=0),
     Case(48, 20, stride=2),
     Case(64, 64, side=1, padding=0),
+    Case(48, 48, side=5, stride=3, padding=2),
+    Case(32, 16, side=2, stride=3, padding=0, channels_last=False),
 )
 
 

@@ -89,6 +89,49 @@ def look(
     tl.store(out + (m * MADE)[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
+@triton.jit(do_not_specialize=["images"])
+def look_back(
+    g, w, out, images, FROM_SUMMED: tl.constexpr, FROM_MADE: tl.constexpr, FROM_ROW: tl.constexpr,
+    FROM_COLUMN: tl.constexpr, C: tl.constexpr, MADE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    ROWS_OUT: tl.constexpr, COLUMNS_OUT: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
+    PAD: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the input where windows step on by STRIDE. Pixels that windows see at the same places go
+    together, one kind a program: so no product is of zeros. A chunk is channels of one place."""
+    kind_y = tl.program_id(1) // STRIDE  # the first place, and every STRIDE-th after it
+    kind_x = tl.program_id(1) % STRIDE
+    DOWN: tl.constexpr = (ROWS_OUT + STRIDE - 1) // STRIDE
+    ACROSS: tl.constexpr = (COLUMNS_OUT + STRIDE - 1) // STRIDE
+    PER: tl.constexpr = C // DEPTH
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    image = m // (DOWN * ACROSS)
+    row = m // ACROSS % DOWN * STRIDE + (kind_y + (STRIDE - 1) * PAD) % STRIDE
+    col = m % ACROSS * STRIDE + (kind_x + (STRIDE - 1) * PAD) % STRIDE
+    ok = (image < images) & (row < ROWS_OUT) & (col < COLUMNS_OUT)
+    top = (row + PAD - kind_y) // STRIDE
+    left = (col + PAD - kind_x) // STRIDE
+    places_down = (SIDE - kind_y + STRIDE - 1) // STRIDE
+    places_across = (SIDE - kind_x + STRIDE - 1) // STRIDE
+    j = tl.arange(0, WIDTH)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for chunk in tl.range(0, places_down * places_across * PER, num_stages=STAGES):
+        down = chunk // PER // places_across
+        across = chunk // PER % places_across
+        y = top - down
+        x = left - across
+        seen = ok & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+        c = tl.arange(0, DEPTH)
+        if PER > 1:
+            c += chunk % PER * DEPTH
+        a = tl.load(g + (((image * H + y) * W + x) * C)[:, None] + c[None, :], mask=seen[:, None], other=0.0)
+        at = c * FROM_SUMMED + (kind_y + down * STRIDE) * FROM_ROW + (kind_x + across * STRIDE) * FROM_COLUMN
+        b = tl.load(w + at[:, None] + (j * FROM_MADE)[None, :], mask=(j < MADE)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    to = ((image * ROWS_OUT + row) * COLUMNS_OUT + col) * MADE
+    tl.store(out + to[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None] & (j < MADE)[None, :])
+
+
 @triton.jit(do_not_specialize=["pixels", "share"])
 def correlate(
     x, g, parts, bias_parts, pixels, share,

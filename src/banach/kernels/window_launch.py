@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,8 +105,26 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes) -> Ten
 
 def input_gradient(g: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     """`sizes` are those of the convolution."""
-    weight = _lying(weight)
-    return _look(g, weight, None, sizes.back, _strides(weight.transpose(0, 1)), back=True)
+    weight, back = _lying(weight), sizes.back
+    strides = _strides(weight.transpose(0, 1))
+    if back.stride > 1 and back.whole.summed % back.whole.depth == 0:
+        return _look_back(g, weight, back.whole, strides)
+    return _look(g, weight, None, back, strides, back=True)
+
+
+def _look_back(g: Tensor, weight: Tensor, sizes: Sizes, strides: dict[str, int]) -> Tensor:
+    g = _lying(g)
+    shape = len(g), sizes.made, *sizes.outside
+    out = torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
+    pixels = len(g) * math.prod(-(-size // sizes.stride) for size in sizes.outside)  # of one kind
+    tile = TILES.of(pixels * sizes.stride**2, g.dtype)
+    constants = {
+        name: value for name, value in sizes.constants(g.dtype).items() if name not in ("CHUNKS", "WHOLE")
+    }
+    window_kernel.look_back[(-(-pixels // tile.rows), sizes.stride**2)](
+        g, weight, out, len(g), **strides, **constants, ROWS=tile.rows, STAGES=tile.stages, num_warps=tile.warps
+    )
+    return out
 
 
 def _look(
