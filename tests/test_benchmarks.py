@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import compaction, invariance, looptime, maps, memory, modes, onestep, overhead, rival, steps
+from benchmarks import (
+    compaction,
+    invariance,
+    looptime,
+    maps,
+    memory,
+    modes,
+    onestep,
+    overhead,
+    rival,
+    starts,
+    steps,
+)
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes
 from benchmarks.report import Result, Target
@@ -36,6 +48,7 @@ SMALL = {
     "compaction": (compaction.run, compaction.Settings(((0.2, 0.95),), batch=96, n=32, layers=1, repeats=1)),
     "invariance": (invariance.run, invariance.Settings(batch=5, n=16)),
     "modes": (modes.run, modes.Settings(batch=4, train_steps=2, repeats=1)),
+    "starts": (starts.run, starts.Settings(epochs=1, frames=2, images=16, levels=(1e-2,))),
     "looptime": (looptime.run, looptime.Settings(shapes=((2, 8),), depth=12, repeats=1)),
 }
 
@@ -80,7 +93,7 @@ def test_what_was_promised_holds(name: str) -> None:
     assert not missed
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "modes"])
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("modes", "starts")])
 def test_without_torchdeq_the_rest_still_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rival, "available", lambda: False)
     run, settings = SMALL[name]
@@ -245,3 +258,12 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["no-such-thing"])
     assert "no benchmark is called no-such-thing" in capsys.readouterr().err
+
+
+def test_a_start_near_the_answer_saves_steps() -> None:
+    """The frame before, and a neighbour among the frames before, which is the same sample."""
+    saved = {row["start"]: row["of those from zeros"] for row in small("starts").rows}
+    assert saved["zeros"] == 1
+    assert saved["the frame before"] < 1
+    assert saved["the nearest neighbour"] <= saved["the frame before"] + 0.2
+    assert saved["a fitted convolution"] < 1

@@ -34,8 +34,10 @@ def steps_of(work: Work) -> Iterator[Steps]:
         yield Steps(work)
 
 
-def network(model: str, steps: int, data_dir: str | None, device: str = "cuda") -> tuple[ImplicitNetwork, Tensor]:
-    """A network after some steps of bf16 training, in eval mode, and normalised validation images."""
+def network(
+    model: str, steps: int, data_dir: str | None, device: str = "cuda"
+) -> tuple[ImplicitNetwork, Tensor, Tensor]:
+    """A network after some steps of bf16 training, in eval mode; validation and training images, normalised."""
     batch = 512 if device == "cuda" else 8
     work = work_of(choose({"data": model, "precision": "bf16", "batch_size": batch, "device": device}), data_dir)
     with steps_of(work) as taken:
@@ -43,5 +45,9 @@ def network(model: str, steps: int, data_dir: str | None, device: str = "cuda") 
             work.epoch, work.step = divmod(index, len(work.batches))
             taken.take()
     net: Any = work.net.eval()
-    held: Images = work.validation
-    return net, held.normalise(held.pixels[:1024]).contiguous(memory_format=torch.channels_last)
+    return net, _normal(work.validation), _normal(work.batches.images)
+
+
+def _normal(images: Images) -> Tensor:
+    """The first of them, as a network takes them."""
+    return images.normalise(images.pixels[:1024]).contiguous(memory_format=torch.channels_last)
