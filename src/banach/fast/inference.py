@@ -131,11 +131,17 @@ class CompiledNetwork:
             if not len(late):
                 break
             here, steps = here[late], range(steps.stop, min(steps.stop + self.then, most))
-            stage = stage.of(late)
-            stage = self._run(self._go_on, steps, stage.v, stage.z, *stage.carried)
+            stage = self._continued(stage.of(late), steps)
             whole.put(here, stage)
         self._remember(whole)
         return (whole.y, whole.solution()) if solution else whole.y
+
+    def _continued(self, stage: Found, steps: range) -> Found:
+        if not isinstance(self.net.solver, Picard):  # what such a solver does depends on the number of the step
+            return self._run(self._go_on, steps, stage.v, stage.z, *stage.carried)
+        made = self._run(self._go_on, range(len(steps)), stage.v, stage.z)
+        made.steps.add_(steps.start)
+        return made
 
     def _remember(self, found: Found) -> None:
         if self.neighbours is not None:
