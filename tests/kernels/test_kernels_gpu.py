@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from banach.kernels import Layout, Plain, has_triton, residual_stack
+from banach.kernels.beside import Beside
 from banach.kernels.compare import compare
 from banach.kernels.operations import Operations
 from banach.kernels.tiles import CONVOLUTIONS, WEIGHTS, Tile, Tiles
@@ -107,3 +108,21 @@ def test_a_stack_can_be_captured() -> None:
     graph.replay()
     blocks = fresh
     assert distance(captured, step()) == 0
+
+
+def test_work_beside_the_chain_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks, many times, from two streams: what is read on the second stream must not be written over."""
+    blocks = stack_of(8).cuda()
+    x = torch.randn(64, 35, 20, 20, device="cuda").to(memory_format=torch.channels_last)
+    cotangent = torch.randn_like(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(Beside, "run", lambda self, work, *reads: work(*reads))
+        wanted = answer(copy.deepcopy(blocks), x, residual_stack, cotangent)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for turn in range(6):
+        with torch.cuda.stream(streams[turn % 2]):
+            got = answer(copy.deepcopy(blocks), x, residual_stack, cotangent)
+            assert torch.equal(got.dx, wanted.dx)
+            for name, gradient in got.gradients.items():
+                assert torch.equal(gradient, wanted.gradients[name]), name
