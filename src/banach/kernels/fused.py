@@ -15,8 +15,9 @@ from banach.kernels import conv, pack, passes
 from banach.kernels.layout import Layout
 from banach.kernels.tiles import SMALL, Tile, Tiles
 
-CHUNK = 128  # sums that one program adds at a time
-REDUCE = {"ROWS": 2, "CHUNK": 32}  # rows of a weight's gradient, and parts of it, that one program adds at a time
+CHUNK = 256  # sums that one program adds at a time
+# Rows of a gradient of weights, and parts of it, that one program adds at a time.
+REDUCE = {"ROWS": 2, "CHUNK": 128, "num_warps": 8}
 POINTWISE = 64  # pixels of a tile between convolutions
 
 
