@@ -7,7 +7,6 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from benchmarks.timing import interleaved, ratio
 from rich.console import Console
 
 from banach import Status, Tolerance, solve
+from gpu_parts import one_thread  # noqa: F401 - a fixture that every test here uses
 
 if rival.available():
     with warnings.catch_warnings():
@@ -51,14 +51,6 @@ SMALL = {
     "starts": (starts.run, starts.Settings(epochs=1, frames=2, images=16, levels=(1e-2,))),
     "looptime": (looptime.run, looptime.Settings(shapes=((2, 8),), depth=12, repeats=1)),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

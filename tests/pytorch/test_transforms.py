@@ -1,6 +1,7 @@
 """torch.func, autocast, bfloat16 networks, channels_last, two processes: the rest of PyTorch."""
 
 import tempfile
+import time
 
 import pytest
 import torch
@@ -74,7 +75,13 @@ def test_ddp_over_two_processes() -> None:
     alone = conv_network()
     expected = gradients(alone, alone(images(6)).square().mean())
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(train_in_a_process, args=(folder,), nprocs=2, start_method="spawn")
+        both = mp.start_processes(train_in_a_process, args=(folder,), nprocs=2, start_method="spawn", join=False)
+        deadline = time.monotonic() + 120
+        while not both.join(timeout=10):  # true once both have ended, false after every wait for one
+            if time.monotonic() > deadline:
+                for process in both.processes:
+                    process.kill()
+                pytest.fail("two processes took longer than 120 s over one step")
         got = torch.load(f"{folder}/gradients.pt")
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

@@ -21,9 +21,7 @@ from banach.latent import Space
 from banach.network import ImplicitNetwork, zeros
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Picard, Solution
-from banach.solve.loop import Run
-from banach.solve.precision import without_autocast
-from banach.solve.state import State, finish
+from banach.solve.stages import stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,25 +119,25 @@ class CompiledNetwork:
         self._check()
         most = self.net.tolerance.max_steps
         steps = range(most if self.whole is not None else min(self.first, most))
-        stage = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
+        found = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
         if steps.stop == most and not solution:
-            self._remember(stage)
-            return stage.y.clone()  # the next call writes over it
-        whole, here = stage.copy(), torch.arange(len(d), device=d.device)
+            self._remember(found)
+            return found.y.clone()  # the next call writes over it
+        whole, here = found.copy(), torch.arange(len(d), device=d.device)
         while steps.stop < most:
-            late = stage.late
+            late = found.late
             if not len(late):
                 break
             here, steps = here[late], range(steps.stop, min(steps.stop + self.then, most))
-            stage = self._continued(stage.of(late), steps)
-            whole.put(here, stage)
+            found = self._continued(found.of(late), steps)
+            whole.put(here, found)
         self._remember(whole)
         return (whole.y, whole.solution()) if solution else whole.y
 
-    def _continued(self, stage: Found, steps: range) -> Found:
+    def _continued(self, found: Found, steps: range) -> Found:
         if not isinstance(self.net.solver, Picard):  # what such a solver does depends on the number of the step
-            return self._run(self._go_on, steps, stage.v, stage.z, *stage.carried)
-        made = self._run(self._go_on, range(len(steps)), stage.v, stage.z)
+            return self._run(self._go_on, steps, found.v, found.z, *found.carried)
+        made = self._run(self._go_on, range(len(steps)), found.v, found.z)
         made.steps.add_(steps.start)
         return made
 
@@ -181,18 +179,10 @@ class CompiledNetwork:
 
     def _go_on_by_solver(self, steps: range, v: Tensor, z: Tensor, carried: tuple[Tensor, ...]) -> Found:
         """As `solve` does it, asking nothing; samples that have converged stay where they are."""
-        tolerance = replace(self.net.tolerance, check_every=0)
-        space = Space.of(z)
-        run = Run(self.R, self.net.solver, tolerance, space, (v,))
-        state = run.start(z)
-        if carried:
-            state = State.carried(space.rows(z).contiguous(), *carried)
-        with without_autocast(space):
-            for k in steps:
-                run.step(state, k + 1, k + 1)
-            found = finish(state, space, tolerance, None, 0)
+        solver, tolerance = self.net.solver, self.net.tolerance
+        found, onward = stage(self.R, z, solver, steps, inputs=(v,), tolerance=tolerance, carried=carried)
         made = self._found(v, found.value, found.residual, found.converged, found.nonfinite, found.steps)
-        return replace(made, carried=state.to_carry())
+        return replace(made, carried=onward)
 
     def _forget(self) -> None:
         """Weights may have changed since they were last packed."""

@@ -19,9 +19,8 @@ from banach.network import ImplicitNetwork
 from banach.paper.study import Options
 from banach.provenance import write_json
 from banach.solve import Picard, Solver, Tolerance
-from banach.train import Epoch, Run, Settings, Totals, evaluate, fit
+from banach.train import Epoch, Run, Scorer, Settings, Totals, evaluate, fit
 from banach.train.evaluate import measure
-from banach.train.scorer import Scorer
 
 CURVE = "test-curve.json"
 RELEASED_BATCH = 400  # the authors' test batch: in training mode an answer depends on it
