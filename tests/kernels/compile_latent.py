@@ -23,6 +23,7 @@ from kernels.latent_networks import form_of, network, stop_of
 
 TYPES = {
     torch.float32: "*fp32",
+    torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",

@@ -12,7 +12,7 @@ from benchmarks.kernel_bench import Bench
 def test_a_quick_run_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_kernels.main(["--quick", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "kernels.json").read_text())["found"]
-    assert sum(name.startswith("ok  ") for name in found) == 18
+    assert sum(name.startswith("ok  ") for name in found) == 19
     assert found["body of a step, 10 evaluations of R and one with gradient"]["ms"] > 0
     assert "0 wrong or failed" in capsys.readouterr().out
 

@@ -28,7 +28,7 @@ def fused(tiles: Tiles = Tiles()) -> Operations:
 @pytest.mark.parametrize("side", [40, 20, 10])
 def test_each_kernel_agrees_with_float64(side: int) -> None:
     errors = compare(fused(), Layout(35), (64, side, side), "cuda")
-    assert len(errors) == 18
+    assert len(errors) == 19
     for name, error in errors.items():
         assert error < BF16, name
 

@@ -96,3 +96,14 @@ def test_gradient_of_weights_whose_input_is_normalised() -> None:
     torch.testing.assert_close(OF_35.weights(OF_35.enter(x), gradient, stats), wanted)
     unchanged = torch.autograd.grad(F.conv2d(x, w, b, padding=1), (w, b), g)
     torch.testing.assert_close(OF_35.weights(OF_35.enter(x), gradient, None), unchanged)
+
+
+def test_a_gradient_lies_in_memory_as_asked() -> None:
+    x, g = (
+        OF_35.enter(normal(2, 35, 4, 3)),
+        OF_35.enter_gradient(normal(2, 35, 4, 3), OF_35.enter(normal(2, 35, 4, 3)))[0],
+    )
+    (dw, _), (other, _) = OF_35.weights(x, g, None), OF_35.weights(x, g, None, channels_last=True)
+    assert dw.is_contiguous()
+    assert other.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(dw, other)

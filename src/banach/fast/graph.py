@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -22,17 +23,42 @@ class Graphs:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+            for _ in range(WARM_UPS - 1):
+                program()
+            with _host_not_asked():  # a capture would break off there, and leave more behind
                 program()
         torch.cuda.current_stream(self.device).wait_stream(side)
 
     def capture(self, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record what the program launches; nothing of it is carried out."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (a progress bar) may call CUDA meanwhile: only this thread is held to the rules.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            program()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            # Other threads (a progress bar) may call CUDA meanwhile: only this thread is held to the rules.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                program()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that breaks off leaves its own one current
+            self._end_well()
+            raise
         return graph
+
+    def _end_well(self) -> None:
+        """A capture that breaks off leaves the generator in the midst of one, and every dropout would fail."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros(1, device=self.device)
+
+
+@contextmanager
+def _host_not_asked() -> Iterator[None]:
+    """An operation that waits for the device is an error inside."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not every such operation is found: the capture finds the rest
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextmanager

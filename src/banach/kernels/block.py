@@ -87,9 +87,9 @@ def run(stack: Stack, x: Tensor, masks: Tensor | None, packed: Packed, keep: boo
 
 
 def back(
-    stack: Stack, g: Tensor, dropped: bool, weights: Tensor, record: Record
+    stack: Stack, g: Tensor, dropped: bool, weights: Tensor, record: Record, *, channels_last: bool = False
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of x, of the weights and of the biases, in the order of `run`."""
+    """Gradients of x, of the weights, which lie in memory as asked, and of the biases, in the order of `run`."""
     ops, layers, batch = stack.operations, weights.shape[0] // 2, stack.known is None
     turned, stats = ops.turn(torch.cat([weights[:layers] * stack.scale, weights[layers:]])), record.stats
     plain = _scaled(stats[0], stack.scale)
@@ -103,7 +103,7 @@ def back(
         hidden, before = record.hidden[layer], layers + layer
         s = ops.unnormalise(g, y, stats[layer + 1], sums if batch else None, count)
         a = ops.gate(s, turned[layer], hidden, dropped)
-        behind = functools.partial(_gradients, ops, plain, stats[layer] if layer else None)
+        behind = functools.partial(_gradients, ops, channels_last, plain, stats[layer] if layer else None)
         (dw[layer], db[layer]), (dw[before], db[before]) = beside.run(behind, hidden, s, x, a)
         g, sums = ops.add(a, turned[before], s, x if batch and layer else None)
     beside.join()
@@ -111,10 +111,18 @@ def back(
 
 
 def _gradients(
-    ops: Operations, plain: Tensor, stats: Tensor | None, hidden: Tensor, s: Tensor, x: Tensor, a: Tensor
+    ops: Operations,
+    channels_last: bool,
+    plain: Tensor,
+    stats: Tensor | None,
+    hidden: Tensor,
+    s: Tensor,
+    x: Tensor,
+    a: Tensor,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Of the weights and biases of a block: its second convolution, then its first."""
-    return ops.weights(hidden, s, plain), ops.weights(x, a, stats)
+    weights = functools.partial(ops.weights, channels_last=channels_last)
+    return weights(hidden, s, plain), weights(x, a, stats)
 
 
 def _start(stack: Stack, layers: int, like: Tensor) -> Tensor:
@@ -156,6 +164,7 @@ class Residual(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             out, record = run(stack, x, masks, packed, keep=True)
         ctx.stack, ctx.dropped = stack, masks is not None
+        ctx.channels_last = parameters[0].is_contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(packed.weights, record.stats, *record.inputs, *record.hidden)
         ctx.mark_non_differentiable(record.stats)
         return out, record.stats
@@ -170,7 +179,9 @@ class Residual(torch.autograd.Function):
         inputs = weights.shape[0] // 2 + 1
         record = Record(kept[:inputs], kept[inputs:], stats)
         with torch.autocast(weights.device.type, enabled=False):
-            dx, dw, db = back(ctx.stack, gradients[0], ctx.dropped, weights, record)
+            dx, dw, db = back(
+                ctx.stack, gradients[0], ctx.dropped, weights, record, channels_last=ctx.channels_last
+            )
         return None, dx, None, *dw, *db
 
 

@@ -87,4 +87,8 @@ def _errors(ops: Operations, layout: Layout, of: _Inputs) -> Iterator[tuple[str,
         ("weights", "bias"), ops.weights(x, g, stats[0]), exact.weights(X, G, wide[0]), strict=True
     ):
         yield f"gradient of {name}", distance(got, wanted)
+    yield (
+        "gradient of weights, channels last",
+        distance(ops.weights(x, g, stats[0], channels_last=True)[0], exact.weights(X, G, wide[0])[0]),
+    )
     yield "leave", distance(ops.leave(y, stats[0], torch.float32), exact.leave(Y, wide[0], torch.float64))

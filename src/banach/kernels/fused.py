@@ -94,7 +94,9 @@ class Fused:
     def add(self, g: Tensor, w: Tensor, s: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._convolve(conv.ADD.value, g, w, residual=s, before=y, sums=y is not None)
 
-    def weights(self, x: Tensor, g: Tensor, stats: Tensor | None) -> tuple[Tensor, Tensor]:
+    def weights(
+        self, x: Tensor, g: Tensor, stats: Tensor | None, *, channels_last: bool = False
+    ) -> tuple[Tensor, Tensor]:
         N, H, W, P = x.shape
         C, M, tile = self.layout.channels, N * H * W, self.tiles.weights
         WIDTH, DEPTH = self.layout.width, self.layout.depth
@@ -104,10 +106,12 @@ class Fused:
             x, g, parts, N, P=P, H=H, W=W, DEPTH=DEPTH, WIDTH=WIDTH, ROWS=tile.rows, NEAR=tile.near,
             num_stages=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
-        dw, db = torch.empty((C, C, 3, 3), device=x.device), torch.empty(C, device=x.device)
+        lying = torch.channels_last if channels_last else torch.contiguous_format
+        dw = torch.empty((C, C, 3, 3), device=x.device, memory_format=lying)
+        db = torch.empty(C, device=x.device)
         pack.unfold[(9, -(-C // REDUCE["ROWS"]))](
             parts, parts if stats is None else stats, dw, db, programs, **self._packing(), NORM=stats is not None,
-            **REDUCE,
+            LAST=channels_last, **REDUCE,
         )  # fmt: skip
         return dw, db
 

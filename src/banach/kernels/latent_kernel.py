@@ -9,7 +9,7 @@ travels with the first batch norm of the next. So the step after the last is beg
 import triton
 import triton.language as tl
 
-from banach.kernels.latent_parts import clear, judge, leaky, product, put, settle, window
+from banach.kernels.latent_parts import clear, judge, leaky, product, put_pixels, settle, window
 from banach.kernels.latent_together import gathered, meet, statistics
 
 
@@ -29,7 +29,7 @@ def hide(
         y = product(operand, w, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT)
         here = (m < end)[:, None] & (co < P)[None, :]
         to = hidden + (at + (W + 3) * P)[:, None] + co[None, :]
-        put(to, low, leaky(y + shift[None, :], slope), here, SPLIT)
+        put_pixels(to, low, leaky(y + shift[None, :], slope), here, SPLIT)
     tl.debug_barrier()
 
 
@@ -73,7 +73,7 @@ def start(
         x += inner * z
         tl.store(stream + at, x, mask=here)
         center = window(m, H, W, P, AREA) + (W + 3) * P
-        put(operand + center[:, None] + co[None, :], low, x, here, SPLIT)
+        put_pixels(operand + center[:, None] + co[None, :], low, x, here, SPLIT)
     tl.debug_barrier()
 
 

@@ -24,7 +24,7 @@ class LatentTile:
     """`rows` pixels at a time by `warps` warps, `stages` products' loads in flight, `places` programs on a
     multiprocessor, which must have room for as many: `registers` limits those of a thread, if not zero.
 
-    split: float32 numbers are multiplied as sums of two of 11 bits, on tensor cores; else as they are, far more
+    split: float32 numbers are multiplied as sums of two of 16 bits, on tensor cores; else as they are, far more
     slowly. near: pixels are loaded in pieces so small that they pass through the first cache.
     """
 
@@ -72,7 +72,7 @@ class Sizes:
     def shared(self, tile: LatentTile, dtype: torch.dtype) -> int:
         """Bytes of shared memory that a program needs: operands of the products in flight."""
         halves = 2 if dtype == torch.float32 and tile.split else 1
-        return tile.stages * (tile.rows + self.columns) * self.depth * dtype.itemsize * halves
+        return tile.stages * (tile.rows + self.columns) * self.depth * halves * _stored(tile, dtype).itemsize
 
     def constants(self) -> dict[str, int]:
         return {
@@ -96,6 +96,11 @@ def tile_for(sizes: Sizes, pixels: int, dtype: torch.dtype, shared: int) -> Late
         else:
             tile = replace(tile, rows=tile.rows // 2, warps=4)
     return tile
+
+
+def _stored(tile: LatentTile, dtype: torch.dtype) -> torch.dtype:
+    """The type of what is multiplied, where it stands for numbers of another."""
+    return torch.float16 if dtype == torch.float32 and tile.split else dtype
 
 
 def _power_of_two(least: int) -> int:
@@ -136,6 +141,10 @@ class Plan:
     @property
     def split(self) -> bool:
         return self.tile.split and self.dtype == torch.float32
+
+    @property
+    def stored(self) -> torch.dtype:
+        return _stored(self.tile, self.dtype)
 
     @property
     def alone(self) -> bool:
@@ -232,10 +241,10 @@ class _Memory:
 
         sizes, halves, columns = how.sizes, 1 + how.split, how.sizes.columns
         self.slots, self.held, self.stream = (empty(k, how.pixels, sizes.pitch) for k in (3, 1, 1))
-        self.operand, self.hidden = empty(2, halves, how.places, sizes.area, dtype=how.dtype)
+        self.operand, self.hidden = empty(2, halves, how.places, sizes.area, dtype=how.stored)
         self.sums, self.tests = empty(2, how.programs, 2, columns), empty(2, how.programs, 4)
         self.pivots = empty(how.programs, blocks, columns)
-        self.weights = empty(halves, 2 * blocks, sizes.groups, columns, sizes.depth, dtype=how.dtype)
+        self.weights = empty(halves, 2 * blocks, sizes.groups, columns, sizes.depth, dtype=how.stored)
         self.counters = empty(2, dtype=torch.int32)
 
 

@@ -8,6 +8,11 @@ ordered by a barrier within the program. Images that are convolved lie in a fram
 import triton
 import triton.language as tl
 
+# A float32 number is multiplied as the sum of two of 16 bits, of which 11 are digits: one and, FINER times as
+# large, what is left. Pixels are divided by LESS first, so that they may be as large as 10^6.
+FINER = tl.constexpr(2048.0)
+LESS = tl.constexpr(16.0)
+
 
 @triton.jit
 def window(m, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, AREA: tl.constexpr):
@@ -36,8 +41,8 @@ def product(
     """The convolution at some pixels: a sum over groups of weights of one product each.
 
     Nine groups are single taps. Three are rows of the kernel, whose three pixels lie side by side in memory.
-    SPLIT: numbers are sums of two of 11 bits, the second ones `low` elements further on; of their four products
-    the least is left out. The weights' input channels lie side by side, as the products of such numbers want them.
+    SPLIT: numbers are in two parts, the second ones `low` elements further on; of their four products the least
+    is left out.
     """
     k = tl.arange(0, DEPTH)
     co = tl.arange(0, WIDTH)
@@ -47,7 +52,7 @@ def product(
     from_x = x + begin[:, None] + k[None, :]
     if NEAR:
         # Copies of 8 bytes pass through the first cache, where a pixel is found again by the other taps.
-        from_x = tl.max_contiguous(from_x, (1, 2 if SPLIT else 4))
+        from_x = tl.max_contiguous(from_x, (1, 4))
     from_w = w + (co * DEPTH)[:, None] + k[None, :]
     LOW: tl.constexpr = LAYERS * GROUPS * DEPTH * WIDTH
     # Nine in a row would be unrolled, and run out of registers: that many are counted when they run.
@@ -60,30 +65,27 @@ def product(
         b = tl.load(at_w)
         if SPLIT:
             # Three sums: one that goes from product to product would change hands between the warps.
-            one = tl.dot(tl.load(at_x + low), tl.trans(b), one, input_precision="tf32")
-            two = tl.dot(a, tl.trans(tl.load(at_w + LOW)), two, input_precision="tf32")
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="tf32")
+            one = tl.dot(tl.load(at_x + low), tl.trans(b), one)
+            two = tl.dot(a, tl.trans(tl.load(at_w + LOW)), two)
+            acc = tl.dot(a, tl.trans(b), acc)
         else:
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-    return acc + (one + two) if SPLIT else acc
-
-
-@triton.jit
-def eleven_bits(value):
-    """The nearest number of 11 bits, which is what the tensor cores see of a float32; NaN and infinity stay."""
-    near = ((value.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(value) < float("inf"), near, value)
+    return LESS * (acc + (one + two) / FINER) if SPLIT else acc
 
 
 @triton.jit
 def put(to, low, value, here, SPLIT: tl.constexpr):
-    """Store what is to be multiplied."""
+    """Store what is to be multiplied. What is too large for its type becomes infinite, and so not finite."""
+    high = value.to(to.dtype.element_ty)
+    tl.store(to, high, mask=here)
     if SPLIT:
-        high = eleven_bits(value)
-        tl.store(to, high, mask=here)
-        tl.store(to + low, eleven_bits(value - high), mask=here)
-    else:
-        tl.store(to, value.to(to.dtype.element_ty), mask=here)
+        rest = (value - high.to(tl.float32)) * FINER
+        tl.store(to + low, rest.to(to.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def put_pixels(to, low, value, here, SPLIT: tl.constexpr):
+    put(to, low, value / LESS if SPLIT else value, here, SPLIT)
 
 
 @triton.jit
@@ -164,5 +166,5 @@ def settle(
         x = tl.load(held + at, mask=here, other=0.0) + inner * z
     tl.store(stream + at, x, mask=here)
     center = window(m, H, W, P, AREA) + (W + 3) * P
-    put(operand + center[:, None] + co[None, :], low, x, here, SPLIT)
+    put_pixels(operand + center[:, None] + co[None, :], low, x, here, SPLIT)
     return top, total, top_T, total_T

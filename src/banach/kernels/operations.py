@@ -75,6 +75,11 @@ class Operations(Protocol):
         """conv(g) + s, with turned weights, and its sums with y where there is one."""
         ...
 
-    def weights(self, x: Tensor, g: Tensor, stats: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gradients of a layer's weight and bias, from its input, not normalised, and its output's gradient."""
+    def weights(
+        self, x: Tensor, g: Tensor, stats: Tensor | None, *, channels_last: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of a layer's weight and bias, from its input, not normalised, and its output's gradient.
+
+        channels_last: that of the weight lies in memory so. Autograd copies it if the weight itself does not.
+        """
         ...

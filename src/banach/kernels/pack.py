@@ -84,10 +84,14 @@ def unfold(
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
+    LAST: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Parts of a packed gradient, added up in a fixed order and brought back: the chain rule of `fold`."""
+    """Parts of a packed gradient, added up in a fixed order and brought back: the chain rule of `fold`.
+
+    LAST: input channels lie side by side in the gradient, not the taps.
+    """
     tap = tl.program_id(0)
     ci = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     co = tl.arange(0, WIDTH)
@@ -107,6 +111,7 @@ def unfold(
         rstd = tl.load(stats + WIDTH + ci, mask=ci < C, other=0.0)
         gradient = (gradient - mean[:, None] * sums[None, :]) * rstd[:, None]
     real = (ci < C)[:, None] & (co < C)[None, :]
-    tl.store(dw + (co * C * 9)[None, :] + (ci * 9)[:, None] + tap, gradient, mask=real)
+    at = tap * C + ci if LAST else ci * 9 + tap
+    tl.store(dw + (co * C * 9)[None, :] + at[:, None], gradient, mask=real)
     if tap == 4 and tl.program_id(1) == 0:
         tl.store(db + co, sums, mask=co < C)

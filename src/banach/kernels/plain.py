@@ -88,7 +88,9 @@ class Plain:
         total = self._product(g, w) + s
         return self._store(total, ones=False), self._sums(total, y) if y is not None else total.new_empty(0)
 
-    def weights(self, x: Tensor, g: Tensor, stats: Tensor | None) -> tuple[Tensor, Tensor]:
+    def weights(
+        self, x: Tensor, g: Tensor, stats: Tensor | None, *, channels_last: bool = False
+    ) -> tuple[Tensor, Tensor]:
         C = self.layout.channels
         whole = g.to(self.exact)[..., :C].flatten(0, 2)
         taps = torch.stack([tap.flatten(0, 2).T @ whole for tap in self._taps(x.to(self.exact))])
@@ -96,7 +98,9 @@ class Plain:
         if stats is not None:
             raw = (raw - stats[0, :C, None] * ones[:, None]) * stats[1, :C, None]
         # (ky kx, ci, co) becomes torch's (co, ci, ky, kx).
-        return raw.reshape(TAPS, TAPS, C, C).permute(3, 2, 0, 1).contiguous(), ones[TAPS * TAPS // 2].clone()
+        dw = raw.reshape(TAPS, TAPS, C, C).permute(3, 2, 0, 1)
+        lying = torch.channels_last if channels_last else torch.contiguous_format
+        return dw.contiguous(memory_format=lying), ones[TAPS * TAPS // 2].clone()
 
     def _pixels(self, x: Tensor) -> Tensor:
         return F.pad(x.permute(0, 2, 3, 1), (0, self.layout.pitch - self.layout.channels)).to(self.dtype)

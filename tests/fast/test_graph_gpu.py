@@ -1,0 +1,68 @@
+"""On a GPU: a program that cannot be captured is refused, and nothing else is harmed by the attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from banach.fast.graph import Graphs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+CUDA = torch.device("cuda", 0)
+
+
+def dropped() -> torch.Tensor:
+    return F.dropout(torch.ones(1000, device=CUDA), 0.5)
+
+
+def fill(out: torch.Tensor) -> None:
+    out.copy_(dropped())
+
+
+def asks() -> None:
+    dropped().sum().item()
+
+
+def recorded(program: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graphs = Graphs(CUDA)
+    graphs.warm_up(program)
+    return graphs.capture(program)
+
+
+def test_one_that_asks_the_host_is_refused_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[object] = []
+    monkeypatch.setattr(Graphs, "capture", lambda self, program: captures.append(program))
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        recorded(asks)
+    assert not captures
+    assert torch.cuda.current_stream() == before
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert 300 < int(dropped().count_nonzero()) < 700
+
+
+def test_after_one_that_breaks_off_random_numbers_go_on() -> None:
+    out = torch.zeros(1000, device=CUDA)
+    earlier = recorded(lambda: fill(out))
+    before = torch.cuda.current_stream()
+
+    def breaks() -> None:
+        dropped()
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+    with pytest.raises(RuntimeError):
+        recorded(breaks)
+    assert torch.cuda.current_stream() == before
+    seen = set()
+    for _ in range(3):  # a program from before it draws anew at every replay
+        earlier.replay()
+        seen.add(tuple(out.tolist()))
+    assert len(seen) == 3
+    assert 300 < int(dropped().count_nonzero()) < 700
