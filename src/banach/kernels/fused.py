@@ -17,7 +17,7 @@ from banach.kernels.tiles import SMALL, Tile, Tiles
 
 CHUNK = 256  # sums that one program adds at a time
 # Rows of a gradient of weights, and parts of it, that one program adds at a time.
-REDUCE = {"ROWS": 2, "CHUNK": 128, "num_warps": 8}
+REDUCE = {"ROWS": 1, "CHUNK": 128, "num_warps": 4}
 POINTWISE = 64  # pixels of a tile between convolutions
 
 
