@@ -50,9 +50,11 @@ class Programs:
             return
         depth = self.depth
         if not self.captured:
-            with unchanged([*self.changing(), self.excess]):
-                self.graphs.warm_up(lambda: self._program(depth))
-            self.after_warm_up()
+            try:
+                with unchanged([*self.changing(), self.excess]):
+                    self.graphs.warm_up(lambda: self._program(depth))
+            finally:
+                self.after_warm_up()
         self.captured[depth] = self.graphs.capture(lambda: self._program(depth))
 
     def run(self) -> int:
