@@ -170,13 +170,13 @@ def tiles(bench: Bench, case: Case, batch: int, *, train: bool) -> None:
     used = plan(of.v, train, case.dtype, None, None).tile
     stages = (2, 3) if case.dtype == torch.float32 else (2, 3, 4)
     options = {LatentTile(rows, warps, stage) for rows, warps in ((64, 4), (64, 8), (128, 8)) for stage in stages}
-    options -= {LatentTile(128, 8, 3)} if case.dtype == torch.float32 else set()  # more than a program can have
     options |= {replace(used, near=False)}
     if not train and case.dtype == torch.bfloat16:
         options |= {LatentTile(64, 4, 2, places=2), LatentTile(64, 4, 2, places=3)}
     if case.dtype == torch.bfloat16 and batch > 132:  # more programs than multiprocessors, by fewer registers
         options |= {LatentTile(128, 8, stage, places=2, registers=128) for stage in (1, 2)}
         options |= {LatentTile(64, 4, 2, places=3, registers=168)}
+        options |= {LatentTile(64, warps, 2, stay=True) for warps in (4, 8)} | {LatentTile(128, 8, 1, stay=True)}
     mode = "train" if train else "eval"
     for tile in sorted(options - {used}, key=str):
         bench.line(f"{case.name} {batch} {mode}, {tile}", lambda how: _kernel(bench, of, tile=how), tile)

@@ -15,7 +15,8 @@ from banach.kernels import conv, pack, passes
 from banach.kernels.layout import Layout
 from banach.kernels.tiles import SMALL, Tile, Tiles
 
-CHUNK = 256  # sums that one program adds at a time
+SUM = {"CHUNK": 256, "num_warps": 8}  # sums that one program adds at a time
+COLUMNS = 16  # channels of which one program adds them, where there is nothing else to do
 # Rows of a gradient of weights, and parts of it, that one program adds at a time.
 REDUCE = {"ROWS": 1, "CHUNK": 128, "num_warps": 4}
 POINTWISE = 64  # pixels of a tile between convolutions
@@ -78,8 +79,8 @@ class Fused:
         if sums is None:
             means.zero_()
         else:
-            passes.average[(1,)](
-                sums, stats, means, sums.shape[0], 1.0 / count, WIDTH=self.layout.width, CHUNK=CHUNK, num_warps=8
+            passes.average[(self.layout.width // COLUMNS,)](
+                sums, stats, means, sums.shape[0], 1.0 / count, WIDTH=self.layout.width, COLUMNS=COLUMNS, **SUM
             )
         out, M = torch.empty_like(g), g.shape[:3].numel()
         C, P, WIDTH = self.layout.channels, self.layout.pitch, self.layout.width
@@ -134,7 +135,7 @@ class Fused:
         w, b = (stats, stats) if layer is None else layer
         pack.fold[(1 if layer is None else 9 * layers,)](
             w, b, stats, stats if sums is None else sums, out, 0 if sums is None else sums.shape[0], *numbers,
-            **self._packing(), MEASURE=sums is not None, PACK=layer is not None, CHUNK=CHUNK, num_warps=8,
+            **self._packing(), MEASURE=sums is not None, PACK=layer is not None, **SUM,
         )  # fmt: skip
 
     def _enter(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,8 @@ class LatentTile:
     multiprocessor, which must have room for as many: `registers` limits those of a thread, if not zero.
 
     split: float32 numbers are multiplied as sums of two of 16 bits, on tensor cores; else as they are, far more
-    slowly. near: pixels are loaded in pieces so small that they pass through the first cache.
+    slowly. near: pixels are loaded in pieces so small that they pass through the first cache. stay: the weights
+    of a convolution are loaded once for all tiles, and the stages are of tiles; of three rows and not split alone.
     """
 
     rows: int = 128
@@ -35,6 +36,7 @@ class LatentTile:
     split: bool = True
     near: bool = True
     registers: int = 0
+    stay: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class Sizes:
 
     def shared(self, tile: LatentTile, dtype: torch.dtype) -> int:
         """Bytes of shared memory that a program needs: operands of the products in flight."""
+        if tile.stay:  # and values of the residual stream, which are loaded ahead too
+            pixels = tile.stages * tile.rows * (3 * self.depth * dtype.itemsize + 4 * self.columns)
+            return pixels + 3 * self.columns * self.depth * dtype.itemsize
         halves = 2 if dtype == torch.float32 and tile.split else 1
         return tile.stages * (tile.rows + self.columns) * self.depth * halves * _stored(tile, dtype).itemsize
 
@@ -175,6 +180,8 @@ def plan(v: Tensor, coupled: bool, dtype: torch.dtype, tile: LatentTile | None, 
         pixels = height * width * (-(-images // programs) if coupled else 1)
         tile = tile_for(sizes, pixels, dtype, _shared(v.device))
     made = Plan(images, sizes, tile, programs, coupled, dtype)
+    if tile.stay and (sizes.groups != 3 or made.split):
+        raise ValueError("weights stay where they are three rows of numbers that are not split; use stay=False")
     if max(3 * made.pixels * made.sizes.pitch, 2 * made.places * made.sizes.area) >= 2**31:
         raise ValueError(f"a batch of {images} images has too many pixels for one launch; use a smaller one")
     return made
@@ -217,7 +224,7 @@ def _iterate(
         **sizes.constants(), BLOCKS=R.blocks, ROWS=tile.rows, STAGES=tile.stages, NEAR=tile.near, SPLIT=how.split,
         CHUNK=max(16, _power_of_two(how.programs)) if how.coupled else 16, TRAIN=how.coupled,
         PIXEL=stop.worst_pixel, RELATIVE=stop.rtol > 0, LATE=form.late, FROM_ZERO=z0 is None, SPINS=SPINS,
-        ALONE=how.alone,
+        ALONE=how.alone, STAY=tile.stay,
         num_warps=tile.warps, **({"maxnreg": tile.registers} if tile.registers else {}),
     )  # fmt: skip
 

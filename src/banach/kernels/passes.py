@@ -65,9 +65,9 @@ def leave(
 
 @triton.jit
 def total(sums, programs, co, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Sums over programs, in a fixed order."""
-    first = tl.zeros([CHUNK, WIDTH], tl.float32)
-    second = tl.zeros([CHUNK, WIDTH], tl.float32)
+    """Sums over programs of some channels, in a fixed order."""
+    first = tl.zeros([CHUNK, co.shape[0]], tl.float32)
+    second = tl.zeros([CHUNK, co.shape[0]], tl.float32)
     for start in range(0, programs, CHUNK):
         part = start + tl.arange(0, CHUNK)
         at = sums + (part * 2 * WIDTH)[:, None] + co[None, :]
@@ -77,9 +77,9 @@ def total(sums, programs, co, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["programs"])
-def average(sums, stats, out, programs, share, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Means of g and of g times normalised y, from sums of g and of g times y: one small program."""
-    co = tl.arange(0, WIDTH)
+def average(sums, stats, out, programs, share, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """Means of g and of g times normalised y, from sums of g and of g times y: some channels a program."""
+    co = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first, second = total(sums, programs, co, WIDTH, CHUNK)
     normal = (second - first * tl.load(stats + co)) * tl.load(stats + WIDTH + co)
     tl.store(out + co, first * share)
