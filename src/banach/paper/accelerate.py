@@ -42,8 +42,8 @@ class Plan:
 
 FULL = Plan(
     subjects=(
-        Subject(data="mnist", model="mnist", epochs=5, fast=False),
-        Subject(data="svhn", model="svhn", epochs=3, fast=False),
+        Subject(data="mnist", model="mnist", epochs=5, subset=20_000, fast=False),
+        Subject(data="svhn", model="svhn", epochs=3, subset=20_000, fast=False),
     )
 )
 QUICK = Plan(subjects=(Subject(data="digits", model="digits", epochs=2, subset=256, fast=False),), repeats=2)
