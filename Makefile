@@ -13,7 +13,7 @@ help:
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
-	@echo "make bench-gpu  the training step against peers on a GPU; writes results/gpu/*.json"
+	@echo "make bench-gpu  a training step against peers, an epoch, prediction, memory and curves on a GPU; writes results/gpu/*.json"
 	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
 
@@ -50,7 +50,8 @@ bench: $(BENCH)
 	$(BIN)/python -m benchmarks
 
 bench-gpu:
-	PYTHONPATH=src python3 -m benchmarks.gpu
+	PYTHONPATH=src python3 -m benchmarks.gpu; points=$$?; \
+	PYTHONPATH=src python3 -m benchmarks.gpu.more epoch inference memory curves && exit $$points
 
 bench-training: setup
 	$(BIN)/python -m benchmarks.training digits mnist loopcost

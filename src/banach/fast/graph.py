@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -23,9 +22,7 @@ class Graphs:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS - 1):
-                program()
-            with _host_not_asked():  # a capture would break off there, and leave more behind
+            for _ in range(WARM_UPS):
                 program()
         torch.cuda.current_stream(self.device).wait_stream(side)
 
@@ -46,19 +43,6 @@ class Graphs:
         """A capture that breaks off leaves the generator in the midst of one, and every dropout would fail."""
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             torch.zeros(1, device=self.device)
-
-
-@contextmanager
-def _host_not_asked() -> Iterator[None]:
-    """An operation that waits for the device is an error inside."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not every such operation is found: the capture finds the rest
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextmanager
