@@ -51,10 +51,10 @@ def test_figures_and_rows_of_a_study_are_on_both_pages(tmp_path: Path) -> None:
 
 def test_studies_stand_in_the_order_of_the_paper(tmp_path: Path) -> None:
     options = Options(device="cpu", out=tmp_path)
-    for name in ("theory", "own", "table2", "table1"):
+    for name in ("accelerate", "own", "figures"):
         findings(name).write(options)
     text = write_report(tmp_path, tmp_path / "page.md").read_text()
-    places = [text.index(f"## {name}\n") for name in ("table1", "table2", "theory", "own")]
+    places = [text.index(f"## {name}\n") for name in ("figures", "accelerate", "own")]
     assert places == sorted(places)
     assert "--quick" not in text
 

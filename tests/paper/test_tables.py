@@ -13,7 +13,8 @@ from banach.backward import Implicit, NormalCG
 from banach.models import Steps
 from banach.paper import Options, common, table1, table2
 from banach.paper.common import HEARD, Adjoints, Subject, shortened, train
-from banach.provenance import Summary
+from banach.paper.headlines import headlines
+from banach.provenance import Summary, plain
 from banach.solve import Tolerance
 from banach.train import Settings
 
@@ -220,3 +221,13 @@ def test_the_first_epoch_warms_up_and_is_left_out_of_the_time() -> None:
     assert common.Trained(outcome, Adjoints()).seconds == 3.0
     outcome.epochs = outcome.epochs[:1]
     assert common.Trained(outcome, Adjoints()).seconds == 9.0
+
+
+def test_both_tables_have_headlines(first: Any, second: Any) -> None:
+    contents = [
+        {"name": found.name, "rows": json.loads(json.dumps(plain(found.rows)))} for found, _ in (first, second)
+    ]
+    less, faster, better = headlines(contents)  # digits has no printed numbers
+    assert "JFB less its explicit twin" in less["claim"]
+    assert (faster["paper"], faster["holds"]) == (None, None)
+    assert better["holds"] == (better["ours"] >= 0)

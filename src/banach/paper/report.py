@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from banach.paper.study import cell
-from banach.provenance import Summary, whole_file
+from banach.paper.headlines import COLUMNS, headlines
+from banach.paper.study import shown
+from banach.provenance import whole_file
 
 ORDER = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
 TITLE = "The paper, reproduced"
+SHORT = "In short"
 LEAD = (
     "Every number below was written by a run: the command that regenerates it, its device, versions and commit "
     "stand beside it. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free Backpropagation for "
@@ -43,6 +45,7 @@ class Section:
     claim: str
     columns: list[str]
     rows: list[list[str]]
+    short: list[list[str]]  # what it comes to, in `COLUMNS`
     notes: list[str]
     figures: list[Path]
     origin: str
@@ -77,7 +80,8 @@ def _section(path: Path) -> Section:
             name=content["name"],
             claim=content["claim"],
             columns=columns,
-            rows=[[_shown(row.get(column)) for column in columns] for row in rows],
+            rows=[[shown(row.get(column)) for column in columns] for row in rows],
+            short=[[shown(row[column]) for column in COLUMNS] for row in headlines([content])],
             notes=content["notes"],
             figures=figures,
             origin=_origin(origin),
@@ -89,13 +93,6 @@ def _section(path: Path) -> Section:
         ) from None
 
 
-def _shown(value: Any) -> str:
-    """A value of a row; what was a Summary is a mapping in the file."""
-    if isinstance(value, dict) and {"mean", "spread", "count", "median"} <= set(value):
-        return cell(Summary(**value))
-    return cell(value)
-
-
 def _origin(origin: dict[str, Any]) -> str:
     versions = origin["versions"]
     commit = (origin["commit"] or "unknown")[:12] + (" with changes" if origin["dirty"] else "")
@@ -105,16 +102,34 @@ def _origin(origin: dict[str, Any]) -> str:
 
 def _markdown(sections: Sequence[Section], beside: Path) -> str:
     lines = [f"# {TITLE}", "", LEAD, ""]
+    if short := _short(sections):
+        lines += [f"## {SHORT}", "", *_table(COLUMNS, short)]
+    lines += [missing, ""] if (missing := _missing(sections)) else []
     for section in sections:
         lines += [f"## {section.name}", "", section.claim, "", f"    {section.command}", ""]
-        if section.rows:
-            lines += [_bar(section.columns), _bar(["---"] * len(section.columns))]
-            lines += [_bar(row) for row in section.rows] + [""]
+        lines += _table(section.columns, section.rows)
         lines += [f"- {note}" for note in section.notes] + ([""] if section.notes else [])
         for figure in section.figures:
             lines += [f"![{figure.stem}]({Path(os.path.relpath(figure, beside)).as_posix()})", ""]
         lines += [f"<sub>{section.origin}</sub>", ""]
     return "\n".join(lines)
+
+
+def _short(sections: Sequence[Section]) -> list[list[str]]:
+    return [row for section in sections for row in section.short]
+
+
+def _missing(sections: Sequence[Section]) -> str:
+    """A page says what is not on it."""
+    there = {section.name for section in sections}
+    names = [name for name in ORDER if name not in there]
+    return f"Not run yet: {', '.join(f'`banach paper {name}`' for name in names)}." if names else ""
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    return [_bar(columns), _bar(["---"] * len(columns)), *(_bar(row) for row in rows), ""]
 
 
 def _bar(cells: Sequence[str]) -> str:
@@ -127,16 +142,24 @@ def _html(sections: Sequence[Section]) -> str:
         f"<style>{_STYLE}</style>",
         f"<h1>{html.escape(TITLE)}</h1><p>{html.escape(LEAD)}</p>",
     ]
+    if short := _short(sections):
+        parts += [f"<h2>{SHORT}</h2>", *_web_table(COLUMNS, short)]
+    parts.append(f"<p>{html.escape(_missing(sections))}</p>")
     for section in sections:
         parts.append(f"<h2>{html.escape(section.name)}</h2><p>{html.escape(section.claim)}</p>")
         parts.append(f"<p><code>{html.escape(section.command)}</code></p>")
-        if section.rows:
-            parts.append(f"<table><tr>{_cells('th', section.columns)}</tr>")
-            parts += [f"<tr>{_cells('td', row)}</tr>" for row in section.rows] + ["</table>"]
+        parts += _web_table(section.columns, section.rows)
         parts.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in section.notes) + "</ul>")
         parts += [_image(figure) for figure in section.figures]
         parts.append(f"<p><small>{html.escape(section.origin)}</small></p>")
     return "\n".join(parts) + "</html>\n"
+
+
+def _web_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    head = f"<table><tr>{_cells('th', columns)}</tr>"
+    return [head, *(f"<tr>{_cells('td', row)}</tr>" for row in rows), "</table>"]
 
 
 def _cells(tag: str, texts: Sequence[str]) -> str:

@@ -98,6 +98,13 @@ def cell(value: Any) -> str:
     return _number(value) if isinstance(value, (int, float)) else str(value)
 
 
+def shown(value: Any) -> str:
+    """A value of a row that was read from a file, where a Summary is a mapping."""
+    if isinstance(value, Mapping) and {"mean", "spread", "count", "median"} <= set(value):
+        return cell(Summary(**value))
+    return cell(value)
+
+
 def _number(value: float) -> str:
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
         return f"{int(value):,}"

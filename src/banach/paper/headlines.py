@@ -1,0 +1,120 @@
+"""What the studies come to, in a few rows: the paper's claims, its numbers beside ours, whether they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from banach.paper.study import Row, shown
+
+Content = Mapping[str, Any]  # the file of a study
+COLUMNS = ("claim", "paper", "ours", "holds")
+
+
+def headlines(contents: Iterable[Content]) -> list[Row]:
+    """Rows of `COLUMNS`, from the files of studies; of a study that is not known here there are none."""
+    return [row for content in contents for row in _KNOWN.get(content["name"], _nothing)(content["rows"])]
+
+
+def _row(claim: str, paper: Any, ours: Any, holds: Any) -> Row:
+    return dict(zip(COLUMNS, (claim, paper, ours, holds), strict=True))
+
+
+def _nothing(rows: list[Row]) -> list[Row]:
+    return []
+
+
+def _table1(rows: list[Row]) -> list[Row]:
+    """Rows with a printed number that were trained; and JFB against the twin."""
+    trained = [row for row in rows if row.get("clean %") is not None]
+    found = [
+        _row(
+            f"{row['data']}: {row['method']}, per cent by the clean protocol",
+            row["paper %"],
+            shown(row["clean %"]),
+            _mean(row["clean %"]) >= row["paper %"],
+        )
+        for row in trained
+        if row["paper %"] is not None
+    ]
+    for jfb in (row for row in trained if row["method"] == "JFB"):
+        for twin in (row for row in trained if row["data"] == jfb["data"] and "twin" in row["method"]):
+            gain = _mean(jfb["clean %"]) - _mean(twin["clean %"])
+            found.append(_row(f"{jfb['data']}: JFB less its explicit twin, points", None, gain, None))
+    return found
+
+
+def _table2(rows: list[Row]) -> list[Row]:
+    """JFB against Jacobian-based without batch norm, as in the paper: the less favourable of both tolerances."""
+    found = []
+    for data in dict.fromkeys(row["data"] for row in rows):
+        here = [row for row in rows if row["data"] == data]
+        jfb = next(row for row in here if row["method"] == "JFB" and row["batch norm in R"])
+        rivals = [row for row in here if row["method"] != "JFB" and not row["batch norm in R"]]
+        printed, ratio = rivals[0]["paper: ratio"], min(row["ratio"] for row in rivals)
+        faster = f"{data}: JFB is faster than Jacobian-based, times"
+        found.append(_row(faster, printed, ratio, None if printed is None else ratio >= printed))
+        gain = _mean(jfb["clean %"]) - max(_mean(row["clean %"]) for row in rivals)
+        found.append(_row(f"{data}: and at least as accurate, points", ">= 0", gain, gain >= 0))
+    return found
+
+
+def _neumann(rows: list[Row]) -> list[Row]:
+    found = []
+    for data in dict.fromkeys(row["data"] for row in rows):
+        against = {row["order k"]: row["seconds against k = 0"] for row in rows if row["data"] == data}
+        worst = max(against)
+        claim = f"{data}: an epoch is fastest without Neumann terms; with {worst}, times as long"
+        found.append(_row(claim, "> 1", against[worst], all(ratio >= 1 for ratio in against.values())))
+    return found
+
+
+def _memory(rows: list[Row]) -> list[Row]:
+    deepest = max(row["depth"] for row in rows)
+    at = {row["scheme"]: row for row in rows if row["depth"] == deepest}
+    (growth,) = (key for key in rows[0] if key.startswith("against depth"))
+    says = {"JFB": "1", "unrolled": "proportional to depth"}
+    return [
+        _row(
+            f"memory of a step at depth {deepest}, {name}, times {growth[8:]}'s",
+            says[name],
+            at[name][growth],
+            None,
+        )
+        for name in says
+    ]
+
+
+def _toy(rows: list[Row]) -> list[Row]:
+    judged = [row for row in rows if row.get("holds") is not None]
+    held = sum(row["holds"] is True for row in judged)
+    return [_row("y = d + y^5: statements that hold", len(judged), held, held == len(judged))] if judged else []
+
+
+_THEORY = {
+    "sigma_max(dT/du), eval mode": "T contracts in the Euclidean norm at u*: sigma_max of its Jacobian",
+    "observed rate, eval mode": "the iteration converges: its observed rate",
+    "cosine of JFB with the exact gradient of the batch, at the fixed point": "JFB descends: its cosine",
+}
+
+
+def _theory(rows: list[Row]) -> list[Row]:
+    return [
+        _row(f"{row['network']}: {_THEORY[row['what']]}", row["paper"], shown(row["ours"]), row["holds"])
+        for row in rows
+        if row["what"] in _THEORY
+    ]
+
+
+_KNOWN: Mapping[str, Callable[[list[Row]], list[Row]]] = {
+    "table1": _table1,
+    "table2": _table2,
+    "neumann": _neumann,
+    "memory": _memory,
+    "toy": _toy,
+    "theory": _theory,
+}
+
+
+def _mean(value: Any) -> float:
+    return float(value["mean"] if isinstance(value, Mapping) else value)

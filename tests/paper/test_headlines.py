@@ -1,0 +1,78 @@
+"""What the studies come to: rows by hand, and the claims they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from banach.paper.headlines import headlines
+from banach.paper.report import write_report
+from banach.paper.study import Findings, Options
+
+OWN = Path(__file__).resolve().parents[2] / "results" / "paper"
+
+
+def summary(mean: float, spread: float | None = 0.1, count: int = 3) -> dict[str, Any]:
+    return {"mean": mean, "spread": spread, "count": count, "median": mean}
+
+
+def of(name: str, *rows: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
+    return [(row["paper"], row["ours"], row["holds"]) for row in headlines([{"name": name, "rows": list(rows)}])]
+
+
+def test_accuracies_stand_beside_printed_ones() -> None:
+    def row(method: str, paper: float | None, clean: float | None) -> dict[str, Any]:
+        return {"data": "X", "method": method, "paper %": paper, "clean %": clean and summary(clean)}
+
+    found = of("table1", row("JFB", 99.4, 99.5), row("explicit: the twin", 99.4, 99.25), row("MON", 99.2, None))
+    assert found == [(99.4, "99.5 ± 0.1 (n = 3)", True), (99.4, "99.25 ± 0.1 (n = 3)", False), (None, 0.25, None)]
+
+
+def test_the_less_favourable_tolerance_counts() -> None:
+    def row(method: str, norm: bool, ratio: float, clean: float) -> dict[str, Any]:
+        printed = None if method == "JFB" else 1.6
+        more = {"paper: ratio": printed, "ratio": ratio, "clean %": summary(clean, None, 1)}
+        return {"data": "X", "method": method, "batch norm in R": norm, **more}
+
+    rows = [
+        row("JFB", True, 1, 98),
+        row("JFB", False, 0.8, 99),
+        row("A", False, 1.5, 97),
+        row("B", False, 9, 98.5),
+    ]
+    assert of("table2", *rows, row("A", True, 1.1, 99)) == [(1.6, 1.5, False), (">= 0", -0.5, False)]
+    rows[2:] = [row("A", False, 1.7, 97), row("B", False, 9, 98)]
+    assert of("table2", *rows) == [(1.6, 1.7, True), (">= 0", 0, True)]
+
+
+def test_fewer_terms_must_be_faster_for_every_order() -> None:
+    rows = [{"data": "X", "order k": k, "seconds against k = 0": s} for k, s in ((0, 1.0), (1, 0.9), (10, 3.0))]
+    assert of("neumann", *rows) == [("> 1", 3.0, False)]
+    rows[1]["seconds against k = 0"] = 1.2
+    assert of("neumann", *rows) == [("> 1", 3.0, True)]
+
+
+def test_memory_at_the_deepest() -> None:
+    rows = [
+        {"scheme": scheme, "depth": depth, "against depth 1": depth if scheme == "unrolled" else 1.0}
+        for scheme in ("JFB", "unrolled")
+        for depth in (1, 64)
+    ]
+    assert [ours for _, ours, _ in of("memory", *rows)] == [1.0, 64]
+
+
+def test_the_committed_files_are_understood() -> None:
+    names = ("toy", "theory")
+    found = headlines(json.loads((OWN / f"{name}.json").read_text()) for name in names)
+    assert len(found) == 1 + 3 * 3
+    assert found[0]["paper"] - found[0]["ours"] == 1  # the slip of the paper, which is mended
+    assert all(row["ours"] is not None for row in found)
+
+
+def test_a_page_says_what_is_not_on_it(tmp_path: Path) -> None:
+    Findings("figures", "a claim", []).write(Options(device="cpu", out=tmp_path))
+    page = write_report(tmp_path, tmp_path / "page.md")
+    for text in (page.read_text(), page.with_suffix(".html").read_text()):
+        assert "`banach paper table1`, `banach paper table2`, `banach paper neumann`" in text
+        assert "paper figures`" not in text
