@@ -23,7 +23,7 @@ class TrainStep:
     all of them, or found by a kernel that knows R; `reached` is what the last one came to. The tensors it returns
     belong to the graph: the next step writes over them. The batch must keep its shape. Give an optimizer that can
     be captured, such as `torch.optim.Adam(..., fused=True, capturable=True)`. `bf16` computes under autocast;
-    `compile` compiles Q, R and S first.
+    `compile` compiles Q, R, S and the loss first.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class TrainStep:
         bf16: bool = False,
         compile: bool = False,
     ) -> None:
-        self.net, self.optimizer, self.loss, self.bf16 = net, optimizer, loss, bf16
+        self.net, self.optimizer, self.bf16 = net, optimizer, bf16
         wrap: Any = wrapped if compile else (lambda part: part)
+        self.loss = wrap(loss)
         self.network = FixedDepth(net, wrap, half=bf16)
         self.programs: Programs | None = None
         self.reached: Reached | None = None
