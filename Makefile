@@ -50,8 +50,7 @@ bench: $(BENCH)
 	$(BIN)/python -m benchmarks
 
 bench-gpu:
-	PYTHONPATH=src python3 -m benchmarks.gpu; points=$$?; \
-	PYTHONPATH=src python3 -m benchmarks.gpu.more epoch inference memory curves && exit $$points
+	PYTHONPATH=src python3 -m benchmarks.gpu --profile banach-fast,explicit-fast,plain --more
 
 bench-training: setup
 	$(BIN)/python -m benchmarks.training digits mnist loopcost

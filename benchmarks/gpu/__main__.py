@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--points ...] [--quick] [--profile]`: measure, print, write results/gpu/*.json."""
+"""`python -m benchmarks.gpu [--points ...] [--quick] [--profile] [--more]`: measure, print, write results/gpu/*.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from banach.provenance import source_commit, write_json
-from benchmarks.gpu import fast, roofline
+from benchmarks.gpu import fast, more, roofline
 from benchmarks.gpu.measure import QUICK, Plan, Start, attempt, measure, trained
 from benchmarks.gpu.peers import Contender, contenders
 from benchmarks.gpu.points import POINTS, Feed, feed
@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.write(chosen.out)
     missed = sum(not target.met for outcome in outcomes.values() for target in outcome.result().targets)
     console.print(f"targets missed: {missed}; written to {chosen.out}/", soft_wrap=True)
+    if chosen.more:
+        where = [] if chosen.data_dir is None else ["--data-dir", str(chosen.data_dir)]
+        missed += more.main([*more.NAMES, "--out", str(chosen.out), *where])
     return int(missed > 0)
 
 
@@ -115,6 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--profile", nargs="?", const=True, help="also where the time goes, of all or of these contenders"
     )
+    parser.add_argument("--more", action="store_true", help=f"then {', '.join(more.NAMES)}")
     chosen = parser.parse_args(arguments)
     chosen.points = _names(parser, "point", chosen.points, POINTS)
     chosen.contenders = [known[name] for name in _names(parser, "contender", chosen.contenders, known)]

@@ -12,11 +12,13 @@ from banach.provenance import source_commit
 from benchmarks.gpu import curves, epoch, inference
 from benchmarks.report import Result
 
+NAMES = ("epoch", "inference", "memory", "curves")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status is 1 if a target was missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.more", description=__doc__)
-    parser.add_argument("names", nargs="+", choices=["inference", "epoch", "memory", "curves"])
+    parser.add_argument("names", nargs="+", choices=NAMES)
     parser.add_argument("--data-dir")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"))
     chosen = parser.parse_args(arguments)

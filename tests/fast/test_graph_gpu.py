@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from banach.fast.graph import Graphs
+from banach.fast.graph import Graphs, unchanged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,3 +54,32 @@ def test_after_one_that_breaks_off_random_numbers_go_on(breaks: Callable[[], Non
         seen.add(tuple(out.tolist()))
     assert len(seen) == 3
     assert 300 < int(dropped().count_nonzero()) < 700
+
+
+@pytest.mark.parametrize("breaks", [asks, waits])
+def test_the_same_graphs_capture_again(breaks: Callable[[], None]) -> None:
+    graphs, out = Graphs(CUDA), torch.zeros(1000, device=CUDA)
+    for _ in range(2):
+        graphs.warm_up(breaks)
+        with pytest.raises(RuntimeError):
+            graphs.capture(breaks)
+    graphs.warm_up(lambda: fill(out))
+    graph = graphs.capture(lambda: fill(out))
+    out.zero_()
+    graph.replay()
+    assert 300 < int(out.count_nonzero()) < 700
+
+
+def test_what_a_warm_up_did_can_be_put_back_when_it_fails() -> None:
+    """Its work is waited for, also that before the failure."""
+    x = torch.zeros(1 << 24, device=CUDA)
+
+    def fails() -> None:
+        for _ in range(200):
+            x.add_(1)
+        raise ValueError
+
+    for _ in range(3):
+        with pytest.raises(ValueError), unchanged([x]):  # noqa: PT011
+            Graphs(CUDA).warm_up(fails)
+        assert float(x.abs().max()) == 0

@@ -231,3 +231,12 @@ def test_both_tables_have_headlines(first: Any, second: Any) -> None:
     assert "JFB less its explicit twin" in less["claim"]
     assert (faster["paper"], faster["holds"]) == (None, None)
     assert better["holds"] == (better["ours"] >= 0)
+
+
+def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:
+    for subject in table2.FULL:
+        images = {way.tag: way.job(subject).settings.subset for way in table2.WAYS}
+        few = {tag for tag, count in images.items() if count == table2.FEW[subject.data]}
+        assert few == {"cg-absolute-bn", "cg-relative-bn"}
+        assert {count for tag, count in images.items() if tag not in few} == {subject.subset}
+        assert f"({table2.FEW[subject.data]:,} for CG" in table2._short(subject)[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
+_BROKEN: list[torch.cuda.CUDAGraph] = []  # captures that broke off: the allocator may still point to them
 WARM_UPS = 2  # runs before a capture: they make what is made lazily (handles, plans, optimizer state, kernels)
 
 
@@ -16,15 +17,18 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.index = torch.cuda.current_device() if device.index is None else device.index
 
     def warm_up(self, program: Callable[[], None]) -> None:
         """Run it beside the current stream, as a capture must be preceded by."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                program()
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    program()
+        finally:  # what it has changed may be put back now
+            torch.cuda.current_stream(self.device).wait_stream(side)
 
     def capture(self, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record what the program launches; nothing of it is carried out."""
@@ -35,13 +39,18 @@ class Graphs:
                 program()
         except BaseException:
             torch.cuda.set_stream(stream)  # a capture that breaks off leaves its own one current
-            self._end_well()
+            self._clear_up(graph)
             raise
         return graph
 
-    def _end_well(self) -> None:
-        """A capture that breaks off leaves the generator in the midst of one, and every dropout would fail."""
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+    def _clear_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a capture that broke off. What fails here was in order, or is beyond repair."""
+        _BROKEN.append(graph)
+        with suppress(RuntimeError, AttributeError):  # its pool still records
+            torch._C._cuda_endAllocateToPool(self.index, self.pool)
+        self.pool = torch.cuda.graph_pool_handle()
+        # The generator is in the midst of a capture until one ends well, and every dropout would fail.
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             torch.zeros(1, device=self.device)
 
 

@@ -7,7 +7,7 @@ the normalised tensor is never written. Batch norm has no weights of its own her
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from banach.kernels.beside import Beside
 from banach.kernels.operations import Operations
+
+Pair = tuple[Tensor, Tensor]  # a weight's gradient, a bias's
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,13 @@ def back(
     dw: list[Tensor] = [weights] * (2 * layers)
     db: list[Tensor] = [weights] * (2 * layers)
     g, sums = ops.enter_gradient(g, record.inputs[layers])
-    beside = Beside(g.device)
+    beside, weigh = Beside(g.device), functools.partial(ops.weights, channels_last=channels_last)
     for layer in reversed(range(layers)):
         x, y = record.inputs[layer], record.inputs[layer + 1]
         hidden, before = record.hidden[layer], layers + layer
         s = ops.unnormalise(g, y, stats[layer + 1], sums if batch else None, count)
         a = ops.gate(s, turned[layer], hidden, dropped)
-        behind = functools.partial(_gradients, ops, channels_last, plain, stats[layer] if layer else None)
+        behind = functools.partial(_gradients, weigh, plain, stats[layer] if layer else None)
         (dw[layer], db[layer]), (dw[before], db[before]) = beside.run(behind, hidden, s, x, a)
         g, sums = ops.add(a, turned[before], s, x if batch and layer else None)
     beside.join()
@@ -111,18 +113,16 @@ def back(
 
 
 def _gradients(
-    ops: Operations,
-    channels_last: bool,
+    weigh: Callable[..., Pair],
     plain: Tensor,
     stats: Tensor | None,
     hidden: Tensor,
     s: Tensor,
     x: Tensor,
     a: Tensor,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+) -> tuple[Pair, Pair]:
     """Of the weights and biases of a block: its second convolution, then its first."""
-    weights = functools.partial(ops.weights, channels_last=channels_last)
-    return weights(hidden, s, plain), weights(x, a, stats)
+    return weigh(hidden, s, plain), weigh(x, a, stats)
 
 
 def _start(stack: Stack, layers: int, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from banach.kernels import conv, pack, passes
 from banach.kernels.layout import Layout
 from banach.kernels.tiles import SMALL, Tile, Tiles
 
-SUM = {"CHUNK": 256, "num_warps": 8}  # sums that one program adds at a time
+SUM = {"CHUNK": 256, "num_warps": 8}  # programs' sums for batch norm: added so many at a time
 COLUMNS = 16  # channels of which one program adds them, where there is nothing else to do
 # Rows of a gradient of weights, and parts of it, that one program adds at a time.
 REDUCE = {"ROWS": 1, "CHUNK": 128, "num_warps": 4}

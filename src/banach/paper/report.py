@@ -123,7 +123,7 @@ def _missing(sections: Sequence[Section]) -> str:
     """A page says what is not on it."""
     there = {section.name for section in sections}
     names = [name for name in ORDER if name not in there]
-    return f"Not run yet: {', '.join(f'`banach paper {name}`' for name in names)}." if names else ""
+    return f"Not run yet (banach paper NAME): {', '.join(names)}." if names else ""
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -144,7 +144,7 @@ def _html(sections: Sequence[Section]) -> str:
     ]
     if short := _short(sections):
         parts += [f"<h2>{SHORT}</h2>", *_web_table(COLUMNS, short)]
-    parts.append(f"<p>{html.escape(_missing(sections))}</p>")
+    parts += [f"<p>{html.escape(missing)}</p>"] if (missing := _missing(sections)) else []
     for section in sections:
         parts.append(f"<h2>{html.escape(section.name)}</h2><p>{html.escape(section.claim)}</p>")
         parts.append(f"<p><code>{html.escape(section.command)}</code></p>")

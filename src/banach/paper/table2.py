@@ -8,8 +8,8 @@ Settings: JFB with batch norm in R and the authors' settings for it; Jacobian-ba
 the normal equations, with the authors' settings for that (recipe "jacobian"), the cap of CG equal to the forward
 cap. Its tolerance: absolute, as in the released code, and relative, 1e-3. With and without batch norm in R; and
 JFB without it at the Jacobian-based settings, which is the like-for-like pair. All steps run one by one, in
-fp32: the same path. Some of the training images suffice for the cost of one; with batch norm in R, where CG goes
-to its cap at every step, a few.
+fp32: the same path. Some of the training images suffice for the cost of one; for CG with batch norm in R, which
+is slowest, a few.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JACOBIAN = "jacobian"  # the recipe
 RELATIVE = 1e-3
 # The released code's on MNIST; for the others, whose is not known to us, the forward eps of the same recipe.
 ABSOLUTE = {"mnist": 1e-1, "svhn": 1e-4, "cifar10": 1e-4, "digits": 1e-1}
-FEW = {"mnist": 5_000, "svhn": 2_000, "cifar10": 500}  # training images where CG goes to its cap
+FEW = {"mnist": 5_000, "svhn": 2_000, "cifar10": 500}  # training images for CG with batch norm in R
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ def _like_for_like(subject: Subject, way: Way, done: Mapping[Way, Trained]) -> f
 
 def _short(subject: Subject) -> list[str]:
     lack, few = subject.lack(), FEW.get(subject.data)
-    more = f" ({few:,} for CG with batch norm in R, which goes to its cap)" if few else ""
+    more = f" ({few:,} for CG with batch norm in R, whose steps take longest)" if few else ""
     return (
         [f"shortened: {subject.data}: {lack}{more}, one seed; the cost of an image is the point"] if lack else []
     )
