@@ -164,7 +164,8 @@ def _stack(bench: Bench, of: Given) -> dict[str, float]:
 
 def tiles(bench: Bench, case: Case, batch: int, *, train: bool) -> None:
     """Other tiles than the one in use."""
-    from banach.kernels.latent_launch import LatentTile, plan
+    from banach.kernels.latent_launch import plan
+    from banach.kernels.latent_tiles import LatentTile
 
     of = given(bench, case, batch, train=train)
     used = plan(of.v, train, case.dtype, None, None).tile

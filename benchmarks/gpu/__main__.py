@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--points ...] [--quick] [--profile] [--more]`: measure, print, write results/gpu/*.json."""
+"""`python -m benchmarks.gpu [--points ...] [--profile] [--more]`: measure, print, write results/gpu/*.json."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from banach.kernels import latent_launch
 from banach.kernels.latent_form import LatentMap, Solved, Stop, latent_map
-from banach.kernels.latent_launch import LatentTile, kernel_latent_solve
+from banach.kernels.latent_launch import kernel_latent_solve
 from banach.kernels.latent_plain import plain_latent_solve
+from banach.kernels.latent_tiles import LatentTile
 from kernels.interpret_kernels import mend_index, mend_products
 from kernels.latent_networks import form_of, stop_of, tiny
 
@@ -106,6 +107,18 @@ def with_a_nan(*, split: bool) -> dict[str, float]:
     return differences(solved(R_map, v, z0, stop, LatentTile(rows=16, split=split), 1), wanted)
 
 
+def of_size(size: float) -> dict[str, float]:
+    """R(0, v) in parts of 16 bits, for a v whose largest number is given and an R that only multiplies."""
+    R, v = tiny(False, train=False)
+    R_map, stop = latent_map(R, form_of(R)), stop_of(max_steps=1)
+    assert R_map.known is not None
+    R_map.biases.zero_()
+    R_map.known[0].zero_()  # the means
+    v = v * (size / v.abs().max())
+    wanted = plain_latent_solve(R_map, v, None, stop, torch.float32)
+    return differences(solved(R_map, v, None, stop, LatentTile(rows=16), 1), wanted)
+
+
 def alone() -> dict[str, float]:
     """A program whose fellow never comes gives up, and says so."""
     R, v = tiny(False, train=True)
@@ -132,6 +145,7 @@ def main() -> None:
         "eval, not finite": with_a_nan(split=False),
         "eval, too large": with_a_nan(split=True),
     }
+    found |= {f"of size {size:g}": of_size(size) for size in (2e6, 3e5, 1e-3, 1e-6)}
     kernel = latent_launch.iterate
     latent_launch.iterate = Together(kernel)
     found["three programs, train"] = compare(False, True, stop_of(), split=False, start=True, programs=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from banach.backward import Unroll
 from banach.fast.fixed import measure, promoted
+from banach.fast.found import Found
 from banach.fast.fuse import fused_parts, stacks_of
 from banach.fast.graph import Graphs
 from banach.fast.starts import Neighbours
@@ -20,61 +21,8 @@ from banach.fast.whole import WholeSolve
 from banach.latent import Space
 from banach.network import ImplicitNetwork, zeros
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import Picard, Solution
+from banach.solve import Picard
 from banach.solve.stages import stage
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, and what a `Solution` says of it.
-
-    `carried`: what a solver other than Picard needs to go on.
-    """
-
-    v: Tensor
-    z: Tensor
-    u: Tensor
-    y: Tensor
-    residual: Tensor
-    converged: Tensor
-    nonfinite: Tensor
-    steps: Tensor
-    carried: tuple[Tensor, ...] = ()
-
-    @property
-    def late(self) -> Tensor:
-        """Which samples are to go on. What is not finite will not get better."""
-        return (~self.converged & ~self.nonfinite).nonzero()[:, 0]
-
-    def of(self, index: Tensor | slice) -> Found:
-        made = self._each(lambda part: part[index])
-        return replace(made, carried=tuple(part[index] for part in self.carried))
-
-    def copy(self) -> Found:
-        """Without what is carried: the next stage writes over a program's own tensors."""
-        return replace(self._each(torch.clone), carried=())
-
-    def put(self, index: Tensor, later: Found) -> None:
-        """Samples that have gone on."""
-        for mine, other in zip(self._parts(), later._parts(), strict=True):
-            mine[index] = other
-
-    def solution(self) -> Solution:
-        return Solution(
-            value=self.z,
-            residual=self.residual,
-            converged=self.converged,
-            steps=self.steps,
-            stalled=torch.zeros_like(self.nonfinite),
-            nonfinite=self.nonfinite,
-        )
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Found:
-        v, z, u, y, residual, converged, nonfinite, steps = map(change, self._parts())
-        return Found(v, z, u, y, residual, converged, nonfinite, steps, self.carried)
-
-    def _parts(self) -> tuple[Tensor, ...]:
-        return self.v, self.z, self.u, self.y, self.residual, self.converged, self.nonfinite, self.steps
 
 
 class CompiledNetwork:

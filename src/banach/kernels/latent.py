@@ -26,7 +26,9 @@ def latent_solve(
     In train mode the batch is normalised by its own statistics and stops as one; running statistics stay as they
     are. In eval mode every image stops on its own. Iterates are in float32 (float64 where v is), `dtype` is that
     of the numbers that convolutions multiply: autocast's where it is on, else the type of v. On a GPU with Triton
-    this is one kernel, and the host is asked nothing; elsewhere the same steps in plain torch.
+    this is one kernel, and the host is asked nothing; elsewhere the same steps in plain torch. The kernel
+    multiplies float32 numbers in two parts of 16 bits: pixels above 10^6 and weights above 65,504 count as not
+    finite, and where all pixels are below 10^-3 digits are lost (four are left at 10^-6).
     """
     known = R if isinstance(R, LatentMap) else latent_map(R, form)
     dtype = _products(v) if dtype is None else dtype

@@ -6,7 +6,7 @@ Nothing here asks the device anything, so a solve can be captured in a CUDA grap
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,102 +14,10 @@ from torch import Tensor
 from banach.kernels.latent_form import WIDEST, LatentMap, Solved, Stop
 from banach.kernels.latent_kernel import iterate
 from banach.kernels.latent_pack import pack
+from banach.kernels.latent_tiles import LatentTile, Sizes, power_of_two, stored, tile_for
 
 MOST = 128  # multiprocessors whose programs meet: each of them adds the sums of all
 SPINS = 1 << 21  # looks at a meeting before it is given up: a second or two
-
-
-@dataclass(frozen=True)
-class LatentTile:
-    """`rows` pixels at a time by `warps` warps, `stages` products' loads in flight, `places` programs on a
-    multiprocessor, which must have room for as many: `registers` limits those of a thread, if not zero.
-
-    split: float32 numbers are multiplied as sums of two of 16 bits, on tensor cores; else as they are, far more
-    slowly. near: pixels are loaded in pieces so small that they pass through the first cache. stay: the weights
-    of a convolution are loaded once for all tiles, and the stages are of tiles; of three rows and not split alone.
-    """
-
-    rows: int = 128
-    warps: int = 8
-    stages: int = 3
-    places: int = 1
-    split: bool = True
-    near: bool = True
-    registers: int = 0
-    stay: bool = False
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Shapes that follow from the channels, rows and columns of a latent."""
-
-    channels: int
-    height: int
-    width: int
-
-    @property
-    def pitch(self) -> int:
-        """Elements from one pixel to the next: it begins on 16 bytes."""
-        return -(-self.channels // 8) * 8
-
-    @property
-    def columns(self) -> int:
-        return max(16, _power_of_two(self.channels))
-
-    @property
-    def groups(self) -> int:
-        """Rows of the kernel as three products, or its taps as nine, where three channels' worth is too deep."""
-        return 3 if 3 * self.pitch <= 128 else 9
-
-    @property
-    def depth(self) -> int:
-        return max(16, _power_of_two(self.pitch * (9 // self.groups)))
-
-    @property
-    def area(self) -> int:
-        """Elements of an image in its frame, and of what a product reads beyond the last pixel."""
-        beyond = self.depth - self.pitch * (9 // self.groups)
-        return -(-((self.height + 2) * (self.width + 2) * self.pitch + beyond) // 64) * 64
-
-    def shared(self, tile: LatentTile, dtype: torch.dtype) -> int:
-        """Bytes of shared memory that a program needs: operands of the products in flight."""
-        if tile.stay:  # and values of the residual stream, which are loaded ahead too
-            pixels = tile.stages * tile.rows * (3 * self.depth * dtype.itemsize + 4 * self.columns)
-            return pixels + 3 * self.columns * self.depth * dtype.itemsize
-        halves = 2 if dtype == torch.float32 and tile.split else 1
-        return tile.stages * (tile.rows + self.columns) * self.depth * halves * _stored(tile, dtype).itemsize
-
-    def constants(self) -> dict[str, int]:
-        return {
-            "C": self.channels, "P": self.pitch, "WIDTH": self.columns, "DEPTH": self.depth,
-            "GROUPS": self.groups, "H": self.height, "W": self.width, "AREA": self.area,
-        }  # fmt: skip
-
-
-def tile_for(sizes: Sizes, pixels: int, dtype: torch.dtype, shared: int) -> LatentTile:
-    """The tile in use where a program has so many pixels at a time, for products of numbers of a type.
-
-    What was found fastest on an H200 or, where `shared` bytes are too few for it, the next smaller one.
-    """
-    near = sizes.pitch & (sizes.pitch - 1) != 0  # pixels on powers of two come as fast in large pieces
-    tile = LatentTile(rows=64 if pixels <= 64 else 128, near=near)
-    if dtype == torch.float32:
-        tile = replace(tile, warps=4) if pixels <= 64 else replace(tile, stages=2)
-    while sizes.shared(tile, dtype) > shared and tile.rows > 16:
-        if tile.stages > 2 or (tile.rows <= 64 and tile.stages > 1):
-            tile = replace(tile, stages=tile.stages - 1)
-        else:
-            tile = replace(tile, rows=tile.rows // 2, warps=4)
-    return tile
-
-
-def _stored(tile: LatentTile, dtype: torch.dtype) -> torch.dtype:
-    """The type of what is multiplied, where it stands for numbers of another."""
-    return torch.float16 if dtype == torch.float32 and tile.split else dtype
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 @functools.cache
@@ -149,7 +57,7 @@ class Plan:
 
     @property
     def stored(self) -> torch.dtype:
-        return _stored(self.tile, self.dtype)
+        return stored(self.tile, self.dtype)
 
     @property
     def alone(self) -> bool:
@@ -222,7 +130,7 @@ def _iterate(
         how.images, how.places, stop.max_steps, sizes.groups, stop.atol / scale, stop.rtol, scale, 1.0 / pixels,
         R.eps, form.inner, form.outer, form.slope, form.slope_after,
         **sizes.constants(), BLOCKS=R.blocks, ROWS=tile.rows, STAGES=tile.stages, NEAR=tile.near, SPLIT=how.split,
-        CHUNK=max(16, _power_of_two(how.programs)) if how.coupled else 16, TRAIN=how.coupled,
+        CHUNK=max(16, power_of_two(how.programs)) if how.coupled else 16, TRAIN=how.coupled,
         PIXEL=stop.worst_pixel, RELATIVE=stop.rtol > 0, LATE=form.late, FROM_ZERO=z0 is None, SPINS=SPINS,
         ALONE=how.alone, STAY=tile.stay,
         num_warps=tile.warps, **({"maxnreg": tile.registers} if tile.registers else {}),
