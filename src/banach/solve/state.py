@@ -65,9 +65,10 @@ class State:
 
     @staticmethod
     def carried(z: Tensor, best_z: Tensor, active: Tensor, stats: Tensor, *memory: Tensor) -> State:
-        """The state again, from the tensors of `to_carry` or from some samples of them."""
-        stats = stats.permute(1, 2, 0).contiguous()
-        return State(z, best_z.clone(), active.clone(), stats, torch.empty_like(stats[0]), memory)
+        """The state again, from the tensors of `to_carry` or from some samples of them, which stay as they are."""
+        best_z, active, *memory_now = (part.clone() for part in (best_z, active, *memory))
+        stats = stats.permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
+        return State(z, best_z, active, stats, torch.empty_like(stats[0]), tuple(memory_now))
 
     @property
     def nonfinite(self) -> Tensor:
