@@ -33,6 +33,13 @@ def fold(
     layer = tl.program_id(0) // 9
     tap = tl.program_id(0) % 9
     co = tl.arange(0, WIDTH)
+    real = co < C
+    weight = tl.zeros([WIDTH, WIDTH], tl.float32)
+    shift = tl.zeros([WIDTH], tl.float32)
+    if PACK:  # asked for before the sums, so that nobody waits for it after them
+        at = w + layer * C * C * 9 + (co * 9)[:, None] + (co * C * 9)[None, :] + tap
+        weight = tl.load(at, mask=real[:, None] & real[None, :], other=0.0).to(tl.float32)
+        shift = tl.load(b + layer * C + co, mask=real & (tap == 4), other=0.0).to(tl.float32)
     if MEASURE:
         first, second = total(sums, programs, co, WIDTH, CHUNK)
         mean = first * share
@@ -46,14 +53,11 @@ def fold(
         mean = tl.load(stats + layer * 3 * WIDTH + co)
         rstd = tl.load(stats + layer * 3 * WIDTH + WIDTH + co)
     if PACK:
-        real = co < C
-        at = w + layer * C * C * 9 + (co * 9)[:, None] + (co * C * 9)[None, :] + tap
-        weight = tl.load(at, mask=real[:, None] & real[None, :], other=0.0) * rstd[:, None]
-        weight = weight.to(out.dtype.element_ty)
+        folded = (weight * rstd[:, None]).to(out.dtype.element_ty)
         rows = out + ((layer * 3 + tap // 3) * DEPTH + tap % 3 * P) * WIDTH
-        tl.store(rows + (co * WIDTH)[:, None] + co[None, :], weight, mask=real[:, None] & (co < WIDTH)[None, :])
-        shift = -tl.sum(weight.to(tl.float32) * mean[:, None], axis=0)
-        shift += tl.load(b + layer * C + co, mask=real & (tap == 4), other=0.0)
+        here = real[:, None] & (co < WIDTH)[None, :]
+        tl.store(rows + (co * WIDTH)[:, None] + co[None, :], folded, mask=here)
+        shift -= tl.sum(folded.to(tl.float32) * mean[:, None], axis=0)
         for part in tl.static_range(3):
             rounded = shift.to(out.dtype.element_ty)
             tl.store(rows + (C + part) * WIDTH + co, rounded)
