@@ -29,7 +29,7 @@ def test_accuracies_stand_beside_printed_ones() -> None:
     assert found == [(99.4, "99.5 ± 0.1 (n = 3)", True), (99.4, "99.25 ± 0.1 (n = 3)", None), (None, 0.25, None)]
 
 
-def test_the_less_favourable_tolerance_counts() -> None:
+def test_each_tolerance_is_compared() -> None:
     def row(method: str, norm: bool, ratio: float, clean: float) -> dict[str, Any]:
         printed = None if method == "JFB" else 1.6
         more = {"paper: ratio": printed, "ratio": ratio, "clean %": summary(clean, None, 1)}
@@ -41,9 +41,10 @@ def test_the_less_favourable_tolerance_counts() -> None:
         row("A", False, 1.5, 97),
         row("B", False, 9, 98.5),
     ]
-    assert of("table2", *rows, row("A", True, 1.1, 99)) == [(1.6, 1.5, False), (">= 0", -0.5, False)]
+    found = of("table2", *rows, row("A", True, 1.1, 99))  # that with batch norm is not the paper's
+    assert found == [(1.6, 1.5, False), (1.6, 9, True), (">= 0", -0.5, False)]
     rows[2:] = [row("A", False, 1.7, 97), row("B", False, 9, 98)]
-    assert of("table2", *rows) == [(1.6, 1.7, True), (">= 0", 0, True)]
+    assert of("table2", *rows)[2:] == [(">= 0", 0, True)]
     assert of("table2", *rows[:2]) == of("table2", *rows[1:]) == []  # nothing to compare
 
 

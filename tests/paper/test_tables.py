@@ -227,9 +227,9 @@ def test_both_tables_have_headlines(first: Any, second: Any) -> None:
     contents = [
         {"name": found.name, "rows": json.loads(json.dumps(plain(found.rows)))} for found, _ in (first, second)
     ]
-    less, faster, better = headlines(contents)  # digits has no printed numbers
+    less, *faster, better = headlines(contents)  # digits has no printed numbers
     assert "JFB less its explicit twin" in less["claim"]
-    assert (faster["paper"], faster["holds"]) == (None, None)
+    assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * 2
     assert better["holds"] == (better["ours"] >= 0)
 
 

@@ -45,7 +45,7 @@ def _table1(rows: list[Row]) -> list[Row]:
 
 
 def _table2(rows: list[Row]) -> list[Row]:
-    """JFB against Jacobian-based without batch norm, as in the paper: the less favourable of both tolerances."""
+    """JFB against Jacobian-based without batch norm, as in the paper, with either tolerance."""
     found = []
     for data in dict.fromkeys(row["data"] for row in rows):
         here = [row for row in rows if row["data"] == data]
@@ -53,9 +53,10 @@ def _table2(rows: list[Row]) -> list[Row]:
         rivals = [row for row in here if row["method"] != "JFB" and not row["batch norm in R"]]
         if not jfb or not rivals:
             continue
-        printed, ratio = rivals[0]["paper: ratio"], min(row["ratio"] for row in rivals)
-        faster = f"{data}: JFB is faster than Jacobian-based, times{_length(jfb[0])}"
-        found.append(_row(faster, printed, ratio, None if printed is None else ratio >= printed))
+        for rival in rivals:
+            printed, ratio = rival["paper: ratio"], rival["ratio"]
+            faster = f"{data}: JFB is faster than {rival['method']}, times{_length(jfb[0])}"
+            found.append(_row(faster, printed, ratio, None if printed is None else ratio >= printed))
         gain = _mean(jfb[0]["clean %"]) - max(_mean(row["clean %"]) for row in rivals)
         found.append(_row(f"{data}: and at least as accurate, points{_length(jfb[0])}", ">= 0", gain, gain >= 0))
     return found
