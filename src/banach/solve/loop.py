@@ -115,8 +115,9 @@ class Run:
         state.observe(k, self._size(r), (self._size(Tz), rtol) if rtol else None)
         point = Point(turn, state.z, Tz, r, state.residual, state.least, state.least_at, k)
         proposal, state.memory = self.solver.step(state.memory, point)
-        state.advance(proposal, self.atol)
+        state.advance(proposal)
         if not self.asks_each_step:
+            state.freeze(self.atol)
             state.keep_best()
 
     @torch.compiler.disable  # the host decides here: traced, it would be compiled anew at every step
@@ -126,6 +127,8 @@ class Run:
         active = seen.active
         if self.asks_each_step:
             self._keep_best(state, seen)
+            if not active.all():
+                state.freeze(self.atol)
         if seen.idle.any() and state.Tz is not None:
             flat = seen.idle & (seen.residual <= self.eps * to_numpy(self._size(state.Tz)))
             if flat.any():

@@ -49,7 +49,6 @@ class State:
         self.reached, self.best = self.stats[0], self.stats[1]
         self.residual, self.least, self.least_at = self.reached[0], self.best[0], self.best[1]
         self.test = self.reached[2 if self.stats.shape[1] == 3 else 0]  # what is compared with atol
-        self.now_residual, self.now_step, self.now_test = self.now[0], self.now[1], self.now[-1]
         self.better, self.z_before = self.active, self.z  # of the last evaluation: new least residual; where
 
     @staticmethod
@@ -77,12 +76,14 @@ class State:
 
     def observe(self, step: int | Tensor, residual: Tensor, relative: tuple[Tensor, float] | None) -> None:
         """Record the residual of z at this step for the active samples, and where it is their least."""
+        now = self.reached if self.all_active else self.now
         # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
-        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=self.now_residual)
-        self.now_step.fill_(step)
+        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[0])
+        now[1].fill_(step)
         if relative is not None:
-            torch.sub(self.now_residual, relative[0], alpha=relative[1], out=self.now_test)
-        torch.where(self.active, self.now, self.reached, out=self.reached)
+            torch.sub(now[0], relative[0], alpha=relative[1], out=now[2])
+        if not self.all_active:
+            torch.where(self.active, now, self.reached, out=self.reached)
         self.better = self.residual < self.least
         torch.where(self.better, self.reached, self.best, out=self.best)
 
@@ -90,13 +91,16 @@ class State:
         """Remember the iterate that T was evaluated at last, where its residual is the least so far."""
         torch.where(self.better.unsqueeze(1), self.z_before, self.best_z, out=self.best_z)
 
-    def advance(self, proposal: Tensor, atol: float) -> None:
-        """Move the active samples; those that met the tolerance or left the finite numbers freeze there."""
+    def advance(self, proposal: Tensor) -> None:
+        """Move the active samples."""
         self.z_before = self.z
         if not self.all_active:
             self.z = torch.where(self.active.unsqueeze(1), proposal, self.z)
         else:  # a copy of T(z): T may write its next value into the same memory
             self.z, self.all_active = proposal.clone() if proposal is self.Tz else proposal, False
+
+    def freeze(self, atol: float) -> None:
+        """Samples that met the tolerance or left the finite numbers are active no more."""
         torch.gt(self.test, atol, out=self.active)
         if self.stalled is not None:
             self.active &= ~self.stalled
@@ -105,7 +109,9 @@ class State:
         """Copy the few numbers per sample to the host, once: one round trip whatever is asked of them."""
         stats = to_numpy(self.stats)
         residual, best_step, test = stats[0, 0], stats[1, 1], stats[0, 2 if len(stats[0]) == 3 else 0]
-        active = test > atol if self.stalled is None else to_numpy(self.active)
+        active = test > atol
+        if self.stalled is not None:
+            active &= ~to_numpy(self.stalled)
         idle = active & (best_step <= step - IDLE)
         return Seen(active, ~(test > -np.inf), idle, best_step == step, residual)
 
