@@ -132,8 +132,7 @@ class Pass:
     def _write_back(self, buffers: dict[str, Tensor]) -> None:
         own = dict(self.R.named_buffers())
         with torch.no_grad():  # not the decorator: Dynamo cannot trace a decorated method here
-            for name, buffer in buffers.items():
-                own[name].copy_(buffer)
+            _copy_all(own, buffers)
 
     @contextmanager
     def _here(self, index: Tensor | None) -> Iterator[None]:
@@ -200,7 +199,7 @@ def uses_batch_statistics(R: Any) -> bool:
 
 
 def _copy_all(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
-    """One kernel per type rather than one per buffer: this happens at every step of a solve."""
+    """One kernel per type rather than one per buffer: this happens in every pass, or at every step of one."""
     for dtype in {tensor.dtype: None for tensor in source.values()}:
         names = [name for name, tensor in source.items() if tensor.dtype == dtype]
         torch._foreach_copy_([target[name] for name in names], [source[name] for name in names])
