@@ -177,7 +177,6 @@ def tiles(bench: Bench, case: Case, batch: int, *, train: bool) -> None:
     if case.dtype == torch.bfloat16 and batch > 132:  # more programs than multiprocessors, by fewer registers
         options |= {LatentTile(128, 8, stage, places=2, registers=128) for stage in (1, 2)}
         options |= {LatentTile(64, 4, 2, places=3, registers=168)}
-        options |= {LatentTile(64, warps, 2, stay=True) for warps in (4, 8)} | {LatentTile(128, 8, 1, stay=True)}
     mode = "train" if train else "eval"
     for tile in sorted(options - {used}, key=str):
         bench.line(f"{case.name} {batch} {mode}, {tile}", lambda how: _kernel(bench, of, tile=how), tile)

@@ -19,7 +19,6 @@ from triton.compiler import ASTSource
 
 from banach.kernels import latent_launch
 from banach.kernels.latent_form import latent_map
-from banach.kernels.latent_tiles import LatentTile
 from kernels.latent_networks import form_of, network, stop_of
 
 TYPES = {
@@ -82,7 +81,7 @@ def facts(program: Any) -> dict[str, float]:
     return found
 
 
-def launched(name: str, *, train: bool, dtype: torch.dtype, tile: LatentTile | None) -> dict[str, float]:
+def launched(name: str, *, train: bool, dtype: torch.dtype) -> dict[str, float]:
     """What the compiler makes of a launch of 100 programs, and the shared memory that its tile was chosen for."""
     kernels = latent_launch.pack, latent_launch.iterate
     R, v = network(name, train=train)
@@ -91,11 +90,11 @@ def launched(name: str, *, train: bool, dtype: torch.dtype, tile: LatentTile | N
     v = v[:1].expand(100, -1, -1, -1)
     try:
         R_map = latent_map(R, form_of(R))
-        latent_launch.kernel_latent_solve(R_map, v, None, stop_of(), dtype, tile=tile, programs=100)
+        latent_launch.kernel_latent_solve(R_map, v, None, stop_of(), dtype, programs=100)
     finally:
         latent_launch.pack, latent_launch.iterate = kernels
     compiled(kernels[0], pack)
-    how = latent_launch.plan(v, train, dtype, tile, 100)
+    how = latent_launch.plan(v, train, dtype, None, 100)
     return {**facts(compiled(kernels[1], iterate)), "asked": how.sizes.shared(how.tile, dtype)}
 
 
@@ -105,11 +104,7 @@ def main(names: list[str]) -> None:
         names or ["mnist", "svhn", "cifar10"], (True, False), (torch.float32, torch.bfloat16)
     ):
         mode = f"{name}, {'train' if train else 'eval'}, {dtype}"
-        found[mode] = launched(name, train=train, dtype=dtype, tile=None)
-    for train in (True, False):
-        mode = f"cifar10, {'train' if train else 'eval'}, weights stay"
-        stays = LatentTile(64, 4, 2, stay=True)
-        found[mode] = launched("cifar10", train=train, dtype=torch.bfloat16, tile=stays)
+        found[mode] = launched(name, train=train, dtype=dtype)
     print(json.dumps(found))
 
 

@@ -54,19 +54,6 @@ def test_few_steps_agree_with_float64(name: str, batch: int, train: bool) -> Non
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("warps", [4, 8])
-def test_weights_may_stay_for_all_tiles(warps: int, train: bool) -> None:
-    from banach.kernels.latent_launch import kernel_latent_solve
-    from banach.kernels.latent_tiles import LatentTile
-
-    R, v, dtype = made("cifar10", train=train, batch=300)
-    stop = stop_of(atol=0.0, max_steps=3)
-    got = kernel_latent_solve(R, v, None, stop, dtype, tile=LatentTile(64, warps, 2, stay=True))
-    wanted = plain_latent_solve(exactly(R), v.double(), None, stop, torch.float64)
-    assert distance(got.value, wanted.value) < 1e-2
-
-
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_it_converges_to_a_fixed_point(name: str, train: bool) -> None:
     R, v, dtype = made(name, train=train, batch=100)

@@ -33,7 +33,7 @@ def test_interpreted_it_agrees_with_plain_torch() -> None:
     assert found.pop("eval, too large")["ends"] == 0  # in parts of 16 bits it is not finite somewhat earlier
     assert found.pop("of size 2e+06")["ends"] > 0  # infinite there, and not in plain torch
     assert found.pop("of size 1e-06")["value"] < 1e-3  # parts of 16 bits do not reach as low as float32
-    assert len(found) == 16
+    assert len(found) == 14
     for name, errors in found.items():
         assert errors["steps"] == errors["ends"] == 0, name
         assert errors["value"] < 1e-6, name
@@ -43,7 +43,7 @@ def test_interpreted_it_agrees_with_plain_torch() -> None:
 
 def test_compiled_it_fits_a_multiprocessor_and_uses_tensor_cores() -> None:
     found = run("compile_latent.py")
-    assert len(found) == 14
+    assert len(found) == 12
     for name, facts in found.items():
         assert facts["shared"] <= facts["asked"] <= MOST_SHARED, name
         assert facts["products"] >= 8, name

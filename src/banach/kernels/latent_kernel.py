@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from banach.kernels.latent_ends import finish, start, turn
-from banach.kernels.latent_parts import clear, judge, leaky, product, put_pixels, settle, three_rows, window
+from banach.kernels.latent_parts import clear, judge, leaky, product, put_pixels, settle, window
 from banach.kernels.latent_together import gathered, meet, statistics
 
 
@@ -19,19 +19,15 @@ def hide(
     operand, hidden, w, bias, begin, end, low, groups, slope,
     P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, AREA: tl.constexpr, LAYERS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    NEAR: tl.constexpr, SPLIT: tl.constexpr, STAY: tl.constexpr,
+    NEAR: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The first convolution of a block and its leaky ReLU."""
     co = tl.arange(0, WIDTH)
     shift = tl.load(bias + co)
-    w0, w1, w2 = three_rows(w, WIDTH, DEPTH, STAY)
-    AHEAD: tl.constexpr = STAGES if STAY else None
-    for tile in tl.range(begin, end, ROWS, num_stages=AHEAD):
+    for tile in range(begin, end, ROWS):
         m = tile + tl.arange(0, ROWS)
         at = window(tl.minimum(m, end - 1), H, W, P, AREA)
-        y = product(
-            operand, w, w0, w1, w2, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT, STAY,
-        )  # fmt: skip
+        y = product(operand, w, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT)
         here = (m < end)[:, None] & (co < P)[None, :]
         to = hidden + (at + (W + 3) * P)[:, None] + co[None, :]
         put_pixels(to, low, leaky(y + shift[None, :], slope), here, SPLIT)
@@ -40,18 +36,16 @@ def hide(
 
 @triton.jit
 def join(
-    hidden, stream, w, w0, w1, w2, bias, m, end, low, groups, slope,
+    hidden, stream, w, bias, m, end, low, groups, slope,
     P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, AREA: tl.constexpr, LAYERS: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr,
-    SPLIT: tl.constexpr, LATE: tl.constexpr, STAY: tl.constexpr,
+    SPLIT: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The second convolution at some pixels, with the residual stream; not normalised yet. Zero where masked."""
     co = tl.arange(0, WIDTH)
     here = (m < end)[:, None] & (co < P)[None, :]
     at = window(tl.minimum(m, end - 1), H, W, P, AREA)
-    y = product(
-        hidden, w, w0, w1, w2, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT, STAY,
-    )  # fmt: skip
+    y = product(hidden, w, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT)
     y += tl.load(bias + co)[None, :]
     x = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
     return leaky(y + x, slope) if LATE else leaky(y, slope) + x
@@ -66,17 +60,15 @@ def iterate(
     H: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, TRAIN: tl.constexpr, PIXEL: tl.constexpr, RELATIVE: tl.constexpr,
     LATE: tl.constexpr, FROM_ZERO: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr, SPINS: tl.constexpr,
-    ALONE: tl.constexpr, STAY: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """places: images that memory of the programs' own has room for. LATE: activate after the sum, not before.
-    ALONE: a program has one tile, whose values it keeps while the programs meet.
-    STAY: the weights of a convolution are loaded once for all tiles."""
+    ALONE: a program has one tile, whose values it keeps while the programs meet."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     co = tl.arange(0, WIDTH)
     LAYERS: tl.constexpr = 2 * BLOCKS
     LAYER: tl.constexpr = GROUPS * DEPTH * WIDTH
-    AHEAD: tl.constexpr = STAGES if STAY else None
     if TRAIN:
         first_place = pid * images // programs
         own = (pid + 1) * images // programs - first_place
@@ -112,7 +104,7 @@ def iterate(
                     last = block == BLOCKS - 1
                     hide(
                         operand, hidden, w + block * 2 * LAYER, bias + block * 2 * WIDTH, begin, end, low, groups,
-                        slope, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT, STAY,
+                        slope, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT,
                     )  # fmt: skip
                     if last:
                         top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
@@ -127,13 +119,11 @@ def iterate(
                     second = tl.zeros([WIDTH], tl.float32)
                     kept = tl.zeros([ROWS if ALONE else 1, WIDTH], tl.float32)
                     second_w = w + (block * 2 + 1) * LAYER
-                    w0, w1, w2 = three_rows(second_w, WIDTH, DEPTH, STAY)
-                    for tile in tl.range(begin, begin + 1 if ALONE else end, ROWS, num_stages=AHEAD):
+                    for tile in range(begin, begin + 1 if ALONE else end, ROWS):
                         m = tile + tl.arange(0, ROWS)
                         y = join(
-                            hidden, stream, second_w, w0, w1, w2, bias + (block * 2 + 1) * WIDTH, m, end, low,
-                            groups, slope_after, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, STAGES, NEAR, SPLIT,
-                            LATE, STAY,
+                            hidden, stream, second_w, bias + (block * 2 + 1) * WIDTH, m, end, low, groups,
+                            slope_after, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, STAGES, NEAR, SPLIT, LATE,
                         )  # fmt: skip
                         if TRAIN:
                             here = (m < end)[:, None] & (co < P)[None, :]

@@ -88,8 +88,6 @@ def plan(v: Tensor, coupled: bool, dtype: torch.dtype, tile: LatentTile | None, 
         pixels = height * width * (-(-images // programs) if coupled else 1)
         tile = tile_for(sizes, pixels, dtype, _shared(v.device))
     made = Plan(images, sizes, tile, programs, coupled, dtype)
-    if tile.stay and (sizes.groups != 3 or made.split):
-        raise ValueError("weights stay where they are three rows of numbers that are not split; use stay=False")
     if max(3 * made.pixels * made.sizes.pitch, 2 * made.places * made.sizes.area) >= 2**31:
         raise ValueError(f"a batch of {images} images has too many pixels for one launch; use a smaller one")
     return made
@@ -132,7 +130,7 @@ def _iterate(
         **sizes.constants(), BLOCKS=R.blocks, ROWS=tile.rows, STAGES=tile.stages, NEAR=tile.near, SPLIT=how.split,
         CHUNK=max(16, power_of_two(how.programs)) if how.coupled else 16, TRAIN=how.coupled,
         PIXEL=stop.worst_pixel, RELATIVE=stop.rtol > 0, LATE=form.late, FROM_ZERO=z0 is None, SPINS=SPINS,
-        ALONE=how.alone, STAY=tile.stay,
+        ALONE=how.alone,
         num_warps=tile.warps, **({"maxnreg": tile.registers} if tile.registers else {}),
     )  # fmt: skip
 

@@ -22,26 +22,9 @@ def window(m, H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, AREA: tl.conste
 
 
 @triton.jit
-def three_rows(w, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STAY: tl.constexpr):
-    """The weights of all rows of the kernel, for all tiles; without STAY something that nobody reads."""
-    w0 = w
-    w1 = w
-    w2 = w
-    if STAY:
-        from_w = w + (tl.arange(0, WIDTH) * DEPTH)[:, None] + tl.arange(0, DEPTH)[None, :]
-        w0 = tl.load(from_w)
-        w1 = tl.load(from_w + DEPTH * WIDTH)
-        w2 = tl.load(from_w + 2 * DEPTH * WIDTH)
-    return w0, w1, w2
-
-
-@triton.jit
 def product(
     x,
     w,
-    w0,
-    w1,
-    w2,
     begin,
     low,
     groups,
@@ -54,12 +37,10 @@ def product(
     STAGES: tl.constexpr,
     NEAR: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAY: tl.constexpr,
 ):
     """The convolution at some pixels: a sum over groups of weights of one product each.
 
     Nine groups are single taps. Three are rows of the kernel, whose three pixels lie side by side in memory.
-    STAY: their weights are w0, w1 and w2, and it is the loop over tiles that loads ahead.
     SPLIT: numbers are in two parts, the second ones `low` elements further on; of their four products the least
     is left out.
     """
@@ -74,12 +55,8 @@ def product(
         from_x = tl.max_contiguous(from_x, (1, 4))
     from_w = w + (co * DEPTH)[:, None] + k[None, :]
     LOW: tl.constexpr = LAYERS * GROUPS * DEPTH * WIDTH
-    if STAY:
-        acc = tl.dot(tl.load(from_x), tl.trans(w0), acc, input_precision="ieee")
-        acc = tl.dot(tl.load(from_x + (W + 2) * P), tl.trans(w1), acc, input_precision="ieee")
-        acc = tl.dot(tl.load(from_x + 2 * (W + 2) * P), tl.trans(w2), acc, input_precision="ieee")
     # Nine in a row would be unrolled, and run out of registers: that many are counted when they run.
-    for group in tl.range(0, groups if GROUPS == 9 else (0 if STAY else GROUPS), num_stages=STAGES):
+    for group in tl.range(0, groups if GROUPS == 9 else GROUPS, num_stages=STAGES):
         row = group if GROUPS == 3 else group // 3
         column = 0 if GROUPS == 3 else group % 3
         at_x = from_x + (row * (W + 2) + column) * P

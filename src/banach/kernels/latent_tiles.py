@@ -13,8 +13,7 @@ class LatentTile:
     multiprocessor, which must have room for as many: `registers` limits those of a thread, if not zero.
 
     split: float32 numbers are multiplied as sums of two of 16 bits, on tensor cores; else as they are, far more
-    slowly. near: pixels are loaded in pieces so small that they pass through the first cache. stay: the weights
-    of a convolution are loaded once for all tiles, and the stages are of tiles; of three rows and not split alone.
+    slowly. near: pixels are loaded in pieces so small that they pass through the first cache.
     """
 
     rows: int = 128
@@ -24,7 +23,6 @@ class LatentTile:
     split: bool = True
     near: bool = True
     registers: int = 0
-    stay: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,6 @@ class Sizes:
 
     def shared(self, tile: LatentTile, dtype: torch.dtype) -> int:
         """Bytes of shared memory that a program needs: operands of the products in flight."""
-        if tile.stay:  # and values of the residual stream, which are loaded ahead too, and a little
-            pixels = tile.stages * tile.rows * (3 * self.depth * dtype.itemsize + 4 * self.columns)
-            return pixels + 3 * self.columns * self.depth * dtype.itemsize + 1024
         halves = 2 if dtype == torch.float32 and tile.split else 1
         return tile.stages * (tile.rows + self.columns) * self.depth * halves * stored(tile, dtype).itemsize
 
