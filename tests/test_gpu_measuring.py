@@ -317,12 +317,24 @@ def test_wrong_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--points", "mnist7"], "no point is called mnist7; there are mnist100"),
         (["--contenders", "plane"], "no contender is called plane; there are plain"),
         (["--data-dir", "/no/such"], "/no/such is not a folder"),
+        (["--more", "--quick"], "--more measures at full size on a GPU"),
+        (["--more", "--device", "cpu"], "--more measures at full size on a GPU"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)
         assert sentence in capsys.readouterr().err
     with pytest.raises(ValueError, match="got 'fp8'"), precision.switches("fp8", CPU):
         pass
+
+
+def test_without_data_the_further_ones_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.gpu import more
+
+    with pytest.raises(SystemExit) as ended:
+        more.main(["epoch", "--data-dir", str(tmp_path / "none"), "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_further_benchmarks_run_at_tiny_sizes(tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{chosen.data_dir} is not a folder; name one that is there, or leave out --data-dir")
     if chosen.device == "auto":
         chosen.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if chosen.more and (chosen.quick or torch.device(chosen.device).type != "cuda"):
+        parser.error("--more measures at full size on a GPU, got --quick or no GPU; leave out --more")
     return chosen
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks.gpu import curves, epoch, inference
 from benchmarks.report import Result
@@ -32,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     missed = 0
     for name in chosen.names:
-        result = benchmarks[name]()
+        try:
+            result = benchmarks[name]()
+        except DataError as error:
+            parser.error(str(error))
         result.show(Console(width=120))
         result.write(out)
         missed += not result.met
