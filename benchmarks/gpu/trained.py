@@ -45,6 +45,7 @@ def network(
             work.epoch, work.step = divmod(index, len(work.batches))
             taken.take()
     net: Any = work.net.eval()
+    assert work.validation is not None
     return net, _normal(work.validation), _normal(work.batches.images)
 
 

@@ -71,7 +71,7 @@ def test_all_of_them(said: Callable[..., str]) -> None:
         assert (latent, images) == (shape, IMAGES[name])
         assert (explicit, twin) == (("yes", "yes") if implicit else ("is one", "no"))
         assert recipes == ", ".join(models.get(name).recipes)
-    assert found["mnist"][-1] == "released, paper, jacobian"
+    assert found["mnist"][-1] == "released, paper, jacobian, decayed"
 
 
 @pytest.mark.parametrize("name", BY_HAND)

@@ -67,6 +67,23 @@ def test_the_test_figure_is_that_of_the_final_weights(here: Path) -> None:
     assert kept["totals"]["accuracy"] == pytest.approx(float(hits))
 
 
+def test_on_the_whole_nothing_is_validated(here: Path, capsys: Any) -> None:
+    whole, held = data.load("digits", "train+validation"), data.load("digits")
+    assert main(["train", "--whole", *SMALL[3:], "--epochs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"on {len(whole):,} images" in out
+    assert len(whole) > len(held)
+    assert "validation accuracy" not in out
+    assert "test accuracy" in out
+    (epoch,) = Run.open(here / "runs/digits-1").metrics()
+    assert epoch.validation_accuracy is None
+    assert main(["evaluate", "runs/digits-1", "--split", "train"]) == 0
+    assert f"{len(whole):,}" in capsys.readouterr().out
+    assert main(["evaluate", "runs/digits-1", "--split", "validation"]) == 2
+    assert "trained on the validation images too" in capsys.readouterr().err
+    assert main(["compare", "runs/digits-1"]) == 0
+
+
 def test_the_test_set_is_read_once_at_the_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     load = data.load

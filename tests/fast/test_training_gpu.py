@@ -18,6 +18,9 @@ from train.parts_train import plain_network
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    # Torch's own, when it compiles.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 SHAPES = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32), "own": (1, 8, 8)}
 
@@ -52,7 +55,7 @@ def plainly(net: Any, d: Tensor, y: Tensor, *, bf16: bool) -> tuple[float, Tenso
         output = net(d)
     loss = F.cross_entropy(output.to(torch.promote_types(output.dtype, torch.float32)), y)
     loss.backward()
-    return float(loss), gradients(net)
+    return float(loss.detach()), gradients(net)
 
 
 def captured(net: Any, d: Tensor, y: Tensor, *, bf16: bool, compile: bool) -> tuple[float, Tensor]:

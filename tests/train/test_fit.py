@@ -1,6 +1,7 @@
 """fit(): it learns, in every mode, and what it reports and does is what a hand-written loop gives."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from banach import (
 )
 from banach.data import Batches
 from banach.diagnose import ContractionWarning
-from banach.train import Settings, fit
+from banach.train import Epoch, Settings, fit
+from banach.train.plot import plot_history
 from train.parts_train import expanding_network, images, network, plain_network, same_weights, settings
 
 
@@ -34,7 +36,7 @@ def test_digits_are_learnt() -> None:
     assert history.finished
     assert [epoch.epoch for epoch in history.epochs] == [1, 2, 3]
     assert last.loss < 0.7 * first.loss
-    assert last.validation_accuracy > 0.95
+    assert last.validated > 0.95
     assert last.converged == 1.0
     assert last.sigma is not None
     assert 0 < last.sigma < 1
@@ -171,6 +173,19 @@ def test_the_seed_decides_all_and_the_callers_numbers_stay() -> None:
     fit(nets[2], images(), images(20, "validation"), settings(seed=2))
     assert same_weights(nets[0], nets[1])
     assert not same_weights(nets[0], nets[2])
+
+
+def test_without_validation_images_nothing_is_validated_and_the_weights_are_the_same(tmp_path: Path) -> None:
+    held, bare = network(), network()
+    fit(held, images(), images(20, "validation"), settings(epochs=2))
+    last = fit(bare, images(), None, settings(epochs=2)).last
+    assert same_weights(held, bare)
+    assert last.validation_loss is last.validation_accuracy is last.validation_depth is None
+    assert last.validation_converged is None
+    assert Epoch.from_dict(last.to_dict()) == last
+    assert plot_history([last], tmp_path / "plot.png").exists()
+    with pytest.raises(ValueError, match="nothing was validated"):
+        last.validated  # noqa: B018
 
 
 @pytest.mark.parametrize("place", ["train", "validation"])

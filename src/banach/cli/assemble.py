@@ -30,8 +30,9 @@ class Opened:
 
 
 def images(settings: Settings, split: str, data_dir: Path | None = None) -> Images:
-    """A split of the settings' data, on the CPU; `subset` cuts the training images alone."""
-    found = data.load(str(settings.data), split, data_dir)
+    """A split of the settings' data, on the CPU; `subset` and `whole` concern the training images alone."""
+    cut = "train+validation" if split == "train" and settings.whole else split
+    found = data.load(str(settings.data), cut, data_dir)
     if split != "train" or settings.subset is None:
         return found
     if settings.subset > len(found):

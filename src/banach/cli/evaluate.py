@@ -50,6 +50,8 @@ def evaluate(
     if opened.position.epoch < settings.epochs:
         done = f"{opened.position.epoch} of {settings.epochs} epochs"
         console.print(f"the run is not finished ({done}): what its test set says now must choose nothing")
+    if settings.whole and split == "validation":
+        raise ValueError("this run was trained on the validation images too (whole); choose --split test or train")
     images = assemble.images(settings, split, data_dir).to(opened.device)
     totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
     path = write_json(

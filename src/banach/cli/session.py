@@ -30,7 +30,7 @@ class Session:
     run: Run
     net: nn.Module
     train_images: Images
-    validation: Images
+    validation: Images | None
     data_dir: Path | None
 
     @staticmethod
@@ -132,7 +132,7 @@ class Session:
         totals = Totals(**content["totals"])
         seconds = sum(epoch.seconds for epoch in history.epochs)
         rows = [(name, value) for name, value in figures(totals).items() if value is not None]
-        if history.epochs:
+        if history.epochs and history.last.validation_accuracy is not None:
             rows.insert(0, ("validation accuracy", f"{history.last.validation_accuracy:.2%}"))
         rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))
         rows.append(("seconds of training", f"{seconds:.1f}"))
@@ -163,9 +163,10 @@ def figures(totals: Totals) -> dict[str, str | None]:
     }
 
 
-def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images, Images]:
+def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images, Images | None]:
     assemble.usable_device(settings)
-    train, validation = (assemble.images(settings, split, data_dir) for split in ("train", "validation"))
+    train = assemble.images(settings, "train", data_dir)
+    validation = None if settings.whole else assemble.images(settings, "validation", data_dir)
     return assemble.network(settings), train, validation
 
 

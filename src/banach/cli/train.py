@@ -16,9 +16,10 @@ from banach.cli.session import Session
 from banach.train import Run, RunError
 
 EPILOG = """\b
-Further flags: --recipe --augment --batch-norm/--no-batch-norm --rtol --optimizer --momentum
-  --weight-decay --schedule --label-smoothing --clip --ema --accumulate --monitor/--no-monitor
-  --checkpoint-every --threads --fast/--no-fast --compile --tensorboard/--no-tensorboard
+Further flags: --recipe --whole --augment --batch-norm/--no-batch-norm --rtol --optimizer
+  --momentum --weight-decay --schedule --label-smoothing --clip --ema --accumulate
+  --monitor/--no-monitor --checkpoint-every --threads --fast/--no-fast --compile
+  --tensorboard/--no-tensorboard
 A settings file holds the same names: epochs = 5, schedule = "steps:10,15:0.1"
 \b
 Examples:
@@ -60,6 +61,7 @@ def train(
     config: Annotated[Path | None, flag("--config", "--settings", help="A TOML file; flags override it.")] = None,
     resume: Annotated[bool, flag("--resume", help="Go on with RUN, or with --out, bit by bit on a CPU.")] = False,
     recipe: Annotated[Text, flag(hidden=True)] = None,
+    whole: Annotated[Switch, flag("--whole/--no-whole", hidden=True)] = None,
     augment: Annotated[Text, flag(hidden=True)] = None,
     batch_norm: Annotated[Switch, flag("--batch-norm/--no-batch-norm", hidden=True)] = None,
     rtol: Annotated[Real, flag(hidden=True)] = None,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, conv3x3, readout
-from banach.models.recipe import Recipe
+from banach.models.recipe import Cosine, Recipe
 from banach.models.registry import register
 from banach.solve import WorstPixel
 
@@ -46,6 +46,7 @@ RECIPES = {
     "released": RELEASED,
     "paper": replace(RELEASED, eps=1e-4, lr=1e-4),  # weight decay and epochs are not printed
     "jacobian": RELEASED,
+    "decayed": replace(RELEASED, lr=1e-3, epochs=40, schedule=Cosine()),
 }
 
 register(

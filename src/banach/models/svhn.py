@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, Shortcut, conv3x3, readout
-from banach.models.recipe import Recipe
+from banach.models.recipe import Cosine, Recipe
 from banach.models.registry import register
 from banach.solve import WorstPixel
 
@@ -63,7 +65,12 @@ def svhn(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = Tr
 RELEASED = Recipe(
     eps=1e-4, max_steps=200, norm=WorstPixel(), lr=1e-4, weight_decay=2e-4, epochs=100, batch_size=100
 )
-RECIPES = {"released": RELEASED, "paper": RELEASED, "jacobian": RELEASED}
+RECIPES = {
+    "released": RELEASED,
+    "paper": RELEASED,
+    "jacobian": RELEASED,
+    "decayed": replace(RELEASED, lr=5e-4, epochs=30, schedule=Cosine()),
+}
 
 register(
     "svhn",

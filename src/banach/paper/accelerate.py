@@ -112,7 +112,7 @@ def _timed(R: Any, v: Tensor, solver: Solver, tolerance: Tolerance, repeats: int
 
 def _training_rows(done: Mapping[str, Trained]) -> list[Row]:
     """Epochs, evaluations of T per image and seconds until the level that all three reach."""
-    level = min(max(epoch.validation_accuracy for epoch in one.outcome.epochs) for one in done.values())
+    level = min(max(epoch.validated for epoch in one.outcome.epochs) for one in done.values())
     spent = {name: spent_until(level, one) for name, one in done.items()}
     return [
         {
@@ -143,7 +143,7 @@ class Spent:
 def spent_until(level: float, one: Trained) -> Spent:
     """The first epoch whose validation accuracy is at the level."""
     epochs = one.outcome.epochs
-    reached = next(k for k, epoch in enumerate(epochs) if epoch.validation_accuracy >= level)
+    reached = next(k for k, epoch in enumerate(epochs) if epoch.validated >= level)
     iterations = list(accumulate(epoch.depth or 0.0 for epoch in epochs))
     seconds = list(accumulate(epoch.seconds for epoch in epochs))
     return Spent(reached + 1, iterations[reached], seconds[reached])

@@ -29,7 +29,10 @@ Point = Mapping[str, float]  # of a curve: epoch, seconds, clean, released
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A data set, the network for it, and how far a study goes with it."""
+    """A data set, the network for it, and how far a study goes with it.
+
+    `whole`: nothing is held out for validation. `by` is the recipe, the model's first if it is not named.
+    """
 
     data: str
     model: str
@@ -37,6 +40,8 @@ class Subject:
     seeds: int = 1
     precision: str = "fp32"
     subset: int | None = None
+    whole: bool = False
+    by: str | None = None
     fast: bool = True
 
     def recipe(self, which: str | None = None) -> Recipe:
@@ -59,6 +64,7 @@ class Subject:
             self._known(recipe),
             data=self.data,
             subset=self.subset,
+            whole=self.whole,
             augment=_augment(self)[0],
             batch_norm=batch_norm,
             norm=None,  # that of the model: the settings of a run hold the command line's words, or nothing
@@ -91,6 +97,7 @@ class Subject:
 
     def _known(self, recipe: str | None) -> str | None:
         """digits has one recipe for all: there the name of another is passed by."""
+        recipe = self.by if recipe is None else recipe
         return recipe if recipe in models.get(self.model).recipes else None
 
 

@@ -32,7 +32,7 @@ def _table1(rows: list[Row]) -> list[Row]:
             f"{row['data']}: {row['method']}, per cent by the clean protocol{_length(row)}",
             row["paper %"],
             shown(row["clean %"]),
-            _mean(row["clean %"]) >= row["paper %"] if row["method"] == "JFB" else None,
+            _mean(row["clean %"]) >= row["paper %"] if row["method"].startswith("JFB") else None,
         )
         for row in trained
         if row["paper %"] is not None

@@ -107,7 +107,7 @@ def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module],
     """
     settings = replace(job.settings, device=options.device)
     device = settings.torch_device
-    train, validation, test = (_images(job, split, options) for split in ("train", "validation", "test"))
+    train, validation, test = _images(job, options)
     test = test.to(device)
     net = job.build()
     run = _run(job, settings, options)
@@ -137,9 +137,13 @@ def augmentation_for(name: str) -> Augmentation | None:
     return paper_cifar10() if name == "cifar10" else None
 
 
-def _images(job: Job, split: str, options: Options) -> Images:
-    images = data.load(job.data, split, options.data_dir)
-    return images.subset(job.subset) if split == "train" and job.subset is not None else images
+def _images(job: Job, options: Options) -> tuple[Images, Images | None, Images]:
+    """To train on, to validate with unless the settings train on all, and to test with."""
+    whole = job.settings.whole
+    train = data.load(job.data, "train+validation" if whole else "train", options.data_dir)
+    validation = None if whole else data.load(job.data, "validation", options.data_dir)
+    test = data.load(job.data, "test", options.data_dir)
+    return train if job.subset is None else train.subset(job.subset), validation, test
 
 
 def _run(job: Job, settings: Settings, options: Options) -> Run:

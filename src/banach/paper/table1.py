@@ -4,10 +4,11 @@ Claim: "JFBs are an effective way to train implicit networks, substantially outp
 as well as MONs using similar or fewer parameters", and match explicit networks of the same size.
 
 Settings: the paper's networks with the authors' released settings (eps, depth, learning rate, weight decay,
-batch 100, Adam), 3 seeds, MNIST and SVHN in fp32 over 100 epochs, CIFAR-10 in bf16 over fewer than the paper's
-1000 with the milestones of its schedule in proportion; ResNet-56 by the settings of He et al., shortened
-likewise. Two protocols. Clean: eval mode, clean test images, last epoch, fp32, at the settings' own eps and at
-1e-4. Released, as the authors' code does it: training mode, and the best epoch on the test set.
+batch 100, Adam), 3 seeds, all training images; MNIST and SVHN in fp32, SVHN over fewer epochs than the paper's
+100 (its accuracy is at its height before), CIFAR-10 in bf16 over fewer than 1000 with the milestones of its
+schedule in proportion; ResNet-56 by the settings of He et al., shortened likewise. Beside them MNIST and SVHN with
+a learning rate that decays. Two protocols. Clean: eval mode, clean test images, last epoch, fp32, at the settings'
+own eps and at 1e-4. Released, as the authors' code does it: training mode, and the best epoch on the test set.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from banach import models
 from banach.data import Images
 from banach.network import ImplicitNetwork
 from banach.paper.common import Subject, Trained, percent, summary, train, unseen
@@ -26,6 +28,7 @@ from banach.solve import Tolerance
 from banach.train import Totals, evaluate
 
 CLAIM = "networks trained by JFB match explicit ones of the same size and outperform other implicit ones"
+DECAYED = "JFB, the rate decaying to 0"
 TWIN = "explicit: the twin S(R(0, Q(d)))"
 FINE, FINE_STEPS = 1e-4, 500
 
@@ -45,15 +48,23 @@ class Entry:
         return [self.subject.job(name, seed, explicit=self.explicit) for seed in range(self.subject.seeds)]
 
 
-MNIST = Subject(data="mnist", model="mnist", epochs=100, seeds=3)
-SVHN = Subject(data="svhn", model="svhn", epochs=100, seeds=3)
-CIFAR10 = Subject(data="cifar10", model="cifar10", epochs=30, seeds=3, precision="bf16")
+MNIST = Subject(data="mnist", model="mnist", epochs=100, seeds=3, whole=True)
+SVHN = Subject(data="svhn", model="svhn", epochs=50, seeds=3, whole=True)
+CIFAR10 = Subject(data="cifar10", model="cifar10", epochs=30, seeds=3, whole=True, precision="bf16")
 RESNET = replace(CIFAR10, model="resnet56")
-DIGITS = Subject(data="digits", model="digits", epochs=3, seeds=2, subset=600)
+DIGITS = Subject(data="digits", model="digits", epochs=3, seeds=2, whole=True, subset=600)
+
+
+def _decayed(subject: Subject) -> Subject:
+    """By the recipe whose learning rate decays, at its own length."""
+    return replace(subject, by="decayed", epochs=models.recipe(subject.model, "decayed").epochs)
+
 
 FULL = (
     Entry(subject=MNIST, method="JFB", tag="jfb", paper=99.4),
     Entry(subject=SVHN, method="JFB", tag="jfb", paper=94.1),
+    Entry(subject=_decayed(MNIST), method=DECAYED, tag="jfb-decayed", paper=99.4),
+    Entry(subject=_decayed(SVHN), method=DECAYED, tag="jfb-decayed", paper=94.1),
     Entry(subject=CIFAR10, method="JFB", tag="jfb", paper=93.7),
     Entry(subject=MNIST, method=TWIN, tag="twin", paper=99.4, explicit=True),
     Entry(subject=SVHN, method=TWIN, tag="twin", paper=93.7, explicit=True),
@@ -107,8 +118,14 @@ _RELEASED = (
     "the test images are clean here, where theirs of CIFAR-10 are augmented; in the precision of the training"
 )
 _TRAINED = (
-    "networks are trained on the training images less a fixed validation split. Explicit means the twin, which "
-    "has the network's own parameters and takes no step, or ResNet-56; on CIFAR-10 the paper has the latter alone"
+    "networks are trained on all training images, as in the paper: nothing is chosen, so nothing is held out. "
+    "Explicit means the twin, which has the network's own parameters and takes no step, or ResNet-56; on CIFAR-10 "
+    "the paper has the latter alone"
+)
+_DECAYED = (
+    "at a constant rate the accuracy moves from epoch to epoch, and that of the last is of a moment. So there is "
+    'a second row, where the rate goes down to 0 by a cosine; its settings (recipe "decayed") were chosen on '
+    "validation images"
 )
 _RIVALS = "rivals: the paper's numbers, which it quotes from others; they are not trained here"
 
@@ -164,4 +181,5 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     short = [
         f"{entry.subject.data}, {entry.method}: {lack}" for entry in entries if (lack := entry.subject.lack())
     ]
-    return [_CLEAN, _RELEASED, _TRAINED, _RIVALS, *(f"shortened: {sentence}" for sentence in short)]
+    decayed = [_DECAYED] if any(entry.method == DECAYED for entry in entries) else []
+    return [_CLEAN, _RELEASED, _TRAINED, *decayed, _RIVALS, *(f"shortened: {sentence}" for sentence in short)]

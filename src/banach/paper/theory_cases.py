@@ -106,7 +106,7 @@ def _moments(job: Job, path: Path, epochs: tuple[Epoch, ...], validation: Images
         net = job.build()
         net.load_state_dict(load_file(file))
         net.to(validation.device).eval()
-        accuracy = epochs[epoch - 1].validation_accuracy if epoch else evaluate(net, validation).accuracy
+        accuracy = epochs[epoch - 1].validated if epoch else evaluate(net, validation).accuracy
         found.append(Moment(epoch, accuracy, net.double()))
     return found
 

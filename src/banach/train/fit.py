@@ -22,7 +22,6 @@ from banach.train.scorer import Scorer
 from banach.train.settings import Settings
 from banach.train.steps import Steps
 from banach.train.stop import stop_on_signals
-from banach.train.tally import Totals
 from banach.train.work import Work
 
 _WATCHED = 8  # images on which the contraction is measured after every epoch
@@ -31,7 +30,7 @@ _WATCHED = 8  # images on which the contraction is measured after every epoch
 def fit(
     net: nn.Module,
     train: Images,
-    validation: Images,
+    validation: Images | None,
     settings: Settings,
     *,
     augment: Augmentation | None = None,
@@ -40,6 +39,7 @@ def fit(
     on_step: Callable[[Position], None] | None = None,
 ) -> History:
     """Train `net` by cross entropy, on the device of the settings; `on_epoch` and `on_step` are told of each.
+    With `validation=None` nothing is validated.
 
     With a `run` it goes on from that run's last checkpoint, on a CPU bit by bit as if it had never stopped, and
     SIGINT or SIGTERM make it checkpoint and return. Afterwards `net` is in eval mode, with the averaged weights
@@ -48,7 +48,8 @@ def fit(
     device = settings.torch_device
     _check_splits(train, validation)
     batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
-    work = Work(net.to(device), batches, validation.to(device), settings)
+    held = None if validation is None else validation.to(device)
+    work = Work(net.to(device), batches, held, settings)
     identity = work.identity()
     with ExitStack() as stack:
         if run is not None:
@@ -106,10 +107,7 @@ def _look_back(work: Work, scorer: Scorer) -> Epoch:
     return Epoch(
         epoch=work.epoch + 1,
         **vars(seen),
-        validation_loss=held.loss,
-        validation_accuracy=held.accuracy,
-        validation_depth=held.depth,
-        validation_converged=held.converged,
+        **held,
         lr=lr,
         sigma=sigma,
         products=products,
@@ -118,17 +116,21 @@ def _look_back(work: Work, scorer: Scorer) -> Epoch:
     )
 
 
-def _validate(work: Work, scorer: Scorer) -> Totals:
+def _validate(work: Work, scorer: Scorer) -> dict[str, Any]:
     """With the averaged weights if there are any: in the network's own tensors, where the scorer sees them."""
+    kept = ("loss", "accuracy", "depth", "converged")
+    if work.validation is None:
+        return {f"validation_{name}": None for name in kept}
     averaged = nullcontext() if work.average is None else work.average.inside(work.net)
     with averaged:
-        return evaluate(
+        found = evaluate(
             work.net,
             work.validation,
             batch_size=work.settings.batch_size,
             precision=work.settings.precision,
             scorer=scorer,
         )
+    return {f"validation_{name}": getattr(found, name) for name in kept}
 
 
 def _contraction(work: Work) -> float | None:
@@ -155,9 +157,9 @@ def _resume(run: Run, work: Work, identity: dict[str, str]) -> None:
         run.write_metrics(work.done)
 
 
-def _check_splits(train: Images, validation: Images) -> None:
+def _check_splits(train: Images, validation: Images | None) -> None:
     for name, images in (("train", train), ("validation", validation)):
-        if images.split == "test":
+        if images is not None and images.split == "test":
             raise ValueError(
                 f"{name} is the test split, which chooses nothing: give {name} images of another split"
             )

@@ -15,15 +15,16 @@ class Epoch:
     """One epoch. Train figures are those seen while training; validation is with the averaged weights if any.
 
     Depth, residual and the share of samples converged are of the training solves, and None for a network that
-    has no fixed point. `sigma` is the largest singular value of dT/du the monitor saw on a few images, None where
-    it is off. `products` counts J-products. `memory` is the peak in bytes on a GPU, None elsewhere.
+    has no fixed point. Validation is None where nothing is held out. `sigma` is the largest singular value of
+    dT/du the monitor saw on a few images, None where it is off. `products` counts J-products. `memory` is the peak
+    in bytes on a GPU, None elsewhere.
     """
 
     epoch: int
     loss: float
     accuracy: float
-    validation_loss: float
-    validation_accuracy: float
+    validation_loss: float | None
+    validation_accuracy: float | None
     lr: float
     depth: float | None
     max_depth: int | None
@@ -36,6 +37,13 @@ class Epoch:
     products: int
     seconds: float
     memory: int | None
+
+    @property
+    def validated(self) -> float:
+        """The validation accuracy of an epoch that has one."""
+        if self.validation_accuracy is None:
+            raise ValueError("nothing was validated; give fit() validation images")
+        return self.validation_accuracy
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; NaN and infinity are strings, since JSON has neither."""

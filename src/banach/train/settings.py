@@ -21,7 +21,8 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How `fit` trains. The first group only records how data and network were made: `fit` is given those.
-    So does `threads`, the CPU threads of the process: another number rounds differently.
+    So does `threads`, the CPU threads of the process: another number rounds differently. `whole`: the validation
+    images are trained on too, so nothing is validated.
 
     `batch_size` images make one step of the optimizer; `accumulate` parts of a batch go through the network one
     after the other, for less memory and the same gradient (but batch norm sees the parts). `weight_decay` is
@@ -34,6 +35,7 @@ class Settings:
 
     data: str | None = None
     subset: int | None = None
+    whole: bool = False
     augment: str | None = None
     model: str | None = None
     recipe: str | None = None
@@ -93,7 +95,7 @@ class Settings:
                 raise ValueError(f"{name} must be a name, or None, got {getattr(self, name)!r}")
         nearest("optimizer", self.optimizer, OPTIMIZERS)
         nearest("precision", self.precision, PRECISIONS)
-        for name in ("monitor", "batch_norm", "fast", "compile"):
+        for name in ("whole", "monitor", "batch_norm", "fast", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not callable(getattr(self.schedule, "multiplier", None)) or isinstance(self.schedule, type):

@@ -27,7 +27,7 @@ class Work:
     network draws by the same three.
     """
 
-    def __init__(self, net: nn.Module, batches: Batches, validation: Images, settings: Settings) -> None:
+    def __init__(self, net: nn.Module, batches: Batches, validation: Images | None, settings: Settings) -> None:
         self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
         self.device = settings.torch_device
         self.implicit = isinstance(net, ImplicitNetwork)
@@ -177,6 +177,9 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """A setting that came after the run was begun had its default then."""
+    kept = {**{f"setting {key}": repr(value) for key, value in Settings().to_dict().items()}, **kept}
+    del kept["setting device"]
     for name in sorted({*kept, *now}):
         if kept.get(name) != now.get(name):
             raise CheckpointError(
