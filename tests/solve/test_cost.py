@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from banach import Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, solve
-from banach.solve.state import State
-from problems import affine, convolution, distance, mixed_rates, nested, normal
+from banach import RMS, Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, WorstPixel, solve
+from banach.solve import Norm, run, state, watched
+from banach.solve.state import to_numpy
+from problems import affine, convolution, distance, mixed_rates, nested
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
 solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
@@ -41,7 +42,7 @@ class Meter(TorchDispatchMode):
         return out
 
 
-def measure(solver: Solver, steps: int, z0: Tensor, **settings: Any) -> Meter:
+def measure(solver: Solver, steps: int, z0: Tensor, *, coupled: bool = False, **settings: Any) -> Meter:
     """The meter after so many steps of z -> q z, another rate for every entry; T itself not counted."""
     meter = Meter(z0.numel())
     rates = torch.linspace(0.1, 0.95, z0.numel()).view_as(z0.contiguous()) * torch.ones_like(z0)
@@ -53,7 +54,7 @@ def measure(solver: Solver, steps: int, z0: Tensor, **settings: Any) -> Meter:
         return value
 
     with meter:
-        found = solve(T, z0, solver, tolerance=Tolerance(atol=0, max_steps=steps, **settings))
+        found = solve(T, z0, solver, tolerance=Tolerance(atol=0, max_steps=steps, **settings), coupled=coupled)
     assert (found.steps == steps).all(), "nobody is done before the end, or nothing is measured"
     return meter
 
@@ -111,19 +112,32 @@ def test_a_fixed_depth_needs_no_data_at_all(solver: Solver, coupled: bool) -> No
     assert found.steps.shape == (4,)
 
 
+@pytest.mark.parametrize("solver", [Picard(), Anderson()], ids=repr)
 @pytest.mark.parametrize(("every", "asked"), [(1, 20), (4, 5), (7, 2), (0, 0), (50, 0)])
-def test_the_host_is_asked_at_checks_alone(monkeypatch: pytest.MonkeyPatch, every: int, asked: int) -> None:
-    looks: list[int] = []
-    look = State.on_host
+def test_the_host_is_asked_at_checks_alone(
+    monkeypatch: pytest.MonkeyPatch, solver: Solver, every: int, asked: int
+) -> None:
+    looks: list[Tensor] = []
 
-    def counted(self: State, step: int, atol: float) -> Any:
-        looks.append(step)
-        return look(self, step, atol)
+    def counted(tensor: Tensor) -> Any:
+        looks.append(tensor)
+        return to_numpy(tensor)
 
-    monkeypatch.setattr(State, "on_host", counted)
-    x = normal(2, 3)
-    solve(lambda z: z + x, torch.zeros_like(x), tolerance=Tolerance(max_steps=20, check_every=every))
+    for room in (run, state, watched):
+        monkeypatch.setattr(room, "to_numpy", counted)
+    slow = torch.linspace(0.95, 0.99, 50)
+    z0, tolerance = torch.ones(2, 50), Tolerance(atol=0, max_steps=20, check_every=every)
+    solve(lambda z: slow * z, z0, solver, tolerance=tolerance)
     assert len(looks) == asked
+
+
+@pytest.mark.parametrize(("rtol", "kernels"), [(0.0, 3), (1e-12, 5)])
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("norm", [RMS(), WorstPixel()], ids=repr)
+def test_a_step_that_the_host_watches(norm: Norm, coupled: bool, rtol: float, kernels: int) -> None:
+    """Picard: a difference, its norm (of pixels: two kernels), a copy; with rtol the norm of T(z) beside it."""
+    pixels = (1 + (rtol > 0)) * isinstance(norm, WorstPixel)
+    assert per_step(Picard(), torch.ones(SHAPE), rtol=rtol, norm=norm, coupled=coupled) == (kernels + pixels, 2, 0)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

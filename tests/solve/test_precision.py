@@ -11,7 +11,7 @@ from torch import Tensor
 
 from banach import Anderson, Broyden, Picard, Solver, Status, Tolerance, solve
 from banach.latent import Space
-from banach.solve import Memory, Point, loop
+from banach.solve import Memory, Point, run
 from banach.solve.precision import rounding
 from problems import affine, convolution, distance, nested
 
@@ -204,7 +204,7 @@ def test_tf32_is_called_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     def T(z: Tensor) -> Tensor:
         return torch.where(z > 1.0, 1.0, 1.0 + 2.0**-10)
 
-    monkeypatch.setattr(loop, "rounding", lambda space: 2.0**-10)
+    monkeypatch.setattr(run, "rounding", lambda space: 2.0**-10)
     assert solve(T, torch.ones(1, 1)).status == (Status.STALLED,)
 
 

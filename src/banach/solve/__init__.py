@@ -2,8 +2,9 @@
 
 from banach.solve.anderson import Anderson
 from banach.solve.broyden import Broyden
-from banach.solve.loop import Map, solve
+from banach.solve.loop import solve
 from banach.solve.picard import Picard
+from banach.solve.run import Map
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Memory, Point, Solver
 from banach.solve.tolerance import RMS, Euclidean, Norm, Tolerance, WorstPixel

@@ -12,7 +12,7 @@ from banach.latent import detach
 from banach.solve.state import State
 
 if TYPE_CHECKING:
-    from banach.solve.loop import Run
+    from banach.solve.run import Run
 
 
 def run_exported(run: Run, state: State) -> State:

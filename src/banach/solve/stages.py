@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from banach.latent import Space
-from banach.solve.loop import Map, Run
 from banach.solve.precision import without_autocast
+from banach.solve.run import Map, Run
 from banach.solve.solution import Solution
 from banach.solve.solver import Solver
 from banach.solve.state import State, finish

@@ -117,7 +117,7 @@ class State:
 
     def stall(self, flat: np.ndarray) -> None:
         """Freeze these samples where they are: they move no more, and not because they met the tolerance."""
-        mask = torch.from_numpy(flat).to(self.active.device)
+        mask = on_device(flat, self.active)
         self.stalled = mask if self.stalled is None else self.stalled | mask
         self.active &= ~mask
 
@@ -125,8 +125,9 @@ class State:
         """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
         self.z = torch.where(self.nonfinite[:, None], self.best_z, self.z)
 
-    def take(self, index: Tensor) -> State:
-        """The samples that `index` names, as a state of their own."""
+    def take(self, chosen: np.ndarray) -> State:
+        """The samples with these numbers, as a state of their own."""
+        index = on_device(chosen, self.z)
         return State(
             self.z.index_select(0, index),
             self.best_z.index_select(0, index),
@@ -137,8 +138,9 @@ class State:
             None if self.stalled is None else self.stalled.index_select(0, index),
         )
 
-    def put(self, index: Tensor, part: State) -> None:
-        """Write the samples of `part` back where `index` says; the solver's memory is not needed again."""
+    def put(self, chosen: np.ndarray, part: State) -> None:
+        """Write the samples of `part` back to these numbers; the solver's memory is not needed again."""
+        index = on_device(chosen, self.z)
         self.z = self.z.index_copy(0, index, part.z)  # new tensors: `on_step` may have kept the old ones
         self.best_z = self.best_z.index_copy(0, index, part.best_z)
         self.active.index_copy_(0, index, part.active)
@@ -168,6 +170,11 @@ def finish(
         residuals=None if trace is None else tuple(space.spread(row * scale) for row in trace),
         nonfinite_seen=nonfinite_seen,
     )
+
+
+def on_device(values: np.ndarray, like: Tensor) -> Tensor:
+    """The array where `like` is. It may share the array's memory: do not write to that again."""
+    return torch.from_numpy(values).to(like.device)
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

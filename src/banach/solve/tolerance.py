@@ -57,8 +57,10 @@ class WorstPixel:
             return rows.new_zeros(len(rows))
         pixels = [torch.linalg.vector_norm(part, dim=1) if part.dim() > 1 else part.abs() for part in parts]
         if space.coupled:
-            return torch.stack([pixel.amax() for pixel in pixels]).amax(0, keepdim=True)
-        return torch.stack([pixel.flatten(1).amax(1) if pixel.dim() > 1 else pixel for pixel in pixels]).amax(0)
+            worst = [pixel.amax().view(1) for pixel in pixels]
+        else:
+            worst = [pixel.flatten(1).amax(1) if pixel.dim() > 1 else pixel for pixel in pixels]
+        return worst[0] if len(worst) == 1 else torch.stack(worst).amax(0)
 
     def scale(self, space: Space) -> float:
         return 1.0

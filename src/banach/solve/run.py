@@ -1,0 +1,164 @@
+"""One solve: what stays the same from step to step, the step, and the look from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banach.latent import Latent, Space, select
+from banach.solve.precision import rounding, with_autocast_of
+from banach.solve.solution import Solution
+from banach.solve.solver import Memory, Point, Solver
+from banach.solve.state import Seen, State, finish, to_numpy
+from banach.solve.tolerance import Tolerance
+
+Map = Callable[..., Latent]
+
+
+class Samples(Protocol):
+    """What a run knows of a state: some samples can be taken out of it, and put back."""
+
+    z: Tensor
+    memory: Memory
+
+    def take(self, chosen: np.ndarray) -> Self: ...
+
+    def put(self, chosen: np.ndarray, part: Self) -> None: ...
+
+
+S = TypeVar("S", bound=Samples)
+
+
+class Base(Generic[S]):
+    """What a run is made of, and the samples that have left its batch."""
+
+    def __init__(
+        self, T: Map, solver: Solver, tolerance: Tolerance, space: Space, inputs: tuple[Any, ...]
+    ) -> None:
+        self.T, self.solver, self.tolerance = with_autocast_of(space, T), solver, tolerance
+        self.space, self.inputs = space, inputs
+        self.space_of_all = space
+        self.eps = rounding(space)
+        self.busy = True
+        # In the units of norm.measure, so that no step has to scale a residual.
+        self.atol = tolerance.atol / tolerance.norm.scale(space)
+        self.whole: S | None = None  # the whole batch, once some samples have left it
+        self.index: np.ndarray | None = None  # which samples of the whole batch are still here
+        self.nonfinite = self.nonfinite_left = 0  # samples the host knows of: in all, and among those gone
+
+    def evaluate(self, z: Tensor, *, first: bool) -> Tensor:
+        """The rows of T(z)."""
+        before = _version(z) if first else None
+        try:
+            value = self.T(self.space.nest(z), *self.inputs)
+        except RuntimeError as error:
+            if first and any(word in str(error) for word in ("dtype", "scalar type", "device")):
+                raise TypeError(
+                    f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error}); "
+                    "give z0 the dtype and device of T's weights"
+                ) from error
+            raise
+        if first and _version(z) != before:
+            raise ValueError("T must not change its input in place: begin with an operation that is not in place")
+        return self.space.rows(value)
+
+    def size(self, rows: Tensor) -> Tensor:
+        return self.tolerance.norm.measure(rows, self.space)
+
+    def flat(self, idle: np.ndarray, residual: np.ndarray, Tz: Tensor) -> np.ndarray:
+        """Of the idle samples, those whose residual is no more than rounding."""
+        return idle & (residual <= self.eps * to_numpy(self.size(Tz)))
+
+    def everyone(self, state: S) -> S:
+        """The whole batch: the samples that are here put back among those that have left."""
+        if self.whole is None or self.index is None:
+            return state
+        self.whole.put(self.index, state)
+        return self.whole
+
+    def without(self, state: S, done: np.ndarray) -> S:
+        """The state without those that are done, if enough are: leaving costs a copy of what stays."""
+        if 16 * done.sum() < done.size:
+            return state
+        stay = np.flatnonzero(~done)
+        self.whole = self.everyone(state)
+        self.index = stay if self.index is None else self.index[stay]
+        self.inputs = select(self.inputs, torch.from_numpy(stay).to(self.space.device))
+        self.space = self.space.resized(len(stay))
+        self.nonfinite_left = self.nonfinite
+        left = state.take(stay)
+        self.whole.memory = ()
+        return left
+
+
+class Run(Base[State]):
+    """The device keeps the numbers, so that the host need not be asked; `asks_each_step`: it will be, after every
+    step, and then it can keep the best iterate by reference, and masks nothing while all samples are active."""
+
+    def __init__(self, *parts: Any, asks_each_step: bool = False) -> None:
+        super().__init__(*parts)
+        self.asks_each_step = asks_each_step
+
+    def start(self, z0: Latent) -> State:
+        rows = self.space.rows(z0, "start").contiguous()
+        return State.start(rows, self.solver.start(rows), relative=self.tolerance.rtol > 0)
+
+    def step(self, state: State, k: int | Tensor, turn: int) -> None:
+        """Evaluate T once, record the residual, move every sample that is still active.
+
+        `turn` is the step as the solver counts it; in an exported program k is a tensor and turn repeats.
+        """
+        rtol = self.tolerance.rtol
+        state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
+        r = Tz - state.z
+        state.observe(k, self.size(r), (self.size(Tz), rtol) if rtol else None)
+        point = Point(turn, state.z, Tz, r, state.residual, state.least, state.least_at, k)
+        proposal, state.memory = self.solver.step(state.memory, point)
+        state.advance(proposal)
+        if not self.asks_each_step:
+            state.freeze(self.atol)
+            state.keep_best()
+
+    @torch.compiler.disable  # the host decides here: traced, it would be compiled anew at every step
+    def check(self, state: State, k: int, *, compact: bool) -> State:
+        """Ask the host which samples are done; judge stalling; let done samples leave the batch."""
+        seen = state.on_host(k, self.atol)
+        active = seen.active
+        if self.asks_each_step:
+            self._keep_best(state, seen)
+            if not active.all():
+                state.freeze(self.atol)
+        if seen.idle.any() and state.Tz is not None:
+            flat = self.flat(seen.idle, seen.residual, state.Tz)
+            if flat.any():
+                state.stall(flat)
+                active = active & ~flat
+        nonfinite = int(seen.nonfinite.sum()) + self.nonfinite_left
+        if nonfinite > self.nonfinite:
+            self.nonfinite = nonfinite
+            state.scrub()
+        self.busy, state.all_active = bool(active.any()), bool(active.all())
+        return self.without(state, ~active) if compact and self.busy else state
+
+    def residual(self, state: State) -> Tensor:
+        """Of everyone, as it is now: a copy."""
+        return self.everyone(state).reached[0].clone()
+
+    def finish(self, state: State, trace: list[Tensor] | None) -> Solution:
+        return finish(self.everyone(state), self.space_of_all, self.tolerance, trace, self.nonfinite)
+
+    def _keep_best(self, state: State, seen: Seen) -> None:
+        """What `State.keep_best` does, without a kernel where all samples got better, or none did."""
+        if seen.better.all():
+            state.best_z = state.z_before
+        elif seen.better.any():
+            state.best_z = torch.where(state.better.unsqueeze(1), state.z_before, state.best_z)
+
+
+def _version(z: Tensor) -> int | None:
+    """How often z was written to, where that can be known: it costs nothing to ask."""
+    return None if torch.compiler.is_compiling() or z.is_inference() else z._version

@@ -1,0 +1,214 @@
+"""Picard's iteration under the eyes of the host: it sees every residual, and so keeps all numbers itself.
+
+The device evaluates T and one norm a step, and moves the samples. What `State` computes there with several small
+kernels a step, of which each costs as much as one of T's, is arithmetic on a few numbers here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banach.latent import Latent
+from banach.solve.picard import Picard
+from banach.solve.run import Base
+from banach.solve.solution import Solution
+from banach.solve.solver import Memory
+from banach.solve.state import IDLE, on_device, to_numpy
+
+Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for each
+
+
+@dataclass
+class HostState:
+    """One row per sample, whose numbers stop changing when it freezes. Arrays are replaced, never written to,
+    so that tensors may share their memory. While no sample differs from another in what has to be done, which is
+    most of the time, little is computed: `active` and `stalled` are None, `steps` and `least_at` one number.
+    """
+
+    z: Tensor  # (samples, width)
+    best_z: Tensor  # the iterate whose own residual is least, of samples that may still need it
+    residual: np.ndarray  # (samples,): in the units of norm.measure; NaN where it is not finite
+    least: np.ndarray
+    excess: np.ndarray | None  # with a relative tolerance: residual minus its relative part
+    steps: Numbers = 0
+    least_at: Numbers = 0
+    active: np.ndarray | None = None  # None: all are
+    stalled: np.ndarray | None = None  # None: none is
+    mask: Tensor | None = None  # `active` on the device
+    Tz: Tensor | None = None
+    memory: Memory = ()
+
+    @staticmethod
+    def start(z: Tensor, *, relative: bool) -> HostState:
+        unknown = np.full(len(z), np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
+        return HostState(z, z, unknown, unknown, unknown if relative else None)
+
+    @property
+    def test(self) -> np.ndarray:
+        """What is compared with atol."""
+        return self.residual if self.excess is None else self.excess
+
+    @property
+    def nonfinite(self) -> np.ndarray:
+        """The residual was not finite (NaN), or the norm of T(z) was not (minus infinity)."""
+        return cast(np.ndarray, ~(self.test > -np.inf))
+
+    def observe(self, k: int, residual: np.ndarray, part: np.ndarray | None) -> None:
+        """Record the residual of z at evaluation k for the active samples, less its relative part; keep z where
+        that is the least so far."""
+        better = residual < self.least  # false for NaN and, since nothing is below it twice, for infinity
+        if self.active is None and better.all():
+            self.residual = self.least = residual
+            self.excess = None if part is None else residual - part
+            self.steps = self.least_at = k
+            self.best_z = self.z
+            return
+        # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
+        now = np.where(residual < np.inf, residual, np.nan)
+        excess = None if part is None else now - part
+        if self.active is not None:
+            now = np.where(self.active, now, self.residual)
+            excess = None if excess is None else np.where(self.active, excess, self.excess)
+        better = now < self.least
+        self.residual, self.excess = now, excess
+        self.steps = k if self.active is None else np.where(self.active, k, self.steps)
+        self.least, self.least_at = np.where(better, now, self.least), np.where(better, k, self.least_at)
+        self._keep_best(better)
+
+    def _keep_best(self, better: np.ndarray) -> None:
+        """By reference where it can be: only a sample that leaves the finite numbers will need its own again."""
+        waiting = better if self.active is None else better | ~self.active
+        if waiting.all() and not self.nonfinite.any():
+            self.best_z = self.z
+        elif better.any():
+            self.best_z = torch.where(on_device(better, self.z)[:, None], self.z, self.best_z)
+
+    def advance(self, proposal: Tensor) -> None:
+        """Move the active samples."""
+        if self.active is None:  # a copy of T(z): T may write its next value into the same memory
+            self.z = proposal.clone() if proposal is self.Tz else proposal
+            return
+        if self.mask is None:
+            self.mask = on_device(self.active, self.z)[:, None]
+        self.z = torch.where(self.mask, proposal, self.z)
+
+    def goes_on(self, k: int, atol: float) -> bool:
+        """Was evaluation k such that nothing has to be decided? All are active, finite, and better than before."""
+        uniform = self.active is None and isinstance(self.least_at, int) and self.least_at == k
+        return uniform and len(self.test) > 0 and bool(self.test.min() > atol)
+
+    def settle(self, active: np.ndarray) -> None:
+        """These are active from now on."""
+        if self.active is None or not np.array_equal(active, self.active):
+            self.active, self.mask = None if active.all() else active, None
+
+    def scrub(self) -> None:
+        """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
+        self.z = torch.where(on_device(self.nonfinite, self.z)[:, None], self.best_z, self.z)
+
+    def take(self, chosen: np.ndarray) -> HostState:
+        """The samples with these numbers, as a state of their own."""
+        index = on_device(chosen, self.z)
+        kept: dict[str, Any] = {
+            name: None if old is None else old[chosen] for name, old in self._numbers().items()
+        }
+        return HostState(self.z.index_select(0, index), self.best_z.index_select(0, index), **kept)
+
+    def put(self, chosen: np.ndarray, part: HostState) -> None:
+        """Write the samples of `part` back to these numbers."""
+        index = on_device(chosen, self.z)
+        self.z = self.z.index_copy(0, index, part.z)
+        self.best_z = self.best_z.index_copy(0, index, part.best_z)
+        theirs = part._numbers()
+        for name, old in self._numbers().items():
+            if old is not None:
+                new = old.copy()
+                new[chosen] = theirs[name]
+                setattr(self, name, new)
+        self.mask = None
+
+    def _numbers(self) -> dict[str, np.ndarray | None]:
+        """Every number of every sample, by name."""
+        count = len(self.residual)
+        alone = {"residual": self.residual, "least": self.least, "excess": self.excess}
+        return {
+            **alone,
+            "steps": np.broadcast_to(self.steps, count),
+            "least_at": np.broadcast_to(self.least_at, count),
+            "active": np.ones(count, bool) if self.active is None else self.active,
+            "stalled": np.zeros(count, bool) if self.stalled is None else self.stalled,
+        }
+
+
+class Watched(Base[HostState]):
+    """A solve by Picard whose host looks at every step."""
+
+    solver: Picard
+
+    def start(self, z0: Latent) -> HostState:
+        return HostState.start(self.space.rows(z0, "start").contiguous(), relative=self.tolerance.rtol > 0)
+
+    def step(self, state: HostState, k: int, turn: int) -> None:
+        """Evaluate T once, look at the residual, move every sample that is still active."""
+        rtol = self.tolerance.rtol
+        state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
+        residual = self.size(Tz - state.z)
+        if rtol:
+            both = to_numpy(torch.stack((residual, self.size(Tz))))
+            state.observe(k, both[0], rtol * both[1])
+        else:
+            state.observe(k, to_numpy(residual), None)
+        state.advance(self.solver.propose(state.z, Tz))
+
+    def check(self, state: HostState, k: int, *, compact: bool) -> HostState:
+        """Which samples are done; judge stalling; let done samples leave the batch."""
+        if state.goes_on(k, self.atol):
+            return state
+        active = state.test > self.atol
+        if state.stalled is not None:
+            active &= ~state.stalled
+        idle = active & (state.least_at <= k - IDLE)
+        if idle.any() and state.Tz is not None:
+            flat = self.flat(idle, state.residual, state.Tz)
+            if flat.any():
+                state.stalled = flat if state.stalled is None else state.stalled | flat
+                active &= ~flat
+        state.settle(active)
+        nonfinite = int(state.nonfinite.sum()) + self.nonfinite_left
+        if nonfinite > self.nonfinite:
+            self.nonfinite = nonfinite
+            state.scrub()
+        self.busy = bool(active.any())
+        return self.without(state, ~active) if compact and self.busy else state
+
+    def residual(self, state: HostState) -> Tensor:
+        """Of everyone, as it is now."""
+        return on_device(self.everyone(state).residual, state.z)
+
+    def finish(self, state: HostState, trace: list[Tensor] | None) -> Solution:
+        """The solution a state stands for: scaled residuals, and the best iterate where T was not finite."""
+        state, space = self.everyone(state), self.space_of_all
+        scale = self.tolerance.norm.scale(space)
+        nonfinite = state.nonfinite
+        if nonfinite.any():
+            state.scrub()
+        count = len(nonfinite)
+
+        def spread(values: np.ndarray | int) -> Tensor:
+            return space.spread(on_device(np.array(np.broadcast_to(values, count)), state.z))
+
+        return Solution(
+            value=space.nest(state.z),
+            residual=spread(np.where(nonfinite, state.least, state.residual) * scale).to(state.z.dtype),
+            converged=spread((state.test <= self.atol) & ~nonfinite),
+            steps=spread(state.steps),
+            stalled=spread(False if state.stalled is None else state.stalled),
+            nonfinite=spread(nonfinite),
+            residuals=None if trace is None else tuple(space.spread(row * scale) for row in trace),
+            nonfinite_seen=self.nonfinite,
+        )
