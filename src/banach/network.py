@@ -130,6 +130,14 @@ class ImplicitNetwork(nn.Module):
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
 
 
+def is_as_written(net: object) -> bool:
+    """Does it answer by `ImplicitNetwork`'s own methods, without hooks? Only then may its parts be called instead."""
+    if not isinstance(net, ImplicitNetwork) or net._forward_hooks or net._forward_pre_hooks:
+        return False
+    own = all(getattr(type(net), name) is getattr(ImplicitNetwork, name) for name in ("forward", "latent"))
+    return own and not {"forward", "latent"} & set(vars(net))
+
+
 def _numbers(z0: Latent) -> Tensor:
     first = leaves(z0)[0]
     return torch.arange(first.shape[0], device=first.device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import banach
 from banach import JFB, Anderson, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, WorstPixel, models
 from banach.fast import FixedDepth
 from banach.fast.twin import has_traceless_twin, traceless_twin
@@ -89,6 +90,61 @@ def test_in_eval_mode_the_twin_uses_the_statistics() -> None:
     R = paper_network().eval().R
     u = torch.randn(3, 24, 4, 4, dtype=torch.float64)
     torch.testing.assert_close(traceless_twin(R)(u, u), R(u, u))
+
+
+class Halved(JFB):
+    """A mode of one's own, whose value is another one."""
+
+    def attach(self, T: Any, z_star: Any, inputs: Any = (), *, coupled: bool = False) -> Any:
+        return super().attach(T, z_star, inputs, coupled=coupled) / 2
+
+
+class Slow(Picard):
+    def step(self, memory: Any, at: Any) -> Any:
+        return torch.lerp(at.Tz, at.z, 0.5), memory
+
+
+class Doubled(ImplicitNetwork):
+    def forward(self, d: Any, z0: Any = None, *, solution: bool = False) -> Any:
+        return super().forward(2 * d, z0, solution=solution)
+
+
+def _with(**changes: Any) -> Any:
+    net = paper_network()
+    for name, value in changes.items():
+        setattr(net, name, value)
+    return net
+
+
+def _doubled() -> Any:
+    net = paper_network()
+    return Doubled(net.Q, net.R, net.S, tolerance=net.tolerance)
+
+
+def _hooked() -> Any:
+    net = paper_network()
+    net.register_forward_pre_hook(lambda module, given: (2 * given[0], *given[1:]))
+    return net
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: _with(backward=Halved()), lambda: _with(solver=Slow()), _doubled, _hooked],
+    ids=["mode", "solver", "network", "hook"],
+)
+def test_what_users_wrote_is_called(make: Any) -> None:
+    """A class that only derives from one of ours is not taken for it."""
+    net, d = make().eval(), images()
+    net.tolerance = Tolerance(atol=0.0, max_steps=7, norm=WorstPixel(), check_every=0)
+    made = FixedDepth(net)
+    assert not made.bare
+    torch.testing.assert_close(made(d, 7)[0], net(d))
+    assert FixedDepth(paper_network()).bare
+    if isinstance(net, Doubled) or net._forward_pre_hooks:
+        with pytest.raises(TypeError, match="a forward or hooks of its own"):
+            banach.compile(net)
+    else:
+        torch.testing.assert_close(banach.compile(net, first=3)(d), net(d))
 
 
 def test_what_has_no_twin_goes_through_the_network() -> None:

@@ -16,7 +16,7 @@ from banach.fast.twin import has_traceless_twin, traceless_twin
 from banach.fast.whole import WholeSolve
 from banach.fast.windows import products_in_tf32, wants_windows, with_windows
 from banach.latent import Latent, Space, detach, leaves, map_leaves
-from banach.network import ImplicitNetwork
+from banach.network import ImplicitNetwork, is_as_written
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Picard, Tolerance
 
@@ -56,7 +56,7 @@ class FixedDepth:
     ) -> None:
         self.net, self.tolerance = net, net.tolerance
         self.bare = is_bare(net)
-        self.damping = net.solver.damping if isinstance(net.solver, Picard) else 0.0
+        self.damping = net.solver.damping if type(net.solver) is Picard else 0.0
         if self.bare:
             self.whole = WholeSolve.of(net)
             named = fused_parts(net, whole=self.whole is not None) if half else (net.Q, net.R, net.S)
@@ -135,12 +135,8 @@ class FixedDepth:
 
 def is_bare(net: Any) -> bool:
     """Is it a network whose parts can be called one by one?"""
-    return (
-        isinstance(net, ImplicitNetwork)
-        and isinstance(net.solver, Picard)
-        and isinstance(net.backward, JFB)
-        and has_traceless_twin(net.R)
-    )
+    known = is_as_written(net) and type(net.solver) is Picard and type(net.backward) is JFB
+    return known and has_traceless_twin(net.R)
 
 
 def prefers_channels_last(net: nn.Module, precision: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach.backward import Unroll
+from banach.backward import JFB, Implicit, Neumann
 from banach.fast.fixed import measure, promoted
 from banach.fast.found import Found
 from banach.fast.fuse import fused_parts, stacks_of
@@ -19,7 +19,7 @@ from banach.fast.starts import Neighbours
 from banach.fast.twin import traceless_twin
 from banach.fast.whole import WholeSolve
 from banach.latent import Space
-from banach.network import ImplicitNetwork, zeros
+from banach.network import ImplicitNetwork, is_as_written, zeros
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Picard
 from banach.solve.stages import stage
@@ -47,6 +47,9 @@ class CompiledNetwork:
         compile: bool = False,
         neighbours: int = 0,
     ) -> None:
+        if not is_as_written(net):
+            what = f"{type(net).__name__} with a forward or hooks of its own"
+            raise TypeError(f"compile takes an ImplicitNetwork, whose Q, R and S it calls itself, got {what}")
         if net.coupled:
             raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
         if min(first, then) < 1:
@@ -83,7 +86,7 @@ class CompiledNetwork:
         return (whole.y, whole.solution()) if solution else whole.y
 
     def _continued(self, found: Found, steps: range) -> Found:
-        if not isinstance(self.net.solver, Picard):  # what such a solver does depends on the number of the step
+        if type(self.net.solver) is not Picard:  # what such a solver does depends on the number of the step
             return self._run(self._go_on, steps, found.v, found.z, *found.carried)
         made = self._run(self._go_on, range(len(steps)), found.v, found.z)
         made.steps.add_(steps.start)
@@ -112,7 +115,7 @@ class CompiledNetwork:
 
     def _go_on(self, steps: range, v: Tensor, z: Tensor, *carried: Tensor) -> Found:
         self._forget()
-        if not isinstance(self.net.solver, Picard):
+        if type(self.net.solver) is not Picard:
             return self._go_on_by_solver(steps, v, z, carried)
         before, damping = z, self.net.solver.damping
         for _ in steps:
@@ -141,7 +144,7 @@ class CompiledNetwork:
         self, v: Tensor, z: Tensor, residual: Tensor, converged: Tensor, nonfinite: Tensor, steps: Tensor
     ) -> Found:
         mode = self.net.backward
-        u = mode.attach(self.R, z, (v,)) if isinstance(mode, Unroll) else self.R(z, v)
+        u = self.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(self.R, z, (v,))
         return Found(v, z, u, self.S(u), residual, converged, nonfinite, steps)
 
     def _run(self, program: Callable[..., Found], steps: range, *inputs: Tensor) -> Found:

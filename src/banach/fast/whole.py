@@ -54,7 +54,7 @@ def _is_known(net: ImplicitNetwork) -> bool:
     """Is the iteration of this network what the kernel computes?"""
     solver: Any = net.solver
     return (
-        isinstance(solver, Picard)
+        type(solver) is Picard
         and not solver.damping
         and net.tolerance.max_steps > 0
         and stop_of(net.tolerance) is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.fast import CompiledNetwork, FixedDepth, Reached
-from banach.network import ImplicitNetwork
+from banach.network import ImplicitNetwork, is_as_written
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Picard, Solution
 from banach.train.precision import at_least_fp32, autocast
@@ -109,11 +109,9 @@ def _is_known(net: Any) -> bool:
     Unroll is left out: its value lies further on from z.
     """
     return (
-        isinstance(net, ImplicitNetwork)
-        and type(net).forward is ImplicitNetwork.forward
-        and type(net).latent is ImplicitNetwork.latent
-        and isinstance(net.solver, Picard)
-        and isinstance(net.backward, (JFB, Neumann, Implicit))
+        is_as_written(net)
+        and type(net.solver) is Picard
+        and type(net.backward) in (JFB, Neumann, Implicit)
         and (net.training or not _is_mixed(net))
     )
 
