@@ -131,7 +131,7 @@ class ImplicitNetwork(nn.Module):
 
 
 def is_as_written(net: object) -> bool:
-    """Does it answer by `ImplicitNetwork`'s own methods, without hooks? Else its parts must not be called for it."""
+    """Does it answer by `ImplicitNetwork`'s own methods, without hooks? Else no one may call its parts for it."""
     if not isinstance(net, ImplicitNetwork) or net._forward_hooks or net._forward_pre_hooks:
         return False
     own = all(getattr(type(net), name) is getattr(ImplicitNetwork, name) for name in ("forward", "latent"))

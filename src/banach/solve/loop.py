@@ -47,11 +47,9 @@ def solve(
         _check_compact(space, inputs)
     # torch 2.11 says so under torch.compile as well; there the loop is Python's.
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    asks = tolerance.check_every == 1 and not exporting
     parts = (T, solver, tolerance, space, detach(tuple(inputs)))
-    run: Any = Run(*parts, asks_each_step=asks)
-    if asks and type(solver) is Picard and not torch.compiler.is_compiling():
-        run = Watched(*parts)
+    watched = tolerance.check_every == 1 and not exporting and not torch.compiler.is_compiling()
+    run: Any = Watched(*parts) if watched else Run(*parts)
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
     if exporting:

@@ -13,7 +13,7 @@ from banach.latent import Latent, Space, select
 from banach.solve.precision import rounding, with_autocast_of
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point, Solver
-from banach.solve.state import Seen, State, finish, to_numpy
+from banach.solve.state import State, finish, to_numpy
 from banach.solve.tolerance import Tolerance
 
 Map = Callable[..., Latent]
@@ -96,12 +96,7 @@ class Base(Generic[S]):
 
 
 class Run(Base[State]):
-    """The device keeps the numbers, so that the host need not be asked; `asks_each_step`: it will be, after every
-    step, and then it can keep the best iterate by reference, and masks nothing while all samples are active."""
-
-    def __init__(self, *parts: Any, asks_each_step: bool = False) -> None:
-        super().__init__(*parts)
-        self.asks_each_step = asks_each_step
+    """The device keeps the numbers, so that the host need not be asked."""
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
@@ -119,19 +114,14 @@ class Run(Base[State]):
         point = Point(turn, state.z, Tz, r, state.residual, state.least, state.least_at, k)
         proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal)
-        if not self.asks_each_step:
-            state.freeze(self.atol)
-            state.keep_best()
+        state.freeze(self.atol)
+        state.keep_best()
 
     @torch.compiler.disable  # the host decides here: traced, it would be compiled anew at every step
     def check(self, state: State, k: int, *, compact: bool) -> State:
         """Ask the host which samples are done; judge stalling; let done samples leave the batch."""
         seen = state.on_host(k, self.atol)
         active = seen.active
-        if self.asks_each_step:
-            self._keep_best(state, seen)
-            if not active.all():
-                state.freeze(self.atol)
         if seen.idle.any() and state.Tz is not None:
             flat = self.flat(seen.idle, seen.residual, state.Tz)
             if flat.any():
@@ -141,7 +131,7 @@ class Run(Base[State]):
         if nonfinite > self.nonfinite:
             self.nonfinite = nonfinite
             state.scrub()
-        self.busy, state.all_active = bool(active.any()), bool(active.all())
+        self.busy = bool(active.any())
         return self.without(state, ~active) if compact and self.busy else state
 
     def residual(self, state: State) -> Tensor:
@@ -150,13 +140,6 @@ class Run(Base[State]):
 
     def finish(self, state: State, trace: list[Tensor] | None) -> Solution:
         return finish(self.everyone(state), self.space_of_all, self.tolerance, trace, self.nonfinite)
-
-    def _keep_best(self, state: State, seen: Seen) -> None:
-        """What `State.keep_best` does, without a kernel where all samples got better, or none did."""
-        if seen.better.all():
-            state.best_z = state.z_before
-        elif seen.better.any():
-            state.best_z = torch.where(state.better.unsqueeze(1), state.z_before, state.best_z)
 
 
 def _version(z: Tensor) -> int | None:

@@ -23,7 +23,6 @@ class Seen(NamedTuple):
     active: np.ndarray
     nonfinite: np.ndarray
     idle: np.ndarray  # active, and no new least residual in the last IDLE evaluations
-    better: np.ndarray  # the last evaluation gave a new least residual
     residual: np.ndarray
 
 
@@ -42,7 +41,6 @@ class State:
     memory: Memory
     stalled: Tensor | None = None
     Tz: Tensor | None = None
-    all_active: bool = False  # does the host know that every sample is active? Then nothing has to be masked.
 
     def __post_init__(self) -> None:
         # Views, made once: `stats` and `now` are only ever written in place.
@@ -56,7 +54,7 @@ class State:
         stats = z.new_full((2, 3 if relative else 2, z.shape[0]), torch.inf)
         stats[:, 1] = 0
         active = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
-        return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory, all_active=True)
+        return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory)
 
     def to_carry(self) -> tuple[Tensor, ...]:
         """What `carried` makes this state of, but for z: tensors whose first axis is the sample."""
@@ -76,14 +74,13 @@ class State:
 
     def observe(self, step: int | Tensor, residual: Tensor, relative: tuple[Tensor, float] | None) -> None:
         """Record the residual of z at this step for the active samples, and where it is their least."""
-        now = self.reached if self.all_active else self.now
+        now = self.now
         # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
         torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[0])
         now[1].fill_(step)
         if relative is not None:
             torch.sub(now[0], relative[0], alpha=relative[1], out=now[2])
-        if not self.all_active:
-            torch.where(self.active, now, self.reached, out=self.reached)
+        torch.where(self.active, now, self.reached, out=self.reached)
         self.better = self.residual < self.least
         torch.where(self.better, self.reached, self.best, out=self.best)
 
@@ -94,10 +91,7 @@ class State:
     def advance(self, proposal: Tensor) -> None:
         """Move the active samples."""
         self.z_before = self.z
-        if not self.all_active:
-            self.z = torch.where(self.active.unsqueeze(1), proposal, self.z)
-        else:  # a copy of T(z): T may write its next value into the same memory
-            self.z, self.all_active = proposal.clone() if proposal is self.Tz else proposal, False
+        self.z = torch.where(self.active.unsqueeze(1), proposal, self.z)
 
     def freeze(self, atol: float) -> None:
         """Samples that met the tolerance or left the finite numbers are active no more."""
@@ -113,7 +107,7 @@ class State:
         if self.stalled is not None:
             active &= ~to_numpy(self.stalled)
         idle = active & (best_step <= step - IDLE)
-        return Seen(active, ~(test > -np.inf), idle, best_step == step, residual)
+        return Seen(active, ~(test > -np.inf), idle, residual)
 
     def stall(self, flat: np.ndarray) -> None:
         """Freeze these samples where they are: they move no more, and not because they met the tolerance."""

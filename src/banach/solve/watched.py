@@ -1,4 +1,4 @@
-"""Picard's iteration under the eyes of the host: it sees every residual, and so keeps all numbers itself.
+"""A solve under the eyes of the host: it sees every residual, and so keeps all numbers itself.
 
 The device evaluates T and one norm a step, and moves the samples. What `State` computes there with several small
 kernels a step, of which each costs as much as one of T's, is arithmetic on a few numbers here.
@@ -17,7 +17,7 @@ from banach.latent import Latent
 from banach.solve.picard import Picard
 from banach.solve.run import Base
 from banach.solve.solution import Solution
-from banach.solve.solver import Memory
+from banach.solve.solver import Memory, Point
 from banach.solve.state import IDLE, on_device, to_numpy
 
 Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for each
@@ -44,9 +44,9 @@ class HostState:
     memory: Memory = ()
 
     @staticmethod
-    def start(z: Tensor, *, relative: bool) -> HostState:
+    def start(z: Tensor, memory: Memory, *, relative: bool) -> HostState:
         unknown = np.full(len(z), np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
-        return HostState(z, z, unknown, unknown, unknown if relative else None)
+        return HostState(z, z, unknown, unknown, unknown if relative else None, memory=memory)
 
     @property
     def test(self) -> np.ndarray:
@@ -88,6 +88,14 @@ class HostState:
         elif better.any():
             self.best_z = torch.where(on_device(better, self.z)[:, None], self.z, self.best_z)
 
+    def told(self, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For a solver: residual, least residual and where that was. `residual` is what was just measured."""
+        if isinstance(self.least_at, int):  # then all samples are active, and none was ever better
+            return residual, residual, residual.new_full(residual.shape, self.least_at)
+        numbers = (self.residual, self.least, self.least_at)
+        residual, least, least_at = (on_device(part, self.z).to(self.z.dtype) for part in numbers)
+        return residual, least, least_at
+
     def advance(self, proposal: Tensor) -> None:
         """Move the active samples."""
         if self.active is None:  # a copy of T(z): T may write its next value into the same memory
@@ -117,10 +125,11 @@ class HostState:
         kept: dict[str, Any] = {
             name: None if old is None else old[chosen] for name, old in self._numbers().items()
         }
-        return HostState(self.z.index_select(0, index), self.best_z.index_select(0, index), **kept)
+        z, best_z, *memory = (part.index_select(0, index) for part in (self.z, self.best_z, *self.memory))
+        return HostState(z, best_z, **kept, memory=tuple(memory))
 
     def put(self, chosen: np.ndarray, part: HostState) -> None:
-        """Write the samples of `part` back to these numbers."""
+        """Write the samples of `part` back to these numbers; the solver's memory is not needed again."""
         index = on_device(chosen, self.z)
         self.z = self.z.index_copy(0, index, part.z)
         self.best_z = self.best_z.index_copy(0, index, part.best_z)
@@ -146,24 +155,29 @@ class HostState:
 
 
 class Watched(Base[HostState]):
-    """A solve by Picard whose host looks at every step."""
-
-    solver: Picard
+    """A solve whose host looks at every step."""
 
     def start(self, z0: Latent) -> HostState:
-        return HostState.start(self.space.rows(z0, "start").contiguous(), relative=self.tolerance.rtol > 0)
+        rows = self.space.rows(z0, "start").contiguous()
+        return HostState.start(rows, self.solver.start(rows), relative=self.tolerance.rtol > 0)
 
     def step(self, state: HostState, k: int, turn: int) -> None:
         """Evaluate T once, look at the residual, move every sample that is still active."""
         rtol = self.tolerance.rtol
         state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
-        residual = self.size(Tz - state.z)
+        r = Tz - state.z
+        residual = self.size(r)
         if rtol:
             both = to_numpy(torch.stack((residual, self.size(Tz))))
             state.observe(k, both[0], rtol * both[1])
         else:
             state.observe(k, to_numpy(residual), None)
-        state.advance(self.solver.propose(state.z, Tz))
+        if type(self.solver) is Picard:
+            proposal = self.solver.propose(state.z, Tz)
+        else:
+            told = Point(turn, state.z, Tz, r, *state.told(residual), k)
+            proposal, state.memory = self.solver.step(state.memory, told)
+        state.advance(proposal)
 
     def check(self, state: HostState, k: int, *, compact: bool) -> HostState:
         """Which samples are done; judge stalling; let done samples leave the batch."""
