@@ -1,0 +1,114 @@
+"""Whoever keeps the numbers, the host or the device, a solve is the same, bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from banach import (
+    RMS,
+    Anderson,
+    Broyden,
+    Euclidean,
+    Picard,
+    Solution,
+    Solver,
+    Status,
+    Tolerance,
+    WorstPixel,
+    solve,
+)
+from banach.solve import Norm, loop
+from banach.solve.run import Run
+
+SOLVERS: list[Solver] = [Picard(), Picard(0.3), Anderson(3), Broyden(4)]
+
+
+def kinds(z: Tensor, rate: Tensor, x: Tensor) -> Tensor:
+    """Samples that converge at many rates; one that grows without bound, one that meets NaN, one that rounding
+    keeps from its fixed point, one that circles."""
+    value = rate * z + x
+    spoilt = torch.where(z[4:5].abs().amax() > 3, torch.nan, value[4:5])
+    rounded = 1.5 + torch.finfo(z.dtype).eps * (z[5:6] <= 1.5)
+    return torch.cat([value[:3], value[3:4], spoilt, rounded, -z[6:7], value[7:]])
+
+
+def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    rate = torch.linspace(0.1, 0.9, 12, dtype=dtype).view(12, 1, 1, 1).repeat(1, 2, 3, 3)
+    rate[3], rate[4] = 1e6, 1.5
+    x = torch.rand(12, 2, 3, 3, generator=draw, dtype=dtype) + 0.1
+    z0 = torch.zeros(12, 2, 3, 3, dtype=dtype)
+    z0[5:7] = 1.5
+    return z0, rate, x
+
+
+def leaving(z: Tensor, rate: Tensor, x: Tensor) -> Tensor:
+    """`kinds` tells samples by their place, so it cannot be compacted; this can."""
+    rates = rate * torch.linspace(0.2, 1, 9, dtype=z.dtype).view(3, 3)
+    return torch.where(z.abs() > 1e30, torch.nan, rates * z + x)
+
+
+def halving(z: Tensor, rate: Tensor, x: Tensor) -> Tensor:
+    return z / 2 + x
+
+
+def check(
+    patch: pytest.MonkeyPatch, T: Any, solver: Solver, tolerance: Tolerance, dtype: torch.dtype, **how: bool
+) -> Solution:
+    """What the host finds, which is what the device finds."""
+    z0, rate, x = problem(dtype)
+
+    def once() -> tuple[Solution, list[Tensor]]:
+        seen: list[Tensor] = []
+        given: dict[str, Any] = {"inputs": (rate, x), "tolerance": tolerance, "record": True, **how}
+        return solve(T, z0, solver, on_step=lambda k, z: seen.append(z.clone()), **given), seen
+
+    host, seen = once()
+    patch.setattr(loop, "Watched", Run)
+    device, seen_there = once()
+    for name in ("value", "residual", "converged", "steps", "stalled", "nonfinite", "trace"):
+        equal(getattr(host, name), getattr(device, name))
+    assert host.nonfinite_seen == device.nonfinite_seen
+    for here, there in zip(seen, seen_there, strict=True):
+        equal(here, there)
+    return host
+
+
+def equal(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm", [RMS(), Euclidean(), WorstPixel()], ids=repr)
+@pytest.mark.parametrize("rtol", [0.0, 1e-3])
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_every_way_to_end(
+    solver: Solver, rtol: float, norm: Norm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tolerance = Tolerance(atol=0.0 if rtol else 1e-18, rtol=rtol, max_steps=40, norm=norm)
+    found = check(monkeypatch, kinds, solver, tolerance, dtype)
+    ends = set(found.status)
+    if solver == Picard() and not rtol:
+        assert ends == set(Status)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize("rtol", [0.0, 1e-3])
+def test_samples_that_leave(solver: Solver, rtol: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    tolerance = Tolerance(atol=1e-5, rtol=rtol, max_steps=60)
+    found = check(monkeypatch, leaving, solver, tolerance, torch.float64, compact=True)
+    assert len(set(found.steps.tolist())) > 3
+    assert Status.CONVERGED in found.status
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize("rtol", [0.0, 1e-3])
+@pytest.mark.parametrize("T", [kinds, halving])
+def test_a_coupled_batch(T: Any, solver: Solver, rtol: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    tolerance = Tolerance(atol=1e-4, rtol=rtol, max_steps=40, norm=WorstPixel())
+    found = check(monkeypatch, T, solver, tolerance, torch.float32, coupled=True)
+    assert bool(found.converged.all()) is (T is halving)
