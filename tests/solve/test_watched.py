@@ -32,7 +32,7 @@ def kinds(z: Tensor, rate: Tensor, x: Tensor) -> Tensor:
     keeps from its fixed point, one that circles."""
     value = rate * z + x
     spoilt = torch.where(z[4:5].abs().amax() > 3, torch.nan, value[4:5])
-    rounded = 1.5 + torch.finfo(z.dtype).eps * (z[5:6] <= 1.5)
+    rounded = 1.5 + torch.finfo(z.dtype).eps * (z[5:6] <= 1.5).to(z.dtype)
     return torch.cat([value[:3], value[3:4], spoilt, rounded, -z[6:7], value[7:]])
 
 
