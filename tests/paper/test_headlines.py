@@ -27,6 +27,7 @@ def test_accuracies_stand_beside_printed_ones() -> None:
 
     found = of("table1", row("JFB", 99.4, 99.5), row("explicit: the twin", 99.4, 99.25), row("MON", 99.2, None))
     assert found == [(99.4, "99.5 ± 0.1 (n = 3)", True), (99.4, "99.25 ± 0.1 (n = 3)", None), (None, 0.25, None)]
+    assert of("table1", row("JFB, the rate decaying to 0", 99.4, 99.3)) == [(99.4, "99.3 ± 0.1 (n = 3)", False)]
 
 
 def test_each_tolerance_is_compared() -> None:

@@ -10,10 +10,11 @@ import torch
 
 from banach import data, models
 from banach.backward import Implicit, NormalCG
-from banach.models import Steps
+from banach.models import Cosine, Steps
 from banach.paper import Options, common, table1, table2
 from banach.paper.common import HEARD, Adjoints, Subject, shortened, train
 from banach.paper.headlines import headlines
+from banach.paper.jobs import carry_out
 from banach.provenance import Summary, plain
 from banach.solve import Tolerance
 from banach.train import Settings
@@ -104,6 +105,34 @@ def test_a_shortened_schedule_keeps_its_proportions() -> None:
         there, here = (s.schedule.multiplier(share * s.epochs, s.epochs) for s in (settings, short))
         assert here == there
     assert short.epochs == 60
+
+
+def test_rows_with_a_decaying_rate_change_the_rate_and_the_length_alone() -> None:
+    decayed = {e.subject.data: e.jobs()[0] for e in table1.FULL if e.method == table1.DECAYED}
+    plain = {e.subject.data: e.jobs()[0] for e in table1.FULL if e.tag == "jfb"}
+    assert set(decayed) == {"mnist", "svhn"}
+    for name, job in decayed.items():
+        assert job.settings.schedule == Cosine()
+        assert job.name == f"table1-{name}-jfb-decayed-seed0"
+        of = plain[name].settings
+        same = replace(job.settings, recipe=of.recipe, lr=of.lr, epochs=of.epochs, schedule=of.schedule)
+        assert same == of
+        assert job.tolerance == plain[name].tolerance
+
+
+def test_all_training_images_are_used(tmp_path: Path) -> None:
+    assert all(job.settings.whole for entry in table1.FULL for job in entry.jobs())
+    job = replace(TINY, whole=True, subset=None).job("whole")
+    outcome = carry_out(job, options_in(tmp_path))
+    assert outcome.epochs[0].validation_accuracy is None
+    trained, held = data.load("digits"), data.load("digits", "validation")
+    images = len(trained) + len(held)
+    assert f"({images}, 1, 8, 8)" in _identity(tmp_path / "runs" / job.name)["train"]
+
+
+def _identity(run: Path) -> Any:
+    (state,) = (run / "checkpoints").glob("*/state.json")
+    return json.loads(state.read_text())["state"]["identity"]
 
 
 def test_full_rows_are_the_papers() -> None:
