@@ -108,7 +108,7 @@ def test_a_shortened_schedule_keeps_its_proportions() -> None:
 
 
 def test_rows_with_a_decaying_rate_change_the_rate_and_the_length_alone() -> None:
-    decayed = {e.subject.data: e.jobs()[0] for e in table1.FULL if e.method == table1.DECAYED}
+    decayed = {e.subject.data: e.jobs()[0] for e in table1.FULL if e.method == "JFB" + table1.DECAYED}
     plain = {e.subject.data: e.jobs()[0] for e in table1.FULL if e.tag == "jfb"}
     assert set(decayed) == {"mnist", "svhn"}
     for name, job in decayed.items():

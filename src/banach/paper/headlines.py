@@ -37,11 +37,19 @@ def _table1(rows: list[Row]) -> list[Row]:
         for row in trained
         if row["paper %"] is not None
     ]
-    for jfb in (row for row in trained if row["method"] == "JFB"):
-        for twin in (row for row in trained if row["data"] == jfb["data"] and "twin" in row["method"]):
+    for jfb in (row for row in trained if row["method"].startswith("JFB")):
+        how = jfb["method"].removeprefix("JFB")
+        twins = [row for row in trained if row["data"] == jfb["data"] and "twin" in row["method"]]
+        for twin in (row for row in twins if _after_comma(row["method"]) == how):
             gain = _mean(jfb["clean %"]) - _mean(twin["clean %"])
-            found.append(_row(f"{jfb['data']}: JFB less its explicit twin, points", None, gain, None))
+            found.append(_row(f"{jfb['data']}: JFB less its explicit twin{how}, points", None, gain, None))
     return found
+
+
+def _after_comma(method: str) -> str:
+    """Of "explicit: the twin S(R(0, Q(d))), so trained" the last part, comma included."""
+    name, comma, how = method.rpartition("), ")
+    return comma.removeprefix(")") + how if name else ""
 
 
 def _table2(rows: list[Row]) -> list[Row]:
