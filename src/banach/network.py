@@ -130,12 +130,22 @@ class ImplicitNetwork(nn.Module):
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Is something else called with it, its own hooks or those of all modules?"""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    everywhere = nn.modules.module
+    return any(getattr(module, kind) for kind in kinds) or any(
+        getattr(everywhere, f"_global{kind}", None) for kind in kinds
+    )
+
+
 def is_as_written(net: object) -> bool:
     """Does it answer by `ImplicitNetwork`'s own methods, without hooks? Else no one may call its parts for it."""
-    if not isinstance(net, ImplicitNetwork) or net._forward_hooks or net._forward_pre_hooks:
+    if not isinstance(net, ImplicitNetwork) or is_hooked(net):
         return False
-    own = all(getattr(type(net), name) is getattr(ImplicitNetwork, name) for name in ("forward", "latent"))
-    return own and not {"forward", "latent"} & set(vars(net))
+    names = ("__call__", "forward", "latent", "_start")
+    own = all(getattr(type(net), name) is getattr(ImplicitNetwork, name) for name in names)
+    return own and vars(net).keys().isdisjoint(names)
 
 
 def _numbers(z0: Latent) -> Tensor:

@@ -82,6 +82,9 @@ def test_on_the_whole_nothing_is_validated(here: Path, capsys: Any) -> None:
     assert main(["evaluate", "runs/digits-1", "--split", "validation"]) == 2
     assert "trained on the validation images too" in capsys.readouterr().err
     assert main(["compare", "runs/digits-1"]) == 0
+    capsys.readouterr()
+    assert main(["diagnose", "runs/digits-1", "--samples", "4"]) == 0
+    assert "4 training images" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_test_set_is_read_once_at_the_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,16 @@ def _doubled() -> Any:
     return Doubled(net.Q, net.R, net.S, tolerance=net.tolerance)
 
 
+class Called(ImplicitNetwork):
+    def __call__(self, d: Any, *rest: Any, **options: Any) -> Any:
+        return super().__call__(2 * d, *rest, **options)
+
+
+def _called() -> Any:
+    net = paper_network()
+    return Called(net.Q, net.R, net.S, tolerance=net.tolerance)
+
+
 def _hooked() -> Any:
     net = paper_network()
     net.register_forward_pre_hook(lambda module, given: (2 * given[0], *given[1:]))
@@ -129,8 +139,8 @@ def _hooked() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: _with(backward=Halved()), lambda: _with(solver=Slow()), _doubled, _hooked],
-    ids=["mode", "solver", "network", "hook"],
+    [lambda: _with(backward=Halved()), lambda: _with(solver=Slow()), _doubled, _called, _hooked],
+    ids=["mode", "solver", "network", "call", "hook"],
 )
 def test_what_users_wrote_is_called(make: Any) -> None:
     """A class that only derives from one of ours is not taken for it."""
@@ -140,7 +150,7 @@ def test_what_users_wrote_is_called(make: Any) -> None:
     assert not made.bare
     torch.testing.assert_close(made(d, 7)[0], net(d))
     assert FixedDepth(paper_network()).bare
-    if isinstance(net, Doubled) or net._forward_pre_hooks:
+    if isinstance(net, (Doubled, Called)) or net._forward_pre_hooks:
         with pytest.raises(TypeError, match="a forward or hooks of its own"):
             banach.compile(net)
     else:

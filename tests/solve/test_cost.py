@@ -131,11 +131,11 @@ def test_the_host_is_asked_at_checks_alone(
     assert len(looks) == asked
 
 
-@pytest.mark.parametrize(("rtol", "kernels"), [(0.0, 3), (1e-12, 5)])
+@pytest.mark.parametrize(("rtol", "kernels"), [(0.0, 3), (1e-12, 6)])
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("norm", [RMS(), WorstPixel()], ids=repr)
 def test_a_step_that_the_host_watches(norm: Norm, coupled: bool, rtol: float, kernels: int) -> None:
-    """Picard: a difference, its norm (of pixels: two kernels), a copy; with rtol the norm of T(z) beside it."""
+    """Picard: a difference, its norm (of pixels: two kernels), a copy; with rtol T(z)'s norm and the excess."""
     pixels = (1 + (rtol > 0)) * isinstance(norm, WorstPixel)
     assert per_step(Picard(), torch.ones(SHAPE), rtol=rtol, norm=norm, coupled=coupled) == (kernels + pixels, 2, 0)
 

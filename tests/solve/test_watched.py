@@ -13,6 +13,7 @@ from banach import (
     Anderson,
     Broyden,
     Euclidean,
+    ImplicitNetwork,
     Picard,
     Solution,
     Solver,
@@ -23,6 +24,7 @@ from banach import (
 )
 from banach.solve import Norm, loop
 from banach.solve.run import Run
+from banach.solve.watched import Watched
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.3), Anderson(3), Broyden(4)]
 
@@ -112,3 +114,67 @@ def test_a_coupled_batch(T: Any, solver: Solver, rtol: float, monkeypatch: pytes
     tolerance = Tolerance(atol=1e-4, rtol=rtol, max_steps=40, norm=WorstPixel())
     found = check(monkeypatch, T, solver, tolerance, torch.float32, coupled=True)
     assert bool(found.converged.all()) is (T is halving)
+
+
+class Reusing(Euclidean):
+    """A norm that writes all its values into the same memory."""
+
+    def measure(self, rows: Tensor, space: Any) -> Tensor:
+        self.__dict__.setdefault("buffer", rows.new_empty(len(rows)))
+        return torch.linalg.vector_norm(rows, dim=1, out=self.__dict__["buffer"])
+
+
+def test_a_norm_may_reuse_its_memory() -> None:
+    z0, rate, x = problem(torch.float64)
+    found = [
+        solve(leaving, z0, inputs=(rate, x), record=True, tolerance=Tolerance(atol=1e-6, norm=norm))
+        for norm in (Reusing(), Euclidean())
+    ]
+    equal(found[0].trace, found[1].trace)
+    equal(found[0].residual, found[1].residual)
+
+
+def test_a_norm_of_another_shape_is_refused() -> None:
+    class Whole(Euclidean):
+        def measure(self, rows: Tensor, space: Any) -> Tensor:
+            return rows.norm().view(1)
+
+    with pytest.raises(ValueError, match=r"one number for each of 3 rows, got shape \(1,\)"):
+        solve(lambda z: z / 2, torch.ones(3, 2), tolerance=Tolerance(norm=Whole()))
+
+
+@pytest.mark.parametrize("max_steps", [0, 1, 9])
+def test_the_value_shares_its_memory_with_nobody(max_steps: int) -> None:
+    z0, seen = torch.ones(3, 2), list[Tensor]()
+    found = solve(
+        lambda z: z / 2, z0, tolerance=Tolerance(atol=0, max_steps=max_steps), on_step=lambda k, z: seen.append(z)
+    )
+    kept = [z.clone() for z in seen]
+    found.value.zero_()
+    assert bool((z0 == 1).all())
+    assert all(torch.equal(z, before) for z, before in zip(seen, kept, strict=True))
+
+
+class Contracting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.tanh(0.3 * self.inner(u) + v)
+
+
+# PyTorch's own, where its compiler is first imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("solver", [Picard(), Anderson(3)], ids=repr)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_compiled_network_that_asks_the_host(mode: Any, solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the device keeps the numbers: the compiler would make programs of the host's arithmetic."""
+    torch.manual_seed(0)
+    net = ImplicitNetwork(torch.nn.Linear(4, 8), Contracting(), torch.nn.Linear(8, 2), solver=solver)
+    d = torch.randn(6, 4)
+    expected = net(d).detach()
+    monkeypatch.setattr(Watched, "step", None)
+    torch._dynamo.reset()
+    with mode():
+        torch.testing.assert_close(torch.compile(net, backend="eager")(d), expected)

@@ -132,7 +132,8 @@ def diagnose(
     measured = measure(opened.net, chosen, label_smoothing=opened.settings.label_smoothing, seed=seed)
     content = _described(opened, chosen, {"samples": samples, "seed": seed}) | measured.to_dict()
     written = write_json(opened.run.path / "diagnose.json", content)
-    show(measured, f"{opened.settings.model} on {samples} validation images of {chosen.title}")
+    kind = "training" if opened.settings.whole else "validation"
+    show(measured, f"{opened.settings.model} on {samples} {kind} images of {chosen.title}")
     console.print(f"figures: {written}")
     try:
         console.print(f"plot: {draw(measured, opened.run.path / 'diagnose.png')}")

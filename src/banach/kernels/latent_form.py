@@ -108,6 +108,8 @@ def _is_what_it_says(R: Any) -> bool:
 
 def _says(part: Any, name: str) -> bool:
     """Is the class that defines `forward` the one that defines this? Or has the module itself been given it?"""
+    if "forward" in vars(part):
+        return False
     owners = [next((c for c in type(part).__mro__ if word in vars(c)), None) for word in ("forward", name)]
     return name in vars(part) or (owners[1] is not None and owners[0] is owners[1])
 

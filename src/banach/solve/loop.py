@@ -18,6 +18,8 @@ from banach.solve.solver import Solver
 from banach.solve.tolerance import Tolerance
 from banach.solve.watched import Watched
 
+_dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+
 
 @torch.no_grad()
 def solve(
@@ -49,6 +51,7 @@ def solve(
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     parts = (T, solver, tolerance, space, detach(tuple(inputs)))
     watched = tolerance.check_every == 1 and not exporting and not torch.compiler.is_compiling()
+    watched = watched and not _is_called_by_dynamo()
     run: Any = Watched(*parts) if watched else Run(*parts)
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
@@ -71,6 +74,13 @@ def solve(
     if throw and not bool(solution.converged.all()):
         raise NotConverged(solution)
     return solution
+
+
+@torch.compiler.disable(recursive=False)
+def _is_called_by_dynamo() -> bool:
+    """Does `torch.compile` run this, and compile what is called from here? It cannot trace a loop that asks the
+    host, so it runs that as it is and compiles the pieces, in which numbers had better be tensors."""
+    return _dynamo_callback is not None and _dynamo_callback() not in (None, False)
 
 
 def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:

@@ -45,7 +45,7 @@ class Base(Generic[S]):
         self.eps = rounding(space)
         self.busy = True
         # In the units of norm.measure, so that no step has to scale a residual.
-        self.atol = tolerance.atol / tolerance.norm.scale(space)
+        self.atol = float(tolerance.atol / tolerance.norm.scale(space))
         self.whole: S | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
         self.nonfinite = self.nonfinite_left = 0  # samples the host knows of: in all, and among those gone

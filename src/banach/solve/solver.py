@@ -27,8 +27,9 @@ class Solver(Protocol):
     """An algorithm that turns evaluations of T into a sequence that converges to z = T(z).
 
     Rows are independent: what is proposed for one may not depend on another. Tensors in `Memory` may be
-    written in place. `z` and `r` belong to the loop and stay as they are; `Tz` may be overwritten by the
-    next evaluation, so do not keep it. What is proposed belongs to the loop too: a new tensor, or `Tz` itself.
+    written in place. `z` and `r` belong to the loop and stay as they are; `Tz` and the numbers of a sample may be
+    overwritten by the next evaluation, so keep copies. What is proposed belongs to the loop too: a new tensor, or
+    `Tz` itself.
     """
 
     def start(self, z: Tensor) -> Memory:

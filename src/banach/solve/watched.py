@@ -58,22 +58,21 @@ class HostState:
         """The residual was not finite (NaN), or the norm of T(z) was not (minus infinity)."""
         return cast(np.ndarray, ~(self.test > -np.inf))
 
-    def observe(self, k: int, residual: np.ndarray, part: np.ndarray | None) -> None:
-        """Record the residual of z at evaluation k for the active samples, less its relative part; keep z where
-        that is the least so far."""
+    def observe(self, k: int, residual: np.ndarray, excess: np.ndarray | None) -> None:
+        """Record the residual of z at evaluation k for the active samples; keep z where it is the least so far."""
         better = residual < self.least  # false for NaN and, since nothing is below it twice, for infinity
         if self.active is None and better.all():
             self.residual = self.least = residual
-            self.excess = None if part is None else residual - part
+            self.excess = excess
             self.steps = self.least_at = k
             self.best_z = self.z
             return
         # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
         now = np.where(residual < np.inf, residual, np.nan)
-        excess = None if part is None else now - part
+        excess = None if excess is None else np.where(residual < np.inf, excess, np.nan)
         if self.active is not None:
             now = np.where(self.active, now, self.residual)
-            excess = None if excess is None else np.where(self.active, excess, self.excess)
+            excess = None if excess is None else np.where(self.active, excess, cast(np.ndarray, self.excess))
         better = now < self.least
         self.residual, self.excess = now, excess
         self.steps = k if self.active is None else np.where(self.active, k, self.steps)
@@ -112,8 +111,10 @@ class HostState:
 
     def settle(self, active: np.ndarray) -> None:
         """These are active from now on."""
-        if self.active is None or not np.array_equal(active, self.active):
-            self.active, self.mask = None if active.all() else active, None
+        if active.all():
+            self.active = self.mask = None
+        elif self.active is None or not np.array_equal(active, self.active):
+            self.active, self.mask = active, None
 
     def scrub(self) -> None:
         """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
@@ -126,7 +127,9 @@ class HostState:
             name: None if old is None else old[chosen] for name, old in self._numbers().items()
         }
         z, best_z, *memory = (part.index_select(0, index) for part in (self.z, self.best_z, *self.memory))
-        return HostState(z, best_z, **kept, memory=tuple(memory))
+        left = HostState(z, best_z, **kept, memory=tuple(memory))
+        left.settle(cast(np.ndarray, left.active))
+        return left
 
     def put(self, chosen: np.ndarray, part: HostState) -> None:
         """Write the samples of `part` back to these numbers; the solver's memory is not needed again."""
@@ -163,15 +166,18 @@ class Watched(Base[HostState]):
 
     def step(self, state: HostState, k: int, turn: int) -> None:
         """Evaluate T once, look at the residual, move every sample that is still active."""
-        rtol = self.tolerance.rtol
+        rtol = float(self.tolerance.rtol)
         state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
         r = Tz - state.z
         residual = self.size(r)
+        if turn == 1 and residual.shape != r.shape[:1]:
+            got = tuple(residual.shape)
+            raise ValueError(f"norm.measure must give one number for each of {len(r)} rows, got shape {got}")
         if rtol:
-            both = to_numpy(torch.stack((residual, self.size(Tz))))
-            state.observe(k, both[0], rtol * both[1])
-        else:
-            state.observe(k, to_numpy(residual), None)
+            both = torch.stack((residual, torch.sub(residual, self.size(Tz), alpha=rtol)))
+            state.observe(k, *np.array(to_numpy(both), state.residual.dtype))
+        else:  # a copy: a norm may write its next value into the same memory
+            state.observe(k, np.array(to_numpy(residual), state.residual.dtype), None)
         if type(self.solver) is Picard:
             proposal = self.solver.propose(state.z, Tz)
         else:
@@ -207,17 +213,16 @@ class Watched(Base[HostState]):
     def finish(self, state: HostState, trace: list[Tensor] | None) -> Solution:
         """The solution a state stands for: scaled residuals, and the best iterate where T was not finite."""
         state, space = self.everyone(state), self.space_of_all
-        scale = self.tolerance.norm.scale(space)
+        scale = float(self.tolerance.norm.scale(space))
         nonfinite = state.nonfinite
-        if nonfinite.any():
-            state.scrub()
+        state.scrub()  # also where there is nothing to scrub: the value shares its memory with nobody
         count = len(nonfinite)
 
         def spread(values: np.ndarray | int) -> Tensor:
             return space.spread(on_device(np.array(np.broadcast_to(values, count)), state.z))
 
         return Solution(
-            value=space.nest(state.z),
+            value=space.nest(state.z.detach()),
             residual=spread(np.where(nonfinite, state.least, state.residual) * scale).to(state.z.dtype),
             converged=spread((state.test <= self.atol) & ~nonfinite),
             steps=spread(state.steps),

@@ -69,8 +69,9 @@ def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
     _label(by_second, "seconds", "accuracy, validation")
     _label(loss, "epoch", "loss, train")
     _label(depth, "epoch", "depth, train, mean")
-    for axes in (by_epoch, by_second, loss):
-        _say_if_empty(axes, "no epoch is done yet")
+    _say_if_empty(loss, "no epoch is done yet")
+    for axes in (by_epoch, by_second):
+        _say_if_empty(axes, "nothing was validated" if any(runs.values()) else "no epoch is done yet")
     _say_if_empty(depth, _EMPTY)
     _legend(figure, by_epoch.lines, list(runs))
     return figure
