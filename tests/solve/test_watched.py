@@ -143,6 +143,12 @@ def test_a_norm_of_another_shape_is_refused() -> None:
         solve(lambda z: z / 2, torch.ones(3, 2), tolerance=Tolerance(norm=Whole()))
 
 
+def test_a_tolerance_beyond_the_numbers_of_the_type() -> None:
+    found = solve(lambda z: z + 1, torch.ones(3, 2), tolerance=Tolerance(atol=1e300))
+    assert found.steps.tolist() == [1, 1, 1]
+    assert found.status == (Status.CONVERGED,) * 3
+
+
 @pytest.mark.parametrize("max_steps", [0, 1, 9])
 def test_the_value_shares_its_memory_with_nobody(max_steps: int) -> None:
     z0, seen = torch.ones(3, 2), list[Tensor]()

@@ -44,8 +44,9 @@ class Base(Generic[S]):
         self.space_of_all = space
         self.eps = rounding(space)
         self.busy = True
-        # In the units of norm.measure, so that no step has to scale a residual.
-        self.atol = float(tolerance.atol / tolerance.norm.scale(space))
+        # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
+        most = torch.finfo(space.rows_dtype).max
+        self.atol = min(float(tolerance.atol / tolerance.norm.scale(space)), most)
         self.whole: S | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
         self.nonfinite = self.nonfinite_left = 0  # samples the host knows of: in all, and among those gone
