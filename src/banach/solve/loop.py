@@ -18,7 +18,13 @@ from banach.solve.solver import Solver
 from banach.solve.tolerance import Tolerance
 from banach.solve.watched import Watched
 
-_dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+_dynamo_callback: Callable[[], object]
+try:  # not public, so perhaps not there in every version
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo_callback
+except ImportError:
+
+    def _dynamo_callback() -> object:
+        return None
 
 
 @torch.no_grad()
@@ -80,7 +86,7 @@ def solve(
 def _is_called_by_dynamo() -> bool:
     """Does `torch.compile` run this, and compile what is called from here? It cannot trace a loop that asks the
     host, so it runs that as it is and compiles the pieces, in which numbers had better be tensors."""
-    return _dynamo_callback is not None and _dynamo_callback() not in (None, False)
+    return _dynamo_callback() not in (None, False)
 
 
 def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:
