@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.backward import JFB, Mode
+from banach.kernels.known import is_hooked
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
 from banach.nn.hidden import check_hidden
@@ -128,15 +129,6 @@ class ImplicitNetwork(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Is something else called with it, its own hooks or those of all modules?"""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    everywhere = nn.modules.module
-    return any(getattr(module, kind) for kind in kinds) or any(
-        getattr(everywhere, f"_global{kind}", None) for kind in kinds
-    )
 
 
 def is_as_written(net: object) -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels import has_triton, repeated_stack, residual_stack
-from banach.network import ImplicitNetwork, is_hooked
+from banach.kernels.known import is_hooked, says
+from banach.network import ImplicitNetwork
 
 
 class FusedStack(nn.Module):
@@ -87,9 +88,8 @@ def stacks_of(part: Any) -> list[FusedStack]:
 
 def _is_fusable(block: Any) -> bool:
     """Is it a block whose class says so, the one that defines `forward`, with nothing changed about it?"""
-    owner = next(c for c in type(block).__mro__ if "forward" in vars(c))
-    said = vars(owner).get("fusable", False) and "forward" not in vars(block)
-    return bool(said) and isinstance(block.norm, nn.BatchNorm2d) and not any(map(is_hooked, block.modules()))
+    said = getattr(block, "fusable", False) and says(block, "fusable")
+    return said and isinstance(block.norm, nn.BatchNorm2d) and not any(map(is_hooked, block.modules()))
 
 
 def _is_stack(module: nn.Module) -> bool:

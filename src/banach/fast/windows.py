@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels import conv2d, has_triton
+from banach.kernels.known import is_hooked
 
 WIDEST = 64  # channels, from which on cuDNN's kernels are good
 
@@ -64,8 +65,7 @@ def _fits(layer: Any) -> bool:
         and layer.padding_mode == "zeros"
         and layer.dilation == (1, 1)
         and layer.groups == 1
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
+        and not is_hooked(layer)
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels.block import gather
+from banach.kernels.known import is_hooked, says
 from banach.kernels.modules import norms_of
 
 WIDEST = 64  # channels
@@ -102,16 +103,8 @@ def describe(R: Any) -> LatentForm | None:
 def _is_what_it_says(R: Any) -> bool:
     """Does R compute what its class says, and do its blocks? A class that changes `forward` must say so again."""
     blocks = getattr(R, "blocks", ())
-    said = _says(R, "latent_form") and all(_says(block, "latent_block") for block in blocks)
-    return said and not any(part._forward_hooks or part._forward_pre_hooks for part in R.modules())
-
-
-def _says(part: Any, name: str) -> bool:
-    """Is the class that defines `forward` the one that defines this? Or has the module itself been given it?"""
-    if "forward" in vars(part):
-        return False
-    owners = [next((c for c in type(part).__mro__ if word in vars(c)), None) for word in ("forward", name)]
-    return name in vars(part) or (owners[1] is not None and owners[0] is owners[1])
+    said = says(R, "latent_form") and all(says(block, "latent_block") for block in blocks)
+    return said and not any(map(is_hooked, R.modules()))
 
 
 def latent_map(R: Any, form: LatentForm | None = None) -> LatentMap:

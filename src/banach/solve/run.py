@@ -20,10 +20,12 @@ Map = Callable[..., Latent]
 
 
 class Samples(Protocol):
-    """What a run knows of a state: some samples can be taken out of it, and put back."""
+    """What a run knows of a state: it can be rid of NaN, and samples taken out of it and put back."""
 
     z: Tensor
     memory: Memory
+
+    def scrub(self) -> None: ...
 
     def take(self, chosen: np.ndarray) -> Self: ...
 
@@ -81,6 +83,15 @@ class Base(Generic[S]):
         self.whole.put(self.index, state)
         return self.whole
 
+    def looked(self, state: S, active: np.ndarray, nonfinite: np.ndarray, *, compact: bool) -> S:
+        """The end of a look: T never sees NaN again; is there more to do, and for whom?"""
+        count = int(nonfinite.sum()) + self.nonfinite_left
+        if count > self.nonfinite:
+            self.nonfinite = count
+            state.scrub()
+        self.busy = bool(active.any())
+        return self.without(state, ~active) if compact and self.busy else state
+
     def without(self, state: S, done: np.ndarray) -> S:
         """The state without those that are done, if enough are: leaving costs a copy of what stays."""
         if 16 * done.sum() < done.size:
@@ -128,12 +139,7 @@ class Run(Base[State]):
             if flat.any():
                 state.stall(flat)
                 active = active & ~flat
-        nonfinite = int(seen.nonfinite.sum()) + self.nonfinite_left
-        if nonfinite > self.nonfinite:
-            self.nonfinite = nonfinite
-            state.scrub()
-        self.busy = bool(active.any())
-        return self.without(state, ~active) if compact and self.busy else state
+        return self.looked(state, active, seen.nonfinite, compact=compact)
 
     def residual(self, state: State) -> Tensor:
         """Of everyone, as it is now: a copy."""

@@ -199,12 +199,7 @@ class Watched(Base[HostState]):
                 state.stalled = flat if state.stalled is None else state.stalled | flat
                 active &= ~flat
         state.settle(active)
-        nonfinite = int(state.nonfinite.sum()) + self.nonfinite_left
-        if nonfinite > self.nonfinite:
-            self.nonfinite = nonfinite
-            state.scrub()
-        self.busy = bool(active.any())
-        return self.without(state, ~active) if compact and self.busy else state
+        return self.looked(state, active, state.nonfinite, compact=compact)
 
     def residual(self, state: HostState) -> Tensor:
         """Of everyone, as it is now."""
