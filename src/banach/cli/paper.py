@@ -27,6 +27,10 @@ def paper(
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="For JSON and figures.  [results/paper]")] = None,
     runs: Annotated[Path | None, typer.Option(help="For run directories, which resume.  [runs/paper]")] = None,
+    at_once: Annotated[
+        int,
+        typer.Option(min=1, help="Trainings that share the device, where time is not the point: table1."),
+    ] = 1,
     page: Annotated[Path, typer.Option(help="What the report writes, beside an .html.")] = Path(
         "docs/reproduction.md"
     ),
@@ -45,6 +49,7 @@ def paper(
         device="cpu" if quick and device == "auto" else device,
         out=out or base,
         runs=runs or (Path("runs/paper-quick") if quick else Path("runs/paper")),
+        at_once=at_once,
     )
     names = [nearest("study", name, [*STUDIES, "all", "report"]) for name in studies]
     for name in dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])):
@@ -56,11 +61,25 @@ def paper(
 
 def _carry_out(study: Study, options: Options) -> None:
     console.print(f"{study.name}: {study.claim}")
+    if options.at_once > 1:
+        _parts(study, options)
     found = study.run(options)
     console.print(_table(found))
     for note in found.notes:
         console.print(f"  {note}")
     console.print("written: " + ", ".join(str(path) for path in found.write(options)) + "\n")
+
+
+def _parts(study: Study, options: Options) -> None:
+    """Those that may run at once, with a bar."""
+    from rich.progress import Progress
+
+    from banach.paper.together import carry_out_together
+
+    parts = study.parts(options)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("trainings", total=len(parts))
+        carry_out_together(parts, options, lambda done: bar.update(task, completed=done))
 
 
 def _table(found: Findings) -> object:

@@ -56,7 +56,7 @@ def run(options: Options) -> Findings:
     details: dict[str, Any] = {}
     for subject in plan.subjects:
         done = {name: _trained(subject, name, options) for name in SOLVERS}
-        net, test = done["Picard"].outcome.net, unseen(subject, options)
+        net, test = done["Picard"].outcome.net, unseen(subject.data, options)
         with arithmetic("fp32", test.device):  # TF32 could not meet 1e-4
             rows += [row for level in plan.levels for row in _solve_rows(net, test, level, plan)]
         rows += _training_rows(done)

@@ -181,9 +181,9 @@ def _heard_before(path: Any) -> Counter[str]:
     return Counter(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Counter()
 
 
-def unseen(subject: Subject, options: Options) -> Images:
-    """The test split, on the device of the options."""
-    return data.load(subject.data, "test", options.data_dir).to(options.torch_device)
+def unseen(name: str, options: Options) -> Images:
+    """The test split of a data set, on the device of the options."""
+    return data.load(name, "test", options.data_dir).to(options.torch_device)
 
 
 def percent(shares: Iterable[float]) -> Summary:

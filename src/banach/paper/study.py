@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ Row = dict[str, Any]
 class Options:
     """`quick` runs everything on digits, on a CPU, in minutes: the machinery, not the figures of the paper.
 
-    `out` gets JSON and figures, `runs` the run directories, which are resumed where they are unfinished.
+    `out` gets JSON and figures, `runs` the run directories, which are resumed where they are unfinished. `at_once`
+    trainings share the device in studies where nothing hangs on their time.
     """
 
     quick: bool = False
@@ -28,6 +29,7 @@ class Options:
     device: str = "auto"
     out: Path = Path("results/paper")
     runs: Path = Path("runs/paper")
+    at_once: int = 1
 
     @property
     def torch_device(self) -> torch.device:
@@ -77,13 +79,21 @@ def _draw(draw: Callable[[], Any], stem: Path) -> list[Path]:
     return [write_figure(figure, f"{os.fspath(stem)}{ending}") for ending in (".png", ".svg")]
 
 
+Part = Callable[[Options], Any]  # of a study: it leaves what `run` will find; it can be sent to another process
+
+
+def _none(options: Options) -> Sequence[Part]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Study:
-    """A study by name: its claim, and the function that carries it out."""
+    """A study by name: its claim, the function that carries it out, and those `parts` that may run at once."""
 
     name: str
     claim: str
     run: Callable[[Options], Findings]
+    parts: Callable[[Options], Sequence[Part]] = _none
 
 
 def cell(value: Any) -> str:

@@ -13,24 +13,21 @@ own eps and at 1e-4. Released, as the authors' code does it: training mode, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from banach import models
-from banach.data import Images
-from banach.network import ImplicitNetwork
-from banach.paper.common import Subject, Trained, percent, summary, train, unseen
-from banach.paper.jobs import RELEASED_BATCH, Job, Outcome
-from banach.paper.study import Findings, Options, Row, Study
+from banach.paper.common import Subject, percent, summary
+from banach.paper.jobs import Job
+from banach.paper.marks import FINE, FINE_STEPS, Marks, take
+from banach.paper.study import Findings, Options, Part, Row, Study
 from banach.provenance import Summary
-from banach.solve import Tolerance
-from banach.train import Totals, evaluate
 
 CLAIM = "networks trained by JFB match explicit ones of the same size and outperform other implicit ones"
 DECAYED = ", the rate decaying to 0"  # after the name of a method
 TWIN = "explicit: the twin S(R(0, Q(d)))"
-FINE, FINE_STEPS = 1e-4, 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +93,27 @@ RIVALS: tuple[tuple[str, str, int, float], ...] = (
 
 
 def run(options: Options) -> Findings:
-    entries = QUICK if options.quick else FULL
+    entries = _entries(options)
     rows: list[Row] = []
     details: dict[str, Any] = {}
     for entry in entries:
-        trained = [train(job, options) for job in entry.jobs()]
-        rows.append(_row(entry, trained, unseen(entry.subject, options)))
-        details |= {
-            one.outcome.job.name: {"curve": one.outcome.curve, "heard": dict(one.heard)} for one in trained
-        }
+        marks = {job.name: take(job, options) for job in entry.jobs()}
+        rows.append(_row(entry, list(marks.values())))
+        details |= {name: _detail(one) for name, one in marks.items()}
     rows += [_rival(*rival) for rival in RIVALS]
-    return Findings("table1", CLAIM, rows, _notes(entries), settings=_settings(entries), details=details)
+    notes = [*_notes(entries), *_shared(details.values())]
+    return Findings("table1", CLAIM, rows, notes, settings=_settings(entries), details=details)
 
 
-STUDY = Study("table1", CLAIM, run)
+def parts(options: Options) -> list[Part]:
+    return [partial(take, job) for entry in _entries(options) for job in entry.jobs()]
+
+
+def _entries(options: Options) -> Sequence[Entry]:
+    return QUICK if options.quick else FULL
+
+
+STUDY = Study("table1", CLAIM, run, parts)
 
 _CLEAN = (
     f"clean: eval mode, clean test images, last epoch, fp32; at the settings' own eps, and at {FINE:g} with up "
@@ -132,43 +136,40 @@ _DECAYED = (
 _RIVALS = "rivals: the paper's numbers, which it quotes from others; they are not trained here"
 
 
-def _row(entry: Entry, trained: Sequence[Trained], test: Images) -> Row:
+def _row(entry: Entry, marks: Sequence[Marks]) -> Row:
     """One row over its seeds; accuracies are in per cent."""
-    outcomes = [one.outcome for one in trained]
-    own = [evaluate(one.net, test, batch_size=RELEASED_BATCH, scorer=one.scorer) for one in outcomes]
-    fine = [_at_fine(outcome, test) for outcome in outcomes]
+    own, fine = [one.own for one in marks], [one.fine for one in marks if one.fine is not None]
     asked = entry.subject.recipe().epochs
     return {
-        "data": outcomes[0].title,
+        "data": marks[0].title,
         "method": entry.method,
-        "parameters": outcomes[0].parameters,
+        "parameters": marks[0].parameters,
         "paper %": entry.paper,
         "clean %": percent(totals.accuracy for totals in own),
-        "eps": _eps(outcomes[0].net),
+        "eps": marks[0].eps,
         "residual": summary(totals.residual for totals in own),
-        "clean % at 1e-4": percent(t.accuracy for t in fine if t is not None) if all(fine) else None,
-        "residual at 1e-4": summary(totals.residual for totals in fine if totals is not None),
-        "converged at 1e-4": summary(totals.converged for totals in fine if totals is not None),
-        "released %": percent(outcome.released for outcome in outcomes),
+        "clean % at 1e-4": percent(totals.accuracy for totals in fine) if fine else None,
+        "residual at 1e-4": summary(totals.residual for totals in fine),
+        "converged at 1e-4": summary(totals.converged for totals in fine),
+        "released %": percent(one.released for one in marks),
         "epochs": f"{entry.subject.epochs} of {asked}",
-        "seconds per epoch": Summary.of(one.seconds for one in trained),
+        "seconds per epoch": Summary.of(one.seconds for one in marks),
     }
 
 
-def _eps(net: Any) -> float | None:
-    return net.tolerance.atol if _solves(net) else None
+def _detail(one: Marks) -> dict[str, Any]:
+    """Of one training: where and when it ran, how it went, and what was said."""
+    return {name: getattr(one, name) for name in ("device", "commit", "at_once", "seconds", "curve", "heard")}
 
 
-def _solves(net: Any) -> bool:
-    return isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0
-
-
-def _at_fine(outcome: Outcome, test: Images) -> Totals | None:
-    """The clean protocol at 1e-4, in the norm of the settings; None for a network that seeks no fixed point."""
-    net: Any = outcome.net
-    if not _solves(net):
-        return None
-    return outcome.at(Tolerance(atol=FINE, max_steps=FINE_STEPS, norm=net.tolerance.norm), test)
+def _shared(details: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A sentence where trainings shared the device: their time is not what they need."""
+    most = max((detail["at_once"] for detail in details), default=1)
+    sentence = (
+        f"up to {most} trainings ran at once on the device: the seconds here are longer than a training alone "
+        "takes, and ratios of them say nothing; the second table has those"
+    )
+    return [sentence] if most > 1 else []
 
 
 def _rival(data: str, method: str, parameters: int, paper: float) -> Row:

@@ -1,0 +1,101 @@
+"""What the first table says of one training: taken once, kept beside the run, read from there afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from banach.network import ImplicitNetwork
+from banach.paper.common import train, unseen
+from banach.paper.jobs import RELEASED_BATCH, Job, Outcome
+from banach.paper.study import Options
+from banach.provenance import plain, provenance, write_json
+from banach.solve import Tolerance
+from banach.train import Totals, evaluate
+
+MARKS = "marks.json"
+FINE, FINE_STEPS = 1e-4, 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Of the test images by the clean protocol: `own` at the settings' eps, `fine` at 1e-4, None without a solve.
+
+    `released`: by the other protocol. `at_once`: how many trainings shared the device, so what `seconds`, of an
+    epoch, are worth.
+    """
+
+    title: str
+    parameters: int
+    eps: float | None
+    own: Totals
+    fine: Totals | None
+    released: float
+    seconds: float
+    at_once: int
+    curve: list[dict[str, float]]
+    heard: dict[str, int]
+    commit: str | None
+    device: str
+
+
+def take(job: Job, options: Options) -> Marks:
+    """Train, or go on, and measure; or read what was measured of this very job."""
+    path = options.runs / job.name / MARKS
+    kept = _kept(path, job)
+    if kept is not None:
+        return kept
+    one = train(job, options)
+    made = _measure(one.outcome, options) | {
+        "seconds": one.seconds,
+        "at_once": options.at_once,
+        "heard": dict(one.heard),
+    }
+    write_json(path, {"job": _identity(job), "marks": made})
+    return _read(made)
+
+
+def _measure(outcome: Outcome, options: Options) -> dict[str, Any]:
+    net: Any = outcome.net
+    test = unseen(outcome.job.data, options)
+    source = provenance(device=options.torch_device)
+    solves = isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0
+    own = evaluate(net, test, batch_size=RELEASED_BATCH, scorer=outcome.scorer)
+    fine = None
+    if solves:  # in the norm of the settings
+        fine = outcome.at(Tolerance(atol=FINE, max_steps=FINE_STEPS, norm=net.tolerance.norm), test)
+    return {
+        "title": outcome.title,
+        "parameters": outcome.parameters,
+        "eps": net.tolerance.atol if solves else None,
+        "own": asdict(own),
+        "fine": None if fine is None else asdict(fine),
+        "released": outcome.released,
+        "curve": outcome.curve,
+        "commit": source["commit"],
+        "device": source["device"],
+    }
+
+
+def _kept(path: Path, job: Job) -> Marks | None:
+    """None too where they are of another job: then `fit` refuses, with the name of the setting."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return _read(content["marks"]) if content.get("job") == _identity(job) else None
+
+
+def _identity(job: Job) -> Any:
+    return plain({"settings": job.settings.to_dict(), "job": repr(job)})
+
+
+def _read(made: Mapping[str, Any]) -> Marks:
+    totals = {name: None if made[name] is None else _totals(made[name]) for name in ("own", "fine")}
+    return Marks(**{**made, **totals})
+
+
+def _totals(values: Mapping[str, Any]) -> Totals:
+    """NaN and infinity are words in JSON."""
+    read: dict[str, Any] = {key: float(v) if isinstance(v, str) else v for key, v in values.items()}
+    return Totals(**read)
