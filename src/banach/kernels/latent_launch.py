@@ -6,7 +6,7 @@ Nothing here asks the device anything, so a solve can be captured in a CUDA grap
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -32,6 +32,18 @@ def _shared(device: torch.device) -> int:
         return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 96 * 1024))  # an old PyTorch does not tell
+
+
+@functools.cache
+def _all_at_once() -> dict[str, bool]:
+    """For programs that meet: none runs before all can, so two solves that share the device never wait in vain.
+
+    Without it, where an old Triton does not know it, a device that is not shared has room for all of them.
+    """
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    known = {field.name for field in fields(CUDAOptions)}
+    return {"launch_cooperative_grid": True} if "launch_cooperative_grid" in known else {}
 
 
 def programs_for(images: int, places: int, device: torch.device, *, coupled: bool) -> int:
@@ -132,6 +144,7 @@ def _iterate(
         PIXEL=stop.worst_pixel, RELATIVE=stop.rtol > 0, LATE=form.late, FROM_ZERO=z0 is None, SPINS=SPINS,
         ALONE=how.alone,
         num_warps=tile.warps, **({"maxnreg": tile.registers} if tile.registers else {}),
+        **(_all_at_once() if how.coupled else {}),
     )  # fmt: skip
 
 
