@@ -46,7 +46,7 @@ RECIPES = {
     "released": RELEASED,
     "paper": replace(RELEASED, eps=1e-4, lr=1e-4),  # weight decay and epochs are not printed
     "jacobian": RELEASED,
-    "decayed": replace(RELEASED, lr=1e-3, epochs=40, schedule=Cosine()),
+    "decayed": replace(RELEASED, lr=1e-3, epochs=30, schedule=Cosine()),
 }
 
 register(

@@ -69,7 +69,7 @@ RECIPES = {
     "released": RELEASED,
     "paper": RELEASED,
     "jacobian": RELEASED,
-    "decayed": replace(RELEASED, lr=5e-4, epochs=30, schedule=Cosine()),
+    "decayed": replace(RELEASED, lr=1e-3, epochs=25, schedule=Cosine()),
 }
 
 register(

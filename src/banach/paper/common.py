@@ -32,6 +32,7 @@ class Subject:
     """A data set, the network for it, and how far a study goes with it.
 
     `whole`: nothing is held out for validation. `by` is the recipe, the model's first if it is not named.
+    `shift`: images are shifted at random by up to so many pixels.
     """
 
     data: str
@@ -42,6 +43,7 @@ class Subject:
     subset: int | None = None
     whole: bool = False
     by: str | None = None
+    shift: int | None = None
     fast: bool = True
 
     def recipe(self, which: str | None = None) -> Recipe:
@@ -113,6 +115,8 @@ def _augment(subject: Subject) -> tuple[str | None, Augmentation | None]:
     """The authors' for CIFAR-10; for ResNet-56 that of He et al., whose settings it is trained with."""
     if subject.model == "resnet56" and subject.data == "cifar10":
         return "flip+crop:4", Chain(Flip(), Crop(4))
+    if subject.shift is not None:
+        return f"crop:{subject.shift}", Crop(subject.shift)
     made = augmentation_for(subject.data)
     return ("paper" if made is not None else None), made
 

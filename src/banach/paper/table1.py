@@ -46,7 +46,7 @@ class Entry:
 
 
 MNIST = Subject(data="mnist", model="mnist", epochs=100, seeds=3, whole=True)
-SVHN = Subject(data="svhn", model="svhn", epochs=50, seeds=3, whole=True)
+SVHN = Subject(data="svhn", model="svhn", epochs=40, seeds=3, whole=True)
 CIFAR10 = Subject(data="cifar10", model="cifar10", epochs=30, seeds=3, whole=True, precision="bf16")
 RESNET = replace(CIFAR10, model="resnet56")
 DIGITS = Subject(data="digits", model="digits", epochs=3, seeds=2, whole=True, subset=600)
@@ -54,7 +54,8 @@ DIGITS = Subject(data="digits", model="digits", epochs=3, seeds=2, whole=True, s
 
 def _decayed(subject: Subject) -> Subject:
     """By the recipe whose learning rate decays, at its own length."""
-    return replace(subject, by="decayed", epochs=models.recipe(subject.model, "decayed").epochs)
+    shift = 2 if subject.data == "svhn" else None
+    return replace(subject, by="decayed", epochs=models.recipe(subject.model, "decayed").epochs, shift=shift)
 
 
 FULL = (
