@@ -138,6 +138,7 @@ def test_a_captured_batch_on_a_gpu() -> None:
         torch.zeros((), dtype=torch.int64, device="cuda"),
     )
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which fills the indices
     with torch.cuda.stream(stream):
         device.make(index, key)
     torch.cuda.synchronize()

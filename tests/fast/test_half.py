@@ -70,3 +70,13 @@ def test_a_weight_that_two_layers_share_stays_one() -> None:
 
 def test_what_is_no_module_stays_as_it_is() -> None:
     assert HalfWeights({"S": torch.tanh}).modules["S"] is torch.tanh
+
+
+def test_modules_without_a_matrix_of_their_own_are_stepped_too() -> None:
+    """Parametrised weights are no parameters of their layers, and norms keep theirs in fp32: nothing is left."""
+    made = HalfWeights(
+        {"norm": nn.LayerNorm(2), "Q": nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False))}
+    )
+    assert made.masters == []
+    made.refresh()
+    made.collect()

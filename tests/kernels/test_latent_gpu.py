@@ -108,8 +108,27 @@ def test_programs_that_cannot_all_run_at_once_give_up(monkeypatch: pytest.Monkey
     from banach.kernels import latent_launch
 
     R, v, dtype = made("cifar10", train=True, batch=300)
+    monkeypatch.setattr(latent_launch, "_all_at_once", dict)  # as with a Triton that cannot ask for it
     monkeypatch.setattr(latent_launch, "SPINS", 1 << 14)
     lost = latent_launch.kernel_latent_solve(R, v, None, stop_of(), dtype, programs=256)
     assert bool(lost.value.isnan().all())
     assert bool((lost.steps == -1).all())
     assert not bool(lost.converged.any())
+
+
+@pytest.mark.parametrize("name", ["mnist", "svhn"])
+def test_two_solves_at_once_on_one_device_do_not_wait_for_each_other(name: str) -> None:
+    """Each has a program for most multiprocessors: if half of both ran, neither would come to its meetings."""
+    cases = [made(name, train=True, batch=100, seed=seed) for seed in (0, 1)]
+    stop = stop_of(atol=0.0, max_steps=60)
+    wanted = [latent_solve(R, v, stop=stop, dtype=dtype) for R, v, dtype in cases]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(20):
+        for stream, (R, v, dtype) in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(latent_solve(R, v, stop=stop, dtype=dtype))
+    torch.cuda.synchronize()
+    for number, one in enumerate(got):
+        assert_equal(one, wanted[number % 2])

@@ -49,6 +49,7 @@ def test_a_training_pass_can_be_captured(mode: Mode) -> None:
     net = network(mode)
     d = torch.randn(5, 1, 6, 6, device="cuda")
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             torch.autograd.grad(net(d).square().sum(), list(net.parameters()))

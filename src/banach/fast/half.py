@@ -38,7 +38,8 @@ class HalfWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """The halves are the masters, rounded; they carry no gradient yet."""
-        torch._foreach_copy_(self.halves, self.masters)
+        if self.halves:  # torch refuses to copy nothing
+            torch._foreach_copy_(self.halves, self.masters)
         for half in self.halves:
             half.grad = None
 
