@@ -37,7 +37,7 @@ def test_figures_and_rows_of_a_study_are_on_both_pages(tmp_path: Path) -> None:
     assert (tmp_path / "results/toy-curve.svg").read_text().lstrip().startswith("<?xml")
     page = write_report(options.out, tmp_path / "docs/page.md")
     text, web = page.read_text(), page.with_suffix(".html").read_text()
-    assert "99.3 ± 0.2828 (n = 2)" in text
+    assert "99.3 ± 0.28 (n = 2)" in text
     assert "accuracy \\| clean" in text
     assert "![toy-curve](../results/toy-curve.png)" in text
     assert "banach paper toy --quick" in text

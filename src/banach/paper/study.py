@@ -101,7 +101,7 @@ def cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, Summary):
-        spread = "" if value.spread is None else f" ± {_number(value.spread)}"
+        spread = "" if value.spread is None else f" ± {value.spread:.2g}"
         return f"{_number(value.mean)}{spread} (n = {value.count})"
     if isinstance(value, bool):
         return "yes" if value else "no"
