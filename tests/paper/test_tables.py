@@ -96,6 +96,7 @@ def test_findings_are_written_and_read_back(first: Any) -> None:
     content = json.loads((options.out / "table1.json").read_text())
     assert content["rows"][0]["clean %"]["count"] == 2
     assert content["quick"] is True
+    assert content["figures"] == ["table1.png"]
     assert any("shortened: digits, JFB: 1 epochs instead of 20" in note for note in content["notes"])
 
 

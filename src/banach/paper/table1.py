@@ -24,6 +24,7 @@ from banach.paper.common import Subject, percent, summary
 from banach.paper.jobs import Job
 from banach.paper.marks import FINE, FINE_STEPS, Marks, take
 from banach.paper.study import Findings, Options, Part, Row, Study
+from banach.paper.table_figures import accuracy_figure
 from banach.provenance import Summary
 
 CLAIM = "networks trained by JFB match explicit ones of the same size and outperform other implicit ones"
@@ -104,7 +105,8 @@ def run(options: Options) -> Findings:
         details |= {name: _detail(one) for name, one in marks.items()}
     rows += [_rival(*rival) for rival in RIVALS]
     notes = [*_notes(entries), *_where(details.values()), *_shared(details.values())]
-    return Findings("table1", CLAIM, rows, notes, settings=_settings(entries), details=details)
+    figures = {"table1": partial(accuracy_figure, rows)}
+    return Findings("table1", CLAIM, rows, notes, figures, _settings(entries), details)
 
 
 def parts(options: Options) -> list[Part]:

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from banach.backward import JFB, Implicit, Mode, NormalCG
 from banach.paper.common import Adjoints, Subject, Trained, percent, train
 from banach.paper.jobs import Job
 from banach.paper.study import Findings, Options, Row, Study
+from banach.paper.table_figures import time_figure
 from banach.solve import Euclidean, Tolerance
 
 CLAIM = "JFB trains faster than Jacobian-based backpropagation, without a J-product, and is at least as accurate"
@@ -131,7 +133,8 @@ def run(options: Options) -> Findings:
     settings = {
         job.name: job.settings.to_dict() for s in subjects(options) for job in (way.job(s) for way in WAYS)
     }
-    return Findings("table2", CLAIM, rows, notes, settings=settings, details=details)
+    figures = {"table2": partial(time_figure, rows)}
+    return Findings("table2", CLAIM, rows, notes, figures, settings, details)
 
 
 STUDY = Study("table2", CLAIM, run)
