@@ -69,6 +69,8 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
     times = [1e3 * row["seconds per epoch"] / row["training images"] for row in rows]
     axes.scatter(times, range(len(rows)), color=["C0" if row["method"] == "JFB" else "C1" for row in rows])
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.margins(x=0.35)
     for place, (row, time) in enumerate(zip(rows, times, strict=True)):
         printed = f" (paper {row['paper: ratio']:g})" if row["paper: ratio"] is not None else ""
