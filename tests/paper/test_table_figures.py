@@ -36,7 +36,7 @@ def test_accuracies_stand_in_the_panel_of_their_data_with_their_spread() -> None
 
 
 def test_times_are_per_image_and_carry_both_ratios() -> None:
-    row = {"data": "MNIST", "method": "JFB", "batch norm in R": True, "seconds per epoch": 2.0}
+    row = {"data": "MNIST", "method": "JFB", "batch norm in R": True, "seconds per epoch": Summary.of([2.0])}
     row |= {"training images": 1000, "ratio": 1.0, "paper: ratio": None}
     slow = row | {"method": "Jacobian-based", "batch norm in R": False, "training images": 500, "ratio": 2.0}
     (axes,) = time_figure([row, slow | {"paper: ratio": 1.6}]).axes

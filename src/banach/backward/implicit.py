@@ -14,9 +14,9 @@ from torch.autograd.forward_ad import unpack_dual
 
 from banach.backward.adjoint import Adjoint, units
 from banach.backward.jacobian import Jacobian
-from banach.backward.krylov import GMRES, NormalCG
+from banach.backward.krylov import LinearSolver, NormalCG
 from banach.latent import Latent, Space, detach, leaves_like, rebuild
-from banach.solve import Anderson, Map, Picard, Solver, Status, Tolerance, solve
+from banach.solve import Map, Solver, Status, Tolerance, solve
 from banach.solve.precision import rounding, with_autocast_of
 
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
@@ -35,7 +35,7 @@ class Implicit:
     doubles the memory of every first derivative. `Unroll` from z0 has them.
     """
 
-    method: NormalCG | GMRES | Picard | Anderson | Solver = NormalCG()
+    method: LinearSolver | Solver = NormalCG()
     tolerance: Tolerance = Tolerance(atol=0, rtol=1e-6, max_steps=500)
     report: Report | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,12 @@ from banach.backward.mode import check_count
 
 # From a residual, who is active and how many steps there are: the update of w, and how many were taken.
 Cycle = Callable[[Adjoint, Tensor, Tensor, int], tuple[Tensor, int]]
+
+
+class LinearSolver(Protocol):
+    """What solves the adjoint equation: from w = g or elsewhere, to its tolerance, asking the host by `idle`."""
+
+    def solve(self, equation: Adjoint) -> Tensor: ...
 
 
 def in_cycles(equation: Adjoint, cycle: Cycle, *, record: bool = False) -> Tensor:
@@ -52,9 +59,9 @@ class NormalCG:
         while True:
             s = equation.At(r)
             power, before = torch.linalg.vecdot(s, s), power
-            p = s + _ratio(power, before) * p
+            p = s + ratio(power, before) * p
             q = equation.A(p)
-            alpha = _ratio(power, torch.linalg.vecdot(q, q))
+            alpha = ratio(power, torch.linalg.vecdot(q, q))
             w = torch.where(active[:, None], w + alpha * p, w)
             r = r - alpha * q
             active = active & (equation.size(r) > equation.threshold)
@@ -83,7 +90,7 @@ class GMRES:
         """Arnoldi's basis V and Hessenberg matrix H; the rotations Q make H triangular as it grows."""
         room = min(self.restart, room)
         beta = torch.linalg.vector_norm(r, dim=1)
-        goal = equation.threshold * _ratio(beta, equation.size(r))[:, 0]  # the threshold, as a Euclidean length
+        goal = equation.threshold * ratio(beta, equation.size(r))[:, 0]  # the threshold, as a Euclidean length
         V = r.new_zeros(room + 1, *r.shape).transpose(0, 1)  # a vector of the basis is one contiguous matrix
         V[:, 0] = torch.where(active[:, None], r * _inverse(beta), 0.0)
         H = r.new_zeros(len(r), room + 1, room)
@@ -116,7 +123,7 @@ def _rotate_(Q: Tensor, H: Tensor, step: int) -> None:
     column = torch.bmm(Q, H[:, :, step, None])[..., 0]
     a, b = column[:, step], column[:, step + 1]
     length = torch.hypot(a, b)
-    cos, sin = _ratio(a, length), _ratio(b, length)  # both 0 where the basis has ended: that row weighs nothing
+    cos, sin = ratio(a, length), ratio(b, length)  # both 0 where the basis has ended: that row weighs nothing
     upper, lower = Q[:, step].clone(), Q[:, step + 1].clone()
     Q[:, step] = cos * upper + sin * lower
     Q[:, step + 1] = cos * lower - sin * upper
@@ -130,10 +137,10 @@ def _back_substitute(R: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(R + torch.diag_embed(ended), right[..., None], upper=True)[..., 0]
 
 
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
+def ratio(a: Tensor, b: Tensor) -> Tensor:
     """(samples, 1): a / b, and 0 where b is 0, so that a finished sample stays where it is."""
     return torch.where(b == 0, 0.0, a / torch.where(b == 0, 1.0, b))[:, None]
 
 
 def _inverse(a: Tensor) -> Tensor:
-    return _ratio(torch.ones_like(a), a)
+    return ratio(torch.ones_like(a), a)

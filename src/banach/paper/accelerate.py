@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from banach.data import Images
-from banach.paper.common import Subject, Trained, curves_figure, percent, train, unseen
+from banach.paper.common import Subject, Trained, curves_figure, percent, train, unseen, warm
 from banach.paper.study import Findings, Options, Row, Study
 from banach.solve import Anderson, Broyden, Picard, Solution, Solver, Tolerance, solve
 from banach.train.precision import arithmetic
@@ -145,7 +145,7 @@ def spent_until(level: float, one: Trained) -> Spent:
     epochs = one.outcome.epochs
     reached = next(k for k, epoch in enumerate(epochs) if epoch.validated >= level)
     iterations = list(accumulate(epoch.depth or 0.0 for epoch in epochs))
-    seconds = list(accumulate(epoch.seconds for epoch in epochs))
+    seconds = list(accumulate(warm([epoch.seconds for epoch in epochs])))
     return Spent(reached + 1, iterations[reached], seconds[reached])
 
 
@@ -154,5 +154,6 @@ def _notes(plan: Plan) -> list[str]:
         "iterations: evaluations of T per image, the mean; in training summed over epochs, without recorded ones",
         "to the same tolerance: in the norm of the settings; seconds are of the solve, until the slowest is done",
         "to the same accuracy: on the validation split, since the test set chooses nothing",
+        "the first epoch of a training, which warms up, counts as many seconds as the others on average",
         *(f"shortened: {s.data}: {s.lack()}, one seed" for s in plan.subjects if s.lack()),
     ]

@@ -141,10 +141,14 @@ class Trained:
     heard: Counter[str]
 
     @property
-    def seconds(self) -> float:
-        """Per epoch. The first warms up, and does not count where there are more."""
+    def pace(self) -> Summary:
+        """Seconds per epoch. The first warms up, and does not count where there are more."""
         epochs = self.outcome.epochs
-        return Summary.of(epoch.seconds for epoch in (epochs[1:] or epochs)).mean
+        return Summary.of(epoch.seconds for epoch in (epochs[1:] or epochs))
+
+    @property
+    def seconds(self) -> float:
+        return self.pace.mean
 
     @property
     def adjoints_met(self) -> float | None:
@@ -190,6 +194,12 @@ def unseen(name: str, options: Options) -> Images:
     return data.load(name, "test", options.data_dir).to(options.torch_device)
 
 
+def warm(seconds: Sequence[float]) -> list[float]:
+    """Those of epochs, in which the first, which warms up, counts as the mean of the others."""
+    rest = seconds[1:]
+    return [sum(rest) / len(rest), *rest] if rest else list(seconds)
+
+
 def percent(shares: Iterable[float]) -> Summary:
     return Summary.of(100 * share for share in shares)
 
@@ -201,7 +211,7 @@ def summary(values: Iterable[float | None]) -> Summary | None:
 
 
 def curves_figure(title: str, curves: Mapping[str, Sequence[Point]], untimed: Sequence[str] = ()) -> Any:
-    """Clean test accuracy against epochs and against seconds; those named in `untimed` against epochs alone."""
+    """Clean test accuracy against epochs and against `warm` seconds; those in `untimed` against epochs alone."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -211,7 +221,8 @@ def curves_figure(title: str, curves: Mapping[str, Sequence[Point]], untimed: Se
         style: dict[str, Any] = {"color": f"C{number % 10}", "marker": "."}
         by_epoch.plot([point["epoch"] for point in points], accuracy, label=name, **style)
         if name not in untimed:
-            by_second.plot(list(accumulate(point["seconds"] for point in points)), accuracy, **style)
+            seconds = warm([point["seconds"] for point in points])
+            by_second.plot(list(accumulate(seconds)), accuracy, **style)
     _finish(by_epoch, by_second, longest=max((len(points) for points in curves.values()), default=0))
     figure.suptitle(title)
     return figure

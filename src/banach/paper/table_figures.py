@@ -66,8 +66,10 @@ def _mean_and_spread(value: Any) -> tuple[float, float]:
 
 def _times(axes: Any, rows: Sequence[Row]) -> None:
     """On a logarithmic axis, with the ratio to JFB as in the paper, and the paper's where it has one."""
-    times = [1e3 * row["seconds per epoch"] / row["training images"] for row in rows]
-    axes.scatter(times, range(len(rows)), color=["C0" if row["method"] == "JFB" else "C1" for row in rows])
+    times = [1e3 * row["seconds per epoch"].mean / row["training images"] for row in rows]
+    axes.scatter(
+        times, range(len(rows)), color=["C0" if row["method"].startswith("JFB") else "C1" for row in rows]
+    )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")

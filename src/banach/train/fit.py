@@ -75,11 +75,13 @@ def fit(
             else:
                 scorer = _scorer(work, steps) if scorer is None else scorer
                 work.end_epoch(_look_back(work, scorer))
-                if run is not None:
-                    run.save(work.position, work.tensors(), work.state(identity))
-                    run.write_metrics(work.done)
-                if on_epoch is not None:
-                    on_epoch(work.done[-1])
+                try:
+                    if on_epoch is not None:
+                        on_epoch(work.done[-1])
+                finally:  # after it: what it leaves is never behind a checkpoint, even if both are cut off here
+                    if run is not None:
+                        run.save(work.position, work.tensors(), work.state(identity))
+                        run.write_metrics(work.done)
                 work.begin_clock()  # what was written and told is not the next epoch's time, nor its memory
         if run is not None and (work.step or run.latest() is None):
             run.save(work.position, work.tensors(), work.state(identity))
