@@ -69,9 +69,7 @@ class Way:
     def name(self) -> str:
         if self.tolerance is None:
             return "JFB, on the same few images" if self.few else "JFB"
-        return (
-            RELEASED if self.tolerance == "absolute" else f"Jacobian-based, relative tolerance {RELATIVE:g} of CG"
-        )
+        return RELEASED if self.tolerance == "absolute" else OURS
 
     @property
     def printed(self) -> str | None:
