@@ -184,7 +184,7 @@ def test_quick_study(quick: tuple[Findings, Options]) -> None:
     rows = {row["what"]: row for row in found.rows}
     assert rows["sigma_max(dT/du), eval mode"]["ours"].count == 4
     assert rows["rank of M, batch statistics in R"]["ours"] == 394 - 24
-    assert rows["its bound mended holds"]["holds"] == "1 of 1"
+    assert rows["its bound mended is kept"]["holds"] == "1 of 1"
     assert rows["accuracy, validation images"]["ours"] > rows["accuracy, validation images"]["fresh"]
     assert any("cannot hold" in note for note in found.notes)
     written = {path.name for path in found.write(options)}
@@ -211,7 +211,7 @@ def test_it_goes_on_from_the_weights_it_kept(quick: tuple[Findings, Options]) ->
 
 def reading(**changes: Any) -> Reading:
     batch = Batch(0.9, 1.0, 0.95, 1.0)
-    plain = Reading(0, 0.5, (0.8, 1.2), (0.7, 0.9), batch, batch, 0.9, 0.8, (), ())
+    plain = Reading(0, 0.5, (True, True), (0.8, 1.2), (0.7, 0.9), batch, batch, 0.9, 0.8, (), ())
     return replace(plain, **changes)
 
 
@@ -223,12 +223,38 @@ def test_what_fails_is_said() -> None:
     assert "no contraction in the Euclidean norm at 2 of 4 fixed points (sigma_max up to 1.5)" in said
     assert "largest observed rate is 0.9" in said
     assert "epochs [1] were not kept" in said
-    assert "50% of the images" in said
+    assert "at epochs [2] not all images of the batch reached u*" in said
     assert "net: CG stopped" in said
     held = {row["what"]: row["holds"] for row in rows_of(measured)}
-    assert held["sigma_max(dT/du), eval mode"] == "2 of 4"
-    assert held["observed rate, eval mode"] == "4 of 4"
+    assert held["sigma_max(dT/du), eval mode"] == "1 of 2 fresh, 1 of 2 trained"
+    assert held["observed rate, eval mode"] == "2 of 2 fresh, 2 of 2 trained"
     assert held["cosine of JFB with the exact gradient of the batch, where the solver stops"] == "1 of 2"
+
+
+def test_an_image_without_a_fixed_point_counts_against_the_rate_and_in_nothing_else() -> None:
+    nan = math.nan
+    lost = reading(
+        epoch=3, found=(True, False), sigma=(0.5, nan), rate=(0.6, nan), batch=Batch(nan, nan, nan, 0.5)
+    )
+    measured = Measured("net", "data", (0, 3), [reading(), lost])
+    held = {row["what"]: row["holds"] for row in rows_of(measured)}
+    assert held["observed rate, eval mode"] == "2 of 2 fresh, 1 of 2 trained"
+    assert held["sigma_max(dT/du), eval mode"] == "1 of 2 fresh, 1 of 1 trained"
+    assert held["cosine of JFB with the exact gradient of the batch, at the fixed point"] == "1 of 1"
+    said = " ".join(findings_of(measured))
+    assert "no fixed point at 1 of 4 images and epochs (1 at epoch 3)" in said
+    assert "at 1 of 3 fixed points" in said
+
+
+def test_a_diverging_network_is_measured_at_no_fixed_point(net: Any, tmp_path: Path) -> None:
+    """R doubled beyond contraction: no image has a fixed point, so none is looked at closely."""
+    trained = train(replace(TINY, epochs=(0,), dense_epochs=(0,)), Options(runs=tmp_path, device="cpu"))
+    moment = trained.moments[0]
+    moment.net.R.gamma = 3.0
+    found = measure(moment, trained)
+    assert not any(found.found)
+    assert found.locals == ()
+    assert all(math.isnan(x) for x in (*found.sigma, *found.rate, found.batch.cosine))
 
 
 def test_local_is_what_rows_are_made_of(net: Any) -> None:

@@ -100,7 +100,7 @@ def _toy(rows: list[Row]) -> list[Row]:
     judged = [row for row in rows if row.get("holds") is not None and row["paper"] is not None]
     held = sum(row["holds"] is True for row in judged)
     return (
-        [_row("y = d + y^5: statements of the paper that hold", len(judged), held, held == len(judged))]
+        [_row("y = d + y^5: checks of the paper's statements that pass", len(judged), held, held == len(judged))]
         if judged
         else []
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from banach import models
 from banach.paper.study import Findings, Options, Row, Study
 from banach.paper.theory_cases import Case, Trained, train
 from banach.paper.theory_figures import bounds_figure, contraction_figure, cosine_figure, perturbation_figure
@@ -62,7 +63,8 @@ def run(options: Options) -> Findings:
 
 def _measured(trained: Trained) -> Measured:
     readings = [measure(moment, trained) for moment in trained.moments]
-    return Measured(trained.case.model, trained.title, trained.case.epochs, readings)
+    whole = models.recipe(trained.case.model).epochs
+    return Measured(trained.case.model, trained.title, trained.case.epochs, readings, whole)
 
 
 def _random_rows(found: Counted) -> list[Row]:

@@ -9,8 +9,10 @@ from banach.paper.theory_measure import Measured
 
 def findings_of(m: Measured) -> list[str]:
     """Where an assumption fails and the method still works, and what was left out."""
-    notes = [f"{m.name}: {m.title}, JFB, {m.last.epoch} epochs, measured at epochs {_listed(m)}."]
-    beyond = [x for r in m.readings for x in r.sigma if not x < 1]
+    of = "" if m.whole_length is None else f" of {m.whole_length}"
+    notes = [f"{m.name}: {m.title}, JFB, {m.last.epoch}{of} epochs, measured at epochs {_listed(m)}."]
+    notes += _on_missing(m)
+    beyond = [x for r in m.readings for x in r.sigma if x >= 1]
     if beyond:
         notes.append(_on_sigma(m, beyond))
     if m.close:
@@ -18,15 +20,31 @@ def findings_of(m: Measured) -> list[str]:
     missing = sorted(set(m.epochs) - {r.epoch for r in m.readings})
     if missing:
         notes.append(f"{m.name}: the weights of epochs {missing} were not kept, and are not measured.")
-    unmet = min(min(r.batch.converged, r.training.converged) for r in m.readings)
-    if unmet < 1:
-        notes.append(f"{m.name}: in some batch {unmet:.0%} of the images reached u* to 1e-10: rough cosines.")
+    unmet = [r.epoch for r in m.readings if min(r.batch.converged, r.training.converged) < 1]
+    if unmet:
+        notes.append(
+            f"{m.name}: at epochs {unmet} not all images of the batch reached u* to 1e-10, in eval or in training "
+            "mode; the exact gradient of its mean loss is not known there, and the cosine with it is left out."
+        )
     notes += sorted({f"{m.name}: {said}" for r in m.readings for said in r.warned})
     return notes
 
 
+def _on_missing(m: Measured) -> list[str]:
+    lost = {r.epoch: r.found.count(False) for r in m.readings if not all(r.found)}
+    if not lost:
+        return []
+    where = ", ".join(f"{count} at epoch {epoch}" for epoch, count in lost.items())
+    said = (
+        f"{m.name}: the iteration in eval mode comes to no fixed point at {sum(lost.values())} of "
+        f"{sum(len(r.found) for r in m.readings)} images and epochs ({where}): the paper's assumption fails "
+        "there, and nothing is measured at them."
+    )
+    return [said]
+
+
 def _on_sigma(m: Measured, beyond: list[float]) -> str:
-    total = sum(len(r.sigma) for r in m.readings)
+    total = sum(sum(r.found) for r in m.readings)
     rates = [x for r in m.readings for x in r.rate if not math.isnan(x)]
     return (
         f"{m.name}: T is no contraction in the Euclidean norm at {len(beyond)} of {total} fixed points (sigma_max "

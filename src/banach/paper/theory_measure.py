@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ TIGHT = Tolerance(atol=0.0, rtol=1e-10, max_steps=1000)
 class Batch:
     """JFB against the exact gradient of the batch's mean loss: where the network stops, and at its fixed point.
 
-    `converged` is the share of images whose fixed point, the one behind the exact gradient, was reached.
+    `converged` is the share of images whose fixed point, the one behind the exact gradient, was reached. Unless
+    that is all of them there is no such gradient, and the others are NaN.
     """
 
     cosine: float
@@ -35,14 +37,17 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One moment. `sigma` and `rate` have one number per image, in eval mode, at the fixed point.
+    """One moment. `sigma` and `rate` have one number per image, in eval mode, at the fixed point; NaN where the
+    iteration did not come to one (`found`).
 
     `training`, `training_sigma` and `training_rate` are of the network in training mode, where batch statistics
-    make one map, and so one number, of the whole batch. `locals` are of the first few images.
+    make one map, and so one number, of the whole batch. `locals` are of those of the first few images that
+    have a fixed point.
     """
 
     epoch: int
     accuracy: float
+    found: tuple[bool, ...]
     sigma: tuple[float, ...]
     rate: tuple[float, ...]
     batch: Batch
@@ -55,12 +60,13 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A network and its readings, by epoch."""
+    """A network and its readings, by epoch. `whole_length`: the epochs of a training by its recipe."""
 
     name: str
     title: str
     epochs: tuple[int, ...]
     readings: Sequence[Reading]
+    whole_length: int | None = None
 
     @property
     def first(self) -> Reading:
@@ -95,12 +101,18 @@ def measure(moment: Moment, trained: Trained) -> Reading:
         training = _in_training(net)
         there = measure_contraction(_tight(training), d)
         batch, other = (_batch(one, trained) for one in (net, training))
-        looked = tuple(local(net, d[i : i + 1], trained.loss(trained.labels[i : i + 1])) for i in range(closely))
+        found = here.solution.converged
+        looked = tuple(
+            local(net, d[i : i + 1], trained.loss(trained.labels[i : i + 1]))
+            for i in range(closely)
+            if bool(found[i])
+        )
     return Reading(
         moment.epoch,
         moment.accuracy,
-        tuple(here.sigma.tolist()),
-        tuple(here.rate.tolist()),
+        tuple(found.tolist()),
+        tuple(here.sigma.where(found, math.nan).tolist()),
+        tuple(here.rate.where(found, math.nan).tolist()),
         batch,
         other,
         _one(there.sigma),
@@ -114,7 +126,10 @@ def _batch(net: Any, trained: Trained) -> Batch:
     loss = trained.loss(trained.labels)
     own: Descent = descent_check(net, trained.d, loss)
     exact = descent_check(_tight(net), trained.d, loss)
-    return Batch(own.cosine, own.ratio, exact.cosine, float(exact.solution.converged.double().mean()))
+    converged = float(exact.solution.converged.double().mean())
+    if converged < 1:
+        return Batch(math.nan, math.nan, math.nan, converged)
+    return Batch(own.cosine, own.ratio, exact.cosine, converged)
 
 
 def _tight(net: Any) -> Any:

@@ -23,12 +23,12 @@ def rows_of(measured: Measured) -> list[Row]:
 
 
 def _contraction_rows(m: Measured) -> list[Row]:
-    sigma = [x for r in m.readings for x in r.sigma]
-    rate = [x for r in m.readings for x in r.rate if not math.isnan(x)]
     training = [r.training_sigma for r in m.readings]
+    sigma = _row("sigma_max(dT/du), eval mode", "< 1", m, lambda r: _summary(r.sigma), None)
+    rate = _row("observed rate, eval mode", "< 1", m, lambda r: _summary(r.rate), None)
     return [
-        _row("sigma_max(dT/du), eval mode", "< 1", m, lambda r: _summary(r.sigma), [x < 1 for x in sigma]),
-        _row("observed rate, eval mode", "< 1", m, lambda r: _summary(r.rate), [x < 1 for x in rate]),
+        sigma | {"holds": _by_training(m, lambda r: [x < 1 for x in r.sigma if not math.isnan(x)])},
+        rate | {"holds": _by_training(m, _shrinks)},
         _row("sigma_max, training mode", "< 1", m, lambda r: r.training_sigma, [x < 1 for x in training]),
         _row("observed rate, training mode", "< 1", m, lambda r: r.training_rate, _below(m, "training_rate")),
         _row("accuracy, validation images", None, m, lambda r: r.accuracy, None),
@@ -37,7 +37,9 @@ def _contraction_rows(m: Measured) -> list[Row]:
 
 def _batch_rows(m: Measured) -> list[Row]:
     name = "cosine of JFB with the exact gradient of the batch"
-    own, exact, training = ([pick(r) > 0 for r in m.readings] for pick in (_own, _exact, _training))
+    own, exact, training = (
+        [value > 0 for r in m.readings if (value := pick(r)) is not None] for pick in (_own, _exact, _training)
+    )
     return [
         _row(f"{name}, where the solver stops", "> 0", m, _own, own),
         _row(f"{name}, at the fixed point", "> 0", m, _exact, exact),
@@ -50,12 +52,13 @@ def _lemma_rows(m: Measured) -> list[Row]:
     for one in m.locals:
         found = one.lemma
         near.append(found.coercivity >= found.coercivity_bound - 1e-10)
-        inverse.append(found.inverse >= found.inverse_bound - 1e-10)
+        if found.gamma < 1:  # the Lemma's premise
+            inverse.append(found.inverse >= found.inverse_bound - 1e-10)
     bound, bound_inverse = (_least(m, key) for key in ("coercivity_bound", "inverse_bound"))
     return [
         _close_row("coercivity of I - J", f">= 1 - gamma = {bound:.3g}", m, lambda x: x.lemma.coercivity, near),
         _close_row(
-            "coercivity of its inverse",
+            "coercivity of its inverse (holds: where gamma < 1)",
             f">= (1 - gamma) / (1 + gamma)^2 = {bound_inverse:.3g}",
             m,
             lambda x: x.lemma.inverse,
@@ -123,8 +126,9 @@ def _theorem_rows(m: Measured) -> list[Row]:
     applies = [case.applies for case in found]
     return [
         _count_row("images and epochs to which the Theorem applies", applies),
-        _count_row("its bound as printed holds", [case.printed_holds for case in found]),
-        _count_row("its bound mended holds", [case.holds for case in found]),
+        _count_row("its bound is negative, and so says something", [case.bound < 0 for case in found]),
+        _count_row("its bound as printed is kept", [case.printed_holds for case in found]),
+        _count_row("its bound mended is kept", [case.holds for case in found]),
         _count_row("<gradient, p> < 0", [case.descends for case in found]),
         _close_row(
             "error of p = -(M J~' M^+) gradient",
@@ -185,16 +189,35 @@ def _least(m: Measured, name: str) -> float:
     return min(found)
 
 
-def _own(r: Reading) -> float:
-    return r.batch.cosine
+def _by_training(m: Measured, held: Callable[[Reading], list[bool]]) -> str:
+    """Fresh weights and trained ones are not one population."""
+    parts = {
+        "fresh": [one for r in m.readings if r.epoch == 0 for one in held(r)],
+        "trained": [one for r in m.readings if r.epoch > 0 for one in held(r)],
+    }
+    return ", ".join(f"{_of(answers)} {name}" for name, answers in parts.items() if answers)
 
 
-def _exact(r: Reading) -> float:
-    return r.batch.at_fixed_point
+def _shrinks(r: Reading) -> list[bool]:
+    """Is there a fixed point, and a rate below 1? Left out: those that come to it before a rate is seen."""
+    both = zip(r.found, r.rate, strict=True)
+    return [found and rate < 1 for found, rate in both if not (found and math.isnan(rate))]
 
 
-def _training(r: Reading) -> float:
-    return r.training.cosine
+def _own(r: Reading) -> float | None:
+    return _if_known(r.batch.cosine)
+
+
+def _exact(r: Reading) -> float | None:
+    return _if_known(r.batch.at_fixed_point)
+
+
+def _training(r: Reading) -> float | None:
+    return _if_known(r.training.cosine)
+
+
+def _if_known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _known(step: int | None) -> float:
