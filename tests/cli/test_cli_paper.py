@@ -32,6 +32,9 @@ def test_a_study_writes_its_files_and_the_report_reads_them(here: Path, capsys: 
     assert content["provenance"]["versions"]["torch"]
     assert all((out / name).exists() for name in content["figures"])
     assert STUDIES["memory"].claim.split()[0] in capsys.readouterr().out
+    assert main(["paper", "report", "--quick"]) == 0  # not the place of the real page
+    assert (out / "reproduction.md").exists()
+    assert not (here / "docs").exists()
     assert main(["paper", "report", "--quick", "--page", "page.md"]) == 0
     assert "banach paper memory --quick" in (here / "page.md").read_text()
     assert (here / "page.html").exists()
@@ -43,3 +46,20 @@ def test_unknown_studies_and_missing_results_are_refused(here: Path, capsys: Any
     assert main(["paper", "report"]) == 2
     assert "there are no results in results/paper" in capsys.readouterr().err
     assert main(["paper"]) == 2
+
+
+def test_everything_runs_quickly_on_digits(here: Path) -> None:
+    """What `banach paper all report --quick` promises: every study, its figures, and one page of them all."""
+    assert main(["paper", "all", "report", "--quick"]) == 0
+    out = here / "runs/paper-quick"
+    contents = [json.loads((out / f"{name}.json").read_text()) for name in STUDIES]
+    assert all(content["rows"] and content["figures"] for content in contents)
+    assert all(
+        (out / name).with_suffix(end).exists()
+        for c in contents
+        for name in c["figures"]
+        for end in (".png", ".svg")
+    )
+    page = (out / "reproduction.md").read_text()
+    assert all(f"\n## {name}\n" in page for name in STUDIES)
+    assert "Not run yet" not in page

@@ -47,9 +47,9 @@ def test_each_tolerance_is_compared() -> None:
         row("B", False, 9, 98.5),
     ]
     found = of("table2", *rows, row("A", True, 1.1, 99))  # that with batch norm is not the paper's
-    assert found == [(1.6, 1.5, False), (1.6, 9, True), (">= 0", -0.5, False)]
+    assert found == [(1.6, 1.5, False), (1.6, 9, True), (">= 0", -0.5, False), (None, 0.5, None)]
     rows[2:] = [row("A", False, 1.7, 97), row("B", False, 9, 98)]
-    assert of("table2", *rows)[2:] == [(">= 0", 0, True)]
+    assert of("table2", *rows)[2:] == [(">= 0", 0, True), (None, 1.0, None)]
     assert of("table2", *rows[:2]) == of("table2", *rows[1:]) == []  # nothing to compare
 
 

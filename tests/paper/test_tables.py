@@ -100,6 +100,21 @@ def test_findings_are_written_and_read_back(first: Any) -> None:
     assert content["quick"] is True
     assert content["figures"] == ["table1.png"]
     assert any("shortened: digits, JFB: 1 epochs instead of 20" in note for note in content["notes"])
+    assert content["command"] == "banach paper table1 --quick --device cpu"
+    assert any(note.startswith("trained on cpu: ") and note.endswith("(5)") for note in content["notes"])
+
+
+def test_a_study_says_where_its_runs_were_begun_not_where_they_are_read(second: Any) -> None:
+    found, options = second
+    path = options.runs / "table2-digits-jfb-bn-seed0" / "environment.json"
+    kept = path.read_text()
+    path.write_text(json.dumps(json.loads(kept) | {"device": "cuda: elsewhere", "commit": "abc", "dirty": True}))
+    try:
+        said = common.trained_on(found.details, options)
+    finally:
+        path.write_text(kept)
+    assert said.startswith("trained on cuda: elsewhere, commit abc with changes (1); cpu: ")
+    assert said.endswith("(6)")
 
 
 def test_a_shortened_schedule_keeps_its_proportions() -> None:
@@ -293,10 +308,11 @@ def test_both_tables_have_headlines(first: Any, second: Any) -> None:
     contents = [
         {"name": found.name, "rows": json.loads(json.dumps(plain(found.rows)))} for found, _ in (first, second)
     ]
-    less, *faster, better = headlines(contents)  # digits has no printed numbers
+    less, *faster, better, same = headlines(contents)  # digits has no printed numbers
     assert "JFB less its explicit twin" in less["claim"]
     assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * 2
     assert better["holds"] == (better["ours"] >= 0)
+    assert same["holds"] is None
 
 
 def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:

@@ -1,5 +1,6 @@
 """Parts of a study in several processes at once: what they leave, their errors, their interruption."""
 
+import multiprocessing as mp
 import os
 import signal
 import threading
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from banach.paper import Options, table1
+from banach.paper import Options, marks, table1
+from banach.paper.common import train
 from banach.paper.marks import MARKS, take
 from banach.paper.together import carry_out_together
 from banach.provenance import plain
@@ -53,7 +55,7 @@ def dies(options: Options) -> None:
 
 def waits_for_a_signal(name: str, options: Options) -> None:
     options.runs.mkdir(exist_ok=True)
-    (options.runs / f"{name}.begun").touch()
+    (options.runs / f"{name}.begun").write_text(str(os.getpid()))
     try:
         time.sleep(60)
     except KeyboardInterrupt:
@@ -97,6 +99,44 @@ def test_an_interrupt_reaches_those_at_work_and_no_more_begin(tmp_path: Path) ->
         carry_out_together([partial(waits_for_a_signal, name) for name in "abc"], options_in(tmp_path))
     assert sorted(path.stem for path in (tmp_path / "runs").glob("*.interrupted")) == ["a", "b"]
     assert not (tmp_path / "runs" / "c.begun").exists()
+
+
+def begin(options: Options) -> None:
+    carry_out_together([partial(waits_for_a_signal, "orphan")], options)
+
+
+def test_trainings_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent = mp.get_context("spawn").Process(target=begin, args=(options_in(tmp_path),))
+    parent.start()
+    begun = tmp_path / "runs" / "orphan.begun"
+    assert soon(lambda: begun.exists() and begun.read_text())
+    child = int(begun.read_text())
+    parent.kill()
+    parent.join()
+    assert soon(lambda: not Path(f"/proc/{child}").exists())
+
+
+def soon(happens: Any) -> bool:
+    deadline = time.monotonic() + 60
+    while not happens() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(happens())
+
+
+def test_what_a_training_shared_the_device_with_is_kept_over_a_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = TINY.job("shared")
+
+    def stopped(job: Any, options: Options) -> Any:
+        train(job, options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(marks, "train", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            take(job, options_in(tmp_path, at_once=5))
+    assert take(job, options_in(tmp_path, at_once=1)).at_once == 5
 
 
 def test_table1_is_the_same_with_its_trainings_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

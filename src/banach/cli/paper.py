@@ -31,9 +31,9 @@ def paper(
         int,
         typer.Option(min=1, help="Trainings that share the device, where time is not the point: table1."),
     ] = 1,
-    page: Annotated[Path, typer.Option(help="What the report writes, beside an .html.")] = Path(
-        "docs/reproduction.md"
-    ),
+    page: Annotated[
+        Path | None, typer.Option(help="What the report writes, beside an .html.  [docs/reproduction.md]")
+    ] = None,
 ) -> None:
     """Reproduce the paper: table1, table2, neumann, figures, accelerate, toy, theory, memory.
 
@@ -54,9 +54,14 @@ def paper(
     names = [nearest("study", name, [*STUDIES, "all", "report"]) for name in studies]
     for name in dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])):
         if name == "report":
-            console.print(f"report: {write_report(options.out, page)}")
+            console.print(f"report: {write_report(options.out, page or _page(options))}")
         else:
             _carry_out(STUDIES[name], options)
+
+
+def _page(options: Options) -> Path:
+    """A quick one does not take the place of the real one."""
+    return options.out / "reproduction.md" if options.quick else Path("docs/reproduction.md")
 
 
 def _carry_out(study: Study, options: Options) -> None:

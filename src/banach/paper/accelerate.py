@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from banach.data import Images
-from banach.paper.common import Subject, Trained, curves_figure, percent, train, unseen, warm
+from banach.paper.common import Subject, Trained, curves_figure, percent, train, trained_on, unseen, warm
 from banach.paper.study import Findings, Options, Row, Study
 from banach.solve import Anderson, Broyden, Picard, Solution, Solver, Tolerance, solve
 from banach.train.precision import arithmetic
@@ -64,7 +64,8 @@ def run(options: Options) -> Findings:
         title = f"JFB with three solvers, {test.title}"
         figures[f"accelerate-{subject.data}"] = partial(curves_figure, title, curves)
         details |= {one.outcome.job.name: [e.to_dict() for e in one.outcome.epochs] for one in done.values()}
-    return Findings("accelerate", CLAIM, rows, _notes(plan), figures, plan, details)
+    notes = [*_notes(plan), trained_on(details, options)]
+    return Findings("accelerate", CLAIM, rows, notes, figures, plan, details)
 
 
 STUDY = Study("accelerate", CLAIM, run)

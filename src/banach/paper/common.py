@@ -22,6 +22,7 @@ from banach.paper.study import Options
 from banach.provenance import Summary, write_json
 from banach.solve import Picard, Solver, Status
 from banach.train import Settings
+from banach.train.run import ENVIRONMENT
 
 HEARD = "heard.json"
 Point = Mapping[str, float]  # of a curve: epoch, seconds, clean, released
@@ -192,6 +193,21 @@ def _heard_before(path: Any) -> Counter[str]:
 def unseen(name: str, options: Options) -> Images:
     """The test split of a data set, on the device of the options."""
     return data.load(name, "test", options.data_dir).to(options.torch_device)
+
+
+def trained_on(names: Iterable[str], options: Options) -> str:
+    """Where and by which commit runs were begun: that need not be where they are read."""
+    kept = [json.loads((options.runs / name / ENVIRONMENT).read_text(encoding="utf-8")) for name in names]
+    return where((one["device"], one["commit"], one["dirty"]) for one in kept)
+
+
+def where(places: Iterable[tuple[str, str | None, bool | None]]) -> str:
+    """In a sentence: devices and commits, and how many trainings each had."""
+    counted = Counter(
+        f"{device}, commit {(commit or 'unknown')[:12]}{' with changes' if dirty else ''}"
+        for device, commit, dirty in places
+    )
+    return "trained on " + "; ".join(f"{place} ({count})" for place, count in counted.items())
 
 
 def warm(seconds: Sequence[float]) -> list[float]:

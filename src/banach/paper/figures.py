@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from banach.paper import table2
-from banach.paper.common import Point, Subject, Trained, curves_figure, percent, train, warm
+from banach.paper.common import Point, Subject, Trained, curves_figure, percent, train, trained_on, warm
 from banach.paper.jobs import CURVE
 from banach.paper.study import Findings, Options, Row, Study
 
@@ -45,6 +45,7 @@ def run(options: Options) -> Findings:
         details[subject.data] = curves
         notes += [f"shortened: {subject.data}: {subject.lack()}, one seed"] if subject.lack() else []
     settings = {job.name: job.settings.to_dict() for job in _jobs(options)}
+    notes.append(trained_on(settings, options))
     return Findings("figures", CLAIM, rows, [_PROTOCOL, *notes], figures, settings, details)
 
 

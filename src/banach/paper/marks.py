@@ -15,8 +15,9 @@ from banach.paper.study import Options
 from banach.provenance import plain, provenance, write_json
 from banach.solve import Tolerance
 from banach.train import Totals, evaluate
+from banach.train.run import SETTINGS
 
-MARKS = "marks.json"
+MARKS, TOGETHER = "marks.json", "at-once.json"
 FINE, FINE_STEPS = 1e-4, 500
 
 
@@ -48,14 +49,23 @@ def take(job: Job, options: Options) -> Marks:
     kept = _kept(path, job)
     if kept is not None:
         return kept
-    one = train(job, options)
-    made = _measure(one.outcome, options) | {
-        "seconds": one.seconds,
-        "at_once": options.at_once,
-        "heard": dict(one.heard),
-    }
+    try:
+        one = train(job, options)
+    finally:
+        at_once = _keep_at_once(path.parent, options)
+    made = _measure(one.outcome, options) | {"seconds": one.seconds, "at_once": at_once, "heard": dict(one.heard)}
     write_json(path, {"job": _identity(job), "marks": made})
     return _read(made)
+
+
+def _keep_at_once(run: Path, options: Options) -> int:
+    """The most that shared the device while this run was trained, in one go or in several."""
+    path = run / TOGETHER
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else 1
+    most = max(int(before), options.at_once)
+    if (run / SETTINGS).exists():  # the run was begun
+        write_json(path, most)
+    return most
 
 
 def _measure(outcome: Outcome, options: Options) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from banach.backward import JFB, Implicit, Mode
-from banach.paper.common import Subject, Trained, curves_figure, percent, train
+from banach.paper.common import Subject, Trained, curves_figure, percent, train, trained_on
 from banach.paper.jobs import Job
 from banach.paper.study import Findings, Options, Row, Study
 from banach.solve import Picard, Tolerance
@@ -52,7 +52,8 @@ def run(options: Options) -> Findings:
         figures[f"neumann-{subject.data}"] = partial(curves_figure, f"Neumann series, {_title(done)}", curves)
         details |= {one.outcome.job.name: one.outcome.curve for one in done.values()}
     settings = {job(subject, 0).name: job(subject, 0).settings.to_dict() for subject in subjects}
-    return Findings("neumann", CLAIM, rows, _notes(subjects), figures, settings, details)
+    notes = [*_notes(subjects), trained_on(details, options)]
+    return Findings("neumann", CLAIM, rows, notes, figures, settings, details)
 
 
 STUDY = Study("neumann", CLAIM, run)

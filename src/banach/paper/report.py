@@ -85,7 +85,7 @@ def _section(path: Path) -> Section:
             notes=content["notes"],
             figures=figures,
             origin=_origin(origin),
-            command=f"banach paper {content['name']}{quick}",
+            command=content.get("command", f"banach paper {content['name']}{quick}"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ReportError(

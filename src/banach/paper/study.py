@@ -31,6 +31,15 @@ class Options:
     runs: Path = Path("runs/paper")
     at_once: int = 1
 
+    def command(self, study: str) -> str:
+        """What regenerates a study; runs that are there are read."""
+        words = ["banach", "paper", study]
+        words += ["--quick"] if self.quick else []
+        words += ["--data-dir", "DATA"] if self.data_dir is not None else []
+        words += ["--device", self.device] if self.device != "auto" else []
+        words += ["--at-once", str(self.at_once)] if self.at_once > 1 else []
+        return " ".join(words)
+
     @property
     def torch_device(self) -> torch.device:
         if self.device != "auto":
@@ -59,6 +68,7 @@ class Findings:
             "name": self.name,
             "claim": self.claim,
             "quick": options.quick,
+            "command": options.command(self.name),
             "rows": self.rows,
             "notes": self.notes,
             "figures": [f"{name}.png" for name in self.figures],

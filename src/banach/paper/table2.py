@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from banach.backward import JFB, Implicit, Mode, NormalCG
-from banach.paper.common import Adjoints, Subject, Trained, percent, train
+from banach.paper.common import Adjoints, Subject, Trained, percent, train, trained_on
 from banach.paper.jobs import Job
 from banach.paper.released_cg import ReleasedCG
 from banach.paper.study import Findings, Options, Row, Study
@@ -135,6 +135,7 @@ def run(options: Options) -> Findings:
         rows += [_row(subject, way, done) for way in WAYS]
         notes += [*_short(subject), _what_happens(subject, done)]
         details |= {one.outcome.job.name: _detail(one) for one in done.values()}
+    notes.append(trained_on(details, options))
     settings = {
         job.name: job.settings.to_dict() for s in subjects(options) for job in (way.job(s) for way in WAYS)
     }

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from banach import models
+from banach.paper.common import trained_on
 from banach.paper.study import Findings, Options, Row, Study
 from banach.paper.theory_cases import Case, Trained, train
 from banach.paper.theory_figures import bounds_figure, contraction_figure, cosine_figure, perturbation_figure
@@ -45,11 +46,12 @@ def run(options: Options) -> Findings:
     size = "quick" if options.quick else "full"
     measured = [_measured(train(case, options)) for case in CASES[size]]
     random = count(RANDOM[size])
+    origin = trained_on((case.name for case in CASES[size]), options)
     return Findings(
         name="theory",
         claim=CLAIM,
         rows=[row for one in measured for row in rows_of(one)] + _random_rows(random),
-        notes=[note for one in measured for note in findings_of(one)] + _notes(random),
+        notes=[*(note for one in measured for note in findings_of(one)), *_notes(random), origin],
         figures={
             "theory-contraction": lambda: contraction_figure(measured),
             "theory-cosine": lambda: cosine_figure(measured),

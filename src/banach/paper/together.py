@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -87,6 +89,7 @@ def _pass_on(number: int, working: Sequence[_Worker]) -> None:
 def _work(part: Part, options: Options, pipe: Connection) -> None:
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # a terminal sends its interrupt to the whole group; here it comes by the parent alone
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if options.torch_device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.at_once))
     try:
@@ -94,6 +97,14 @@ def _work(part: Part, options: Options, pipe: Connection) -> None:
         pipe.send(None)
     except (Exception, KeyboardInterrupt) as error:
         pipe.send(_portable(error))
+
+
+def _end_with_parent() -> None:
+    """One that was killed can pass nothing on: its trainings keep what they have and stop, too."""
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _portable(error: BaseException) -> BaseException:
