@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from banach.backward import JFB, Mode
+from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.kernels.known import is_hooked
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
@@ -33,7 +34,7 @@ def fixed_point(
     """z = T(z, *inputs) from z0, differentiable by `backward` in everything T reads but z0."""
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled)
-    _forget_casts(found)
+    _forget(found)
     _warn_nonfinite(found)
     return backward.attach(T, found.value, tuple(inputs), coupled=coupled)
 
@@ -93,7 +94,7 @@ class ImplicitNetwork(nn.Module):
         coupled = uses_batch_statistics(self.R) if self.coupled is None else self.coupled
         compact = self.compact and not coupled
         z0 = self._start(v, z0)
-        with Pass(self.R) as one:
+        with Pass(self.R, later=_evaluates_later(self.backward)) as one:
             # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
             inputs = (v, _numbers(z0)) if compact and one.masks is not None else (v,)
             found = solve(
@@ -105,7 +106,7 @@ class ImplicitNetwork(nn.Module):
                 coupled=coupled,
                 compact=compact,
             )
-            _forget_casts(found)
+            _forget(found)
             u = self.backward.attach(one.evaluate, found.value, (v,), coupled=coupled)
         _warn_nonfinite(found)
         return u, found
@@ -150,10 +151,26 @@ def _check_mode(backward: Mode) -> None:
         raise TypeError(f"backward must be a mode such as JFB() or Neumann(5), got {backward!r}")
 
 
-def _forget_casts(found: Solution) -> None:
-    """Before torch 2.11 autocast remembers weights that it cast without recording, and R would get no gradient."""
-    if _CASTS_LAST and torch.is_grad_enabled() and torch.is_autocast_enabled(found.steps.device.type):
+def _evaluates_later(backward: Mode) -> bool:
+    """May R be evaluated in the backward pass? Not by those that record it now."""
+    return not (type(backward) in (JFB, Neumann) or (type(backward) is Unroll and not backward.checkpoint))
+
+
+def _forget(found: Solution) -> None:
+    """What was computed from weights without recording, and is remembered: R would get no gradient.
+
+    Autocast remembers casts before torch 2.11; `parametrize.cached()` remembers parametrised weights.
+    """
+    if not torch.is_grad_enabled():
+        return
+    if _CASTS_LAST and torch.is_autocast_enabled(found.steps.device.type):
         torch.clear_autocast_cache()
+    if parametrize._cache:
+        parametrize._cache = {key: kept for key, kept in parametrize._cache.items() if _recorded(kept)}
+
+
+def _recorded(kept: Tensor | None) -> bool:
+    return kept is not None and kept.requires_grad
 
 
 def _warn_nonfinite(found: Solution) -> None:

@@ -137,7 +137,10 @@ def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterato
     """A file to write to: afterwards `path` is either the old one or the whole new one, never half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:  # of the file that is wanted, not of one that no one knows
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") if binary else os.fdopen(handle, "w", encoding="utf-8") as file:
             yield file

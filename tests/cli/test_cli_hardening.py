@@ -151,3 +151,43 @@ def test_a_pipe_in_the_place_of_data_is_not_waited_for(capsys: Any) -> None:
     Path("data/mnist").mkdir(parents=True)
     os.mkfifo("data/mnist/train-images-idx3-ubyte")
     refused(["train", "--data", "mnist", "--data-dir", "data"], capsys, "mnist")
+
+
+def test_a_refused_resume_leaves_the_record_of_the_run_that_goes_on(capsys: Any) -> None:
+    pytest.importorskip("tensorboard")
+    assert main([*SMALL, "--epochs", "1", "--out", "mine"]) == 0
+    with lock(Path("mine")):
+        refused(["train", "--resume", "mine"], capsys, "another process is training")
+    assert not list(Path("mine").rglob("events.out*"))
+
+
+def test_what_was_measured_is_shown_even_where_it_cannot_be_written(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*SMALL, "--epochs", "1", "--out", "mine"]) == 0
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device", "/somewhere/.evaluation-test.json.abc")
+
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    for command, shown in (("evaluate", "test accuracy"), ("diagnose", "sigma")):
+        capsys.readouterr()
+        assert main([command, "mine"]) == 2
+        said = capsys.readouterr()
+        assert shown in said.out
+        assert "mine/" in said.err  # not the name of a file that no one knows
+        assert ".abc" not in said.err
+
+
+@pytest.mark.parametrize("name", ["settings.json", "metrics.jsonl"])
+def test_json_that_is_nested_too_deep_is_damage(name: str, capsys: Any) -> None:
+    assert main([*SMALL, "--epochs", "1", "--out", "mine"]) == 0
+    (Path("mine") / name).write_text("[" * 100_000)
+    command = ["evaluate", "mine"] if name == "settings.json" else ["compare", "mine", "mine"]
+    refused(command, capsys, name)
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "zzz"])
+def test_a_study_is_refused_a_device_before_it_begins(device: str, capsys: Any) -> None:
+    refused(["paper", "toy", "--quick", "--device", device, "--out", "pq"], capsys, device)
+    assert not Path("pq").exists()

@@ -270,3 +270,18 @@ def test_it_says_its_version(capsys: Any) -> None:
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"banach {__version__}\n"
+
+
+def test_a_run_of_ones_own_network_by_the_library_is_evaluated_by_the_command(here: Path) -> None:
+    """Its settings name no solver: those of the network are meant, as docs/training.md has it."""
+    from banach import data, models, train
+
+    settings = train.Settings.of_recipe(
+        models.recipe("digits"), data="digits", model="digits", epochs=1, subset=64, monitor=False, device="cpu"
+    )
+    assert settings.solver is None
+    images = data.load("digits", "train").subset(64)
+    run = train.Run.create("runs/mine", settings)
+    train.fit(models.build("digits"), images, data.load("digits", "validation"), settings, run=run)
+    for command in ("evaluate", "diagnose"):
+        assert main([command, "runs/mine", "--device", "cpu"]) == 0

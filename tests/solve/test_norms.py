@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from banach import RMS, Euclidean, Tolerance, WorstPixel, solve
+from banach.latent import Space
 from banach.solve import Norm
 from problems import normal
 
@@ -54,3 +57,33 @@ def test_default_tolerance_is_met_by_a_large_image() -> None:
     x = normal(2, 64, 32, 32, dtype=torch.float32)
     found = solve(lambda z: 0.7 * z + x, torch.zeros_like(x))
     assert found.converged.all()
+
+
+class Wrong:
+    """One number for all rows: the axis was forgotten."""
+
+    def measure(self, rows: Tensor, space: Space) -> Tensor:
+        return rows.norm()
+
+    def scale(self, space: Space) -> float:
+        return 1.0
+
+
+class Long(Wrong):
+    """Computed in float64."""
+
+    def measure(self, rows: Tensor, space: Space) -> Tensor:
+        return rows.double().norm(dim=1)
+
+
+@pytest.mark.parametrize("check_every", [0, 1, 4])
+def test_a_norm_of_ones_own_is_checked_however_often_the_host_looks(check_every: int) -> None:
+    def halve(z: Tensor) -> Tensor:
+        return 0.5 * z + 1
+
+    limits = Tolerance(norm=Wrong(), check_every=check_every, max_steps=40)
+    with pytest.raises(ValueError, match="one number for each of 5 rows, got shape"):
+        solve(halve, torch.zeros(5, 3), tolerance=limits)
+    found = solve(halve, torch.zeros(5, 3), tolerance=replace(limits, norm=Long()))
+    assert bool(found.converged.all())
+    torch.testing.assert_close(found.value, torch.full((5, 3), 2.0), atol=1e-3, rtol=0)

@@ -152,6 +152,17 @@ def test_the_monitor_warns_once_a_run() -> None:
     assert history.last.sigma > 1
 
 
+def test_what_the_monitor_cannot_measure_stops_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: Any, **__: Any) -> None:
+        raise RuntimeError("derivative for aten::something is not implemented")
+
+    monkeypatch.setattr(ContractionMonitor, "__call__", cannot)
+    with pytest.warns(UserWarning, match="cannot be measured, so it is left out: derivative for aten") as heard:
+        history = fit(network(), images(), images(20, "validation"), settings(monitor=True))
+    assert len(heard) == 1
+    assert [epoch.sigma for epoch in history.epochs] == [None, None]
+
+
 def test_the_monitor_changes_no_run_and_reads_what_it_should() -> None:
     on, off = network(), network()
     history = fit(on, images(), images(20, "validation"), settings(monitor=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from banach.latent import Latent, Space, leaves_like, rebuild
 from banach.solve import Map
@@ -32,28 +33,54 @@ class Jacobian:
         # A T that is compiled is run as it was written: torch.func cannot be traced through.
         eager = torch.compiler.set_stance("force_eager")
         with eager, explained("use ImplicitNetwork, which keeps them, or eval mode"):
-            self._pull: Callable[..., Any] = torch.func.vjp(fixed, z)[1]
-        self._push: Callable[..., Any] | None = None
+            self._pullbacks = Pullbacks(fixed, z)
 
     def transposed(self, w: Tensor, *, record: bool = False) -> Tensor:
         """J' w. `record=True` keeps what `forward` needs, which would otherwise cost a product of its own."""
         nest = self._hand_over(w)
-        if record:
-            product, self._push = torch.func.vjp(self._pull, nest)[:2]
-        else:
-            product = self._pull(nest)
+        product = self._pullbacks.record(nest) if record else self._pullbacks.pull(nest)
         return self.space.rows(product[0], "J'") / self.unit
 
     def forward(self, v: Tensor) -> Tensor:
         """J v."""
-        if self._push is None:
+        if self._pullbacks.push is None:
             self.transposed(v, record=True)
-        assert self._push is not None
-        return self.space.rows(self._push((self._hand_over(v),))[0], "J") / self.unit
+        return self.space.rows(self._pullbacks.forward(self._hand_over(v)), "J") / self.unit
 
     def _hand_over(self, rows: Tensor) -> Latent:
         self.products += self.space.batch
         return self.space.nest(rows * self.unit)
+
+
+class Pullbacks:
+    """f(x), the pullback J' of f at x, and that of J', which is J, once `record` has recorded a product with J'.
+
+    Torch's fast attentions have no second derivative: where J needs one, f is evaluated anew with the plain one.
+    """
+
+    def __init__(self, f: Callable[[Any], Latent], x: Latent) -> None:
+        self.f, self.x = f, x
+        self.value: Latent
+        self.pull: Callable[..., Any]
+        self.push: Callable[..., Any] | None = None
+        self.value, self.pull = torch.func.vjp(f, x)[:2]
+
+    def record(self, w: Latent) -> Any:
+        product, self.push = torch.func.vjp(self.pull, w)[:2]
+        return product
+
+    def forward(self, v: Latent) -> Latent:
+        assert self.push is not None, "a product with J' is recorded first"
+        try:
+            found: Latent = self.push((v,))[0]
+        except RuntimeError as error:
+            if "scaled_dot_product" not in str(error):
+                raise
+            with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+                self.value, self.pull = torch.func.vjp(self.f, self.x)[:2]
+                self.record(self.value)
+            found = self.push((v,))[0]
+        return found
 
 
 @contextmanager

@@ -101,9 +101,13 @@ def open_run(path: Path, device: str = "auto") -> Opened:
 
 def usable_device(settings: Settings) -> torch.device:
     """The device of the settings, refused where this machine does not have it."""
-    device = settings.torch_device
+    return usable(settings.torch_device, settings.device)
+
+
+def usable(device: torch.device, asked: str) -> torch.device:
+    """The device, refused where this machine does not have it."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"there is no {device} here ({torch.cuda.device_count()} GPUs); choose --device cpu")
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {settings.device!r}")
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {asked!r}")
     return device

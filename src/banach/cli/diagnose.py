@@ -131,10 +131,9 @@ def diagnose(
     chosen = found.subset(samples).to(opened.device)
     measured = measure(opened.net, chosen, label_smoothing=opened.settings.label_smoothing, seed=seed)
     content = _described(opened, chosen, {"samples": samples, "seed": seed}) | measured.to_dict()
-    written = write_json(opened.run.path / "diagnose.json", content)
     kind = "training" if opened.settings.whole else "validation"
     show(measured, f"{opened.settings.model} on {samples} {kind} images of {chosen.title}")
-    console.print(f"figures: {written}")
+    console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     try:
         console.print(f"plot: {draw(measured, opened.run.path / 'diagnose.png')}")
     except PlotError as error:

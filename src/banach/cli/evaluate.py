@@ -44,7 +44,8 @@ def evaluate(
     settings = replace(opened.settings, **given)
     net = opened.net
     if isinstance(net, ImplicitNetwork):
-        net.solver, net.tolerance = words.solver(str(settings.solver)), assemble.tolerance(settings, net.tolerance)
+        net.solver = words.solver(settings.solver or "picard")
+        net.tolerance = assemble.tolerance(settings, net.tolerance)
     elif set(given) - {"precision"}:
         raise ValueError(f"{settings.model} has no fixed point to find; leave out {', '.join(given)}")
     if opened.position.epoch < settings.epochs:
@@ -54,6 +55,8 @@ def evaluate(
         raise ValueError("this run was trained on the validation images too (whole); choose --split test or train")
     images = assemble.images(settings, split, data_dir).to(opened.device)
     totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
+    rows = [(name.replace("test", split), value) for name, value in figures(totals).items() if value is not None]
+    console.print(table(f"{images.title}: {len(images):,} {split} images", ("", "value"), rows))
     path = write_json(
         run / f"evaluation-{split}.json",
         {
@@ -66,6 +69,4 @@ def evaluate(
             **provenance(settings.to_dict(), device=opened.device),
         },
     )
-    rows = [(name.replace("test", split), value) for name, value in figures(totals).items() if value is not None]
-    console.print(table(f"{images.title}: {len(images):,} {split} images", ("", "value"), rows))
     console.print(f"figures: {path}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
+from banach.cli import assemble
 from banach.cli.console import console, table
 from banach.paper import Findings, Options, Study
 from banach.paper.study import cell
@@ -51,12 +53,20 @@ def paper(
         runs=runs or (Path("runs/paper-quick") if quick else Path("runs/paper")),
         at_once=at_once,
     )
+    assemble.usable(_device(options), options.device)
     names = [nearest("study", name, [*STUDIES, "all", "report"]) for name in studies]
     for name in dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])):
         if name == "report":
             console.print(f"report: {write_report(options.out, page or _page(options))}")
         else:
             _carry_out(STUDIES[name], options)
+
+
+def _device(options: Options) -> torch.device:
+    try:
+        return options.torch_device
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {options.device!r}") from None
 
 
 def _page(options: Options) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shlex
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from banach.cli.progress import Progress
 from banach.data import Images
 from banach.provenance import plain, provenance
 from banach.train import Epoch, History, Position, Run, RunError, Settings, Totals, evaluate, fit
-from banach.train.board import MISSING, open_board
+from banach.train.board import MISSING, Board, open_board
 from banach.train.plot import PlotError, plot_history
 
 PLOT, BOARD = "training.png", "tensorboard"
@@ -64,20 +65,25 @@ class Session:
         """fit(), with a progress bar and TensorBoard."""
         settings, before = self.settings, self._done()
         with ExitStack() as stack:
-            board = open_board(self.run.path / BOARD) if tensorboard else None
-            if board is not None:
-                stack.enter_context(board)
-                for epoch in before:  # anew, so that none is missing and none is there twice
-                    board.write(epoch)
-            elif tensorboard:
-                console.print(MISSING)
             steps = math.ceil(len(self.train_images) / settings.batch_size)
             progress = stack.enter_context(Progress(settings.epochs, steps, start=Position(len(before), 0)))
 
+            @functools.cache
+            def board() -> Board | None:
+                """Opened once `fit` has begun: a run that is refused, or another's, is left as it is."""
+                found = open_board(self.run.path / BOARD)
+                if found is None:
+                    console.print(MISSING)
+                    return None
+                stack.enter_context(found)
+                for epoch in before:  # anew, so that none is missing and none is there twice
+                    found.write(epoch)
+                return found
+
             def on_epoch(epoch: Epoch) -> None:
                 progress.epoch(epoch)
-                if board is not None:
-                    board.write(epoch)
+                if tensorboard and (found := board()) is not None:
+                    found.write(epoch)
 
             return fit(
                 self.net,

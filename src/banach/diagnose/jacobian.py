@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.backward.jacobian import explained
+from banach.backward.jacobian import Pullbacks, explained
 from banach.backward.mode import check_count
 from banach.diagnose.still import plain
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
@@ -49,14 +49,14 @@ class Jacobian:
             without_autocast(source),
             explained("give the module itself as T, or for a network use network_map(net, d)"),
         ):
-            value, pull = torch.func.vjp(lambda x: _settled(under(x), source), x)[:2]
-            push = torch.func.vjp(pull, value)[1]
-        target = Space.of(detach(value), coupled=source.coupled) if target is None else target
+            ways = Pullbacks(lambda x: _settled(under(x), source), x)
+            ways.record(ways.value)
+        target = Space.of(detach(ways.value), coupled=source.coupled) if target is None else target
         if target.samples != source.samples:
             raise ValueError(f"f must keep the batch axis: {source.batch} samples became {target.batch}")
         return Jacobian(
-            forward=lambda v: target.rows(detach(push((source.nest(v),))[0]), "J"),
-            transposed=lambda w: source.rows(detach(pull(target.nest(w))[0]), "J'"),
+            forward=lambda v: target.rows(detach(ways.forward(source.nest(v))), "J"),
+            transposed=lambda w: source.rows(detach(ways.pull(target.nest(w))[0]), "J'"),
             source=source,
             target=target,
         )

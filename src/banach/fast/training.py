@@ -35,6 +35,8 @@ class TrainStep:
         bf16: bool = False,
         compile: bool = False,
     ) -> None:
+        if not any(p.is_cuda for p in net.parameters()):
+            raise ValueError("TrainStep captures CUDA graphs: move the network to a CUDA GPU first, net.cuda()")
         self.net, self.optimizer, self.bf16 = net, optimizer, bf16
         wrap: Any = wrapped if compile else (lambda part: part)
         self.loss = wrap(loss)

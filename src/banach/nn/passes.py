@@ -32,13 +32,15 @@ class Pass:
     and only what the last evaluation of the pass left in them is written back: one update per pass.
     Dropout masks are drawn at the first evaluation and held here, not on the module, so that a network can
     be used many times in one graph. Recomputation and J-products after the pass read the same snapshot and
-    masks and write nothing. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
+    masks and write nothing; with `later=True` they also read the parameters that R had in the pass, which under
+    `functional_call` are not its own, and in the mode it was in. (R may not checkpoint itself: what it recomputes,
+    it recomputes outside the pass.)
 
     `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later. A pass that is never
     entered writes nothing at all.
     """
 
-    def __init__(self, R: Any) -> None:
+    def __init__(self, R: Any, *, later: bool = False) -> None:
         known = isinstance(R, nn.Module)
         modules = list(R.modules()) if known else []
         buffers = dict(R.named_buffers()) if any(module.training for module in modules) else {}
@@ -47,6 +49,8 @@ class Pass:
         self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
         self.snapshot = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self.norms = _batch_norms(modules, buffers)
+        recorded = known and later and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        self.then = Then(R, modules) if recorded else None
         self.scratch: dict[str, Tensor] | None = None  # the buffers of evaluations that are not recorded
         self.latest: dict[str, Tensor] | None = None
         self.made: dict[int, tuple[Tensor, Any]] = {}
@@ -111,6 +115,9 @@ class Pass:
         return self.rows if self.index is None else [*self.rows, self.index]
 
     def _call(self, u: Latent, v: Latent) -> Latent:
+        if not self.open and self.then is not None and self.then.differs():
+            with self.then.modes():
+                return torch.func.functional_call(self.R, {**self.then.parameters, **self._buffers()}, (u, v))
         if not self.snapshot:
             return self.R(u, v)
         buffers = self._buffers()
@@ -131,8 +138,8 @@ class Pass:
 
     def _write_back(self, buffers: dict[str, Tensor]) -> None:
         own = dict(self.R.named_buffers())
-        with torch.no_grad():  # not the decorator: Dynamo cannot trace a decorated method here
-            _copy_all(own, buffers)
+        # By `data`: a batch norm that Q has too may have saved its buffers, which its backward pass does not read.
+        _copy_all({name: buffer.data for name, buffer in own.items()}, buffers)
 
     @contextmanager
     def _here(self, index: Tensor | None) -> Iterator[None]:
@@ -141,6 +148,39 @@ class Pass:
             yield
         finally:
             _current.running, self.index = before, None
+
+
+class Then:
+    """R in a forward pass: its parameters, and the mode of every module."""
+
+    def __init__(self, R: nn.Module, modules: list[nn.Module]) -> None:
+        self.R = R
+        self.parameters = dict(R.named_parameters())
+        self.versions = {name: tensor._version for name, tensor in self.parameters.items()}
+        self.training = [(module, module.training) for module in modules]
+
+    def differs(self) -> bool:
+        """Is R another one now? Refused where it was changed in place: what it was is gone."""
+        for name, tensor in self.parameters.items():
+            if tensor._version != self.versions[name]:
+                raise RuntimeError(
+                    f"R's parameter {name} was changed in place between the forward and the backward pass, which "
+                    "needs it as it was: call backward() before the optimizer's step()"
+                )
+        now = dict(self.R.named_parameters())
+        same = all(now.get(name) is tensor for name, tensor in self.parameters.items())
+        return not same or any(module.training != mode for module, mode in self.training)
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        now = [(module, module.training) for module, _ in self.training]
+        try:
+            for module, mode in self.training:
+                module.training = mode
+            yield
+        finally:
+            for module, mode in now:
+                module.training = mode
 
 
 def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[nn.Module] | None:

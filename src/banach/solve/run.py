@@ -107,6 +107,13 @@ class Base(Generic[S]):
         return left
 
 
+def check_measured(residual: Tensor, rows: Tensor) -> None:
+    """Is it one number for every row?"""
+    if residual.shape != rows.shape[:1]:
+        got = tuple(residual.shape)
+        raise ValueError(f"norm.measure must give one number for each of {len(rows)} rows, got shape {got}")
+
+
 class Run(Base[State]):
     """The device keeps the numbers, so that the host need not be asked."""
 
@@ -122,7 +129,10 @@ class Run(Base[State]):
         rtol = self.tolerance.rtol
         state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
         r = Tz - state.z
-        state.observe(k, self.size(r), (self.size(Tz), rtol) if rtol else None)
+        residual, kind = self.size(r), state.residual.dtype  # a norm may compute in a longer type
+        if turn == 1:
+            check_measured(residual, r)
+        state.observe(k, residual.to(kind), (self.size(Tz).to(kind), rtol) if rtol else None)
         point = Point(turn, state.z, Tz, r, state.residual, state.least, state.least_at, k)
         proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal)

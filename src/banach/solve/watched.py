@@ -15,7 +15,7 @@ from torch import Tensor
 
 from banach.latent import Latent
 from banach.solve.picard import Picard
-from banach.solve.run import Base
+from banach.solve.run import Base, check_measured
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point
 from banach.solve.state import IDLE, on_device, to_numpy
@@ -170,9 +170,8 @@ class Watched(Base[HostState]):
         state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
         r = Tz - state.z
         residual = self.size(r)
-        if turn == 1 and residual.shape != r.shape[:1]:
-            got = tuple(residual.shape)
-            raise ValueError(f"norm.measure must give one number for each of {len(r)} rows, got shape {got}")
+        if turn == 1:
+            check_measured(residual, r)
         if rtol:
             both = torch.stack((residual, torch.sub(residual, self.size(Tz), alpha=rtol)))
             state.observe(k, *np.array(to_numpy(both), state.residual.dtype))

@@ -95,7 +95,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         content = json.loads((path / STATE).read_bytes())
         state, wanted, own = content["state"], content["tensors"], content["sha256"]
         data = (path / TENSORS).read_bytes()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from None
     for name, got, expected in ((STATE, _digest(_canonical(state)), own), (TENSORS, _digest(data), wanted)):
         if got != expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -141,7 +142,13 @@ def _contraction(work: Work) -> float | None:
     if not work.settings.monitor or not work.implicit or net.tolerance.max_steps == 0:
         return None
     images = work.batches.images
-    work.monitor(net, images.normalise(images.pixels[:_WATCHED]))
+    try:
+        work.monitor(net, images.normalise(images.pixels[:_WATCHED]))
+    except (RuntimeError, NotImplementedError) as error:  # such as a layer without a second derivative
+        if len(work.done) == 0:
+            said = " ".join(str(error).split())
+            warnings.warn(f"the contraction of R cannot be measured, so it is left out: {said}", stacklevel=2)
+        return None
     return work.monitor.history[-1].sigma
 
 

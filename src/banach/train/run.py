@@ -90,7 +90,7 @@ class Run:
             settings = Settings.from_dict(values)
         except OSError as error:
             raise RunError(f"there is no run in {path}: {error.strerror}: {SETTINGS}") from None
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(f"{path / SETTINGS} cannot be read: {error}; put it right, or train anew") from None
         return Run(path, settings)
 
@@ -144,7 +144,7 @@ class Run:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
             return tuple(Epoch.from_dict(json.loads(line)) for line in lines)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(
                 f"{path} cannot be read: {error}; delete it, and resume the run to write it anew"
             ) from None

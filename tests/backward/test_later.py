@@ -1,0 +1,160 @@
+"""What the backward pass evaluates is R as it was in the forward pass: its weights, its mode, its attention."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
+
+from banach import JFB, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll, diagnose
+from banach.backward import Mode
+
+TIGHT = Tolerance(atol=1e-13, max_steps=999)
+LATER: tuple[Mode, ...] = (Implicit(), Unroll(100, checkpoint=True))
+
+
+class Cell(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6) if norm else nn.Identity()
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.norm(self.linear(u) + v))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def network(R: nn.Module, mode: Mode) -> Any:
+    return ImplicitNetwork(nn.Linear(3, 6), R, nn.Linear(6, 2), tolerance=TIGHT, backward=mode).double()
+
+
+def images() -> Tensor:
+    return torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gradient(net: Any) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("mode", [*LATER, Unroll(100), Neumann(100)], ids=str)
+@pytest.mark.parametrize("how", ["autograd", "torch.func.grad"])
+def test_other_weights_than_the_modules_own(mode: Mode, how: str) -> None:
+    """Against a plain loop over the same functional calls, recorded whole."""
+    net, x = network(Cell(), mode), images()
+    weights = {
+        name: (p + 0.3 * torch.randn_like(p)).detach().requires_grad_() for name, p in net.named_parameters()
+    }
+
+    def by_hand(w: dict[str, Tensor]) -> Tensor:
+        def part(letter: str) -> dict[str, Tensor]:
+            return {name[2:]: p for name, p in w.items() if name[0] == letter}
+
+        v = functional_call(net.Q, part("Q"), (x,))
+        u = torch.zeros(8, 6, dtype=torch.float64)
+        for _ in range(200):
+            u = functional_call(net.R, part("R"), (u, v))
+        return functional_call(net.S, part("S"), (u,)).square().sum()
+
+    def ours(w: dict[str, Tensor]) -> Tensor:
+        return functional_call(net, w, (x,)).square().sum()
+
+    if how == "autograd":
+        got = dict(zip(weights, torch.autograd.grad(ours(weights), list(weights.values())), strict=True))
+    elif isinstance(mode, Unroll) and mode.checkpoint:
+        pytest.skip("torch.func refuses saved tensor hooks, which checkpoints are")
+    else:
+        got = torch.func.grad(ours)({name: p.detach() for name, p in weights.items()})
+    wanted = torch.autograd.grad(by_hand(weights), list(weights.values()))
+    for name, value in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", [JFB(), *LATER], ids=str)
+def test_the_mode_of_the_forward_pass_counts(mode: Mode) -> None:
+    found = []
+    for switch in (False, True):
+        torch.manual_seed(0)
+        net = network(Cell(norm=True), mode).train()
+        loss = net(images()).square().sum()
+        if switch:
+            net.eval()
+        loss.backward()
+        assert net.R.norm.training is not switch
+        found.append(gradient(net))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("mode", LATER, ids=str)
+def test_weights_that_were_changed_in_place_are_refused(mode: Mode) -> None:
+    net = network(Cell(), mode)
+    loss = net(images()).square().sum()
+    with torch.no_grad():
+        net.R.linear.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"linear\.weight was changed in place between the forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Implicit()], ids=str)
+def test_parametrised_weights_that_are_cached_get_their_gradient(mode: Mode) -> None:
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        cell = Cell()
+        spectral_norm(cell.linear)  # in place
+        net = network(cell, mode).eval()
+        if cached:
+            with parametrize.cached():
+                net(images()).square().sum().backward()
+        else:
+            net(images()).square().sum().backward()
+        found.append(gradient(net))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_batch_norm_that_Q_and_R_share() -> None:
+    net = network(Cell(norm=True), Neumann(60)).train()
+    net.Q = nn.Sequential(net.Q, net.R.norm)
+    other = copy.deepcopy(net)
+    net(images()).square().sum().backward()
+    v = other.Q(images())
+    u = torch.zeros_like(v)
+    for _ in range(60):
+        u = other.R(u, v)
+    other.S(u).square().sum().backward()
+    torch.testing.assert_close(gradient(net), gradient(other), rtol=1e-6, atol=1e-9)
+
+
+class Attention(nn.Module):
+    """Torch's fast attention has a derivative, and that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        h = u + v
+        return 0.5 * torch.tanh(self.attention(h, h, h, need_weights=False)[0] + v)
+
+
+def test_attention_in_R() -> None:
+    x = torch.randn(3, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = []
+    for mode in (Implicit(tolerance=Tolerance(atol=0, rtol=1e-11)), Unroll(100)):
+        torch.manual_seed(0)
+        net = network(Attention(), mode)
+        net(x).square().sum().backward()
+        found.append(gradient(net))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
+    v, u = net.Q(x).detach(), net.latent(x)[0].detach()
+    J = torch.autograd.functional.jacobian(lambda u: net.R(u, v[:1]), u[:1]).reshape(30, 30)
+    sigma = diagnose.measure_contraction(net, x).sigma[0]
+    assert float(sigma) == pytest.approx(float(torch.linalg.matrix_norm(J, 2)), rel=1e-3)
