@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from banach import JFB, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll, diagnose
 from banach.backward import Mode
@@ -158,3 +159,37 @@ def test_attention_in_R() -> None:
     J = torch.autograd.functional.jacobian(lambda u: net.R(u, v[:1]), u[:1]).reshape(30, 30)
     sigma = diagnose.measure_contraction(net, x).sigma[0]
     assert float(sigma) == pytest.approx(float(torch.linalg.matrix_norm(J, 2)), rel=1e-3)
+
+
+class Checkpointed(Cell):
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, u, v, use_reentrant=False)
+        return found
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        found: Tensor = self.lstm(u[:, None] + v[:, None])[0][:, 0]
+        return 0.5 * found
+
+
+@pytest.mark.parametrize("kind", [Cell, Checkpointed, Recurrent])
+def test_what_torch_func_does_not_take_is_said_in_a_sentence(kind: Any) -> None:
+    net, x = network(kind(), Implicit()).float(), images().float()
+    net.tolerance = Tolerance()
+    if kind is Cell:
+        net.R.register_full_backward_hook(lambda *_: None)
+    loss = net(x).square().sum()
+    with pytest.raises(RuntimeError, match=r"by torch\.func, which does not take what T holds"):
+        loss.backward()
+    net.backward = JFB()
+    net(x).square().sum().backward()
+
+
+def test_vmap_is_refused_in_a_sentence() -> None:
+    with pytest.raises(RuntimeError, match="what is mapped over on the first axis"):
+        torch.func.vmap(network(Cell(), JFB()))(images()[None].expand(2, 8, 3))

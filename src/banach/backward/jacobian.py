@@ -32,13 +32,14 @@ class Jacobian:
         self.space, self.products, self.unit = space, 0, unit[:, None]
         # A T that is compiled is run as it was written: torch.func cannot be traced through.
         eager = torch.compiler.set_stance("force_eager")
-        with eager, explained("use ImplicitNetwork, which keeps them, or eval mode"):
+        with eager, explained(_ADVICE):
             self._pullbacks = Pullbacks(fixed, z)
 
     def transposed(self, w: Tensor, *, record: bool = False) -> Tensor:
         """J' w. `record=True` keeps what `forward` needs, which would otherwise cost a product of its own."""
         nest = self._hand_over(w)
-        product = self._pullbacks.record(nest) if record else self._pullbacks.pull(nest)
+        with explained(_ADVICE):
+            product = self._pullbacks.record(nest) if record else self._pullbacks.pull(nest)
         return self.space.rows(product[0], "J'") / self.unit
 
     def forward(self, v: Tensor) -> Tensor:
@@ -50,6 +51,11 @@ class Jacobian:
     def _hand_over(self, rows: Tensor) -> Latent:
         self.products += self.space.batch
         return self.space.nest(rows * self.unit)
+
+
+_ADVICE = "use ImplicitNetwork, which keeps them, or eval mode"
+# Of torch.func, about hooks and old autograd.Functions, checkpoints, LSTMs.
+_REFUSED = ("functorch transforms", "saved tensor hooks", "Expected a proper Tensor but got None")
 
 
 class Pullbacks:
@@ -85,13 +91,19 @@ class Pullbacks:
 
 @contextmanager
 def explained(advice: str) -> Iterator[None]:
-    """Say in our words why a map that writes into what it closes over cannot be differentiated."""
+    """Say in our words why torch.func cannot differentiate a map."""
     try:
         yield
     except RuntimeError as error:
-        if "mutate a captured Tensor" not in str(error):
-            raise
-        raise RuntimeError(
-            "T writes to a tensor that it closes over, such as the running statistics of a batch norm in train "
-            f"mode: {advice}"
-        ) from error
+        if "mutate a captured Tensor" in str(error):
+            raise RuntimeError(
+                "T writes to a tensor that it closes over, such as the running statistics of a batch norm in "
+                f"train mode: {advice}"
+            ) from error
+        if any(words in str(error) for words in _REFUSED):
+            raise RuntimeError(
+                "products with the Jacobian of T are made by torch.func, which does not take what T holds: a full "
+                "backward hook, a checkpoint, an autograd.Function without setup_context, or an LSTM; take it out, "
+                "or train with JFB(), Neumann() or Unroll(), which need no such product"
+            ) from error
+        raise

@@ -68,6 +68,8 @@ class CompiledNetwork:
     def __call__(self, d: Tensor, z0: Tensor | None = None, *, solution: bool = False) -> Any:
         """The output, or (output, Solution). `z0` starts the iteration: the `value` of the frame before, say."""
         self._check()
+        if z0 is not None and len(z0) != len(d):
+            raise ValueError(f"z0 must hold one latent for each of {len(d)} inputs, got {len(z0)}")
         most = self.net.tolerance.max_steps
         steps = range(most if self.whole is not None else min(self.first, most))
         found = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)

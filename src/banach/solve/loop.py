@@ -18,6 +18,15 @@ from banach.solve.solver import Solver
 from banach.solve.tolerance import Tolerance
 from banach.solve.watched import Watched
 
+_is_vmapped: Callable[[Tensor], bool]
+try:
+    from torch._C._functorch import is_batchedtensor as _is_vmapped
+except ImportError:
+
+    def _is_vmapped(tensor: Tensor) -> bool:
+        return False
+
+
 _dynamo_callback: Callable[[], object]
 try:  # not public, so perhaps not there in every version
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo_callback
@@ -51,6 +60,11 @@ def solve(
     """
     _check(T, solver, inputs, tolerance)
     space = Space.of(z0, coupled=coupled)
+    if not torch.compiler.is_compiling() and any(map(_is_vmapped, leaves(z0))):
+        raise RuntimeError(
+            "torch.func.vmap cannot see through a solve, whose length follows the data; it is batched itself: put "
+            "what is mapped over on the first axis"
+        )
     if compact:
         _check_compact(space, inputs)
     # torch 2.11 says so under torch.compile as well; there the loop is Python's.
