@@ -191,3 +191,14 @@ def test_json_that_is_nested_too_deep_is_damage(name: str, capsys: Any) -> None:
 def test_a_study_is_refused_a_device_before_it_begins(device: str, capsys: Any) -> None:
     refused(["paper", "toy", "--quick", "--device", device, "--out", "pq"], capsys, device)
     assert not Path("pq").exists()
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_misspelt_folder_of_data_is_refused(command: str, capsys: Any) -> None:
+    refused(["data", command, "--data-dir", "/no/such/folder"], capsys, "there is no folder /no/such/folder")
+
+
+def test_a_seed_beyond_what_torch_takes_is_refused(capsys: Any) -> None:
+    assert main([*SMALL, "--epochs", "1", "--out", "mine"]) == 0
+    for seed in ("-1", "99999999999999999999999"):
+        refused(["diagnose", "mine", "--seed", seed], capsys, "seed")

@@ -103,7 +103,7 @@ def explained(advice: str) -> Iterator[None]:
         if any(words in str(error) for words in _REFUSED):
             raise RuntimeError(
                 "products with the Jacobian of T are made by torch.func, which does not take what T holds: a full "
-                "backward hook, a checkpoint, an autograd.Function without setup_context, or an LSTM; take it out, "
-                "or train with JFB(), Neumann() or Unroll(), which need no such product"
+                "backward hook, a checkpoint, an autograd.Function without setup_context, or an LSTM; take it "
+                "out, or train with JFB(), Neumann() or Unroll(), which need no such product"
             ) from error
         raise

@@ -38,6 +38,7 @@ COUNTS = 2  # the column of counts
 @data_app.command("list", epilog=EPILOG)
 def list_(data_dir: DataDir = None) -> None:
     """List the data sets, and where they are."""
+    _check_there(data_dir)
     found = data.listing(data_dir)
     made = table("", COLUMNS, [_row(one) for one in found])
     made.columns[COUNTS].no_wrap = True  # on a narrow terminal the titles give way
@@ -59,6 +60,7 @@ def verify(
 
     Reads the files and compares what they hold with its known SHA-256. The exit code is 2 if anything is wrong.
     """
+    _check_there(data_dir)
     wrong = 0
     for name in names or data.names():
         reports = data.verify(name, data_dir)
@@ -85,6 +87,11 @@ def fetch(
         with _quiet_pooch(), _Download(name) as bar:
             reports = data.fetch(name, data_dir, progress=bar)
         _print(reports)
+
+
+def _check_there(data_dir: Path | None) -> None:
+    if data_dir is not None and not data_dir.is_dir():
+        raise ValueError(f"there is no folder {data_dir}; give the one that holds the data, or fetch it first")
 
 
 def _row(one: Listing) -> tuple[Any, ...]:

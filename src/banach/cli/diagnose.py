@@ -115,7 +115,7 @@ def diagnose(
     samples: Annotated[int | None, typer.Option(help="Validation images to measure on.  [32, or all]")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of dropout masks and power iterations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of dropout masks and power iterations.")] = 0,
 ) -> None:
     """Measure a trained network on validation images: contraction, convergence, gradients.
 

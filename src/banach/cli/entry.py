@@ -14,4 +14,7 @@ def main() -> int:
             raise
         print(f"banach: the command line needs {error.name}; run: pip install 'banach[app]'", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # torch takes seconds to import
+        print("banach: stopped", file=sys.stderr)
+        return 130
     return run()
