@@ -160,14 +160,21 @@ class Then:
         self.training = [(module, module.training) for module in modules]
 
     def differs(self) -> bool:
-        """Is R another one now? Refused where it was changed in place: what it was is gone."""
+        """Is R another one now? Refused where it was changed in place: what it was is gone.
+
+        Not asked where parameters are of a kind of their own, such as sharded ones: who keeps them brings them.
+        """
+        now = dict(self.R.named_parameters())
+        if not all(
+            type(tensor) in (Tensor, nn.Parameter) for tensor in (*now.values(), *self.parameters.values())
+        ):
+            return False
         for name, tensor in self.parameters.items():
             if tensor._version != self.versions[name]:
                 raise RuntimeError(
                     f"R's parameter {name} was changed in place between the forward and the backward pass, which "
                     "needs it as it was: call backward() before the optimizer's step()"
                 )
-        now = dict(self.R.named_parameters())
         same = all(now.get(name) is tensor for name, tensor in self.parameters.items())
         return not same or any(module.training != mode for module, mode in self.training)
 
