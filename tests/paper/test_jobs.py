@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from banach import data, models
+from banach.data import Batches, Crop, paper_cifar10
 from banach.fast import whole
-from banach.paper import Options
+from banach.paper import Options, table1
 from banach.paper.jobs import CURVE, RELEASED_BATCH, Job, carry_out, released_accuracy, settings_for
 from banach.solve import Tolerance
 from banach.train import Epoch, evaluate
@@ -57,6 +58,24 @@ def test_the_released_protocol_is_that_of_a_loop_by_hand() -> None:
     split = data.load("digits", "train")
     assert len(split) > 2 * RELEASED_BATCH
     assert released_accuracy(network(), split) == released_by_hand(network(), split)
+
+
+def test_test_images_are_augmented_where_the_released_code_does_so() -> None:
+    """On CIFAR-10, like those of the training, and for every epoch anew."""
+    cifar, resnet = (replace(s, seeds=1) for s in (table1.CIFAR10, table1.RESNET))
+    assert cifar.job("a").released_augment == paper_cifar10()
+    assert resnet.job("b").released_augment is table1.MNIST.job("c").released_augment is None
+    assert table1._decayed(table1.SVHN).job("d").released_augment is None
+    net, split, shift = network(), data.load("digits", "test"), Crop(3)
+    found = [released_accuracy(net, split, augment=shift, epoch=epoch) for epoch in (1, 2)]
+    assert found[0] != found[1]
+    again = network().train()
+    torch.manual_seed(0)
+    hits = 0
+    with torch.no_grad():
+        for x, y in Batches(split, RELEASED_BATCH, augment=shift, shuffle=False).epoch(2):
+            hits += int((again(x).argmax(1) == y).sum())
+    assert found[1] == pytest.approx(hits / len(split))
 
 
 @pytest.mark.usefixtures("gpu")

@@ -17,7 +17,7 @@ from banach import data, models
 from banach.backward import JFB, Implicit, Mode
 from banach.data import Augmentation, Chain, Crop, Flip, Images
 from banach.models import Recipe, Steps
-from banach.paper.jobs import Job, Outcome, augmentation_for, carry_out, settings_for
+from banach.paper.jobs import PAPER_AUGMENT, Job, Outcome, augmentation_for, carry_out, settings_for
 from banach.paper.study import Options
 from banach.provenance import Summary, write_json
 from banach.solve import Picard, Solver, Status
@@ -119,7 +119,7 @@ def _augment(subject: Subject) -> tuple[str | None, Augmentation | None]:
     if subject.shift is not None:
         return f"crop:{subject.shift}", Crop(subject.shift)
     made = augmentation_for(subject.data)
-    return ("paper" if made is not None else None), made
+    return (PAPER_AUGMENT if made is not None else None), made
 
 
 class Adjoints(Counter[str]):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from banach.train import Epoch, Run, Scorer, Settings, Totals, evaluate, fit
 from banach.train.evaluate import measure
 
 CURVE = "test-curve.json"
+PAPER_AUGMENT = "paper"  # the command line's word for the authors' augmentation
 RELEASED_BATCH = 400  # the authors' test batch: in training mode an answer depends on it
 
 
@@ -41,6 +43,11 @@ class Job:
     batch_norm: bool = True
     augment: Augmentation | None = None
     subset: int | None = None
+
+    @property
+    def released_augment(self) -> Augmentation | None:
+        """What the released code does to test images, too, where it trains with it: on CIFAR-10."""
+        return self.augment if self.settings.augment == PAPER_AUGMENT else None
 
     def build(self) -> nn.Module:
         """The network with the weights of the settings' seed; the global random state stays."""
@@ -112,7 +119,7 @@ def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module],
     net = job.build()
     run = _run(job, settings, options)
     scorer = Scorer(net, settings.precision, fast=settings.fast)
-    watch = _Watch(scorer, test, run)
+    watch = _Watch(scorer, test, run, job.released_augment)
 
     def after(epoch: Epoch) -> None:
         watch(epoch)
@@ -163,8 +170,8 @@ def _same(kept: Settings, asked: Settings) -> bool:
 class _Watch:
     """After every epoch: the test accuracy by both protocols, kept beside the run for a resume."""
 
-    def __init__(self, scorer: Scorer, test: Images, run: Run) -> None:
-        self.scorer, self.test, self.path = scorer, test, run.path / CURVE
+    def __init__(self, scorer: Scorer, test: Images, run: Run, augment: Augmentation | None) -> None:
+        self.scorer, self.test, self.path, self.augment = scorer, test, run.path / CURVE, augment
         self.points: list[dict[str, float]] = _read(self.path)
 
     def __call__(self, epoch: Epoch) -> None:
@@ -175,20 +182,28 @@ class _Watch:
             "clean": evaluate(
                 net, self.test, batch_size=RELEASED_BATCH, precision=scorer.precision, scorer=scorer
             ).accuracy,
-            "released": released_accuracy(net, self.test, scorer),
+            "released": released_accuracy(net, self.test, scorer, self.augment, epoch.epoch),
         }
         self.points = [*(old for old in self.points if old["epoch"] < epoch.epoch), point]
         write_json(self.path, self.points)
 
 
-def released_accuracy(net: nn.Module, test: Images, scorer: Scorer | None = None) -> float:
-    """Test accuracy as the released code takes it: training mode, so dropout and batch statistics are on.
+def released_accuracy(
+    net: nn.Module,
+    test: Images,
+    scorer: Scorer | None = None,
+    augment: Augmentation | None = None,
+    epoch: int = 0,
+) -> float:
+    """Test accuracy as the released code takes it: training mode, so dropout and batch statistics are on; test
+    images augmented like those of the training, where there is an augmentation.
 
     Buffers and the random state are put back: measuring changes no run.
     """
     scorer = Scorer(net, fast=False) if scorer is None else scorer
     with _in_training(net, test.device):
-        return measure(scorer, test, RELEASED_BATCH, lambda: torch.manual_seed(0)).accuracy
+        begin = partial(torch.manual_seed, 0)
+        return measure(scorer, test, RELEASED_BATCH, begin, augment=augment, epoch=epoch).accuracy
 
 
 @contextmanager

@@ -125,7 +125,8 @@ _CLEAN = (
 )
 _RELEASED = (
     "released: training mode and the best epoch on the test set, in batches of 400, as the authors' code has it; "
-    "the test images are clean here, where theirs of CIFAR-10 are augmented; in the precision of the training"
+    "on CIFAR-10 the test images are augmented like those of the training, too; in the precision of the training. "
+    "Of ResNet-56, which the code does not have: the same on clean images"
 )
 _TRAINED = (
     "networks are trained on all training images, as in the paper: they choose nothing, so nothing is held out. "

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from banach.data import Batches, Images
+from banach.data import Augmentation, Batches, Images
 from banach.train.precision import arithmetic
 from banach.train.scorer import Scorer, scores
 from banach.train.tally import Tally, Totals
@@ -45,23 +45,34 @@ def evaluate(
 
 
 @torch.no_grad()
-def measure(scorer: Scorer, images: Images, batch_size: int, begin: Callable[[], object] = lambda: None) -> Totals:
-    """The same in the mode that the network is in; `begin` comes before the first image."""
+def measure(
+    scorer: Scorer,
+    images: Images,
+    batch_size: int,
+    begin: Callable[[], object] = lambda: None,
+    *,
+    augment: Augmentation | None = None,
+    epoch: int = 0,
+) -> Totals:
+    """The same in the mode that the network is in; `begin` comes before the first image.
+
+    With `augment` the images are changed, for every `epoch` anew.
+    """
     begin()
-    tally = _once(scorer, images, batch_size)
+    tally = _once(scorer, images, batch_size, augment, epoch)
     totals = tally.read()
     if scorer.captures(images.device) and (tally.nonfinite or not math.isfinite(totals.loss)):
         # The network itself warns of samples that diverge, and a kernel that gave up is no answer at all.
         begin()
-        totals = _once(scorer.itself(), images, batch_size).read()
+        totals = _once(scorer.itself(), images, batch_size, augment, epoch).read()
     return totals
 
 
-def _once(scorer: Scorer, images: Images, batch_size: int) -> Tally:
+def _once(scorer: Scorer, images: Images, batch_size: int, augment: Augmentation | None, epoch: int) -> Tally:
     tally = Tally(images.device)
     size = scorer.batch_size(batch_size, images.device)
     with arithmetic(scorer.precision, images.device):
-        for x, y in Batches(images, size, shuffle=False).epoch():
+        for x, y in Batches(images, size, augment=augment, shuffle=False).epoch(epoch):
             output, found = scorer(x)
             tally.add(F.cross_entropy(output, y), output, y, found)
     return tally
