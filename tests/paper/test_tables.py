@@ -268,6 +268,24 @@ def test_failures_of_cg_are_counted_and_kept_for_a_second_reading(tmp_path: Path
     assert json.loads((options.runs / job.name / HEARD).read_text()) == one.heard
 
 
+def test_what_is_heard_is_kept_after_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run that is killed has the counts of the epochs it has."""
+    options, seen = options_in(tmp_path), []
+    hopeless = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-9, max_steps=0), report=Adjoints())
+    job = replace(TINY, epochs=2).job("slow", backward=hopeless, batch_norm=False)
+
+    def spied(job: Any, options: Options, keep: Any) -> Any:
+        def after(*told: Any) -> None:
+            keep(*told)
+            seen.append(json.loads((options.runs / job.name / HEARD).read_text())["adjoint MAX_STEPS"])
+
+        return carry_out(job, options, after)
+
+    monkeypatch.setattr(common, "carry_out", spied)
+    train(job, options)
+    assert seen == [96, 192]
+
+
 def test_what_was_heard_before_an_interruption_still_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

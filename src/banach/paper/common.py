@@ -163,22 +163,28 @@ class Trained:
 
 def train(job: Job, options: Options) -> Trained:
     """`carry_out`, keeping what was said beside the run: a run that is read or resumed still has it."""
-    said = Counter[str]()
     report = job.backward.report if isinstance(job.backward, Implicit) else None
     if isinstance(report, Adjoints):
         report.clear()
     folder = options.runs / job.name
+    before = _heard_before(folder / HEARD)
+    caught: list[warnings.WarningMessage] = []
+
+    def heard() -> Counter[str]:
+        now = Counter(_kind(str(warning.message)) for warning in caught)
+        return before + now + (Counter(report) if isinstance(report, Adjoints) else Counter())
+
+    def keep(*_: object) -> None:
+        if (folder / "settings.json").exists():
+            write_json(folder / HEARD, heard())
+
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            outcome = carry_out(job, options)
+            outcome = carry_out(job, options, keep)  # after every epoch, before its checkpoint
     finally:
-        said.update(_kind(str(warning.message)) for warning in caught)
-        said += Counter(report) if isinstance(report, Adjoints) else Counter()
-        said += _heard_before(folder / HEARD)
-        if (folder / "settings.json").exists():
-            write_json(folder / HEARD, said)
-    return Trained(outcome, said)
+        keep()
+    return Trained(outcome, heard())
 
 
 def _kind(message: str) -> str:
