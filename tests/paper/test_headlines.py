@@ -8,6 +8,7 @@ from typing import Any
 
 from banach.paper import table1
 from banach.paper.headlines import headlines
+from banach.paper.marks import MARKS, take
 from banach.paper.report import write_report
 from banach.paper.study import Findings, Options
 
@@ -75,6 +76,18 @@ def test_memory_at_the_deepest() -> None:
         for depth in (1, 64)
     ]
     assert [ours for _, ours, _ in of("memory", *rows)] == [1.0, 64]
+
+
+def test_the_committed_trainings_are_those_of_the_table() -> None:
+    """Read by `take`, not trained anew: a change of what names a job would throw them away."""
+    jobs = {job.name: job for entry in table1.FULL for job in entry.jobs()}
+    kept = sorted((OWN / "trainings").glob(f"*/{MARKS}"))
+    assert len(kept) >= 15
+    for path in kept:
+        found = take(
+            jobs[path.parent.name], Options(runs=OWN / "trainings", device="cpu", data_dir=Path("/nowhere"))
+        )
+        assert found.own.accuracy > 0.9
 
 
 def test_the_committed_files_are_understood() -> None:

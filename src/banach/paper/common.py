@@ -22,7 +22,7 @@ from banach.paper.study import Options
 from banach.provenance import Summary, write_json
 from banach.solve import Picard, Solver, Status
 from banach.train import Settings
-from banach.train.run import ENVIRONMENT
+from banach.train.run import ENVIRONMENT, SETTINGS
 
 HEARD = "heard.json"
 Point = Mapping[str, float]  # of a curve: epoch, seconds, clean, released
@@ -175,7 +175,7 @@ def train(job: Job, options: Options) -> Trained:
         return before + now + (Counter(report) if isinstance(report, Adjoints) else Counter())
 
     def keep(*_: object) -> None:
-        if (folder / "settings.json").exists():
+        if (folder / SETTINGS).exists():
             write_json(folder / HEARD, heard())
 
     try:

@@ -144,7 +144,7 @@ def _contraction(work: Work) -> float | None:
     images = work.batches.images
     try:
         work.monitor(net, images.normalise(images.pixels[:_WATCHED]))
-    except (RuntimeError, NotImplementedError) as error:  # such as a layer without a second derivative
+    except RuntimeError as error:  # such as of a layer whose derivative has none
         if len(work.done) == 0:
             said = " ".join(str(error).split())
             warnings.warn(f"the contraction of R cannot be measured, so it is left out: {said}", stacklevel=2)
