@@ -163,8 +163,8 @@ def test_full_rows_are_the_papers() -> None:
     assert {name: e.paper for name, e in jfb.items()} == {"mnist": 99.4, "svhn": 94.1, "cifar10": 93.7}
     job = jfb["cifar10"].jobs()[2]
     assert job.name == "table1-cifar10-jfb-seed2"
-    assert (job.settings.seed, job.settings.precision, job.settings.epochs) == (2, "bf16", 30)
-    assert job.settings.schedule == Steps(at=(6, 12, 18, 24), factor=0.5)
+    assert (job.settings.seed, job.settings.precision, job.settings.epochs) == (2, "bf16", 20)
+    assert job.settings.schedule == Steps(at=(4, 8, 12, 16), factor=0.5)
     assert job.augment is not None
     assert jfb["mnist"].jobs()[0].settings.lr == 2e-4
     assert {e.paper for e in table1.FULL if e.tag == "resnet56"} == {93.0}
@@ -274,12 +274,12 @@ def test_what_is_heard_is_kept_after_every_epoch(tmp_path: Path, monkeypatch: py
     hopeless = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-9, max_steps=0), report=Adjoints())
     job = replace(TINY, epochs=2).job("slow", backward=hopeless, batch_norm=False)
 
-    def spied(job: Any, options: Options, keep: Any) -> Any:
+    def spied(job: Any, options: Options, keep: Any, **more: Any) -> Any:
         def after(*told: Any) -> None:
             keep(*told)
             seen.append(json.loads((options.runs / job.name / HEARD).read_text())["adjoint MAX_STEPS"])
 
-        return carry_out(job, options, after)
+        return carry_out(job, options, after, **more)
 
     monkeypatch.setattr(common, "carry_out", spied)
     train(job, options)
@@ -293,7 +293,7 @@ def test_what_was_heard_before_an_interruption_still_counts(
     report = Adjoints()
     job = TINY.job("stopped", backward=Implicit(NormalCG(), report=report))
 
-    def stopped(*_: Any) -> Any:
+    def stopped(*_: Any, **__: Any) -> Any:
         (options.runs / job.name).mkdir(parents=True)
         (options.runs / job.name / "settings.json").write_text("{}")
         report["adjoint CONVERGED"] += 5
@@ -306,7 +306,7 @@ def test_what_was_heard_before_an_interruption_still_counts(
 
 
 def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> Any:
+    def refused(*_: Any, **__: Any) -> Any:
         raise ValueError("no data")
 
     monkeypatch.setattr(common, "carry_out", refused)

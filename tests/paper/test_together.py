@@ -137,8 +137,8 @@ def test_what_a_training_shared_the_device_with_is_kept_over_a_break(
 ) -> None:
     job = TINY.job("shared")
 
-    def stopped(job: Any, options: Options) -> Any:
-        train(job, options)
+    def stopped(job: Any, options: Options, **more: Any) -> Any:
+        train(job, options, **more)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -25,7 +25,7 @@ from banach.train import Settings
 from banach.train.run import ENVIRONMENT, SETTINGS
 
 HEARD = "heard.json"
-Point = Mapping[str, float]  # of a curve: epoch, seconds, clean, released
+Point = Mapping[str, float]  # of a curve: epoch, seconds, clean; released
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class Trained:
         return sum(count for key, count in self.heard.items() if words in key)
 
 
-def train(job: Job, options: Options) -> Trained:
+def train(job: Job, options: Options, *, released: bool = False) -> Trained:
     """`carry_out`, keeping what was said beside the run: a run that is read or resumed still has it."""
     report = job.backward.report if isinstance(job.backward, Implicit) else None
     if isinstance(report, Adjoints):
@@ -181,7 +181,7 @@ def train(job: Job, options: Options) -> Trained:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            outcome = carry_out(job, options, keep)  # after every epoch, before its checkpoint
+            outcome = carry_out(job, options, keep, released=released)  # kept before an epoch's checkpoint
     finally:
         keep()
     return Trained(outcome, heard())

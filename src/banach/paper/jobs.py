@@ -71,8 +71,8 @@ class Job:
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What a job came to. `clean`: eval mode, clean test images, last epoch. `curve`: per epoch, test accuracy by
-    the clean protocol and by the released one, which leaves the network in training mode. Both in the precision of
-    the training; `scorer` is in fp32."""
+    the clean protocol and, if it was asked for, by the released one, which leaves the network in training mode.
+    Both in the precision of the training; `scorer` is in fp32."""
 
     job: Job
     net: nn.Module
@@ -89,7 +89,7 @@ class Outcome:
     @property
     def released(self) -> float:
         """The accuracy the authors' protocol would report: the best epoch, in training mode."""
-        return max((point["released"] for point in self.curve), default=float("nan"))
+        return max((point.get("released", float("nan")) for point in self.curve), default=float("nan"))
 
     @property
     def seconds_per_epoch(self) -> float:
@@ -106,11 +106,17 @@ class Outcome:
             net.tolerance = own
 
 
-def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module], None] | None = None) -> Outcome:
+def carry_out(
+    job: Job,
+    options: Options,
+    on_epoch: Callable[[Epoch, nn.Module], None] | None = None,
+    *,
+    released: bool = False,
+) -> Outcome:
     """Train, or go on training, or read what was trained; then the test set by the clean protocol.
 
     `on_epoch` is told of every epoch that is trained, and given the network in eval mode, once its point of the
-    curve is kept.
+    curve is kept. `released`: the curve has that protocol, too, which takes as long again.
     """
     settings = replace(job.settings, device=options.device)
     device = settings.torch_device
@@ -118,8 +124,8 @@ def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module],
     test = test.to(device)
     net = job.build()
     run = _run(job, settings, options)
-    scorer = Scorer(net, settings.precision, fast=settings.fast)
-    watch = _Watch(scorer, test, run, job.released_augment)
+    scorer = Scorer(net, settings.precision)  # the fast path, however it is trained: nothing hangs on its time
+    watch = _Watch(scorer, test, run, partial(_released, job, scorer, test) if released else None)
 
     def after(epoch: Epoch) -> None:
         watch(epoch)
@@ -130,7 +136,7 @@ def carry_out(job: Job, options: Options, on_epoch: Callable[[Epoch, nn.Module],
     if not history.finished:
         raise KeyboardInterrupt  # the run is kept and is resumed next time
     clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision, scorer=scorer)
-    exact = scorer if settings.precision == "fp32" else Scorer(net, fast=settings.fast)
+    exact = scorer if settings.precision == "fp32" else Scorer(net)
     return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title, exact)
 
 
@@ -168,24 +174,25 @@ def _same(kept: Settings, asked: Settings) -> bool:
 
 
 class _Watch:
-    """After every epoch: the test accuracy by both protocols, kept beside the run for a resume."""
+    """After every epoch: the test accuracy by the clean protocol and by another one, kept beside the run."""
 
-    def __init__(self, scorer: Scorer, test: Images, run: Run, augment: Augmentation | None) -> None:
-        self.scorer, self.test, self.path, self.augment = scorer, test, run.path / CURVE, augment
+    def __init__(
+        self, scorer: Scorer, test: Images, run: Run, released: Callable[[int], float] | None = None
+    ) -> None:
+        self.scorer, self.test, self.path, self.released = scorer, test, run.path / CURVE, released
         self.points: list[dict[str, float]] = _read(self.path)
 
     def __call__(self, epoch: Epoch) -> None:
         net, scorer = self.scorer.net, self.scorer
-        point = {
-            "epoch": float(epoch.epoch),
-            "seconds": epoch.seconds,
-            "clean": evaluate(
-                net, self.test, batch_size=RELEASED_BATCH, precision=scorer.precision, scorer=scorer
-            ).accuracy,
-            "released": released_accuracy(net, self.test, scorer, self.augment, epoch.epoch),
-        }
+        clean = evaluate(net, self.test, batch_size=RELEASED_BATCH, precision=scorer.precision, scorer=scorer)
+        point = {"epoch": float(epoch.epoch), "seconds": epoch.seconds, "clean": clean.accuracy}
+        point |= {} if self.released is None else {"released": self.released(epoch.epoch)}
         self.points = [*(old for old in self.points if old["epoch"] < epoch.epoch), point]
         write_json(self.path, self.points)
+
+
+def _released(job: Job, scorer: Scorer, test: Images, epoch: int) -> float:
+    return released_accuracy(scorer.net, test, scorer, job.released_augment, epoch)
 
 
 def released_accuracy(

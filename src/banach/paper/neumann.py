@@ -23,10 +23,10 @@ from banach.solve import Picard, Tolerance
 CLAIM = "fewer Neumann terms train faster, fastest with JFB (k = 0), at a competitive test accuracy"
 ORDERS = (0, 1, 2, 5, 10)
 FULL = (
-    Subject(data="mnist", model="mnist", epochs=5, subset=20_000, fast=False),
-    Subject(data="svhn", model="svhn", epochs=4, subset=20_000, fast=False),
+    Subject(data="mnist", model="mnist", epochs=5, subset=20_000, whole=True, fast=False),
+    Subject(data="svhn", model="svhn", epochs=4, subset=20_000, whole=True, fast=False),
 )
-QUICK = (Subject(data="digits", model="digits", epochs=2, subset=256, fast=False),)
+QUICK = (Subject(data="digits", model="digits", epochs=2, subset=256, whole=True, fast=False),)
 
 
 def mode(order: int) -> Mode:

@@ -48,7 +48,7 @@ class Entry:
 
 MNIST = Subject(data="mnist", model="mnist", epochs=100, seeds=3, whole=True)
 SVHN = Subject(data="svhn", model="svhn", epochs=40, seeds=3, whole=True)
-CIFAR10 = Subject(data="cifar10", model="cifar10", epochs=30, seeds=3, whole=True, precision="bf16")
+CIFAR10 = Subject(data="cifar10", model="cifar10", epochs=20, seeds=3, whole=True, precision="bf16")
 RESNET = replace(CIFAR10, model="resnet56")
 DIGITS = Subject(data="digits", model="digits", epochs=3, seeds=2, whole=True, subset=600)
 
