@@ -115,9 +115,9 @@ WAYS = (
     Way(tag="cg-relative-bn", batch_norm=True, tolerance="relative", recipe=JACOBIAN, few=True),
 )
 FULL = (
-    Subject(data="mnist", model="mnist", epochs=3, subset=10_000, whole=True, fast=False),
+    Subject(data="mnist", model="mnist", epochs=3, subset=20_000, whole=True, fast=False),
     Subject(data="svhn", model="svhn", epochs=3, subset=10_000, whole=True, fast=False),
-    Subject(data="cifar10", model="cifar10", epochs=2, subset=5_000, whole=True, fast=False),
+    Subject(data="cifar10", model="cifar10", epochs=4, subset=5_000, whole=True, fast=False),
 )
 QUICK = (Subject(data="digits", model="digits", epochs=2, subset=256, whole=True, fast=False),)
 
