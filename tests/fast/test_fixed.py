@@ -48,6 +48,17 @@ def test_output_gradient_and_statistics_are_the_networks(solver: Any, mode: Any,
         torch.testing.assert_close(a, b, msg=name)
 
 
+def test_under_autocast_a_network_in_float64_stays_in_float64() -> None:
+    """Autocast leaves its weights alone, so iterates in fp32 would meet them in another type."""
+    net, d = plain_network(Tolerance(atol=1e-12, max_steps=60)), images()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, reached = FixedDepth(net, half=True)(d, 60)
+        torch.testing.assert_close(output, net(d), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(banach.compile(net.eval())(d), net(d), rtol=1e-10, atol=1e-10)
+    assert output.dtype == torch.float64
+    assert bool(reached.converged.all())
+
+
 def test_the_next_excess_is_that_of_the_next_step() -> None:
     net, d = paper_network().train(), images()
     states: list[Any] = [FixedDepth(net)(d, depth)[1] for depth in (4, 5)]

@@ -145,11 +145,13 @@ def prefers_channels_last(net: nn.Module, precision: str) -> bool:
 
 
 def promoted(z: Latent) -> Latent:
-    """Under autocast an iterate is in fp32, as in `solve`: in bf16 its rounding alone can exceed the tolerance."""
+    """Under autocast an iterate is in fp32, as in `solve`: in bf16 its rounding alone can exceed the tolerance.
+    One in float64 stays so, as autocast leaves it.
+    """
     parts = leaves(z)
     if not torch.is_autocast_enabled(parts[0].device.type):
         return z
-    return map_leaves(lambda leaf: leaf.float(), z)
+    return map_leaves(lambda leaf: leaf.to(torch.promote_types(leaf.dtype, torch.float32)), z)
 
 
 def measure(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float) -> tuple[Tensor, Tensor]:
