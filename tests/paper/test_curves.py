@@ -10,7 +10,8 @@ import torch
 from banach.backward import JFB, Mode, Neumann
 from banach.network import ImplicitNetwork
 from banach.paper import Options, accelerate, figures, neumann, table2
-from banach.paper.common import Subject, curves_figure, train
+from banach.paper.common import Subject, curves_figure
+from banach.paper.records import train
 from banach.paper.table1 import DIGITS
 from banach.solve import RMS
 from banach.train import Epoch
@@ -71,7 +72,9 @@ def test_figures_read_the_runs_of_the_tables(place: Options, monkeypatch: pytest
     first = train(replace(DIGITS, epochs=3, subset=96).job("table1-digits-jfb"), place)
     done = [train(way.job(TINY), place) for way in figures.WAYS.values()]
     found = figures.run(place)
-    assert [row["seconds per epoch"] for row in found.rows] == [one.pace for one in done]  # read, not trained
+    assert [row["seconds per epoch"] for row in found.rows] == [
+        one.record.pace for one in done
+    ]  # read, not trained
     assert found.details["digits"][figures.LONG] == first.outcome.curve
     assert set(found.details["digits"]) == {*figures.WAYS, figures.LONG}
     pytest.importorskip("matplotlib")
@@ -146,7 +149,6 @@ def epochs(*values: tuple[float, float, float]) -> list[Epoch]:
 
 
 def test_what_is_spent_until_a_level_by_hand() -> None:
-    outcome = type("Outcome", (), {"epochs": epochs((0.5, 10, 1), (0.7, 8, 2), (0.9, 6, 4))})
-    one: Any = type("Trained", (), {"outcome": outcome})
+    one: Any = type("Record", (), {"epochs": epochs((0.5, 10, 1), (0.7, 8, 2), (0.9, 6, 4))})
     assert accelerate.spent_until(0.7, one) == accelerate.Spent(2, 18, 5)
     assert accelerate.spent_until(0.4, one) == accelerate.Spent(1, 10, 3)

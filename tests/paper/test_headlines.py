@@ -82,12 +82,12 @@ def test_the_committed_trainings_are_those_of_the_table() -> None:
     """Read by `take`, not trained anew: a change of what names a job would throw them away."""
     jobs = {job.name: job for entry in table1.FULL for job in entry.jobs()}
     kept = sorted((OWN / "trainings").glob(f"*/{MARKS}"))
-    assert len(kept) >= 15
+    assert len(kept) == len(jobs)
     for path in kept:
         found = take(
             jobs[path.parent.name], Options(runs=OWN / "trainings", device="cpu", data_dir=Path("/nowhere"))
         )
-        assert found.own.accuracy > 0.9
+        assert found.own.accuracy > 0.8
 
 
 def test_the_committed_files_are_understood() -> None:

@@ -14,7 +14,7 @@ from banach.backward import Implicit, NormalCG
 from banach.data import Crop
 from banach.models import Cosine, Steps
 from banach.paper import Options, common, table1, table2
-from banach.paper.common import HEARD, Adjoints, Subject, shortened, train
+from banach.paper.common import Subject, shortened
 from banach.paper.headlines import headlines
 from banach.paper.jobs import carry_out
 from banach.paper.released_cg import ReleasedCG
@@ -252,74 +252,6 @@ def test_what_happens_with_batch_norm_is_said(second: Any) -> None:
     assert note.count("with batch norm, 96 images") == 3
     assert note.count("without batch norm, 96 images") == 3
     assert note.count("of adjoints met the tolerance") == 4
-
-
-def test_failures_of_cg_are_counted_and_kept_for_a_second_reading(tmp_path: Path) -> None:
-    """No step of CG is allowed, so every equation fails: 96 images, 2 batches, 2 warnings."""
-    options = options_in(tmp_path)
-    hopeless = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-9, max_steps=0), report=Adjoints())
-    job = TINY.job("hopeless", backward=hopeless, batch_norm=False)
-    one = train(job, options)
-    assert one.adjoints_met == 0
-    assert one.heard["adjoint MAX_STEPS"] == 96
-    assert one.warnings_of("adjoint equation missed") == 2
-    again = train(TINY.job("hopeless", backward=hopeless, batch_norm=False), options)
-    assert again.heard == one.heard
-    assert json.loads((options.runs / job.name / HEARD).read_text()) == one.heard
-
-
-def test_what_is_heard_is_kept_after_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a run that is killed has the counts of the epochs it has."""
-    options, seen = options_in(tmp_path), []
-    hopeless = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-9, max_steps=0), report=Adjoints())
-    job = replace(TINY, epochs=2).job("slow", backward=hopeless, batch_norm=False)
-
-    def spied(job: Any, options: Options, keep: Any, **more: Any) -> Any:
-        def after(*told: Any) -> None:
-            keep(*told)
-            seen.append(json.loads((options.runs / job.name / HEARD).read_text())["adjoint MAX_STEPS"])
-
-        return carry_out(job, options, after, **more)
-
-    monkeypatch.setattr(common, "carry_out", spied)
-    train(job, options)
-    assert seen == [96, 192]
-
-
-def test_what_was_heard_before_an_interruption_still_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = options_in(tmp_path)
-    report = Adjoints()
-    job = TINY.job("stopped", backward=Implicit(NormalCG(), report=report))
-
-    def stopped(*_: Any, **__: Any) -> Any:
-        (options.runs / job.name).mkdir(parents=True)
-        (options.runs / job.name / "settings.json").write_text("{}")
-        report["adjoint CONVERGED"] += 5
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(common, "carry_out", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        train(job, options)
-    assert json.loads((options.runs / job.name / HEARD).read_text()) == {"adjoint CONVERGED": 5}
-
-
-def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any, **__: Any) -> Any:
-        raise ValueError("no data")
-
-    monkeypatch.setattr(common, "carry_out", refused)
-    with pytest.raises(ValueError, match="no data"):
-        train(TINY.job("never"), options_in(tmp_path))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_first_epoch_warms_up_and_is_left_out_of_the_time() -> None:
-    outcome: Any = type("Outcome", (), {"epochs": [type("Epoch", (), {"seconds": s})() for s in (9.0, 2.0, 4.0)]})
-    assert common.Trained(outcome, Adjoints()).seconds == 3.0
-    outcome.epochs = outcome.epochs[:1]
-    assert common.Trained(outcome, Adjoints()).seconds == 9.0
 
 
 def test_both_tables_have_headlines(first: Any, second: Any) -> None:

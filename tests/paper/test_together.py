@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from banach.paper import Options, marks, table1
-from banach.paper.common import train
 from banach.paper.marks import MARKS, take
+from banach.paper.records import train
 from banach.paper.together import carry_out_together
 from banach.provenance import plain
 from banach.train import RunError

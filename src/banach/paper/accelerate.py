@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from banach.data import Images
-from banach.paper.common import Subject, Trained, curves_figure, percent, train, trained_on, unseen, warm
+from banach.paper.common import Subject, curves_figure, percent, trained_on, unseen, warm
+from banach.paper.records import Record, Trained, train
 from banach.paper.study import Findings, Options, Row, Study
 from banach.solve import Anderson, Broyden, Picard, Solution, Solver, Tolerance, solve
 from banach.train.precision import arithmetic
@@ -59,11 +60,11 @@ def run(options: Options) -> Findings:
         net, test = done["Picard"].outcome.net, unseen(subject.data, options)
         with arithmetic("fp32", test.device):  # TF32 could not meet 1e-4
             rows += [row for level in plan.levels for row in _solve_rows(net, test, level, plan)]
-        rows += _training_rows(done)
-        curves = {name: one.outcome.curve for name, one in done.items()}
+        rows += _training_rows({name: one.record for name, one in done.items()})
+        curves = {name: one.record.curve for name, one in done.items()}
         title = f"JFB with three solvers, {test.title}"
         figures[f"accelerate-{subject.data}"] = partial(curves_figure, title, curves)
-        details |= {one.outcome.job.name: [e.to_dict() for e in one.outcome.epochs] for one in done.values()}
+        details |= {one.record.job.name: [e.to_dict() for e in one.record.epochs] for one in done.values()}
     notes = [*_notes(plan), trained_on(details, options)]
     return Findings("accelerate", CLAIM, rows, notes, figures, plan, details)
 
@@ -111,22 +112,22 @@ def _timed(R: Any, v: Tensor, solver: Solver, tolerance: Tolerance, repeats: int
     return found, min(seconds[1:])
 
 
-def _training_rows(done: Mapping[str, Trained]) -> list[Row]:
+def _training_rows(done: Mapping[str, Record]) -> list[Row]:
     """Epochs, evaluations of T per image and seconds until the level that all three reach."""
-    level = min(max(epoch.validated for epoch in one.outcome.epochs) for one in done.values())
+    level = min(max(epoch.validated for epoch in one.epochs) for one in done.values())
     spent = {name: spent_until(level, one) for name, one in done.items()}
     return [
         {
-            "data": one.outcome.title,
+            "data": one.title,
             "what": f"train to {100 * level:.2f} per cent on validation",
             "solver": name,
             "iterations": spent[name].iterations,
             "against Picard": spent[name].iterations / spent["Picard"].iterations,
             "seconds": spent[name].seconds,
             "seconds against Picard": spent[name].seconds / spent["Picard"].seconds,
-            "converged": one.outcome.epochs[-1].converged,
+            "converged": one.epochs[-1].converged,
             "epochs": spent[name].epochs,
-            "clean %": percent([one.outcome.clean.accuracy]),
+            "clean %": percent([one.accuracy]),
         }
         for name, one in done.items()
     ]
@@ -141,9 +142,9 @@ class Spent:
     seconds: float
 
 
-def spent_until(level: float, one: Trained) -> Spent:
+def spent_until(level: float, one: Record) -> Spent:
     """The first epoch whose validation accuracy is at the level."""
-    epochs = one.outcome.epochs
+    epochs = one.epochs
     reached = next(k for k, epoch in enumerate(epochs) if epoch.validated >= level)
     iterations = list(accumulate(epoch.depth or 0.0 for epoch in epochs))
     seconds = list(accumulate(warm([epoch.seconds for epoch in epochs])))

@@ -1,30 +1,25 @@
-"""What several studies share: subjects, their jobs, runs whose warnings are kept, summaries, curves."""
+"""What several studies share: subjects, their jobs, runs whose records are kept, summaries, curves."""
 
 from __future__ import annotations
 
 import json
-import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
-
 from banach import data, models
-from banach.backward import JFB, Implicit, Mode
+from banach.backward import JFB, Mode
 from banach.data import Augmentation, Chain, Crop, Flip, Images
 from banach.models import Recipe, Steps
-from banach.paper.jobs import PAPER_AUGMENT, Job, Outcome, augmentation_for, carry_out, settings_for
+from banach.paper.jobs import PAPER_AUGMENT, Job, augmentation_for, settings_for
 from banach.paper.study import Options
-from banach.provenance import Summary, write_json
-from banach.solve import Picard, Solver, Status
+from banach.provenance import Summary
+from banach.solve import Picard, Solver
 from banach.train import Settings
-from banach.train.run import ENVIRONMENT, SETTINGS
+from banach.train.run import ENVIRONMENT
 
-HEARD = "heard.json"
 Point = Mapping[str, float]  # of a curve: epoch, seconds, clean; released
 
 
@@ -120,80 +115,6 @@ def _augment(subject: Subject) -> tuple[str | None, Augmentation | None]:
         return f"crop:{subject.shift}", Crop(subject.shift)
     made = augmentation_for(subject.data)
     return (PAPER_AUGMENT if made is not None else None), made
-
-
-class Adjoints(Counter[str]):
-    """A `report` for `Implicit`: how many samples' adjoint equations ended in which way."""
-
-    def __call__(self, products: int, residual: Tensor, status: tuple[Status, ...]) -> None:
-        self.update(f"adjoint {end.name}" for end in status)
-
-    def __repr__(self) -> str:  # what was counted is no part of a job's identity
-        return "Adjoints()"
-
-    __str__ = __repr__
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A job's outcome, and what was heard on the way: warnings by kind, ends of adjoint equations."""
-
-    outcome: Outcome
-    heard: Counter[str]
-
-    @property
-    def pace(self) -> Summary:
-        """Seconds per epoch. The first warms up, and does not count where there are more."""
-        epochs = self.outcome.epochs
-        return Summary.of(epoch.seconds for epoch in (epochs[1:] or epochs))
-
-    @property
-    def seconds(self) -> float:
-        return self.pace.mean
-
-    @property
-    def adjoints_met(self) -> float | None:
-        """The share of adjoint equations that met their tolerance."""
-        ends = {key: count for key, count in self.heard.items() if key.startswith("adjoint ")}
-        return ends.get("adjoint CONVERGED", 0) / sum(ends.values()) if ends else None
-
-    def warnings_of(self, words: str) -> int:
-        return sum(count for key, count in self.heard.items() if words in key)
-
-
-def train(job: Job, options: Options, *, released: bool = False) -> Trained:
-    """`carry_out`, keeping what was said beside the run: a run that is read or resumed still has it."""
-    report = job.backward.report if isinstance(job.backward, Implicit) else None
-    if isinstance(report, Adjoints):
-        report.clear()
-    folder = options.runs / job.name
-    before = _heard_before(folder / HEARD)
-    caught: list[warnings.WarningMessage] = []
-
-    def heard() -> Counter[str]:
-        now = Counter(_kind(str(warning.message)) for warning in caught)
-        return before + now + (Counter(report) if isinstance(report, Adjoints) else Counter())
-
-    def keep(*_: object) -> None:
-        if (folder / SETTINGS).exists():
-            write_json(folder / HEARD, heard())
-
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            outcome = carry_out(job, options, keep, released=released)  # kept before an epoch's checkpoint
-    finally:
-        keep()
-    return Trained(outcome, heard())
-
-
-def _kind(message: str) -> str:
-    """The sentence without its numbers."""
-    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
-
-
-def _heard_before(path: Any) -> Counter[str]:
-    return Counter(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Counter()
 
 
 def unseen(name: str, options: Options) -> Images:

@@ -16,8 +16,9 @@ from itertools import accumulate
 from typing import Any
 
 from banach.paper import table2
-from banach.paper.common import Point, Subject, Trained, curves_figure, percent, train, trained_on, warm
+from banach.paper.common import Point, Subject, curves_figure, percent, trained_on, warm
 from banach.paper.jobs import CURVE
+from banach.paper.records import Record, record_of
 from banach.paper.study import Findings, Options, Row, Study
 
 CLAIM = "JFB is faster than Jacobian-based backpropagation and gives better test accuracy"
@@ -35,12 +36,12 @@ def run(options: Options) -> Findings:
     figures: dict[str, Any] = {}
     details: dict[str, Any] = {}
     for subject in table2.subjects(options):
-        done = {name: train(way.job(subject), options) for name, way in WAYS.items()}
+        done = {name: record_of(way.job(subject), options) for name, way in WAYS.items()}
         rows += [_row(name, done) for name in WAYS]
-        curves: dict[str, Any] = {name: one.outcome.curve for name, one in done.items()}
+        curves: dict[str, Any] = {name: one.curve for name, one in done.items()}
         longer = long_run(subject, options)
         curves |= {LONG: longer} if longer else {}
-        title = f"JFB against Jacobian-based, {done['JFB'].outcome.title}"
+        title = f"JFB against Jacobian-based, {done['JFB'].title}"
         figures[f"figures-{subject.data}"] = partial(curves_figure, title, curves, untimed=[LONG])
         details[subject.data] = curves
         notes += [f"shortened: {subject.data}: {subject.lack()}, one seed"] if subject.lack() else []
@@ -62,18 +63,18 @@ def _jobs(options: Options) -> list[Any]:
     return [way.job(subject) for subject in table2.subjects(options) for way in WAYS.values()]
 
 
-def _row(name: str, done: dict[str, Trained]) -> Row:
-    outcome = done[name].outcome
-    level = done[table2.OURS].outcome.clean.accuracy
+def _row(name: str, done: dict[str, Record]) -> Row:
+    one = done[name]
+    level = done[table2.OURS].accuracy
     return {
-        "data": outcome.title,
+        "data": one.title,
         "method": name,
         "paper": "faster and better" if name == "JFB" else None,
-        "clean %": percent([outcome.clean.accuracy]),
-        "epochs": len(outcome.epochs),
+        "clean %": percent([one.accuracy]),
+        "epochs": len(one.epochs),
         "seconds per epoch": done[name].pace,
         "level %": 100 * level,
-        "seconds to the level": seconds_to(level, outcome.curve),
+        "seconds to the level": seconds_to(level, one.curve),
     }
 
 

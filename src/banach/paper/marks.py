@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from banach.network import ImplicitNetwork
-from banach.paper.common import train, unseen
+from banach.paper.common import unseen
 from banach.paper.jobs import RELEASED_BATCH, Job, Outcome
+from banach.paper.records import read_kept, train, write_kept
 from banach.paper.study import Options
-from banach.provenance import plain, provenance, write_json
+from banach.provenance import provenance, write_json
 from banach.solve import Tolerance
 from banach.train import Totals, evaluate
 from banach.train.run import SETTINGS
@@ -46,15 +47,17 @@ class Marks:
 def take(job: Job, options: Options) -> Marks:
     """Train, or go on, and measure; or read what was measured of this very job."""
     path = options.runs / job.name / MARKS
-    kept = _kept(path, job)
+    kept = read_kept(path, job)
     if kept is not None:
-        return kept
+        return _read(kept)
     try:
         one = train(job, options, released=True)
     finally:
         at_once = _keep_at_once(path.parent, options)
-    made = _measure(one.outcome, options) | {"seconds": one.seconds, "at_once": at_once, "heard": dict(one.heard)}
-    write_json(path, {"job": _identity(job), "marks": made})
+    record = one.record
+    told = {"seconds": record.seconds, "at_once": at_once, "heard": dict(record.heard), "curve": record.curve}
+    made = _measure(one.outcome, options) | told
+    write_kept(path, job, made)
     return _read(made)
 
 
@@ -84,20 +87,9 @@ def _measure(outcome: Outcome, options: Options) -> dict[str, Any]:
         "own": asdict(own),
         "fine": None if fine is None else asdict(fine),
         "released": outcome.released,
-        "curve": outcome.curve,
         "commit": source["commit"],
         "device": source["device"],
     }
-
-
-def _kept(path: Path, job: Job) -> Marks | None:
-    """None too where they are of another job: then `fit` refuses, with the name of the setting."""
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return _read(content["marks"]) if content.get("job") == _identity(job) else None
-
-
-def _identity(job: Job) -> Any:
-    return plain({"settings": job.settings.to_dict(), "job": repr(job)})
 
 
 def _read(made: Mapping[str, Any]) -> Marks:

@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from banach.backward import JFB, Implicit, Mode
-from banach.paper.common import Subject, Trained, curves_figure, percent, train, trained_on
+from banach.paper.common import Subject, curves_figure, percent, trained_on
 from banach.paper.jobs import Job
+from banach.paper.records import Record, record_of
 from banach.paper.study import Findings, Options, Row, Study
 from banach.solve import Picard, Tolerance
 
@@ -46,11 +47,11 @@ def run(options: Options) -> Findings:
     figures: dict[str, Any] = {}
     details: dict[str, Any] = {}
     for subject in subjects:
-        done = {order: train(job(subject, order), options) for order in ORDERS}
+        done = {order: record_of(job(subject, order), options) for order in ORDERS}
         rows += [_row(subject, order, done) for order in ORDERS]
-        curves = {f"k = {order}" + " (JFB)" * (not order): one.outcome.curve for order, one in done.items()}
+        curves = {f"k = {order}" + " (JFB)" * (not order): one.curve for order, one in done.items()}
         figures[f"neumann-{subject.data}"] = partial(curves_figure, f"Neumann series, {_title(done)}", curves)
-        details |= {one.outcome.job.name: one.outcome.curve for one in done.values()}
+        details |= {one.job.name: one.curve for one in done.values()}
     settings = {job(subject, 0).name: job(subject, 0).settings.to_dict() for subject in subjects}
     notes = [*_notes(subjects), trained_on(details, options)]
     return Findings("neumann", CLAIM, rows, notes, figures, settings, details)
@@ -59,17 +60,17 @@ def run(options: Options) -> Findings:
 STUDY = Study("neumann", CLAIM, run)
 
 
-def _title(done: Mapping[int, Trained]) -> str:
-    return done[0].outcome.title
+def _title(done: Mapping[int, Record]) -> str:
+    return done[0].title
 
 
-def _row(subject: Subject, order: int, done: Mapping[int, Trained]) -> Row:
-    one, last = done[order], done[order].outcome.epochs[-1]
+def _row(subject: Subject, order: int, done: Mapping[int, Record]) -> Row:
+    one, last = done[order], done[order].epochs[-1]
     return {
         "data": _title(done),
         "order k": order,
         "paper": "a figure: fastest with k = 0" if not order else None,
-        "clean %": percent([one.outcome.clean.accuracy]),
+        "clean %": percent([one.accuracy]),
         "J-products per image": order,
         "seconds per epoch": one.pace,
         "seconds against k = 0": one.seconds / done[0].seconds,

@@ -20,8 +20,9 @@ from functools import partial
 from typing import Any
 
 from banach.backward import JFB, Implicit, Mode, NormalCG
-from banach.paper.common import Adjoints, Subject, Trained, percent, train, trained_on
+from banach.paper.common import Subject, percent, trained_on
 from banach.paper.jobs import Job
+from banach.paper.records import Adjoints, Record, record_of
 from banach.paper.released_cg import ReleasedCG
 from banach.paper.study import Findings, Options, Row, Study
 from banach.paper.table_figures import time_figure
@@ -131,10 +132,10 @@ def run(options: Options) -> Findings:
     notes = [_PATH, _PRODUCTS, _RELEASED]
     details: dict[str, Any] = {}
     for subject in subjects(options):
-        done = {way: train(way.job(subject), options) for way in WAYS}
+        done = {way: record_of(way.job(subject), options) for way in WAYS}
         rows += [_row(subject, way, done) for way in WAYS]
         notes += [*_short(subject), _what_happens(subject, done)]
-        details |= {one.outcome.job.name: _detail(one) for one in done.values()}
+        details |= {one.job.name: _detail(one) for one in done.values()}
     notes.append(trained_on(details, options))
     settings = {
         job.name: job.settings.to_dict() for s in subjects(options) for job in (way.job(s) for way in WAYS)
@@ -164,11 +165,11 @@ _RELEASED = (
 )
 
 
-def _row(subject: Subject, way: Way, done: Mapping[Way, Trained]) -> Row:
-    one, last = done[way], done[way].outcome.epochs[-1]
+def _row(subject: Subject, way: Way, done: Mapping[Way, Record]) -> Row:
+    one, last = done[way], done[way].epochs[-1]
     printed = PAPER.get((subject.data, way.printed or ""))
     return {
-        "data": one.outcome.title,
+        "data": one.title,
         "method": way.name,
         "batch norm in R": way.batch_norm,
         "paper: seconds per epoch": printed and printed.seconds,
@@ -182,22 +183,22 @@ def _row(subject: Subject, way: Way, done: Mapping[Way, Trained]) -> Row:
         "per image": last.products / _images(one),
         "adjoints solved": one.adjoints_met,
         "paper %": printed and printed.accuracy,
-        "clean %": percent([one.outcome.clean.accuracy]),
+        "clean %": percent([one.accuracy]),
         "training loss": last.loss,
         "forward converged": last.converged,
         "epochs": f"{subject.epochs} of {subject.recipe(way.recipe).epochs}",
     }
 
 
-def _images(one: Trained) -> int:
+def _images(one: Record) -> int:
     """Images of an epoch: a subset, or as many as the data set has."""
     from banach import data
 
-    job = one.outcome.job
+    job = one.job
     return job.subset or data.get(job.data).counts["train"]
 
 
-def _pace(one: Trained) -> float:
+def _pace(one: Record) -> float:
     """Seconds per training image."""
     return one.seconds / _images(one)
 
@@ -207,7 +208,7 @@ def _printed_ratio(subject: Subject, way: Way) -> float | None:
     return round(pair[1].seconds / pair[0].seconds, 1) if pair[0] and pair[1] else None
 
 
-def _like_for_like(subject: Subject, way: Way, done: Mapping[Way, Trained]) -> float | None:
+def _like_for_like(subject: Subject, way: Way, done: Mapping[Way, Record]) -> float | None:
     """Against JFB with the same R, where it was solved to the same tolerance."""
     if way is JFB_PAPER:
         return None
@@ -225,24 +226,24 @@ def _short(subject: Subject) -> list[str]:
     )
 
 
-def _what_happens(subject: Subject, done: Mapping[Way, Trained]) -> str:
+def _what_happens(subject: Subject, done: Mapping[Way, Record]) -> str:
     """With and without batch norm in R, in numbers, each beside JFB on the same images."""
     parts = []
     for way in (way for way in done if way is not JFB_PAPER):
-        one, last = done[way], done[way].outcome.epochs[-1]
+        one, last = done[way], done[way].epochs[-1]
         where = "with" if way.batch_norm else "without"
         met = "a share not recorded" if one.adjoints_met is None else f"{one.adjoints_met:.1%}"
         solved = f"{met} of adjoints met the tolerance, " if way.tolerance is not None else ""
         parts.append(
             f"{way.name.partition(', on')[0]} {where} batch norm, {_images(one):,} images: {solved}loss "
-            f"{last.loss:.3g}, {100 * one.outcome.clean.accuracy:.2f} per cent"
+            f"{last.loss:.3g}, {100 * one.accuracy:.2f} per cent"
         )
     return f"{subject.data}: " + "; ".join(parts)
 
 
-def _detail(one: Trained) -> dict[str, Any]:
+def _detail(one: Record) -> dict[str, Any]:
     return {
         "heard": dict(one.heard),
-        "curve": one.outcome.curve,
-        "epochs": [epoch.to_dict() for epoch in one.outcome.epochs],
+        "curve": one.curve,
+        "epochs": [epoch.to_dict() for epoch in one.epochs],
     }

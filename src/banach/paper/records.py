@@ -1,0 +1,142 @@
+"""Trainings of the studies, with what was heard on the way; and their records, which outlive the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from banach.backward import Implicit
+from banach.paper.jobs import Job, Outcome, carry_out
+from banach.paper.study import Options
+from banach.provenance import Summary, plain, write_json
+from banach.solve import Status
+from banach.train import Epoch
+from banach.train.run import SETTINGS
+
+HEARD, RECORD = "heard.json", "record.json"
+_CONTENT = "marks"  # the key in the files that are kept
+
+
+class Adjoints(Counter[str]):
+    """A `report` for `Implicit`: how many samples' adjoint equations ended in which way."""
+
+    def __call__(self, products: int, residual: Tensor, status: tuple[Status, ...]) -> None:
+        self.update(f"adjoint {end.name}" for end in status)
+
+    def __repr__(self) -> str:  # what was counted is no part of a job's identity
+        return "Adjoints()"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What a training was, without its weights: its epochs, its curve on the test images, and what was heard on
+    the way: warnings by kind, ends of adjoint equations."""
+
+    job: Job
+    title: str
+    epochs: tuple[Epoch, ...]
+    curve: list[dict[str, float]]
+    heard: Counter[str]
+
+    @property
+    def accuracy(self) -> float:
+        """By the clean protocol, after the last epoch."""
+        return self.curve[-1]["clean"]
+
+    @property
+    def pace(self) -> Summary:
+        """Seconds per epoch. The first warms up, and does not count where there are more."""
+        return Summary.of(epoch.seconds for epoch in (self.epochs[1:] or self.epochs))
+
+    @property
+    def seconds(self) -> float:
+        return self.pace.mean
+
+    @property
+    def adjoints_met(self) -> float | None:
+        """The share of adjoint equations that met their tolerance."""
+        ends = {key: count for key, count in self.heard.items() if key.startswith("adjoint ")}
+        return ends.get("adjoint CONVERGED", 0) / sum(ends.values()) if ends else None
+
+    def warnings_of(self, words: str) -> int:
+        return sum(count for key, count in self.heard.items() if words in key)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A job's outcome, with its network, and the record of it."""
+
+    outcome: Outcome
+    record: Record
+
+
+def train(job: Job, options: Options, *, released: bool = False) -> Trained:
+    """`carry_out`, keeping what was said beside the run: a run that is read or resumed still has it."""
+    report = job.backward.report if isinstance(job.backward, Implicit) else None
+    if isinstance(report, Adjoints):
+        report.clear()
+    folder = options.runs / job.name
+    before = _heard_before(folder / HEARD)
+    caught: list[warnings.WarningMessage] = []
+
+    def heard() -> Counter[str]:
+        now = Counter(_kind(str(warning.message)) for warning in caught)
+        return before + now + (Counter(report) if isinstance(report, Adjoints) else Counter())
+
+    def keep(*_: object) -> None:
+        if (folder / SETTINGS).exists():
+            write_json(folder / HEARD, heard())
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outcome = carry_out(job, options, keep, released=released)  # kept before an epoch's checkpoint
+    finally:
+        keep()
+    return Trained(outcome, Record(job, outcome.title, outcome.epochs, outcome.curve, heard()))
+
+
+def record_of(job: Job, options: Options) -> Record:
+    """Train, or go on, and keep the record beside the run; or read it, for which no weights are needed."""
+    path = options.runs / job.name / RECORD
+    kept = read_kept(path, job)
+    if kept is not None:
+        epochs = tuple(Epoch.from_dict(epoch) for epoch in kept["epochs"])
+        return Record(job, kept["title"], epochs, kept["curve"], Counter(kept["heard"]))
+    made = train(job, options).record
+    content = {"title": made.title, "epochs": [epoch.to_dict() for epoch in made.epochs]}
+    write_kept(path, job, content | {"curve": made.curve, "heard": made.heard})
+    return made
+
+
+def read_kept(path: Path, job: Job) -> Any:
+    """What `write_kept` wrote for this very job. None where there is nothing, or what is of another job: then
+    `fit` refuses, with the name of the setting."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return content[_CONTENT] if content.get("job") == _identity(job) else None
+
+
+def write_kept(path: Path, job: Job, content: Any) -> None:
+    write_json(path, {"job": _identity(job), _CONTENT: content})
+
+
+def _identity(job: Job) -> Any:
+    return plain({"settings": job.settings.to_dict(), "job": repr(job)})
+
+
+def _kind(message: str) -> str:
+    """The sentence without its numbers."""
+    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+
+
+def _heard_before(path: Any) -> Counter[str]:
+    return Counter(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Counter()

@@ -1,0 +1,112 @@
+"""Records of trainings: what was heard is counted over breaks, and they are read where the weights are gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach import Implicit, NormalCG, Tolerance
+from banach.paper import Options, records
+from banach.paper.common import Subject
+from banach.paper.jobs import carry_out
+from banach.paper.records import HEARD, Adjoints, Record, record_of, train
+from banach.train.run import RunError
+
+TINY = Subject(data="digits", model="digits", epochs=1, subset=96, fast=False)
+
+
+def options_in(folder: Path) -> Options:
+    return Options(quick=True, device="cpu", out=folder / "out", runs=folder / "runs")
+
+
+def test_failures_of_cg_are_counted_and_kept_for_a_second_reading(tmp_path: Path) -> None:
+    """No step of CG is allowed, so every equation fails: 96 images, 2 batches, 2 warnings."""
+    options = options_in(tmp_path)
+    hopeless = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-9, max_steps=0), report=Adjoints())
+    job = TINY.job("hopeless", backward=hopeless, batch_norm=False)
+    one = train(job, options).record
+    assert one.adjoints_met == 0
+    assert one.heard["adjoint MAX_STEPS"] == 96
+    assert one.warnings_of("adjoint equation missed") == 2
+    again = train(TINY.job("hopeless", backward=hopeless, batch_norm=False), options).record
+    assert again.heard == one.heard
+    assert json.loads((options.runs / job.name / HEARD).read_text()) == one.heard
+
+
+def test_what_is_heard_is_kept_after_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run that is killed has the counts of the epochs it has."""
+    options, seen = options_in(tmp_path), []
+    hopeless = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-9, max_steps=0), report=Adjoints())
+    job = replace(TINY, epochs=2).job("slow", backward=hopeless, batch_norm=False)
+
+    def spied(job: Any, options: Options, keep: Any, **more: Any) -> Any:
+        def after(*told: Any) -> None:
+            keep(*told)
+            seen.append(json.loads((options.runs / job.name / HEARD).read_text())["adjoint MAX_STEPS"])
+
+        return carry_out(job, options, after, **more)
+
+    monkeypatch.setattr(records, "carry_out", spied)
+    train(job, options)
+    assert seen == [96, 192]
+
+
+def test_what_was_heard_before_an_interruption_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_in(tmp_path)
+    report = Adjoints()
+    job = TINY.job("stopped", backward=Implicit(NormalCG(), report=report))
+
+    def stopped(*_: Any, **__: Any) -> Any:
+        (options.runs / job.name).mkdir(parents=True)
+        (options.runs / job.name / "settings.json").write_text("{}")
+        report["adjoint CONVERGED"] += 5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "carry_out", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(job, options)
+    assert json.loads((options.runs / job.name / HEARD).read_text()) == {"adjoint CONVERGED": 5}
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ValueError("no data")
+
+    monkeypatch.setattr(records, "carry_out", refused)
+    with pytest.raises(ValueError, match="no data"):
+        train(TINY.job("never"), options_in(tmp_path))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_epoch_warms_up_and_is_left_out_of_the_time() -> None:
+    epochs: Any = [type("Epoch", (), {"seconds": s})() for s in (9.0, 2.0, 4.0)]
+    records = [Record(TINY.job("warm"), "", tuple(some), [], Adjoints()) for some in (epochs, epochs[:1])]
+    assert [record.seconds for record in records] == [3.0, 9.0]
+
+
+def test_a_record_is_read_without_weights_and_without_data(tmp_path: Path) -> None:
+    options = options_in(tmp_path)
+    job = replace(TINY, epochs=2).job("kept", backward=Implicit(report=Adjoints()), batch_norm=False)
+    made = record_of(job, options)
+    assert made.accuracy == train(job, options).outcome.clean.accuracy
+    shutil.rmtree(options.runs / job.name / "checkpoints")
+    read = record_of(job, replace(options, data_dir=Path("/nowhere")))
+    assert (read.title, read.epochs, read.curve, read.heard) == (made.title, made.epochs, made.curve, made.heard)
+    assert read.adjoints_met == 1
+    assert made.heard["adjoint CONVERGED"] == 2 * 96
+
+
+def test_the_record_of_another_job_is_not_read(tmp_path: Path) -> None:
+    """Of the same name: its run is refused, by the name of what differs."""
+    options = options_in(tmp_path)
+    record_of(TINY.job("same"), options)
+    other = replace(TINY, epochs=2).job("same")
+    with pytest.raises(RunError, match="begun with epochs=1, got 2"):
+        record_of(other, options)
