@@ -28,7 +28,8 @@ class Subject:
     """A data set, the network for it, and how far a study goes with it.
 
     `whole`: nothing is held out for validation. `by` is the recipe, the model's first if it is not named.
-    `shift`: images are shifted at random by up to so many pixels.
+    `shift`: images are shifted at random by up to so many pixels. `first`: the first epochs of the recipe as they
+    are, where else its schedule is shortened with it.
     """
 
     data: str
@@ -40,6 +41,7 @@ class Subject:
     whole: bool = False
     by: str | None = None
     shift: int | None = None
+    first: bool = False
     fast: bool = True
 
     def recipe(self, which: str | None = None) -> Recipe:
@@ -76,7 +78,7 @@ class Subject:
             name=f"{name}-seed{seed}",
             data=self.data,
             model=self.model,
-            settings=shortened(settings, self.epochs),
+            settings=replace(settings, epochs=self.epochs) if self.first else shortened(settings, self.epochs),
             backward=backward,
             solver=solver,
             tolerance=self.recipe(recipe).tolerance,
@@ -89,7 +91,12 @@ class Subject:
     def lack(self) -> str:
         """In what this is shorter than the recipe; empty where it is not."""
         whole = self.recipe().epochs
-        parts = [f"{self.epochs} epochs instead of {whole}"] if self.epochs < whole else []
+        length = (
+            f"the first {self.epochs} epochs of {whole}"
+            if self.first
+            else f"{self.epochs} epochs instead of {whole}"
+        )
+        parts = [length] if self.epochs < whole else []
         parts += [f"{self.subset:,} training images"] if self.subset is not None else []
         return ", ".join(parts)
 

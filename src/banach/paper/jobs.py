@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from banach import data, models
-from banach.backward import JFB, Mode
+from banach.backward import JFB, Implicit, Mode
 from banach.data import Augmentation, Images, paper_cifar10
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
+from banach.paper.released import ReleasedCG, as_released
 from banach.paper.study import Options
 from banach.provenance import write_json
 from banach.solve import Picard, Solver, Tolerance
@@ -132,12 +133,20 @@ def carry_out(
         if on_epoch is not None:
             on_epoch(epoch, net)
 
-    history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=after)
+    with _conditions(net):
+        history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=after)
     if not history.finished:
         raise KeyboardInterrupt  # the run is kept and is resumed next time
     clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision, scorer=scorer)
     exact = scorer if settings.precision == "fp32" else Scorer(net)
     return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title, exact)
+
+
+def _conditions(net: Any) -> AbstractContextManager[None]:
+    """What goes with a mode besides its gradient."""
+    mode = getattr(net, "backward", None)
+    released = isinstance(mode, Implicit) and isinstance(mode.method, ReleasedCG)
+    return as_released(net) if released else nullcontext()
 
 
 def settings_for(model: str, recipe: str | None = None, **changes: Any) -> Settings:
