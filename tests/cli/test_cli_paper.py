@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from banach.cli.app import main
+from banach.cli.console import console
+from banach.cli.paper import _print_rows
+from banach.paper import Findings
 from banach.paper.all import STUDIES
+from banach.provenance import Summary
 
 
 @pytest.fixture
@@ -38,6 +42,27 @@ def test_a_study_writes_its_files_and_the_report_reads_them(here: Path, capsys: 
     assert main(["paper", "report", "--quick", "--page", "page.md"]) == 0
     assert "banach paper memory --quick" in (here / "page.md").read_text()
     assert (here / "page.html").exists()
+
+
+def test_where_there_is_no_room_for_a_table_rows_come_one_by_one(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {
+        "data": "MNIST",
+        "method": "JFB",
+        "clean %": Summary.of([99.2, 99.4]),
+        "paper %": None,
+        "epochs": "3 of 9",
+    }
+    found = Findings("table1", "a claim", [row, {"data": "SVHN", "method": "none", "clean %": 1.0}])
+    monkeypatch.setattr(console, "_width", 40)
+    _print_rows(found)
+    assert capsys.readouterr().out == (
+        "MNIST, JFB\n    clean % 99.3 ± 0.14 (n = 2); epochs\n    3 of 9\nSVHN, none\n    clean % 1\n"
+    )
+    monkeypatch.setattr(console, "_width", 120)
+    _print_rows(found)
+    assert "99.3 ± 0.14 (n = 2)" in next(line for line in capsys.readouterr().out.splitlines() if "JFB" in line)
 
 
 def test_unknown_studies_and_missing_results_are_refused(here: Path, capsys: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from banach.cli.console import console, table
+from banach.cli.console import console, fits, table
 from banach.train import Epoch, Run
 from banach.train.plot import PlotError, plot_comparison
 
@@ -91,8 +91,7 @@ def _print_table(compared: Sequence[Compared]) -> None:
     """One table; two where it is wider than the console."""
     settings, figures = [_settings(one) for one in compared], [_figures(one) for one in compared]
     whole = table("", SETTINGS + FIGURES, [a + b for a, b in zip(settings, figures, strict=True)])
-    room = console.options.update(width=10_000)
-    if console.measure(whole, options=room).maximum <= console.width:
+    if fits(whole):
         console.print(whole)
         return
     named = [(one.name, *row) for one, row in zip(compared, figures, strict=True)]

@@ -38,6 +38,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     return made
 
 
+def fits(made: Table) -> bool:
+    """Has the console room for it, without a folded cell?"""
+    return console.measure(made, options=console.options.update(width=10_000)).maximum <= console.width
+
+
 @contextmanager
 def spoken_warnings() -> Iterator[None]:
     """Inside, a warning is one line on standard error, without the place in the code it came from."""

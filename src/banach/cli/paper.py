@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +11,12 @@ import torch
 import typer
 
 from banach.cli import assemble
-from banach.cli.console import console, table
+from banach.cli.console import console, fits, table
 from banach.paper import Findings, Options, Study
 from banach.paper.study import cell
 from banach.train.schedule import nearest
 
+INDENT = 4 * " "
 EPILOG = """\b
 Examples:
   banach paper toy                        one study
@@ -79,7 +82,7 @@ def _carry_out(study: Study, options: Options) -> None:
     if options.at_once > 1:
         _parts(study, options)
     found = study.run(options)
-    console.print(_table(found))
+    _print_rows(found)
     for note in found.notes:
         console.print(f"  {note}")
     console.print("written: " + ", ".join(str(path) for path in found.write(options)) + "\n")
@@ -97,6 +100,18 @@ def _parts(study: Study, options: Options) -> None:
         carry_out_together(parts, options, lambda done: bar.update(task, completed=done))
 
 
-def _table(found: Findings) -> object:
+def _print_rows(found: Findings) -> None:
+    """As a table; row by row where the terminal is too narrow for it."""
     columns = list(dict.fromkeys(key for row in found.rows for key in row))
-    return table("", columns, [[cell(row.get(column)) for column in columns] for row in found.rows])
+    made = table("", columns, [[cell(row.get(column)) for column in columns] for row in found.rows])
+    if fits(made):
+        console.print(made)
+        return
+    for row in found.rows:
+        named = list(itertools.takewhile(lambda item: isinstance(item[1], str), row.items()))
+        rest = [
+            f"{key} {cell(value)}" for key, value in row.items() if value is not None and (key, value) not in named
+        ]
+        console.print(textwrap.fill(", ".join(value for _, value in named), console.width))
+        text = textwrap.fill("; ".join(rest), console.width, initial_indent=INDENT, subsequent_indent=INDENT)
+        console.print(text)
