@@ -108,10 +108,9 @@ def _print_rows(found: Findings) -> None:
         console.print(made)
         return
     for row in found.rows:
-        named = list(itertools.takewhile(lambda item: isinstance(item[1], str), row.items()))
-        rest = [
-            f"{key} {cell(value)}" for key, value in row.items() if value is not None and (key, value) not in named
-        ]
-        console.print(textwrap.fill(", ".join(value for _, value in named), console.width))
+        words = list(itertools.takewhile(lambda value: isinstance(value, str), row.values()))
+        figures = list(row.items())[len(words) :]
+        rest = [f"{key} {cell(value)}" for key, value in figures if value is not None]
+        console.print(textwrap.fill(", ".join(words), console.width))
         text = textwrap.fill("; ".join(rest), console.width, initial_indent=INDENT, subsequent_indent=INDENT)
         console.print(text)
