@@ -24,6 +24,7 @@ from backward.systems_backward import (
     worst,
 )
 from banach import GMRES, JFB, Anderson, Broyden, Implicit, NormalCG, Picard, Status, Tolerance
+from banach.backward.jacobian import Jacobian
 from problems import contraction, normal
 
 METHODS = [NormalCG(), GMRES(), GMRES(4), Picard(), Anderson(), Broyden()]
@@ -121,6 +122,36 @@ def test_one_report_for_every_backward_pass() -> None:
     assert len(set(told.products)) == 1
     assert isinstance(told.products[0], int)
     assert isinstance(told.status[0], tuple)
+
+
+@every
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_at_a_fixed_depth_products_are_known_beforehand(
+    method: Any, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, real = [], Jacobian._hand_over
+
+    def counted(self: Jacobian, rows: Tensor) -> Any:
+        made.append(len(rows))
+        return real(self, rows)
+
+    monkeypatch.setattr(Jacobian, "_hand_over", counted)
+    J, g = contraction(6, 0.9).expand(2, 6, 6), cotangents(2, 6)
+    w = solve_adjoint(method, J, g, max_steps=steps, check_every=0)
+    mode = Implicit(method, Tolerance(max_steps=steps, check_every=0))
+    assert mode.products == len(made)
+    assert not mode.asks_the_host
+    assert steps or torch.equal(w, g)
+    assert Implicit(method).products is None  # there residuals decide
+    assert Implicit(method, mode.tolerance, report=print).asks_the_host
+
+
+def test_a_linear_solver_of_ones_own_need_not_count() -> None:
+    class Nothing:
+        def solve(self, equation: Any) -> Any:
+            return equation.g
+
+    assert Implicit(Nothing(), Tolerance(max_steps=3, check_every=0)).products is None
 
 
 def test_a_report_at_a_fixed_depth() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from banach import JFB, Anderson, Mode, Neumann, Picard, Solver, Tolerance, Unroll
+from banach import JFB, Anderson, Implicit, Mode, Neumann, NormalCG, Picard, Solver, Tolerance, Unroll
 from banach.data import Batches, Chain, Crop, Flip
 from banach.models import Cosine
 from banach.train import Run, fit
@@ -84,7 +84,11 @@ def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
     assert work.tally.read().loss > 0
 
 
-@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2)])
+FIXED = Tolerance(max_steps=3, check_every=0)
+MODES = (JFB(), Neumann(2), Unroll(2), Implicit(Picard(), FIXED), Implicit(NormalCG(), FIXED))
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.2), Anderson(3)])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 def test_captured_steps_learn_what_plain_ones_learn(solver: Solver, mode: Mode, optimizer: str) -> None:

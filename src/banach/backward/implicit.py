@@ -30,6 +30,8 @@ class Implicit:
 
     `report(products, residual, status)` is called after every backward pass with the true number of
     J-products, and per sample the residual |g - (I - J') w| and its `Status`. An unmet tolerance warns.
+    `Tolerance(max_steps=k, check_every=0)` makes k steps whatever they come to, without asking the host, so that a
+    training step can be captured: with `Picard()` that is the Neumann series, by k products and one evaluation.
     A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it. A backward pass evaluates T once.
     Second derivatives are refused: they would need T recorded at a z* that moves with the parameters, which
     doubles the memory of every first derivative. `Unroll` from z0 has them.
@@ -46,6 +48,22 @@ class Implicit:
             raise TypeError(f"tolerance must be a Tolerance, got {self.tolerance!r}; write Tolerance(rtol=...)")
         if self.report is not None and not callable(self.report):
             raise TypeError(f"report must be a function of (products, residual, status), got {self.report!r}")
+
+    @property
+    def asks_the_host(self) -> bool:
+        """Does a backward pass wait for the device?"""
+        return bool(self.tolerance.check_every) or self.report is not None
+
+    @property
+    def products(self) -> int | None:
+        """J-products per sample, where their number is fixed; None where it hangs on the residuals, or a linear
+        solver does not tell."""
+        if self.asks_the_host:
+            return None
+        steps, count = self.tolerance.max_steps, getattr(self.method, "products", None)
+        if hasattr(self.method, "solve"):
+            return None if count is None else int(count(steps))
+        return steps  # a fixed-point solver: one each
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
@@ -85,6 +103,8 @@ class _Problem:
 
     def _rows(self, g: Tensor) -> Tensor:
         mode = self.mode
+        if not mode.tolerance.max_steps and not mode.asks_the_host:
+            return g  # nothing is asked for: w = g, which is JFB
         finite = g.isfinite().all(1)
         right = torch.where(finite[:, None], g, 0.0)
         unit = units(right)
@@ -92,7 +112,7 @@ class _Problem:
         jacobian = Jacobian(self.T, self.z_star, self.inputs, self.space, unit / common)
         equation = Adjoint(jacobian, mode.tolerance, self.eps, right / unit[:, None], unit)
         w = mode.method.solve(equation) if hasattr(mode.method, "solve") else self._iterate(equation)
-        if mode.tolerance.check_every or mode.report is not None:
+        if mode.asks_the_host:
             self._tell(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
 

@@ -53,6 +53,10 @@ class NormalCG:
     def solve(self, equation: Adjoint) -> Tensor:
         return in_cycles(equation, self._cycle, record=True)
 
+    def products(self, steps: int) -> int:
+        """Of so many steps: the first residual, then J and J' for each."""
+        return 1 + 2 * steps if steps else 0
+
     def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
         w = torch.zeros_like(r)
         p, power, step = w, torch.ones_like(equation.threshold), 0
@@ -85,6 +89,10 @@ class GMRES:
 
     def solve(self, equation: Adjoint) -> Tensor:
         return in_cycles(equation, self._cycle)
+
+    def products(self, steps: int) -> int:
+        """Of so many steps: one each, and the residual that every restart begins with."""
+        return steps + -(-steps // self.restart)
 
     def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
         """Arnoldi's basis V and Hessenberg matrix H; the rotations Q make H triangular as it grows."""

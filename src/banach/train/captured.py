@@ -31,8 +31,8 @@ def why_not(work: Work) -> str | None:
     net: Any = work.net
     if work.device.type != "cuda":
         return "steps are captured on a CUDA GPU alone"
-    if isinstance(net, ImplicitNetwork) and isinstance(net.backward, Implicit):
-        return "implicit differentiation asks the host whether its linear solve is done"
+    if isinstance(net, ImplicitNetwork) and isinstance(net.backward, Implicit) and net.backward.asks_the_host:
+        return "implicit differentiation asks the host whether its linear solve is done, unless check_every is 0"
     if len(work.batches.images) < work.settings.batch_size:
         return "there is no whole batch"
     return None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.backward import Neumann, Unroll
+from banach.backward import Implicit, Neumann, Unroll
 from banach.data import counter
 from banach.train.captured import CapturedSteps, why_not
 from banach.train.evaluate import scores
@@ -106,8 +106,10 @@ def _seed(number: int, device: torch.device) -> None:
 
 
 def _products_per_sample(net: Any) -> int:
-    """J-products that follow from the mode alone; Implicit reports its own."""
+    """J-products that follow from the mode alone; an Implicit that asks the host reports its own."""
     mode = getattr(net, "backward", None)
+    if isinstance(mode, Implicit):
+        return mode.products or 0
     if isinstance(mode, Neumann):
         return mode.order
     return mode.steps - 1 if isinstance(mode, Unroll) else 0
