@@ -39,7 +39,7 @@ def test_each_tolerance_is_compared() -> None:
     def row(method: str, norm: bool, ratio: float, clean: float) -> dict[str, Any]:
         printed = None if method == "JFB" else 1.6
         more = {"paper: ratio": printed, "ratio": ratio, "clean %": summary(clean, None, 1)}
-        return {"data": "X", "method": method, "batch norm in R": norm, **more}
+        return {"data": "X", "method": method, "batch norm in R": norm, "steps": "one by one", **more}
 
     rows = [
         row("JFB", True, 1, 98),
@@ -52,6 +52,8 @@ def test_each_tolerance_is_compared() -> None:
     rows[2:] = [row("A", False, 1.7, 97), row("B", False, 9, 98)]
     assert of("table2", *rows)[2:] == [(">= 0", 0, True), (None, 1.0, None)]
     assert of("table2", *rows[:2]) == of("table2", *rows[1:]) == []  # nothing to compare
+    other = [row | {"steps": "captured", "ratio": 2 * row["ratio"]} for row in rows]
+    assert [ours for _, ours, _ in of("table2", *rows, *other)][4:6] == [3.4, 18]  # each path on its own
 
 
 def test_a_claim_says_how_long_the_run_was() -> None:

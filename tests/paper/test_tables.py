@@ -12,7 +12,7 @@ from banach import data, models
 from banach.backward import Implicit, NormalCG
 from banach.data import Crop
 from banach.models import Cosine, Steps
-from banach.paper import Options, common, table1, table2
+from banach.paper import Options, common, table1, table2, table2_ways
 from banach.paper.common import Subject, shortened
 from banach.paper.headlines import headlines
 from banach.paper.jobs import carry_out
@@ -112,7 +112,7 @@ def test_a_study_says_where_its_runs_were_begun_not_where_they_are_read(second: 
     finally:
         path.write_text(kept)
     assert said.startswith("trained on cuda: elsewhere, commit abc with changes (1); cpu: ")
-    assert said.endswith("(6)")
+    assert said.endswith("(9)")
 
 
 def test_a_shortened_schedule_keeps_its_proportions() -> None:
@@ -169,24 +169,24 @@ def test_full_rows_are_the_papers() -> None:
 
 
 def test_paper_ratios_are_the_printed_ones() -> None:
-    ratios = [table2._printed_ratio(subject, table2.CG_ABSOLUTE) for subject in table2.FULL]
+    ratios = [table2._printed_ratio(subject, table2_ways.CG_ABSOLUTE) for subject in table2.FULL]
     assert ratios == [1.6, 2.5, 3.6]
 
 
 def test_cg_has_the_cap_of_the_forward_pass_and_both_tolerances() -> None:
     caps = []
     for subject in table2.FULL:
-        for way in (table2.CG_ABSOLUTE, table2.CG_RELATIVE):
+        for way in (table2_ways.CG_ABSOLUTE, table2_ways.CG_RELATIVE):
             job = way.job(subject)
             assert isinstance(job.backward, Implicit)
-            assert isinstance(job.backward.method, ReleasedCG if way is table2.CG_ABSOLUTE else NormalCG)
+            assert isinstance(job.backward.method, ReleasedCG if way is table2_ways.CG_ABSOLUTE else NormalCG)
             assert job.tolerance is not None
             assert job.backward.tolerance.max_steps == job.tolerance.max_steps
             assert not job.settings.fast
             assert job.settings.precision == "fp32"
             caps.append(job.backward.tolerance.max_steps)
     assert caps == [50, 50, 200, 200, 500, 500]
-    absolute = table2.CG_ABSOLUTE.job(table2.FULL[0]).backward
+    absolute = table2_ways.CG_ABSOLUTE.job(table2.FULL[0]).backward
     assert isinstance(absolute, Implicit)
     assert (absolute.tolerance.atol, absolute.tolerance.rtol) == (0.1, 0)
 
@@ -195,17 +195,37 @@ def test_cg_as_released_makes_one_step_at_a_tolerance_of_a_tenth(second: Any) ->
     """A'g, a product to have its transpose, A'A at the start, 3 A'A of the step; and one to tell the residual."""
     found, _ = second
     for batch_norm in (True, False):
-        loose = row_of(found, method=table2.RELEASED, **{"batch norm in R": batch_norm})
-        jfb = row_of(found, method="JFB", **{"batch norm in R": batch_norm})
+        loose = row_of(found, method=table2_ways.CG["absolute"], **{"batch norm in R": batch_norm})
+        jfb = row_of(found, method="JFB", steps="one by one", **{"batch norm in R": batch_norm})
         assert (loose["per image"], jfb["per image"]) == (11, 0)
         assert loose["training loss"] != jfb["training loss"]
         assert jfb["adjoints solved"] is None
 
 
+def test_captured_ways_have_the_gradients_of_jfb_and_of_cg(second: Any) -> None:
+    """On a CPU nothing is captured, and JFB by the way of CG is JFB."""
+    found, _ = second
+    for batch_norm in (True, False):
+        rows = [
+            row_of(found, method="JFB", steps=steps, **{"batch norm in R": batch_norm})
+            for steps in ("one by one", "captured")
+        ]
+        assert rows[0]["training loss"] == rows[1]["training loss"]
+        assert rows[0]["clean %"] == rows[1]["clean %"]
+    cg = row_of(found, steps="captured", method=table2_ways.CG["fixed"])
+    near = row_of(found, method=table2_ways.CG["relative"], **{"batch norm in R": False})
+    assert cg["per image"] == 1 + 2 * table2_ways.STEPS
+    assert cg["training loss"] == pytest.approx(near["training loss"], rel=1e-3)
+    assert cg["training loss"] != rows[1]["training loss"]
+    assert cg["ratio, same settings"] == pytest.approx(
+        cg["seconds per epoch"].mean / rows[1]["seconds per epoch"].mean
+    )
+
+
 def test_a_relative_tolerance_costs_more_products_and_other_weights(second: Any) -> None:
     found, _ = second
-    exact = row_of(found, method=table2.OURS, **{"batch norm in R": False})
-    jfb = row_of(found, method="JFB", **{"batch norm in R": False})
+    exact = row_of(found, method=table2_ways.CG["relative"], **{"batch norm in R": False})
+    jfb = row_of(found, method="JFB", steps="one by one", **{"batch norm in R": False})
     # One product for the first residual, then two per step of CG, and one for the residual at the end.
     assert exact["per image"] >= 4
     assert exact["J-products per epoch"] == exact["per image"] * 96
@@ -217,8 +237,9 @@ def test_a_relative_tolerance_costs_more_products_and_other_weights(second: Any)
 
 def test_what_happens_with_batch_norm_is_said(second: Any) -> None:
     (note,) = [note for note in second[0].notes if note.startswith("digits: JFB without")]
-    assert note.count("with batch norm, 96 images") == 3
-    assert note.count("without batch norm, 96 images") == 3
+    assert note.count("with batch norm, 96 images") == 4
+    assert note.count("without batch norm, 96 images") == 5
+    assert note.count("captured, with") == 3
     assert note.count("of adjoints met the tolerance") == 4
 
 
@@ -226,17 +247,21 @@ def test_both_tables_have_headlines(first: Any, second: Any) -> None:
     contents = [
         {"name": found.name, "rows": json.loads(json.dumps(plain(found.rows)))} for found, _ in (first, second)
     ]
-    less, *faster, better, same = headlines(contents)  # digits has no printed numbers
+    less, *rest = headlines(contents)  # digits has no printed numbers
     assert "JFB less its explicit twin" in less["claim"]
-    assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * 2
-    assert better["holds"] == (better["ours"] >= 0)
-    assert same["holds"] is None
+    one_by_one, captured = rest[:4], rest[4:]
+    for (*faster, better, same), count in ((one_by_one, 2), (captured, 1)):
+        assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * count
+        assert better["holds"] == (better["ours"] >= 0)
+        assert same["holds"] is None
 
 
 def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:
     for subject in table2.FULL:
-        images = {way.tag: way.job(subject).settings.subset for way in table2.WAYS}
-        few = {tag for tag, count in images.items() if count == table2.FEW[subject.data]}
+        images = {way.tag: way.job(subject).settings.subset for way in table2_ways.WAYS}
+        few = {tag for tag, count in images.items() if count == table2_ways.FEW[subject.data]}
         assert few == {"jfb-few-bn", "cg-absolute-bn", "cg-relative-bn"}
-        assert {count for tag, count in images.items() if tag not in few} == {subject.subset}
-        assert f"({table2.FEW[subject.data]:,} for CG" in table2._short(subject)[0]
+        long = {tag for tag, count in images.items() if count is None}
+        assert long == {way.tag for way in table2_ways.WAYS if way.captured}
+        assert {count for tag, count in images.items() if tag not in few | long} == {subject.subset}
+        assert f"({table2_ways.FEW[subject.data]:,} for CG" in table2._short(subject)[0]

@@ -42,7 +42,8 @@ def _panels(rows: Sequence[Row], draw: Callable[[Any, Sequence[Row]], None], lab
 
 def _label(row: Row) -> str:
     norm = {True: ", batch norm in R", False: ", no batch norm", None: ""}[row.get("batch norm in R")]
-    return "\n".join(textwrap.wrap(row["method"] + norm, WIDE))
+    captured = ", captured" if row.get("steps") == "captured" else ""
+    return "\n".join(textwrap.wrap(row["method"] + norm + captured, WIDE))
 
 
 def _accuracies(axes: Any, rows: Sequence[Row]) -> None:
