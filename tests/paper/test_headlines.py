@@ -25,14 +25,26 @@ def of(name: str, *rows: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
 
 def test_accuracies_stand_beside_printed_ones() -> None:
     def row(method: str, paper: float | None, clean: float | None) -> dict[str, Any]:
-        return {"data": "X", "method": method, "paper %": paper, "clean %": clean and summary(clean)}
+        known = clean and summary(clean)
+        return {"data": "X", "method": method, "paper %": paper, "clean %": known, "released %": known}
 
     found = of("table1", row("JFB", 99.4, 99.5), row("explicit: the twin", 99.4, 99.25), row("MON", 99.2, None))
-    assert found == [(99.4, "99.5 ± 0.1 (n = 3)", True), (99.4, "99.25 ± 0.1 (n = 3)", None), (None, 0.25, None)]
+    told = "99.5 ± 0.1 (n = 3)"
+    gain = "+0.25 ± 0.082 (standard error)"  # .1 (2 / 3)^.5
+    assert found[:2] == [(99.4, told, True)] * 2  # by both protocols
+    assert found[2:] == [(99.4, "99.25 ± 0.1 (n = 3)", None), ("+0.0", gain, True)]
     twin, so = table1.TWIN, table1.DECAYED
     rows = [row("JFB" + so, 99.4, 99.25), row(twin, 99.4, 98), row(twin + so, 99.4, 99.5)]
-    assert [ours for _, ours, _ in of("table1", *rows)][3:] == [-0.25]  # with the twin that was trained alike
+    against = of("table1", *rows)[3:]  # with the twin that was trained alike
+    assert against == [("+0.0", "-0.25 ± 0.082 (standard error)", False)]
     assert of("table1", rows[0])[0][2] is False
+
+
+def test_what_was_shortened_refutes_nothing() -> None:
+    row = {"data": "X", "method": "JFB, longer", "paper %": 93.7, "clean %": summary(90), "epochs": "30 of 1000"}
+    assert of("table1", row)[0][2] == "not at this length"
+    assert of("table1", row | {"clean %": summary(94)})[0][2] is True
+    assert of("table1", row | {"epochs": "9 of 9"})[0][2] is False
 
 
 def test_each_tolerance_is_compared() -> None:
@@ -57,7 +69,7 @@ def test_each_tolerance_is_compared() -> None:
 
 
 def test_a_claim_says_how_long_the_run_was() -> None:
-    row = {"data": "X", "method": "JFB", "paper %": 93.7, "clean %": summary(90), "epochs": "30 of 1000"}
+    row = {"data": "X", "method": "JFB, so", "paper %": 93.7, "clean %": summary(90), "epochs": "30 of 1000"}
     (found,) = headlines([{"name": "table1", "rows": [row]}])
     assert found["claim"].endswith("(30 of 1000 epochs)")
     (found,) = headlines([{"name": "table1", "rows": [row | {"epochs": "100 of 100"}]}])

@@ -14,7 +14,7 @@ from banach import Implicit, NormalCG, Tolerance
 from banach.paper import Options, records
 from banach.paper.common import Subject
 from banach.paper.jobs import carry_out
-from banach.paper.records import HEARD, Adjoints, Record, record_of, train
+from banach.paper.records import HEARD, RECORD, Adjoints, Record, record_of, train
 from banach.train.run import RunError
 
 TINY = Subject(data="digits", model="digits", epochs=1, subset=96, fast=False)
@@ -103,10 +103,39 @@ def test_a_record_is_read_without_weights_and_without_data(tmp_path: Path) -> No
     assert made.heard["adjoint CONVERGED"] == 2 * 96
 
 
-def test_the_record_of_another_job_is_not_read(tmp_path: Path) -> None:
-    """Of the same name: its run is refused, by the name of what differs."""
-    options = options_in(tmp_path)
-    record_of(TINY.job("same"), options)
-    other = replace(TINY, epochs=2).job("same")
-    with pytest.raises(RunError, match="begun with epochs=1, got 2"):
-        record_of(other, options)
+def test_the_record_of_another_job_is_neither_read_nor_written_over(tmp_path: Path) -> None:
+    """Of the same name, with or without its weights: refused, by the name of what differs."""
+    options, mode = options_in(tmp_path), Implicit(NormalCG(), Tolerance(rtol=1e-3))
+    job = TINY.job("same", backward=mode)
+    record_of(job, options)
+    kept = (options.runs / job.name / RECORD).read_text()
+    for gone in (False, True):
+        with pytest.raises(RunError, match="of a job with epochs=1, got epochs=2; choose another directory"):
+            record_of(replace(TINY, epochs=2).job("same", backward=mode), options)
+        with pytest.raises(RunError, match=r"of a job with rtol=0\.001, got rtol=0\.01;"):
+            record_of(TINY.job("same", backward=replace(mode, tolerance=Tolerance(rtol=1e-2))), options)
+        if not gone:
+            shutil.rmtree(options.runs / job.name / "checkpoints")
+    assert (options.runs / job.name / RECORD).read_text() == kept
+
+
+def test_what_was_heard_is_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error in the second epoch, which is trained again; and where nothing is left to go on from."""
+    options, whole = options_in(tmp_path), 2 * 96
+    job = replace(TINY, epochs=2).job("twice", backward=Implicit(report=Adjoints()), batch_norm=False)
+    tell, told = Adjoints.__call__, []
+
+    def breaks(self: Adjoints, *args: Any) -> None:
+        tell(self, *args)
+        told.append(1)
+        if len(told) == 3:  # the first batch of the second epoch
+            raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Adjoints, "__call__", breaks)
+        with pytest.raises(RuntimeError, match="broken"):
+            record_of(job, options)
+    assert record_of(job, options).heard["adjoint CONVERGED"] == whole
+    (options.runs / job.name / RECORD).unlink()
+    shutil.rmtree(options.runs / job.name / "checkpoints")
+    assert record_of(job, options).heard["adjoint CONVERGED"] == whole

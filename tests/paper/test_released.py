@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from banach import Implicit, Tolerance, models
+from banach.paper import released
 from banach.paper.records import Adjoints
 from banach.paper.released import LEFT_OUT, SCALED, ReleasedCG, as_released, scale_down
 from banach.solve import Euclidean
@@ -45,6 +46,24 @@ def test_cg_as_released_by_dense_algebra() -> None:
     r = right - N @ right
     once = right + r * (r.mT @ r) / (r.mT @ N @ r)
     torch.testing.assert_close(released_w(1e9), once[..., 0])  # even if nothing is asked
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose derivative is not a number."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * float("nan")
 
 
 def network(name: str = "digits", **limits: Any) -> Any:
@@ -105,7 +124,7 @@ def test_a_batch_whose_equations_are_not_solved_changes_nothing_else(enough: boo
     assert (net.backward.report[SCALED], net.backward.report[LEFT_OUT]) == (1, 0 if enough else 1)
 
 
-def test_nothing_is_scaled_when_nothing_is_learnt_or_batch_norm_scales_it() -> None:
+def test_nothing_is_scaled_when_nothing_is_learnt_or_r_has_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     d, before = torch.randn(4, 1, 8, 8), copy.deepcopy(net.state_dict())
     with as_released(net):
@@ -118,9 +137,36 @@ def test_nothing_is_scaled_when_nothing_is_learnt_or_batch_norm_scales_it() -> N
     torch.manual_seed(0)
     normed: Any = models.build("digits").train()
     normed.backward = net.backward
+    monkeypatch.setattr(released, "scale_down", lambda *_: 1 / 0)  # is not asked
     with as_released(normed):
         normed(d)
     assert net.backward.report[SCALED] == 0
+
+
+@pytest.mark.parametrize("what", ["R", "S"])  # the Jacobian, or the cotangent
+def test_what_is_not_a_number_is_not_solved(what: str) -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    before = copy.deepcopy(net.S.state_dict())
+    broken = getattr(net, what).register_forward_hook(lambda module, inputs, out: Broken.apply(out))
+    with warnings.catch_warnings(), as_released(net):
+        warnings.simplefilter("ignore")
+        step(net, optimizer)
+    broken.remove()
+    assert net.backward.report[LEFT_OUT] == 1
+    assert all(torch.equal(value, before[key]) for key, value in net.S.state_dict().items())
+
+
+def test_the_optimizer_of_another_network_is_left_alone() -> None:
+    net, other = network(atol=1e-7, max_steps=1), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    other(torch.ones(1, 2)).sum().backward()
+    before = other.weight.detach().clone()
+    net.backward.method.met = False
+    with as_released(net):
+        optimizer.step()
+    torch.testing.assert_close(other.weight.detach(), before - 1)
+    assert net.backward.report[LEFT_OUT] == 0
 
 
 def test_afterwards_other_trainings_are_their_own() -> None:

@@ -160,6 +160,7 @@ def test_table1_is_the_same_with_its_trainings_at_once(tmp_path: Path, monkeypat
     assert [path.stat().st_mtime_ns for path in kept] == written  # read, not made again
     for found in (one, other):
         found.rows[0].pop("seconds per epoch")
+    assert (one.rows[0].pop("at once"), other.rows[0].pop("at once")) == (2, 1)
     assert plain(one.rows) == plain(other.rows)
     assert any("2 trainings ran at once" in note for note in one.notes)
     assert not any("at once" in note for note in other.notes)

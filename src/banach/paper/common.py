@@ -138,7 +138,7 @@ def trained_on(names: Iterable[str], options: Options) -> str:
 def where(places: Iterable[tuple[str, str | None, bool | None]]) -> str:
     """In a sentence: devices and commits, and how many trainings each had."""
     counted = Counter(
-        f"{device}, commit {(commit or 'unknown')[:12]}{' with changes' if dirty else ''}"
+        f"{device}, commit {(commit or 'unknown')[:7]}{' with changes' if dirty else ''}"
         for device, commit, dirty in places
     )
     return "trained on " + "; ".join(f"{place} ({count})" for place, count in counted.items())

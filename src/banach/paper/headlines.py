@@ -27,23 +27,45 @@ def _nothing(rows: list[Row]) -> list[Row]:
 def _table1(rows: list[Row]) -> list[Row]:
     """Rows with a printed number that were trained, of which those of JFB are claims; and JFB against the twin."""
     trained = [row for row in rows if row.get("clean %") is not None]
-    found = [
-        _row(
-            f"{row['data']}: {row['method']}, per cent by the clean protocol{_length(row)}",
-            row["paper %"],
-            shown(row["clean %"]),
-            _mean(row["clean %"]) >= row["paper %"] if row["method"].startswith("JFB") else None,
-        )
-        for row in trained
-        if row["paper %"] is not None
-    ]
+    found: list[Row] = []
+    for row in (row for row in trained if row["paper %"] is not None):
+        claim = f"{row['data']}: {row['method']}, per cent by the {{}} protocol{_length(row)}"
+        is_jfb = row["method"].startswith("JFB")
+        for protocol in ("clean", "released")[: 1 + (row["method"] == "JFB")]:
+            value = row[f"{protocol} %"]
+            holds = _judged(_mean(value) >= row["paper %"], row) if is_jfb else None
+            found.append(_row(claim.format(protocol), row["paper %"], shown(value), holds))
+    return found + _against_twins(trained)
+
+
+def _against_twins(trained: list[Row]) -> list[Row]:
+    """JFB less the twin that was trained alike, with the standard error: they match if JFB is not two behind."""
+    found = []
     for jfb in (row for row in trained if row["method"].startswith("JFB")):
         how = jfb["method"].removeprefix("JFB")
         twins = [row for row in trained if row["data"] == jfb["data"] and "twin" in row["method"]]
         for twin in (row for row in twins if _after_comma(row["method"]) == how):
             gain = _mean(jfb["clean %"]) - _mean(twin["clean %"])
-            found.append(_row(f"{jfb['data']}: JFB less its explicit twin{how}, points", None, gain, None))
+            error = _error_of_difference(jfb["clean %"], twin["clean %"])
+            ours = f"{gain:+.2f}" + ("" if error is None else f" ± {error:.2g} (standard error)")
+            known = jfb["paper %"] is not None and twin["paper %"] is not None
+            printed = f"{jfb['paper %'] - twin['paper %']:+.1f}" if known else None
+            holds = None if error is None else _judged(gain >= -2 * error, jfb)
+            claim = f"{jfb['data']}: JFB matches its explicit twin{how}, points{_length(jfb)}"
+            found.append(_row(claim, printed, ours, holds))
     return found
+
+
+def _error_of_difference(a: Any, b: Any) -> float | None:
+    """The standard error of a difference of means; None where a spread is not known."""
+    if not all(isinstance(one, Mapping) and one["spread"] is not None for one in (a, b)):
+        return None
+    return float((a["spread"] ** 2 / a["count"] + b["spread"] ** 2 / b["count"]) ** 0.5)
+
+
+def _judged(holds: bool, row: Row) -> bool | str:
+    """A run that was shortened can confirm a claim, and cannot refute it."""
+    return "not at this length" if not holds and _length(row) else holds
 
 
 def _after_comma(method: str) -> str:
@@ -64,14 +86,16 @@ def _table2(rows: list[Row]) -> list[Row]:
             continue
         for rival in rivals:
             printed, ratio = rival["paper: ratio"], rival["ratio"]
-            faster = f"{data}: JFB is faster than {rival['method']}, times{_length(with_norm[0])}"
+            by = "times" if printed is None else "times, at least the paper's"
+            faster = f"{data}: JFB is faster than {rival['method']}, {by}{_length(with_norm[0])}"
             found.append(_row(faster, printed, ratio, None if printed is None else ratio >= printed))
         best = max(_mean(row["clean %"]) for row in rivals)
         for row in jfb:
             gain, claimed = _mean(row["clean %"]) - best, row["batch norm in R"]
             says = "and at least as accurate" if claimed else "the same with one R and one setting for all"
             claim = f"{data}: {says}, points, steps {path}, one seed{_length(row)}"
-            found.append(_row(claim, ">= 0" if claimed else None, gain, gain >= 0 if claimed else None))
+            holds = _judged(gain >= 0, row) if claimed else None
+            found.append(_row(claim, ">= 0" if claimed else None, gain, holds))
     return found
 
 

@@ -6,7 +6,9 @@ import json
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from banach.paper.study import Options
 from banach.provenance import Summary, plain, write_json
 from banach.solve import Status
 from banach.train import Epoch
-from banach.train.run import SETTINGS
+from banach.train.checkpoint import checkpoints
+from banach.train.run import CHECKPOINTS, SETTINGS, RunError
 
 HEARD, RECORD = "heard.json", "record.json"
 _CONTENT = "marks"  # the key in the files that are kept
@@ -85,23 +88,24 @@ def train(job: Job, options: Options, *, released: bool = False) -> Trained:
     if isinstance(report, Adjoints):
         report.clear()
     folder = options.runs / job.name
-    before = _heard_before(folder / HEARD)
-    caught: list[warnings.WarningMessage] = []
+    before = _heard_before(folder)
 
     def heard() -> Counter[str]:
-        now = Counter(_kind(str(warning.message)) for warning in caught)
+        now = Counter(_kind(str(warning.message)) for warning in said)
         return before + now + (Counter(report) if isinstance(report, Adjoints) else Counter())
 
     def keep(*_: object) -> None:
         if (folder / SETTINGS).exists():
             write_json(folder / HEARD, heard())
 
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
             outcome = carry_out(job, options, keep, released=released)  # kept before an epoch's checkpoint
-    finally:
-        keep()
+        except KeyboardInterrupt:  # a checkpoint has this step; after an error the last one is an epoch's
+            keep()
+            raise
+    keep()
     return Trained(outcome, Record(job, outcome.title, outcome.epochs, outcome.curve, heard()))
 
 
@@ -119,14 +123,27 @@ def record_of(job: Job, options: Options) -> Record:
 
 
 def read_kept(path: Path, job: Job) -> Any:
-    """What `write_kept` wrote for this very job. None where there is nothing, or what is of another job: then
-    `fit` refuses, with the name of the setting."""
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return content[_CONTENT] if content.get("job") == _identity(job) else None
+    """What `write_kept` wrote for this very job, None where there is nothing. What is of another job is refused:
+    without weights nothing else would keep it from being written over."""
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kept, asked = content["job"], _identity(job)
+    if kept == asked:
+        return content[_CONTENT]
+    was, now = next(pair for pair in _pairs(kept, asked) if pair[0] != pair[1])
+    raise RunError(f"{path} is of a job with {was}, got {now}; choose another directory by --runs")
 
 
 def write_kept(path: Path, job: Job, content: Any) -> None:
     write_json(path, {"job": _identity(job), _CONTENT: content})
+
+
+def _pairs(kept: Any, asked: Any) -> Iterator[tuple[str, str]]:
+    """What names two jobs, piece by piece: settings by name, then the rest."""
+    for name in {**kept["settings"], **asked["settings"]}:
+        yield f"{name}={kept['settings'].get(name)}", f"{name}={asked['settings'].get(name)}"
+    yield from zip_longest(kept["job"].split(", "), asked["job"].split(", "), fillvalue="nothing")
 
 
 def _identity(job: Job) -> Any:
@@ -138,5 +155,9 @@ def _kind(message: str) -> str:
     return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
 
 
-def _heard_before(path: Any) -> Counter[str]:
-    return Counter(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Counter()
+def _heard_before(folder: Path) -> Counter[str]:
+    """Of the steps that a checkpoint has; without one the training begins anew."""
+    path = folder / HEARD
+    if not path.exists() or not checkpoints(folder / CHECKPOINTS):
+        return Counter()
+    return Counter(json.loads(path.read_text(encoding="utf-8")))

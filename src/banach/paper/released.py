@@ -44,7 +44,8 @@ class ReleasedCG:
         for step in range(1, equation.tolerance.max_steps + 1):
             alpha = ratio(power, vecdot(p, normal(p)))
             w, r = w + alpha * p, r - alpha * normal(p)
-            self.met = equation.idle(equation.size(normal(w) - right) > equation.threshold, step)
+            missed = ~(equation.size(normal(w) - right) <= equation.threshold)  # what is not a number is missed
+            self.met = equation.idle(missed, step)
             if self.met:
                 break
             power, before = vecdot(r, r), power
@@ -75,7 +76,8 @@ def scale_down(R: Any, v: Tensor) -> bool:
 def as_released(net: Any) -> Iterator[None]:
     """What goes with `ReleasedCG`, while a network with that mode is trained.
 
-    R with batch norm is not scaled: that would undo the scale, and its statistics would be those of noise.
+    R with batch norm is not scaled: it does not stretch noise by more than gamma, and its statistics would be
+    those of noise.
     """
     cg, report = net.backward.method, net.backward.report
     count: Counter[str] = report if isinstance(report, Counter) else Counter()
@@ -84,8 +86,13 @@ def as_released(net: Any) -> Iterator[None]:
         if Q.training and torch.is_grad_enabled() and not uses_batch_statistics(net.R):
             count[SCALED] += scale_down(net.R, v.detach())
 
+    own, any_one = {id(parameter) for parameter in net.parameters()}, next(net.R.parameters())
+
     def before_the_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not cg.met:
+        if not own.issuperset(id(p) for group in optimizer.param_groups for p in group["params"]):
+            return  # of another network
+        sound = any_one.grad is not None and bool(any_one.grad.isfinite().all())  # else g was not finite
+        if not cg.met or not sound:
             optimizer.zero_grad(set_to_none=True)  # such weights stay as they are, and so do their moments
             count[LEFT_OUT] += 1
 

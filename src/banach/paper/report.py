@@ -19,11 +19,13 @@ ORDER = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy"
 TITLE = "The paper, reproduced"
 SHORT = "In short"
 LEAD = (
-    "Every number below was written by a run: the command that regenerates it, its device, versions and commit "
-    "stand beside it. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free Backpropagation for "
-    "Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean test images, at the last "
-    "epoch; the released one is that of the authors' code, training mode and best epoch. The test set chooses "
-    "nothing."
+    "Every number below was written by a run: the command that regenerates it, its device, versions and "
+    "commit stand beside it. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free "
+    "Backpropagation for Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean "
+    "test images, at the last epoch, so that the test set chooses nothing; the released one is that of the "
+    "authors' code, training mode and the best epoch on the test set, and the paper's numbers are of that "
+    "kind. Trainings are kept, without weights: with --runs results/paper/trainings a command reads those "
+    "that are there, without it all are trained anew."
 )
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
