@@ -48,8 +48,11 @@ class Adjoint:
         return norm.measure(rows, space) * norm.scale(space)
 
     def rounding(self, w: Tensor) -> Tensor:
-        """(samples,): a residual of this size may be rounding and nothing else."""
-        return 10 * self.eps * self.size(w)
+        """(samples,): a residual of this size may be rounding and nothing else.
+
+        0 where the norm of w overflows, as in a divergence: a residual that is still finite is no rounding of it.
+        """
+        return torch.nan_to_num(10 * self.eps * self.size(w), posinf=0.0)
 
     def idle(self, active: Tensor, step: int = 0) -> bool:
         """Ask the host, at checks only, whether nobody is active any more."""

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from banach.backward.adjoint import Adjoint, units
 from banach.backward.jacobian import Jacobian
 from banach.backward.krylov import LinearSolver, NormalCG
+from banach.backward.mode import carries_tangent
+from banach.backward.reads import Reads
 from banach.latent import Latent, Space, detach, leaves_like, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
 from banach.solve.precision import rounding, with_autocast_of
@@ -32,7 +33,9 @@ class Implicit:
     J-products, and per sample the residual |g - (I - J') w| and its `Status`. An unmet tolerance warns.
     `Tolerance(max_steps=k, check_every=0)` makes k steps whatever they come to, without asking the host, so that a
     training step can be captured: with `Picard()` that is the Neumann series, by k products and one evaluation.
-    A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it. A backward pass evaluates T once.
+    A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it. A backward pass evaluates T once, and
+    is refused where an input, or a weight that T closes over, was changed in place meanwhile. (What cannot be seen
+    from here, such as a number that T reads off an object, must not change.)
     Second derivatives are refused: they would need T recorded at a z* that moves with the parameters, which
     doubles the memory of every first derivative. `Unroll` from z0 has them.
     """
@@ -68,13 +71,15 @@ class Implicit:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
         space = Space.of(z_star, coupled=coupled)
+        reads = Reads(T, inputs)
         value = T(z_star, *inputs)
+        reads.leave_out_changed()
         with torch.no_grad():
             space.rows(value)  # refuses another shape or dtype now, rather than in the backward pass
         parts: Any = leaves_like(z_star, value, "T")
         if _differentiated(parts):
             T = with_autocast_of(space, T)
-            problem = _Problem(self, T, z_star, tuple(inputs), space, rounding(space), _type_of(space))
+            problem = _Problem(self, T, z_star, tuple(inputs), space, rounding(space), _type_of(space), reads)
             parts = _Backward.apply(problem, *parts)
         return rebuild(z_star, parts)
 
@@ -90,6 +95,7 @@ class _Problem:
     space: Space
     eps: float  # the rounding of T's arithmetic, and the type it is in: autocast may be gone by now
     computed_in: torch.dtype
+    reads: Reads
 
     def solve(self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """w for the cotangent g."""
@@ -105,6 +111,7 @@ class _Problem:
         mode = self.mode
         if not mode.tolerance.max_steps and not mode.asks_the_host:
             return g  # nothing is asked for: w = g, which is JFB
+        self.reads.check()
         finite = g.isfinite().all(1)
         right = torch.where(finite[:, None], g, 0.0)
         unit = units(right)
@@ -185,7 +192,7 @@ def _complaint(method: Any, missed: Sequence[Status], samples: int, worst: float
 def _differentiated(parts: list[Tensor]) -> bool:
     """Is a gradient recorded here, or a tangent carried along? Forward mode asks for no grad mode."""
     recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    return recorded or any(unpack_dual(part).tangent is not None for part in parts)
+    return recorded or carries_tangent(parts)
 
 
 def _type_of(space: Space) -> torch.dtype:

@@ -1,8 +1,11 @@
-"""The one method a backward mode has."""
+"""The one method a backward mode has, and what several modes ask."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from banach.latent import Latent
 from banach.solve import Map
@@ -24,3 +27,8 @@ def check_count(name: str, value: int, least: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def carries_tangent(parts: list[Tensor]) -> bool:
+    """Is this part of a forward-mode derivative? Also under no_grad."""
+    return any(unpack_dual(part).tangent is not None for part in parts)

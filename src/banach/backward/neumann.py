@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from banach.backward.mode import check_count
-from banach.latent import Latent, detach, map_leaves
+from banach.backward.mode import carries_tangent, check_count
+from banach.latent import Latent, detach, leaves, map_leaves
 from banach.solve import Map
 
 
@@ -30,7 +30,7 @@ class Neumann:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
         value = T(z_star, *inputs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or carries_tangent(leaves(value)):
             for _ in range(self.order):
                 value = T(carrying(z_star, value), *inputs)
         return value

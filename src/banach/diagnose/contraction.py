@@ -41,15 +41,26 @@ def contraction_factor(
 
 
 def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0) -> bool:
-    """Does one sample's T(z) depend on another's z? Asked of the derivative at z, even samples against odd."""
+    """Does one sample's T(z) depend on another's z? Asked of the derivative at z.
+
+    One probe per binary digit of a sample's number, since any two samples differ in one; each costs a product
+    with J and one with J'.
+    """
     with undisturbed(T, z, inputs), torch.no_grad():
         held = unchanging(T) if isinstance(T, nn.Module) else T
         J = Jacobian.of_map(held, z, tuple(inputs))
         generator = torch.Generator().manual_seed(seed)
         probe = torch.rand(J.source.samples, sum(J.source.sizes), generator=generator, dtype=torch.float64)
         probe = probe.to(J.source.device, J.source.rows_dtype) + 0.5
-        probe[1::2] = 0  # what reaches the odd samples, or comes from them, has crossed
-        return bool((J.forward(probe)[1::2] != 0).any()) or bool((J.transposed(probe)[1::2] != 0).any())
+        number = torch.arange(len(probe), device=probe.device)
+        digits = max(len(probe) - 1, 0).bit_length()
+        return any(_crosses(J, probe, number >> digit & 1 == 1) for digit in range(digits))
+
+
+def _crosses(J: Jacobian, probe: Tensor, group: Tensor) -> bool:
+    """Does the derivative lead from these samples to the others, or from the others to these?"""
+    inside = torch.where(group[:, None], probe, 0.0)
+    return any(bool((product(inside)[~group] != 0).any()) for product in (J.forward, J.transposed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,25 +117,44 @@ def measure_contraction(
         sigma = contraction_factor(
             held.T, held.u, held.inputs, coupled=held.coupled, max_steps=max_steps, rtol=rtol, seed=seed
         )
-        residual, size = _residual(held, net.tolerance.norm)
-        rate = _rate(held, net.tolerance.norm, steps, size)
+        residual = _residual(held, net.tolerance.norm)
+        rate = _rate(held, net.tolerance.norm, steps)
     return Contraction(sigma, rate, residual, error_bound(residual, sigma), held.coupled, held.solution)
 
 
-def _residual(held: NetworkMap, norm: Norm) -> tuple[Tensor, Tensor]:
-    """(batch,) twice: the norm of T(u) - u, and that of T(u)."""
+def _residual(held: NetworkMap, norm: Norm) -> Tensor:
+    """(batch,): the norm of T(u) - u."""
     space = Space.of(held.u, coupled=held.coupled)
-    after, before = space.rows(held.T(held.u, *held.inputs)), space.rows(held.u)
-    sizes = [norm.measure(rows, space) * norm.scale(space) for rows in (after - before, after)]
-    return space.spread(sizes[0]), space.spread(sizes[1])
+    return _size(space.rows(held.T(held.u, *held.inputs)) - space.rows(held.u), space, norm)
 
 
-def _rate(held: NetworkMap, norm: Norm, steps: int, size: Tensor) -> Tensor:
-    """The rate of undamped Picard from z0; residuals near the rounding of T(u) do not count."""
+def _rate(held: NetworkMap, norm: Norm, steps: int) -> Tensor:
+    """The rate of undamped Picard from z0; residuals near the rounding of T(u) at their own u do not count."""
     tolerance = Tolerance(atol=0.0, max_steps=steps, norm=norm)
+    space = Space.of(held.u, coupled=held.coupled)
+    sizes: list[Tensor] = []
+
+    def note(k: int, u: Latent) -> None:  # of undamped Picard the next u is T(u)
+        sizes.append(_size(space.rows(u), space, norm))
+
     found = solve(
-        held.T, held.z0, Picard(), inputs=held.inputs, tolerance=tolerance, coupled=held.coupled, record=True
+        held.T,
+        held.z0,
+        Picard(),
+        inputs=held.inputs,
+        tolerance=tolerance,
+        coupled=held.coupled,
+        record=True,
+        on_step=note,
     )
     assert found.trace is not None
-    floor = 8 * rounding(Space.of(held.u, coupled=held.coupled)) * size
+    if not len(found.trace):
+        return observed_rate(found.trace)
+    # A size that overflows tells of no rounding.
+    floor = 8 * rounding(space) * torch.stack(sizes[: len(found.trace)]).nan_to_num(posinf=0.0)
     return observed_rate(found.trace, found.steps, floor=floor)
+
+
+def _size(rows: Tensor, space: Space, norm: Norm) -> Tensor:
+    """(batch,): the norm of every sample."""
+    return space.spread(norm.measure(rows, space) * norm.scale(space))

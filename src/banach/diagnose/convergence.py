@@ -7,6 +7,8 @@ from torch import Tensor
 
 from banach.backward.mode import check_count
 
+LEFT = 10  # so many times its floor is a residual that is not rounding, whatever came before it
+
 
 def observed_rate(
     trace: Tensor, steps: Tensor | None = None, *, last: int = 10, floor: Tensor | float | None = None
@@ -14,9 +16,11 @@ def observed_rate(
     """(batch,): the geometric mean of the last ratios |r_k| / |r_{k-1}| of a Picard solve.
 
     `trace` is `Solution.trace`, (steps, batch). Below 1 the iteration converges, above it diverges; NaN: fewer
-    than two residuals to compare. Residuals at or below `floor` are rounding, not convergence, and are left
-    out (None: a hundred roundings of the first residual). `steps` is `Solution.steps`: it says where a sample
-    froze. Without it trailing repeats are taken for freezing.
+    than two residuals to compare. From the first residual at or below `floor` on they are rounding, not
+    convergence, and are left out, unless a later one rises beyond LEFT times its floor: such an iteration has
+    left the point again. `floor` is one number, one per sample, or (steps, batch) (None: a hundred roundings of
+    the first residual). `steps` is `Solution.steps`: it says where a sample froze. Without it trailing repeats
+    are taken for freezing.
     """
     if trace.dim() != 2:
         raise ValueError(f"trace must be (steps, batch), got shape {tuple(trace.shape)}; give Solution.trace")
@@ -34,10 +38,12 @@ def observed_rate(
 
 
 def _counted(trace: Tensor, steps: Tensor, floor: Tensor | float) -> Tensor:
-    """(batch,): how many residuals from the first count: finite, above the floor, before the freeze."""
+    """(batch,): how many residuals from the first count: finite, before the freeze and the rest at the floor."""
     index = torch.arange(len(trace), device=trace.device)[:, None]
     live = trace.isfinite() & (index < steps)
-    count = (live & (trace > floor)).long().cumprod(0).sum(0)
+    # Rounding alone may go above the floor and back, but not far.
+    leaves_later = (live & (trace > LEFT * floor)).long().flip(0).cummax(0).values.flip(0).bool()
+    count = (live & ((trace > floor) | leaves_later)).long().cumprod(0).sum(0)
     # One step that falls to the floor is still a ratio: an exact hit has rate 0.
     return torch.where((count == 1) & live[1], 2, count)
 

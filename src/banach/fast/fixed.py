@@ -42,7 +42,8 @@ class FixedDepth:
     """(d, depth) -> (output, Reached): N(d) with `depth` evaluations of R before the one that is differentiated.
 
     By Picard and JFB the iteration is bare: no sample freezes, nothing is measured before the last step, and that
-    step's evaluation by JFB tells the next residual for nothing. An R that the kernels know is iterated by one of
+    step's evaluation by JFB tells the next residual for nothing. A sample that leaves the finite numbers is told
+    (`nonfinite`) and not put back, so that the loss shows it. An R that the kernels know is iterated by one of
     them, which stops by itself: `whole` is then not None, and the depth that is given means nothing. Every other
     solver and mode goes through the network itself with a tolerance that never asks. `half` keeps bf16 weights for
     use under autocast: then call `refresh` before the passes of a step, and `collect` after their backward passes.
@@ -99,10 +100,10 @@ class FixedDepth:
                 z, before = self._step(z, constant), z
         u = self.R(z, v)
         with torch.no_grad():
-            residual, converged, excess = self.tell(before, z, detach(u))
+            residual, converged, nonfinite, excess = self.tell(before, z, detach(u))
             steps = torch.full((), depth, device=residual.device)
             batch = len(leaves(z)[0])
-            numbers = residual, converged, ~residual.isfinite(), steps
+            numbers = residual, converged, nonfinite, steps
             residual, converged, nonfinite, steps = (part.expand(batch) for part in numbers)
             reached = Reached(residual, converged, nonfinite, steps, excess)
         return self.S(u), reached
@@ -111,13 +112,13 @@ class FixedDepth:
         Tz = self.twin(z, v)
         return torch.lerp(Tz, z, self.damping) if self.damping else Tz
 
-    def _figures(self, before: Latent, z: Latent, after: Latent) -> tuple[Tensor, Tensor, Tensor]:
-        """Residual, convergence and excess, from z_{k-1}, z_k and T(z_k)."""
+    def _figures(self, before: Latent, z: Latent, after: Latent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Residual, convergence, what is not finite, and excess, from z_{k-1}, z_k and T(z_k)."""
         space = Space.of(z, coupled=self.coupled)
         residual, allowed = measure(space, self.tolerance, before, z, self.damping)
         next_residual, next_allowed = measure(space, self.tolerance, z, after, 0.0)
         excess = torch.stack([_worst(residual / allowed), _worst(next_residual / next_allowed)])
-        return residual, residual <= allowed, excess
+        return residual, residual <= allowed, ~are_finite(residual, allowed), excess
 
     def _through_network(self, d: Any, depth: int) -> tuple[Any, Reached]:
         net, tolerance = self.net, self.tolerance
@@ -155,13 +156,23 @@ def promoted(z: Latent) -> Latent:
 
 
 def measure(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float) -> tuple[Tensor, Tensor]:
-    """The residual per sample, and what is allowed of it. A damped step is 1 - damping of the residual."""
-    norm, scale = tolerance.norm, tolerance.norm.scale(space)
-    rows, onward = space.rows(z), space.rows(Tz)
-    residual = norm.measure((onward - rows).float(), space) * (scale / (1 - damping))
+    """The residual per sample, and what is allowed of it: NaN where that is infinite, since nothing meets it."""
+    residual = residual_of(space, tolerance, z, Tz, damping)
     if not tolerance.rtol:
         return residual, torch.full_like(residual, tolerance.atol)
-    return residual, tolerance.atol + tolerance.rtol * scale * norm.measure(onward.float(), space)
+    size = tolerance.norm.scale(space) * tolerance.norm.measure(space.rows(Tz), space)
+    return residual, torch.nan_to_num(tolerance.atol + tolerance.rtol * size, nan=torch.nan, posinf=torch.nan)
+
+
+def residual_of(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float) -> Tensor:
+    """(samples,): the residual at z, from the step to Tz. A damped step is 1 - damping of the residual."""
+    size = tolerance.norm.measure(space.rows(Tz) - space.rows(z), space)
+    return size * (tolerance.norm.scale(space) / (1 - damping))
+
+
+def are_finite(residual: Tensor, allowed: Tensor) -> Tensor:
+    """(samples,): as in `solve`, one whose T(z) is beyond all bounds is not."""
+    return residual.isfinite() & allowed.isfinite()
 
 
 def _worst(values: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from banach.solve import Solution
 class Found:
     """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, and what a `Solution` says of it.
 
-    `carried`: what a solver other than Picard needs to go on.
+    `carried`: what the next stage needs to go on. By Picard that is the iterate to keep where a sample leaves the
+    finite numbers, and its residual.
     """
 
     v: Tensor
@@ -28,10 +29,11 @@ class Found:
     steps: Tensor
     carried: tuple[Tensor, ...] = ()
 
-    @property
-    def late(self) -> Tensor:
-        """Which samples are to go on. What is not finite will not get better."""
-        return (~self.converged & ~self.nonfinite).nonzero()[:, 0]
+    def ask(self) -> tuple[Tensor, int]:
+        """Which samples are to go on, and how many are not finite: those will not get better. One round trip."""
+        converged, nonfinite = torch.stack((self.converged, self.nonfinite)).cpu()
+        late = (~converged & ~nonfinite).nonzero()[:, 0]
+        return late.to(self.z.device), int(nonfinite.sum())
 
     def of(self, index: Tensor | slice) -> Found:
         made = self._each(lambda part: part[index])

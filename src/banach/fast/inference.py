@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from banach.backward import JFB, Implicit, Neumann
-from banach.fast.fixed import measure, promoted
+from banach.fast.fixed import are_finite, measure, promoted, residual_of
 from banach.fast.found import Found
 from banach.fast.fuse import fused_parts, stacks_of
 from banach.fast.graph import Graphs
@@ -21,7 +22,7 @@ from banach.fast.whole import WholeSolve
 from banach.latent import Space
 from banach.network import ImplicitNetwork, is_as_written, zeros
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import Picard
+from banach.solve import Picard, Status
 from banach.solve.stages import stage
 
 
@@ -31,7 +32,8 @@ class CompiledNetwork:
     A batch is filled up to the next power of two. The first stage computes Q, `first` steps and S. Samples that do
     not meet the tolerance by then go on together, as a smaller batch, in stages of `then` steps, until they do or
     `max_steps` are made. The host asks once per stage. A sample's steps depend on no other sample; since they are
-    counted in whole stages, its answer is at least as converged as the network's own. An R that the kernels know
+    counted in whole stages, its answer is at least as converged as the network's own. One that leaves the finite
+    numbers goes back to the best of the iterates that its stages began at. An R that the kernels know
     needs one stage, and by a solver other than Picard, whose memory goes on from stage to stage, a sample stops in
     the midst of one: there steps are the network's own. On a GPU a stage is a CUDA graph, one per size of batch
     and type of input; elsewhere it runs as it is.
@@ -66,7 +68,10 @@ class CompiledNetwork:
 
     @torch.no_grad()
     def __call__(self, d: Tensor, z0: Tensor | None = None, *, solution: bool = False) -> Any:
-        """The output, or (output, Solution). `z0` starts the iteration: the `value` of the frame before, say."""
+        """The output, or (output, Solution). `z0` starts the iteration: the `value` of the frame before, say.
+
+        The output alone does not tell of samples that are not finite: where the host asked, a warning does.
+        """
         self._check()
         if z0 is not None and len(z0) != len(d):
             raise ValueError(f"z0 must hold one latent for each of {len(d)} inputs, got {len(z0)}")
@@ -76,21 +81,26 @@ class CompiledNetwork:
         if steps.stop == most and not solution:
             self._remember(found)
             return found.y.clone()  # the next call writes over it
-        whole, here = found.copy(), torch.arange(len(d), device=d.device)
+        whole, here, lost = found.copy(), torch.arange(len(d), device=d.device), 0
         while steps.stop < most:
-            late = found.late
+            late, nonfinite = found.ask()
+            lost += nonfinite
             if not len(late):
                 break
             here, steps = here[late], range(steps.stop, min(steps.stop + self.then, most))
             found = self._continued(found.of(late), steps)
             whole.put(here, found)
         self._remember(whole)
-        return (whole.y, whole.solution()) if solution else whole.y
+        if solution:
+            return whole.y, whole.solution()
+        if lost:
+            warnings.warn(f"{lost} of {len(d)} samples: {Status.NONFINITE.value}", RuntimeWarning, stacklevel=3)
+        return whole.y
 
     def _continued(self, found: Found, steps: range) -> Found:
         if type(self.net.solver) is not Picard:  # what such a solver does depends on the number of the step
             return self._run(self._go_on, steps, found.v, found.z, *found.carried)
-        made = self._run(self._go_on, range(len(steps)), found.v, found.z)
+        made = self._run(self._go_on, range(len(steps)), found.v, found.z, *found.carried)
         made.steps.add_(steps.start)
         return made
 
@@ -119,16 +129,35 @@ class CompiledNetwork:
         self._forget()
         if type(self.net.solver) is not Picard:
             return self._go_on_by_solver(steps, v, z, carried)
-        before, damping = z, self.net.solver.damping
-        for _ in steps:
-            Tz = self.R(z, v)
-            before, z = z, torch.lerp(Tz, z, damping) if damping else Tz
-        residual, allowed = measure(Space.of(z), self.net.tolerance, before, z, damping)
         if not steps:  # the explicit twin: there is no residual to speak of
-            residual = torch.full_like(residual, torch.inf)
-        taken = torch.full_like(residual, steps.stop, dtype=torch.int64)
-        nonfinite = ~residual.isfinite() if steps else torch.zeros_like(residual, dtype=torch.bool)
-        return self._found(v, z, residual, residual <= allowed, nonfinite, taken)
+            residual = z.new_full((len(z),), torch.inf, dtype=Space.of(z).rows_dtype)
+            none = torch.zeros_like(residual, dtype=torch.bool)
+            return self._found(v, z, residual, none, none, torch.zeros_like(residual, dtype=torch.int64))
+        before, z = z, self._step(z, v)
+        best, least = self._best(before, z, carried)
+        for _ in steps[1:]:
+            before, z = z, self._step(z, v)
+        residual, allowed = measure(Space.of(z), self.net.tolerance, before, z, self.net.solver.damping)
+        finite, taken = are_finite(residual, allowed), torch.full_like(residual, steps.stop, dtype=torch.int64)
+        # Once per stage: at every step it would cost as much as a layer of R.
+        z, met = _choose(finite, z, best), residual <= allowed
+        made = self._found(v, z, torch.where(finite, residual, least), met, ~finite, taken)
+        return replace(made, carried=(best, least))
+
+    def _step(self, z: Tensor, v: Tensor) -> Tensor:
+        Tz, damping = self.R(z, v), cast(Picard, self.net.solver).damping
+        return torch.lerp(Tz, z, damping) if damping else Tz
+
+    def _best(self, z: Tensor, onward: Tensor, carried: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Of the iterates that stages began at, this one included, that of the least residual, and that residual.
+
+        From one step to the next: T is finite where the step is. Infinite where it was nowhere.
+        """
+        residual = residual_of(Space.of(z), self.net.tolerance, z, onward, cast(Picard, self.net.solver).damping)
+        z = z.to(onward.dtype)  # under autocast a step may be in a shorter type
+        best, least = carried or (z, torch.full_like(residual, torch.inf))
+        better = residual < least
+        return _choose(better, z, best), torch.where(better, residual, least)
 
     def _go_on_by_solver(self, steps: range, v: Tensor, z: Tensor, carried: tuple[Tensor, ...]) -> Found:
         """As `solve` does it, asking nothing; samples that have converged stay where they are."""
@@ -209,6 +238,11 @@ def compile(
 def _bucket(count: int) -> int:
     """The next power of two: a program per size would be a program per call."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def _choose(mask: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The samples of a where the mask is true, else those of b, in the memory format of a."""
+    return torch.where(mask.view(-1, *[1] * (a.dim() - 1)), a, b)
 
 
 def _filled(x: Tensor, size: int) -> Tensor:

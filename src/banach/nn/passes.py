@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from banach.backward.reads import Reads
 from banach.latent import Latent
 
 Result = TypeVar("Result")
@@ -33,8 +34,8 @@ class Pass:
     Dropout masks are drawn at the first evaluation and held here, not on the module, so that a network can
     be used many times in one graph. Recomputation and J-products after the pass read the same snapshot and
     masks and write nothing; with `later=True` they also read the parameters that R had in the pass, which under
-    `functional_call` are not its own, and in the mode it was in. (R may not checkpoint itself: what it recomputes,
-    it recomputes outside the pass.)
+    `functional_call` are not its own, and in the mode it was in; they are refused where what a plain function
+    reads was changed in place. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
 
     `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later. A pass that is never
     entered writes nothing at all.
@@ -49,8 +50,9 @@ class Pass:
         self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
         self.snapshot = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self.norms = _batch_norms(modules, buffers)
-        recorded = known and later and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        self.then = Then(R, modules) if recorded else None
+        recorded = later and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        self.then = Then(R, modules) if recorded and known else None
+        self.reads = Reads(R) if recorded and not known else None
         self.scratch: dict[str, Tensor] | None = None  # the buffers of evaluations that are not recorded
         self.latest: dict[str, Tensor] | None = None
         self.made: dict[int, tuple[Tensor, Any]] = {}
@@ -69,6 +71,8 @@ class Pass:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.open, _current.running = False, self.outer
+        if self.reads is not None:
+            self.reads.leave_out_changed()
         if self.latest is not None and error is None:
             self._write_back(self.latest)
         self.latest = self.scratch = None
@@ -118,6 +122,8 @@ class Pass:
         if not self.open and self.then is not None and self.then.differs():
             with self.then.modes():
                 return torch.func.functional_call(self.R, {**self.then.parameters, **self._buffers()}, (u, v))
+        if not self.open and self.reads is not None:
+            self.reads.check()
         if not self.snapshot:
             return self.R(u, v)
         buffers = self._buffers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,9 @@ class Anderson:
     dZ and dR hold the last `memory` differences of z and of r = T(z) - z. The Gram matrix dR' dR gains one
     row per step. Differences rather than raw residuals, since the Gram matrix of nearly equal residuals
     loses its digits. A sample takes a Picard step where the fit cannot be trusted: coefficients beyond
-    `bound`, a singular history, a residual that has grown beyond `growth` times its least, or no new least
-    in `patience` evaluations (without which it can circle for ever on a ReLU map that Picard solves).
-    `ridge` lifts the diagonal, relative to itself; None: ten roundings of the dtype.
+    `bound` (infinity: none is too large), a singular history, a residual that has grown beyond `growth` times
+    its least, or no new least in `patience` evaluations (without which it can circle for ever on a ReLU map
+    that Picard solves). `ridge` lifts the diagonal, relative to itself; None: ten roundings of the dtype.
     (Anderson 1965; Walker and Ni 2011.)
     """
 
@@ -77,8 +78,9 @@ class Anderson:
 
         One comparison for all safeguards, in units of bound; NaN and infinity, from a singular history, fail it.
         """
-        doubt = torch.addcdiv(
-            torch.linalg.vector_norm(c, dim=(1, 2)), at.residual, at.least, value=self.bound / self.growth
-        )
-        doubt.sub_(at.least_at, alpha=self.bound / self.patience)
-        return doubt <= self.bound * (1 - at.evaluation / self.patience)
+        size, unit = torch.linalg.vector_norm(c, dim=(1, 2)), self.bound
+        if math.isinf(unit):
+            size, unit = size.mul_(0.0), 1.0  # of any finite size nothing is left, of NaN and infinity NaN
+        doubt = torch.addcdiv(size, at.residual, at.least, value=unit / self.growth)
+        doubt.sub_(at.least_at, alpha=unit / self.patience)
+        return doubt <= unit * (1 - at.evaluation / self.patience)

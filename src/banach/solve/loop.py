@@ -56,7 +56,8 @@ def solve(
     `compact=True` it leaves the batch instead (then all that belongs to a sample must be in `inputs`).
     `coupled=True`: the samples share statistics, and the batch stops as one. `record=True` keeps the
     residuals (`Solution.trace`). `on_step(k, z)` sees every iterate. `throw=True` raises `NotConverged`
-    unless every sample converged.
+    unless every sample converged. T must write neither to z nor to `inputs`: it is refused if its first
+    evaluation does, but tensors made in inference mode show a write only where T gives z's own memory back.
     """
     _check(T, solver, inputs, tolerance)
     space = Space.of(z0, coupled=coupled)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, Space, select
+from banach.latent import Latent, Space, leaves, select
 from banach.solve.precision import rounding, with_autocast_of
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point, Solver
@@ -54,27 +54,60 @@ class Base(Generic[S]):
         self.nonfinite = self.nonfinite_left = 0  # samples the host knows of: in all, and among those gone
 
     def evaluate(self, z: Tensor, *, first: bool) -> Tensor:
-        """The rows of T(z)."""
-        before = _version(z) if first else None
+        """The rows of T(z). The first evaluation also looks for the mistakes that a T may make."""
+        if not first:
+            return self.space.rows(self.T(self.space.nest(z), *self.inputs))
+        before = self._versions(z)
         try:
             value = self.T(self.space.nest(z), *self.inputs)
         except RuntimeError as error:
-            if first and any(word in str(error) for word in ("dtype", "scalar type", "device")):
+            if any(word in str(error) for word in ("dtype", "scalar type", "device")):
                 raise TypeError(
                     f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error}); "
                     "give z0 the dtype and device of T's weights"
                 ) from error
             raise
-        if first and _version(z) != before:
+        rows = self.space.rows(value)
+        self._check_unwritten(z, value, before)
+        return rows
+
+    def _versions(self, z: Tensor) -> list[int | None]:
+        """Of z, and of every tensor of `inputs`."""
+        return [_version(tensor) for tensor in (z, *leaves(self.inputs))]
+
+    def _check_unwritten(self, z: Tensor, value: Latent, before: list[int | None]) -> None:
+        """Refuse a T that has written to what it was given, which its version tells.
+
+        A tensor made in inference mode has none: of those a write to z is seen where T gives z's own memory back,
+        and a write to `inputs` is not.
+        """
+        after = self._versions(z)
+        if after[0] != before[0] or (_shares_memory(z, value) and self._writes_to(z)):
             raise ValueError("T must not change its input in place: begin with an operation that is not in place")
-        return self.space.rows(value)
+        if after != before:
+            raise ValueError(
+                "T must not change `inputs` (in a network: R must not change v) in place: "
+                "begin with an operation that is not in place"
+            )
+
+    def _writes_to(self, z: Tensor) -> bool:
+        """Does T write to its input? Asked once more, of a copy that has a version; the identity does not."""
+        with torch.inference_mode(False):
+            copy = z.clone()
+        before = copy._version
+        self.T(self.space.nest(copy), *self.inputs)
+        return copy._version != before
 
     def size(self, rows: Tensor) -> Tensor:
         return self.tolerance.norm.measure(rows, self.space)
 
     def flat(self, idle: np.ndarray, residual: np.ndarray, Tz: Tensor) -> np.ndarray:
-        """Of the idle samples, those whose residual is no more than rounding."""
-        return idle & (residual <= self.eps * to_numpy(self.size(Tz)))
+        """Of the idle samples, those whose residual is no more than rounding.
+
+        In a divergence the norm of T(z) may overflow before that of the residual: then it tells nothing.
+        """
+        size = to_numpy(self.size(Tz))
+        return idle & (residual <= self.eps * size) & (size < np.inf)
 
     def everyone(self, state: S) -> S:
         """The whole batch: the samples that are here put back among those that have left."""
@@ -162,3 +195,14 @@ class Run(Base[State]):
 def _version(z: Tensor) -> int | None:
     """How often z was written to, where that can be known: it costs nothing to ask."""
     return None if torch.compiler.is_compiling() or z.is_inference() else z._version
+
+
+def _shares_memory(z: Tensor, value: Latent) -> bool:
+    """Is a z without a version where a part of the value is? A T that is not in place makes new memory."""
+    if torch.compiler.is_compiling() or not z.is_inference():
+        return False
+    try:
+        where = z.untyped_storage().data_ptr()
+        return any(leaf.untyped_storage().data_ptr() == where for leaf in leaves(value))
+    except NotImplementedError:  # inside a torch.func transform a tensor has no storage of its own
+        return False

@@ -1,0 +1,195 @@
+"""What T reads again in the backward pass of `Implicit` is as it was, or the pass is refused; no false alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach import GMRES, Anderson, Implicit, ImplicitNetwork, Tolerance, Unroll, fixed_point
+from banach.backward import Mode
+
+TIGHT = Tolerance(atol=1e-13, max_steps=999)
+EXACT = Tolerance(atol=0, rtol=1e-12)
+CHANGED = "was changed in place between the forward and the backward pass"
+WEIGHT = torch.eye(4, dtype=torch.float64) / 3
+
+
+class Cell(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64) if norm else nn.Identity()
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.norm(self.linear(u) + v))
+
+
+class Called:
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+
+    def __call__(self, u: Tensor, v: Tensor) -> Tensor:
+        return self.cell(u, v)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def data(seed: int = 1) -> Tensor:
+    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def network(R: Any, mode: Mode | None = None) -> Any:
+    mode = Implicit(tolerance=EXACT) if mode is None else mode
+    return ImplicitNetwork(nn.Flatten(), R, nn.Identity(), tolerance=TIGHT, backward=mode)
+
+
+def by_hand(R: Any, x: Tensor) -> Tensor:
+    u = torch.zeros_like(x)
+    for _ in range(120):
+        u = R(u, x)
+    return u.square().sum()
+
+
+@pytest.mark.parametrize("method", [Implicit().method, GMRES(), Anderson()], ids=str)
+def test_one_buffer_for_two_passes(method: Any) -> None:
+    cell, buffer = Cell(), data(1)
+    net = network(cell, Implicit(method))
+    loss = net(buffer).square().sum()
+    buffer.copy_(data(2))
+    loss = loss + net(buffer).square().sum()
+    with pytest.raises(RuntimeError, match=f"an input of T {CHANGED}"):
+        loss.backward()
+
+
+def test_a_tensor_of_its_own_for_each_pass() -> None:
+    """Two passes, one backward pass: against plain loops, recorded whole."""
+    cell = Cell()
+    net, weights = network(cell), list(cell.parameters())
+    loss = net(data(1)).square().sum() + net(data(2)).square().sum()
+    got = torch.autograd.grad(loss, weights)
+    wanted = torch.autograd.grad(by_hand(cell, data(1)) + by_hand(cell, data(2)), weights)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_inputs_in_a_nest() -> None:
+    a, x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True), {"x": [data()]}
+    z = fixed_point(
+        lambda z, x: torch.tanh(a * z + x["x"][0]),
+        torch.zeros_like(data()),
+        inputs=(x,),
+        tolerance=TIGHT,
+        backward=Implicit(),
+    )
+    x["x"][0].zero_()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        z.sum().backward()
+
+
+def _closures(cell: Cell, x: Tensor, scale: Tensor) -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]:
+    def inner(z: Tensor) -> Tensor:
+        return cell(z, x) * scale
+
+    return {
+        "module": (lambda z: cell(z, x), cell.linear.weight, "the parameter cell.linear.weight that T reads"),
+        "tensor": (lambda z: cell(z, x), x, "the tensor x that T reads"),
+        "inner": (lambda z: inner(z), scale, "the tensor scale that T reads"),
+        "global": (lambda z: cell(z, x) + z @ WEIGHT, WEIGHT, "the tensor WEIGHT that T reads"),
+    }
+
+
+@pytest.mark.parametrize("which", ["module", "tensor", "inner", "global"])
+def test_what_a_closure_reads(which: str) -> None:
+    cell, scale = Cell(), torch.tensor(0.5, dtype=torch.float64)
+    T, changed, said = _closures(cell, data(), scale)[which]
+    weights, start = list(cell.parameters()), torch.zeros_like(data())
+    loss = fixed_point(T, start, tolerance=TIGHT, backward=Implicit(tolerance=EXACT)).square().sum()
+    got = torch.autograd.grad(loss, weights, retain_graph=True)
+    wanted = torch.autograd.grad(by_hand(lambda u, _: T(u), start), weights)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    with torch.no_grad():
+        changed.mul_(1.0)  # counts as a change, and leaves the value for other tests
+    with pytest.raises(RuntimeError, match=f"{said} {CHANGED}"):
+        torch.autograd.grad(loss, weights)
+
+
+@pytest.mark.parametrize("mode", [Implicit(), Unroll(3, checkpoint=True)], ids=["implicit", "checkpoint"])
+@pytest.mark.parametrize("how", ["lambda", "method", "object"])
+def test_a_function_for_R(mode: Mode, how: str) -> None:
+    cell = Cell()
+    R = {"lambda": lambda u, v: cell(u, v), "method": cell.forward, "object": Called(cell)}[how]
+    loss = network(R, mode)(data()).square().sum()
+    weights = list(cell.parameters())
+    torch.autograd.grad(loss, weights, retain_graph=True)
+    with torch.no_grad():
+        cell.linear.weight.mul_(3)
+    with pytest.raises(RuntimeError, match=rf"linear\.weight that T reads {CHANGED}"):
+        torch.autograd.grad(loss, weights)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_running_statistics_and_accumulated_gradients_are_no_change(norm: bool) -> None:
+    cell = Cell(norm).train()
+    net = network(cell)
+    losses = [net(data(seed)).square().sum() for seed in (1, 2)]
+    for loss in (*losses, losses[0]):
+        loss.backward(retain_graph=True)
+    one, two = (torch.autograd.grad(loss, cell.linear.weight)[0] for loss in losses)
+    torch.testing.assert_close(cell.linear.weight.grad, 2 * one + two)
+
+
+def test_a_closure_with_statistics_of_its_own() -> None:
+    norm = nn.BatchNorm1d(4, dtype=torch.float64).eval()
+    x = data()
+    z = fixed_point(lambda z: 0.3 * norm(z) + x, torch.zeros_like(x), tolerance=TIGHT, backward=Implicit())
+    norm.train()(data(2))
+    norm.eval()
+    z.sum().backward()
+    assert norm.weight.grad is not None
+
+
+def test_what_T_itself_writes_to_is_its_own_matter() -> None:
+    calls, cell, x = torch.zeros(()), Cell(), data()
+
+    def T(z: Tensor, v: Tensor = x) -> Tensor:
+        calls.add_(1)
+        return cell(z, v)
+
+    made = network(T, Unroll(2, checkpoint=True))(x)
+    first, second = (torch.autograd.grad(made.sum(), cell.linear.weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert int(calls) > 0
+    made = fixed_point(T, torch.zeros_like(x), tolerance=TIGHT, backward=Implicit())
+    with pytest.raises(RuntimeError, match="T writes to a tensor that it closes over"):  # torch.func's rule
+        made.sum().backward()
+
+
+def test_inference_tensors_are_not_counted() -> None:
+    with torch.inference_mode():
+        x = data()
+    a = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    z = fixed_point(
+        lambda z, v: torch.tanh(a * z) + v.clone(),
+        torch.zeros(3, 4, dtype=torch.float64),
+        inputs=(x,),
+        tolerance=TIGHT,
+        backward=Implicit(),
+    )
+    z.sum().backward()
+    assert a.grad is not None
+
+
+def test_with_no_steps_T_is_not_evaluated_again() -> None:
+    cell, x = Cell(), data()
+    net = network(cell, Implicit(tolerance=Tolerance(max_steps=0, check_every=0)))
+    loss = net(x).square().sum()
+    x.zero_()
+    loss.backward()

@@ -1,0 +1,45 @@
+"""An adjoint whose norm overflows while its residual is finite is not at rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from backward.systems_backward import Told, solve_adjoint
+from banach import Picard, Status, Tolerance
+from banach.backward.adjoint import Adjoint
+from banach.backward.jacobian import Jacobian
+from banach.backward.krylov import in_cycles
+from banach.latent import Space
+
+J = 1.5 * torch.eye(8)
+G = torch.ones(2, 8)
+
+
+@pytest.mark.filterwarnings("ignore:the adjoint equation missed its tolerance")
+@pytest.mark.parametrize("every", [0, 1, 7])
+def test_a_diverging_iteration_is_never_called_stalled(every: int) -> None:
+    """w = (3 1.5^k - 2) g after k steps, and its residual is g + w / 2."""
+    overflowed = 0
+    for steps in range(100, 112):
+        told = Told()
+        w = solve_adjoint(Picard(), J.expand(2, 8, 8), G, told, max_steps=steps, check_every=every, rtol=1e-6)
+        kept = w[0, 0] == 1  # where it left the finite numbers: w = g, of the least residual
+        torch.testing.assert_close(w, G if kept else (3 * 1.5**steps - 2) * G, rtol=1e-4, atol=0)
+        finite = torch.linalg.vector_norm(G + w / 2, dim=1).isfinite()
+        assert told.status == [tuple(Status.MAX_STEPS if fine else Status.NONFINITE for fine in finite.tolist())]
+        overflowed += int((finite & ~torch.linalg.vector_norm(w, dim=1).isfinite()).any())
+    assert overflowed, "at some steps w overflows and the residual does not, or nothing is tested"
+
+
+def test_a_cycle_that_overflows_is_mended_by_the_next() -> None:
+    z, space = torch.zeros(2, 8), Space.of(torch.zeros(2, 8))
+    jacobian = Jacobian(lambda z: z @ J, z, (), space, torch.ones(2))
+    equation = Adjoint(jacobian, Tolerance(atol=0, rtol=1e-6, max_steps=4), 2.0**-23, G, torch.ones(2))
+    moves = iter([7e18, -7e18])
+
+    def cycle(equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
+        return active[:, None] * torch.full_like(r, next(moves)), 2
+
+    assert (in_cycles(equation, cycle) == 0).all(), "g is beneath the rounding of 7e18, which comes and goes"

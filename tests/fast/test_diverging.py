@@ -1,0 +1,130 @@
+"""What diverges is told by the fast paths as by the network: not converged, the best finite iterate kept."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import banach
+from banach import ImplicitNetwork, Picard, Status, Tolerance
+from banach.fast import FixedDepth
+
+RELATIVE = Tolerance(atol=0, rtol=1e-3, max_steps=500)
+
+
+class Slope(nn.Module):
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return v * u + 1
+
+
+class Square(nn.Module):
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return u * u + v
+
+
+class Countdown(nn.Module):
+    """T(u) = u - 1, but for T(1), which is infinite: 4, 3, 2, 1, and no further."""
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.where(u == 1, torch.inf, u - v)
+
+
+def network(R: nn.Module, **options: Any) -> Any:
+    return ImplicitNetwork(nn.Identity(), R, nn.Identity(), **options).eval()
+
+
+def own_answer(net: Any, d: Tensor, z0: Tensor | None = None) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return net(d, z0, solution=True)
+
+
+@pytest.mark.parametrize("slope", [1.2, 3.0, -2.5])
+@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.2)])
+def test_growth_without_end_is_no_convergence(slope: float, solver: Any) -> None:
+    """The norm of T(z) overflows before z does: then all residuals are below rtol times infinity."""
+    net = network(Slope(), solver=solver, tolerance=RELATIVE)
+    d = torch.tensor([[slope], [0.5]]).expand(2, 8).contiguous()
+    y, found = banach.compile(net)(d, solution=True)
+    wanted, own = own_answer(net, d)
+    assert found.status == own.status == (Status.NONFINITE, Status.CONVERGED)
+    assert found.converged.tolist() == [False, True]
+    torch.testing.assert_close(found.value[0], own.value[0])
+    torch.testing.assert_close(found.residual[0], own.residual[0])
+    torch.testing.assert_close(y[0], wanted[0])
+    torch.testing.assert_close(y[1], torch.full((8,), 2.0), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("slope", [1.2, 3.0])
+def test_a_fixed_depth_says_so_too(slope: float) -> None:
+    network_at, steps = FixedDepth(network(Slope(), tolerance=RELATIVE)), int(47 / math.log(slope))
+    reached: Any = network_at(torch.full((1, 8), slope), steps)[1]
+    assert (reached.nonfinite.tolist(), reached.converged.tolist()) == ([True], [False])
+    assert not bool(reached.excess.isfinite().any())  # zero would ask for less depth
+    reached = network_at(torch.full((1, 8), 0.5), 20)[1]
+    assert (reached.nonfinite.tolist(), reached.converged.tolist()) == ([False], [True])
+
+
+@pytest.mark.parametrize("first", [1, 3, 8])
+def test_an_overflow_keeps_the_best_iterate(first: int) -> None:
+    net = network(Square())
+    d = torch.tensor([[9.0, 9.0], [0.1, 0.2]])
+    y, found = banach.compile(net, first=first, then=2)(d, solution=True)
+    wanted, own = own_answer(net, d)
+    assert found.status == (Status.NONFINITE, Status.CONVERGED)
+    assert found.value[0].tolist() == own.value[0].tolist() == [0.0, 0.0]
+    assert found.residual[0].item() == pytest.approx(9.0)
+    assert y[0].tolist() == wanted[0].tolist() == [9.0, 9.0]
+    torch.testing.assert_close(y[1], (1 - (1 - 4 * d[1]).sqrt()) / 2, rtol=1e-3, atol=0)
+
+
+def test_T_is_finite_at_what_is_kept() -> None:
+    """A stage begins at 1, where T is infinite: what is kept is where an earlier one began."""
+    net = network(Countdown(), tolerance=Tolerance(max_steps=9))
+    d, z0 = torch.ones(2, 3), torch.tensor([[4.0], [40.0]]).expand(2, 3).contiguous()
+    y, found = banach.compile(net, first=3, then=2)(d, z0, solution=True)
+    assert found.status == (Status.NONFINITE, Status.MAX_STEPS)
+    assert found.value.tolist() == [[4.0] * 3, [31.0] * 3]
+    assert y.tolist() == [[3.0] * 3, [30.0] * 3]
+    assert found.residual.tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_where_T_is_finite_nowhere_the_start_is_kept() -> None:
+    net = network(Slope())
+    found = banach.compile(net)(torch.tensor([[torch.nan], [0.5]]), solution=True)[1]
+    assert found.value[0].tolist() == [0.0]
+    assert found.residual[0].item() == math.inf
+    assert found.status == (Status.NONFINITE, Status.CONVERGED)
+
+
+def test_the_output_alone_warns() -> None:
+    fast = banach.compile(network(Square()))
+    with pytest.warns(RuntimeWarning, match="1 of 2 samples: T gave NaN or infinity") as caught:
+        fast(torch.tensor([[9.0], [0.1]]))
+    assert caught[0].filename == __file__
+    fast(torch.tensor([[0.2], [0.1]]))
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_float64_is_judged_in_float64(size: float) -> None:
+    """In float32 the square of 1e-25 is nothing, and that of 1e25 is infinite."""
+
+    class Half(nn.Module):
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.5 * u + v
+
+    net = network(Half(), tolerance=Tolerance(atol=0, rtol=1e-6, max_steps=200))
+    d = size * torch.ones(1, 4, dtype=torch.float64)
+    y, found = banach.compile(net)(d, solution=True)
+    assert found.status == (Status.CONVERGED,)
+    assert int(found.steps) == int(net(d, solution=True)[1].steps) == 20
+    torch.testing.assert_close(y, 2 * d, rtol=1e-6, atol=0)
+    reached: Any = FixedDepth(net)(d, 20)[1]
+    assert reached.converged.tolist() == [True]
+    assert reached.residual.dtype == torch.float64
+    assert FixedDepth(net)(d, 19)[1].converged.tolist() == [False]
