@@ -193,3 +193,40 @@ def test_with_no_steps_T_is_not_evaluated_again() -> None:
     loss = net(x).square().sum()
     x.zero_()
     loss.backward()
+
+
+def test_weights_that_are_made_in_the_pass_are_no_change() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.LazyLinear(4, dtype=torch.float64)
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.3 * torch.tanh(self.linear(u) + v)
+
+    R, x = Lazy(), data()
+    network(R)(x).square().sum().backward()
+    found = R.linear.weight.grad
+    R.zero_grad()
+    by_hand(R, x).backward()
+    torch.testing.assert_close(found, R.linear.weight.grad)
+
+
+def test_around_an_inner_implicit_network_normal_cg_says_what_to_use() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network(Cell())
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.4 * torch.tanh(self.inner(u + v) + v)
+
+    R, x = Outer(), data()
+    with pytest.raises(RuntimeError, match=r"NormalCG around an R .* GMRES\(\) and Anderson\(\) do not"):
+        network(R)(x).square().sum().backward()
+    R.zero_grad()
+    network(R, Implicit(GMRES(), EXACT))(x).square().sum().backward()
+    found = R.inner.R.linear.weight.grad.clone()
+    R.zero_grad()
+    by_hand(R, x).backward()
+    torch.testing.assert_close(found, R.inner.R.linear.weight.grad)

@@ -246,5 +246,6 @@ class _Refuse(torch.autograd.Function):
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
             "Implicit gives no second derivatives: differentiate once, or use Unroll(steps) from z0 "
-            "(max_steps=0), whose second derivatives are exact for those steps"
+            "(max_steps=0), whose second derivatives are exact for those steps. (NormalCG around an R that holds "
+            "an Implicit network needs them; GMRES() and Anderson() do not.)"
         )

@@ -73,6 +73,7 @@ class CompiledNetwork:
         The output alone does not tell of samples that are not finite: where the host asked, a warning does.
         """
         self._check()
+        _one_tensor("d", d)
         if z0 is not None and len(z0) != len(d):
             raise ValueError(f"z0 must hold one latent for each of {len(d)} inputs, got {len(z0)}")
         most = self.net.tolerance.max_steps
@@ -109,7 +110,7 @@ class CompiledNetwork:
             self.neighbours.remember(found.v, found.z, found.converged)
 
     def _enter(self, steps: range, d: Tensor) -> Found:
-        v = self.Q(d)
+        v = _one_tensor("Q(d)", self.Q(d))
         z0 = None if self.net.start is zeros else self.net.start(v)
         if self.neighbours is not None:
             z0 = self.neighbours(v, torch.zeros_like(v) if z0 is None else z0)
@@ -176,7 +177,8 @@ class CompiledNetwork:
     ) -> Found:
         mode = self.net.backward
         u = self.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(self.R, z, (v,))
-        return Found(v, z, u, self.S(u), residual, converged, nonfinite, steps)
+        y = _one_tensor("S(u)", self.S(u))
+        return Found(v, z, u, y, residual, converged, nonfinite, steps)
 
     def _run(self, program: Callable[..., Found], steps: range, *inputs: Tensor) -> Found:
         """The program on inputs filled up to a size there is a graph for."""
@@ -233,6 +235,13 @@ def compile(
     the tolerance, with what was asked before. See `CompiledNetwork`.
     """
     return CompiledNetwork(net, first=first, then=then, bf16=bf16, compile=compile, neighbours=neighbours)
+
+
+def _one_tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        got = type(value).__name__
+        raise TypeError(f"compile takes networks whose {name} is one tensor, got a {got}; call the network itself")
+    return value
 
 
 def _bucket(count: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from banach.backward.reads import Reads
 from banach.latent import Latent
@@ -162,7 +163,8 @@ class Then:
     def __init__(self, R: nn.Module, modules: list[nn.Module]) -> None:
         self.R = R
         self.parameters = dict(R.named_parameters())
-        self.versions = {name: tensor._version for name, tensor in self.parameters.items()}
+        # A lazy one is filled in the pass itself.
+        self.versions = {name: p._version for name, p in self.parameters.items() if not is_lazy(p)}
         self.training = [(module, module.training) for module in modules]
 
     def differs(self) -> bool:
@@ -175,8 +177,8 @@ class Then:
             type(tensor) in (Tensor, nn.Parameter) for tensor in (*now.values(), *self.parameters.values())
         ):
             return False
-        for name, tensor in self.parameters.items():
-            if tensor._version != self.versions[name]:
+        for name, version in self.versions.items():
+            if self.parameters[name]._version != version:
                 raise RuntimeError(
                     f"R's parameter {name} was changed in place between the forward and the backward pass, which "
                     "needs it as it was: call backward() before the optimizer's step()"
