@@ -230,3 +230,24 @@ def test_around_an_inner_implicit_network_normal_cg_says_what_to_use() -> None:
     R.zero_grad()
     by_hand(R, x).backward()
     torch.testing.assert_close(found, R.inner.R.linear.weight.grad)
+
+
+def test_a_checkpointed_closure_whose_weights_changed_is_refused() -> None:
+    W, x = WEIGHT.clone().requires_grad_(), data()
+    for changed in (False, True):
+        value = fixed_point(
+            lambda z, W=W: torch.tanh(z @ W + x),
+            torch.zeros_like(x),
+            backward=Unroll(3, checkpoint=True),
+            tolerance=TIGHT,
+        )
+        loss = value.square().sum()
+        if changed:
+            with torch.no_grad():
+                W.mul_(0.5)
+            with pytest.raises(RuntimeError, match=CHANGED):
+                loss.backward()
+        else:
+            loss.backward()
+            assert W.grad is not None
+            assert float(W.grad.norm()) > 0

@@ -50,7 +50,7 @@ def _held_tensors(T: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def held(T: Any, name: str, seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Modules and tensors, with their names, in the cells and globals of a function, and in what it calls there.
+    """Modules and tensors, with their names, in a function's cells, defaults and globals, and in what it calls.
 
     Likewise those of a partial, of a module's bound method, and among the attributes of a callable object.
     """
@@ -76,6 +76,8 @@ def _parts_of(T: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(T, FunctionType):
         cells = zip(T.__code__.co_freevars, T.__closure__ or (), strict=True)
         yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
+        defaults = (*(T.__defaults__ or ()), *(T.__kwdefaults__ or {}).values())
+        yield from ((type(part).__name__, part) for part in defaults)
         for name in _globals_of(T.__code__):
             found = T.__globals__.get(name)
             near = isinstance(found, FunctionType) and found.__globals__ is T.__globals__

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from banach.backward.mode import check_count
+from banach.backward.reads import Reads
 from banach.latent import Latent, detach, map_leaves
 from banach.solve import Map
 from banach.solve.solver import check_fraction
@@ -20,7 +21,8 @@ class Unroll:
 
     From an exact fixed point, undamped, K steps give Neumann(K - 1). Started at z0 with `max_steps=0` it is
     ordinary backpropagation through K steps. `checkpoint=True` keeps one latent per step and recomputes the
-    rest. (Phantom gradient: Geng et al. 2021.)
+    rest, and is refused where a weight that T closes over was changed in place meanwhile. (Phantom gradient: Geng
+    et al. 2021.)
     """
 
     steps: int = 1
@@ -33,11 +35,23 @@ class Unroll:
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z = z_star = detach(z_star)
+        if self.checkpoint and torch.is_grad_enabled():
+            return self._checkpointed(T, z_star, inputs)
         for _ in range(self.steps):
-            if self.checkpoint and torch.is_grad_enabled():
-                z = checkpoint(self._step, T, _typed(z, z_star), *inputs, use_reentrant=False)
-            else:
-                z = self._step(T, _typed(z, z_star), *inputs)
+            z = self._step(T, _typed(z, z_star), *inputs)
+        return z
+
+    def _checkpointed(self, T: Map, z_star: Latent, inputs: tuple[Any, ...]) -> Latent:
+        """What is computed again must be what it was; torch itself looks at z and the inputs."""
+        z, reads = z_star, Reads(T)
+
+        def step(z: Latent, *inputs: Any) -> Latent:
+            reads.check()
+            return self._step(T, z, *inputs)
+
+        for _ in range(self.steps):
+            z = checkpoint(step, _typed(z, z_star), *inputs, use_reentrant=False)
+            reads.leave_out_changed()
         return z
 
     def _step(self, T: Map, z: Latent, *inputs: Any) -> Latent:
