@@ -26,7 +26,7 @@ def findings_of(m: Measured) -> list[str]:
             f"{m.name}: at epochs {unmet} not all images of the batch reached u* to 1e-10, in eval or in training "
             "mode; the exact gradient of its mean loss is not known there, and the cosine with it is left out."
         )
-    notes += sorted({f"{m.name}: {said}" for r in m.readings for said in r.warned})
+    notes += sorted({f"{m.name}: {said}" for r in m.readings if r.epoch not in unmet for said in r.warned})
     return notes
 
 
