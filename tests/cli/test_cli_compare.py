@@ -127,6 +127,16 @@ def test_a_run_without_epochs_and_an_explicit_one(capsys: pytest.CaptureFixture[
     assert resnet[2:6] == ["resnet56", "-", "-", "-"]
 
 
+def test_folders_beside_runs_are_passed_by(capsys: pytest.CaptureFixture[str]) -> None:
+    make("runs/a")
+    Path("runs/paper-quick").mkdir()
+    assert main(["compare", "runs/a", "runs/paper-quick"]) == 0
+    said, table = capsys.readouterr().out.split("\n", 1)
+    assert said == "no run, passed by: runs/paper-quick"
+    assert [row[0] for row in rows(table)] == ["a"]
+    assert "there is no run in runs/paper-quick" in refused(["runs/paper-quick"], capsys)
+
+
 def test_the_same_run_once_and_names_that_tell_apart(capsys: pytest.CaptureFixture[str]) -> None:
     for path in ("a/run", "b/run", "c"):
         make(path)

@@ -57,6 +57,7 @@ def test_a_second_process_on_a_run_is_refused(capsys: Any) -> None:
         (["--schedule", "steps:5:nan"], "factor must be a number"),
         (["--schedule", "steps:5:-1"], "factor must be a number"),
         (["--schedule", "steps:9,5:0.1"], "ascending order"),
+        (["--schedule", "one-cycle:3"], "'one-cycle:3' is not understood"),
     ],
 )
 def test_wild_numbers_are_refused_before_anything_is_made(arguments: list[str], said: str, capsys: Any) -> None:
@@ -64,9 +65,29 @@ def test_wild_numbers_are_refused_before_anything_is_made(arguments: list[str], 
     assert not Path("runs").exists()
 
 
+def test_an_eps_that_is_asked_for_is_solved_to(capsys: Any) -> None:
+    """Also where the run was trained to a relative tolerance."""
+    assert main([*SMALL, "--epochs", "1", "--rtol", "0.1", "--out", "run"]) == 0
+    residuals = []
+    for more in ([], ["--eps", "1e-6"], ["--eps", "1e-6", "--rtol", "0.1"]):
+        assert main(["evaluate", "run", *more]) == 0
+        residuals.append(json.loads(Path("run/evaluation-test.json").read_text())["totals"]["max_residual"])
+    assert residuals[1] <= 1e-6 < 1e-4 < residuals[0]
+    assert residuals[2] == pytest.approx(residuals[0], rel=1e-2)
+
+
+def test_what_a_killed_beginning_left_is_in_nobodys_way() -> None:
+    Path("run").mkdir()
+    for name in (".settings.json.abc", ".environment.json.x", "environment.json"):
+        Path("run", name).write_text("{")
+    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "lr = 1" + 400 * "0",
+        "eps = 1" + 400 * "0",
         'schedule = {kind="steps", at=["a"], factor=0.1}',
         'schedule = {kind="steps", at=3, factor=0.1}',
         'schedule = {kind="one-cycle", end="x"}',
@@ -94,7 +115,16 @@ def test_damage_that_has_its_checksum_is_still_damage(capsys: Any) -> None:
         assert "state.json has no step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ['{"totals": {"accuracy": 0.5}}', '{"totals": {"accuracy": "x"}}', "[]"])
+NULL = {"accuracy": None, "loss": 1, "depth": None, "max_depth": None, "residual": None, "max_residual": None}
+DAMAGED = (
+    '{"totals": {"accuracy": 0.5}}',
+    '{"totals": {"accuracy": "x"}}',
+    "[]",
+    json.dumps({"title": "", "count": 1, "totals": NULL | {"converged": None}}),
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_test_file_is_named(content: str, capsys: Any) -> None:
     assert main([*SMALL, "--epochs", "0", "--out", "run"]) == 0
     Path("run/test.json").write_text(content)

@@ -13,7 +13,7 @@ from torch import nn
 
 from banach import JFB, Neumann
 from banach.train import CheckpointError, Position, Run, RunError, fit, read_checkpoint
-from banach.train.checkpoint import checkpoints, write_checkpoint
+from banach.train.checkpoint import KEYS, _canonical, _digest, checkpoints, write_checkpoint
 from train.parts_train import images, network, plain_network, same_weights, settings
 
 MADE = settings(checkpoint_every=4)
@@ -152,12 +152,14 @@ def test_the_last_two_are_kept_and_later_ones_go(tmp_path: Path) -> None:
 
 def test_a_sound_checkpoint_is_left_in_its_place(tmp_path: Path) -> None:
     def write() -> Path:
-        return write_checkpoint(tmp_path, Position(0, 1), {"x": torch.ones(1)}, {})
+        return write_checkpoint(tmp_path, Position(0, 1), {"x": torch.ones(1)}, state)
+
+    state = dict.fromkeys(KEYS, 0)
 
     before = (write() / "state.json").stat().st_ino
     assert (write() / "state.json").stat().st_ino == before
     cut(tmp_path / Position(0, 1).name / "state.json")
-    assert read_checkpoint(write()).state == {}
+    assert read_checkpoint(write()).state == state
 
 
 def test_a_directory_is_not_used_twice(trained: Run, tmp_path: Path) -> None:
@@ -198,3 +200,17 @@ def test_metrics_hold_what_json_cannot(trained: Run) -> None:
     text = (trained.path / "metrics.jsonl").read_text()
     assert json.loads(text)["loss"] == "inf"
     assert trained.metrics()[0].loss == float("inf")
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint .* is damaged:RuntimeWarning")
+def test_a_checkpoint_that_is_refused_is_written_anew(trained: Run) -> None:
+    """Whole, by its checksum, but without the state of a run: that of another version, say."""
+    path = checkpoints(trained.path / "checkpoints")[-1] / "state.json"
+    content = json.loads(path.read_text())
+    wanted = content["state"]
+    content["state"] = {key: value for key, value in wanted.items() if key != "done"}
+    content["sha256"] = _digest(_canonical(content["state"]))
+    path.write_text(json.dumps(content))
+    resume(trained)
+    again = json.loads(path.read_text())["state"]
+    assert (again["epoch"], len(again["done"])) == (wanted["epoch"], len(wanted["done"]))

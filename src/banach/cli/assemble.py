@@ -94,7 +94,8 @@ def open_run(path: Path, device: str = "auto") -> Opened:
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint.path} is of another network: {' '.join(str(error).split())}") from None
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{checkpoint.path} is of another network: {why[:300]}") from None
     position = Position(checkpoint.state["epoch"], checkpoint.state["step"])
     return Opened(run, settings, net.to(where).eval(), data.get(str(settings.data)), where, position)
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from banach.cli.console import console, fits, table
 from banach.train import Epoch, Run
 from banach.train.plot import PlotError, plot_comparison
+from banach.train.run import SETTINGS as SETTINGS_FILE
 
 EPILOG = """\b
 Examples:
@@ -71,13 +72,24 @@ def _check_out(out: Path) -> None:
 def _read(paths: Sequence[Path]) -> list[Compared]:
     """The runs in the order given, each once; by the names of their folders where those tell them apart."""
     unique: dict[Path, Path] = {}
-    for path in paths:
+    for path in _runs_among(paths):
         unique.setdefault(path.resolve(), path)
     names = [whole.name for whole in unique]
     return [
         _read_one(path, whole.name if names.count(whole.name) == 1 else str(path))
         for whole, path in unique.items()
     ]
+
+
+def _runs_among(paths: Sequence[Path]) -> Sequence[Path]:
+    """A pattern may name other folders beside runs: they are passed by, unless there is no run at all."""
+    runs = [path for path in paths if (path / SETTINGS_FILE).exists()]
+    others = [path for path in paths if path not in runs and path.is_dir()]
+    if not runs or len(runs) + len(others) < len(paths):
+        return paths  # what is wrong is said when it is opened
+    if others:
+        console.print("no run, passed by: " + ", ".join(map(str, others)))
+    return runs
 
 
 def _read_one(path: Path, name: str) -> Compared:

@@ -27,7 +27,12 @@ def evaluate(
     split: Annotated[str, typer.Option(help="test | validation | train.")] = "test",
     data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
     solver: Annotated[str | None, typer.Option(help=words.SOLVERS + ".", show_default=False)] = None,
-    eps: Annotated[float | None, typer.Option(help="Stop at a residual of eps.", show_default=False)] = None,
+    eps: Annotated[
+        float | None, typer.Option(help="Stop at a residual of eps; alone, rtol is 0.", show_default=False)
+    ] = None,
+    rtol: Annotated[
+        float | None, typer.Option(help="Or at one relative to the latent, plus eps.", show_default=False)
+    ] = None,
     norm: Annotated[str | None, typer.Option(help=words.NORMS + ".", show_default=False)] = None,
     max_steps: Annotated[int | None, typer.Option(help="At most so many.", show_default=False)] = None,
     batch_size: Annotated[int, typer.Option(help="Images at a time; changes no answer.")] = 400,
@@ -39,8 +44,11 @@ def evaluate(
     What is not given is as in training. The figures go to evaluation-SPLIT.json in the run.
     """
     opened = assemble.open_run(run, device)
-    changes = {"solver": solver, "eps": eps, "norm": norm, "max_steps": max_steps, "precision": precision}
+    changes = {"solver": solver, "eps": eps, "rtol": rtol, "norm": norm, "max_steps": max_steps}
+    changes["precision"] = precision
     given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    if eps is not None and rtol is None and isinstance(opened.net, ImplicitNetwork) and opened.net.tolerance.rtol:
+        given["rtol"] = 0.0  # else a residual of eps might not be asked for
     settings = replace(opened.settings, **given)
     net = opened.net
     if isinstance(net, ImplicitNetwork):

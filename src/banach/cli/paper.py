@@ -30,8 +30,12 @@ def paper(
     quick: Annotated[bool, typer.Option("--quick", help="On digits, on a CPU, in minutes.")] = False,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="For JSON and figures.  [results/paper]")] = None,
-    runs: Annotated[Path | None, typer.Option(help="For run directories, which resume.  [runs/paper]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="For JSON and figures.  [results/paper; quick: runs/paper-quick]")
+    ] = None,
+    runs: Annotated[
+        Path | None, typer.Option(help="For run directories, which resume.  [runs/paper; quick: runs/paper-quick]")
+    ] = None,
     at_once: Annotated[
         int,
         typer.Option(min=1, help="Trainings that share the device, where time is not the point: table1."),

@@ -74,7 +74,7 @@ def schedule(word: str) -> Schedule:
     makers: dict[str, Callable[..., Any]] = {
         "constant": Constant,
         "cosine": Cosine,
-        "one-cycle": OneCycle,
+        "one-cycle": lambda: OneCycle(),
         "steps": lambda at, factor="0.1": Steps(
             tuple(_whole(word, epoch) for epoch in at.split(",")), _number(word, factor)
         ),

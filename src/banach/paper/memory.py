@@ -83,11 +83,11 @@ STUDY = Study("memory", CLAIM, run)
 
 @dataclass(frozen=True)
 class Measured:
-    """One scheme at one depth: peak bytes, median seconds, J-products per sample."""
+    """One scheme at one depth: peak bytes, median seconds, J-products per sample (None: autograd makes them)."""
 
     bytes: int
     seconds: float
-    products: float
+    products: float | None
 
 
 Found = Mapping[tuple[str, int], Measured]
@@ -119,7 +119,8 @@ def _measure(name: str, depth: int, R: Any, v: Tensor, plan: Plan) -> Measured:
     step()  # warms up
     seconds = statistics.median(_seconds(step, v.device) for _ in range(plan.repeats))
     R.zero_grad(set_to_none=True)
-    return Measured(peak_bytes(step, v.device), seconds, products[-1] / len(v) if products else 0.0)
+    made = products[-1] / len(v) if products else (0.0 if isinstance(mode, JFB) else None)
+    return Measured(peak_bytes(step, v.device), seconds, made)
 
 
 def _seconds(step: Callable[[], None], device: torch.device) -> float:

@@ -120,7 +120,7 @@ def _is_sound(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        read_checkpoint(path)
+        check_state(read_checkpoint(path))
     except CheckpointError:
         return False
     return True

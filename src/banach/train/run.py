@@ -57,8 +57,13 @@ def _check_free(path: Path) -> None:
     """Is this a place for a new run? A kill may have left the first file of one that never began."""
     if (path / SETTINGS).exists():
         raise RunError(f"there is a run in {path} already; resume it, or choose another directory")
-    if path.exists() and (not path.is_dir() or any(f.name not in (ENVIRONMENT, LOCK) for f in path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(not _is_left_over(f.name) for f in path.iterdir())):
         raise RunError(f"{path} is not an empty directory; choose another one for the run")
+
+
+def _is_left_over(name: str) -> bool:
+    """Of a run that never began: its first file, its lock, or a file of which the writing was cut off."""
+    return name in (ENVIRONMENT, LOCK) or name.startswith((f".{SETTINGS}.", f".{ENVIRONMENT}."))
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ class Run:
             totals = {key: float(v) if isinstance(v, str) else v for key, v in content["totals"].items()}
             made: Any = Totals
             content["totals"] = vars(made(**totals))
+            float(totals["accuracy"]), float(totals["loss"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunError(f"{path} cannot be read: {error}; delete it, and resume the run") from None
         return content

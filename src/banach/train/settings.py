@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -155,7 +156,7 @@ def _check_whole(name: str, value: Any, least: int) -> None:
 
 
 def _check_number(name: str, value: Any, least: float, most: float) -> None:
-    sound = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    sound = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not sound or not least <= value <= most or (most == 1 and value == 1):
         upto = "and below 1" if most == 1 else "and finite"
         raise ValueError(f"{name} must be a number, at least {least} {upto}, got {value!r}")
