@@ -43,7 +43,8 @@ def test_columns_notes_and_figure(found: Any) -> None:
     columns = {"scheme", "depth", "paper", "peak MB", "milliseconds", "time against JFB", "J-products per sample"}
     assert all(columns <= set(row) for row in findings.rows)
     products = {row["scheme"]: row["J-products per sample"] for row in findings.rows}
-    assert products["JFB"] == products["unrolled"] == 0
+    assert products["JFB"] == 0
+    assert products["unrolled"] is products["unrolled, checkpointed"] is None  # autograd's own
     assert products["Jacobian-based"] >= 4
     pytest.importorskip("matplotlib")
     assert {path.name for path in findings.write(options)} >= {"memory.json", "memory.png", "memory.svg"}
