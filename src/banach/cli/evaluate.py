@@ -44,8 +44,8 @@ def evaluate(
     What is not given is as in training. The figures go to evaluation-SPLIT.json in the run.
     """
     opened = assemble.open_run(run, device)
-    changes = {"solver": solver, "eps": eps, "rtol": rtol, "norm": norm, "max_steps": max_steps}
-    changes["precision"] = precision
+    tolerance = {"eps": eps, "rtol": rtol, "norm": norm, "max_steps": max_steps}
+    changes = {"solver": solver, **tolerance, "precision": precision}
     given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
     if eps is not None and rtol is None and isinstance(opened.net, ImplicitNetwork) and opened.net.tolerance.rtol:
         given["rtol"] = 0.0  # else a residual of eps might not be asked for
