@@ -1,4 +1,4 @@
-"""A network without buffers, called from several threads at once: every thread gets its own answer and gradient."""
+"""A network without buffers, called from several threads at once: each gets its own answer and gradient."""
 
 from __future__ import annotations
 
