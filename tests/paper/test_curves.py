@@ -91,6 +91,9 @@ def test_seconds_to_a_level_by_hand() -> None:
     assert figures.seconds_to(0.6, curve[:1]) is None
     assert figures.seconds_to(0.5, curve[:1]) == 9
     assert figures.seconds_to(0.8, curve) is None
+    resumed = [{**point, "warm_up": number != 1} for number, point in enumerate(curve)]
+    assert figures.seconds_to(0.7, resumed) == 6
+    assert figures.seconds_to(0.7, [{**point, "warm_up": True} for point in curve]) == 6
 
 
 def test_curves_by_epoch_and_by_time() -> None:
@@ -152,6 +155,7 @@ def epochs(*values: tuple[float, float, float]) -> list[Epoch]:
 
 
 def test_what_is_spent_until_a_level_by_hand() -> None:
-    one: Any = type("Record", (), {"epochs": epochs((0.5, 10, 1), (0.7, 8, 2), (0.9, 6, 4))})
+    done = epochs((0.5, 10, 1), (0.7, 8, 2), (0.9, 6, 4))
+    one: Any = type("Record", (), {"epochs": done, "curve": [{"seconds": epoch.seconds} for epoch in done]})
     assert accelerate.spent_until(0.7, one) == accelerate.Spent(2, 18, 5)
     assert accelerate.spent_until(0.4, one) == accelerate.Spent(1, 10, 3)

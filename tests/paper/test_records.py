@@ -85,10 +85,15 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_first_epoch_warms_up_and_is_left_out_of_the_time() -> None:
-    epochs: Any = [type("Epoch", (), {"seconds": s})() for s in (9.0, 2.0, 4.0)]
-    records = [Record(TINY.job("warm"), "", tuple(some), [], Adjoints()) for some in (epochs, epochs[:1])]
-    assert [record.seconds for record in records] == [3.0, 9.0]
+def test_an_epoch_that_warms_up_is_left_out_of_the_time() -> None:
+    def seconds(*epochs: tuple[float, bool]) -> float:
+        parts: Any = [type("Epoch", (), {"seconds": s, "warm_up": cold})() for s, cold in epochs]
+        return Record(TINY.job("warm"), "", tuple(parts), [], Adjoints()).seconds
+
+    assert seconds((9.0, True), (2.0, False), (4.0, False)) == 3
+    assert seconds((9.0, True), (2.0, False), (7.0, True), (4.0, False)) == 3  # resumed at the third
+    assert seconds((9.0, True)) == 9
+    assert seconds((9.0, True), (7.0, True)) == 7
 
 
 def test_a_record_is_read_without_weights_and_without_data(tmp_path: Path) -> None:

@@ -71,4 +71,6 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
 
 def figures(history: History) -> list[dict[str, Any]]:
     """The epochs without the time they took."""
-    return [{k: v for k, v in epoch.to_dict().items() if k != "seconds"} for epoch in history.epochs]
+    return [
+        {k: v for k, v in epoch.to_dict().items() if k not in {"seconds", "warm_up"}} for epoch in history.epochs
+    ]

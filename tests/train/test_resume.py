@@ -98,6 +98,9 @@ def test_after_a_signal(number: int, step: int, tmp_path: Path, whole: Any) -> N
     assert history.finished
     assert same_weights(again, whole["adam"][0])
     assert figures(history) == figures(whole["adam"][1])
+    assert [epoch.warm_up for epoch in whole["adam"][1].epochs] == [True, False]
+    assert [epoch.warm_up for epoch in history.epochs] == [True, step >= STEPS]  # which begins in a new process
+    assert run.metrics() == history.epochs
 
 
 def test_a_finished_run_is_read_again(tmp_path: Path, whole: Any) -> None:

@@ -150,7 +150,7 @@ def spent_until(level: float, one: Record) -> Spent:
     epochs = one.epochs
     reached = next(k for k, epoch in enumerate(epochs) if epoch.validated >= level)
     iterations = list(accumulate(epoch.depth or 0.0 for epoch in epochs))
-    seconds = list(accumulate(warm([epoch.seconds for epoch in epochs])))
+    seconds = list(accumulate(warm(one.curve)))
     return Spent(reached + 1, iterations[reached], seconds[reached])
 
 
@@ -160,6 +160,6 @@ def _notes(plan: Plan) -> list[str]:
         "to the same tolerance: in the norm of the settings; seconds are of the solve, until the slowest is done",
         "to the same accuracy: on the validation split, since the test set chooses nothing",
         "trainings: one path for all solvers, on a GPU captured; Picard with JFB() has a faster one",
-        "the first epoch of a training, which warms up, counts as many seconds as the others on average",
+        "an epoch that warms up, the first or one resumed, counts as many seconds as the others on average",
         *(f"shortened: {s.data}: {s.lack()}, one seed" for s in plan.subjects if s.lack()),
     ]

@@ -20,7 +20,7 @@ from banach.solve import Picard, Solver
 from banach.train import Settings
 from banach.train.run import ENVIRONMENT
 
-Point = Mapping[str, float]  # of a curve: epoch, seconds, clean; released
+Point = Mapping[str, float]  # of a curve: epoch, seconds, warm_up, clean; released
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +144,12 @@ def where(places: Iterable[tuple[str, str | None, bool | None]]) -> str:
     return "trained on " + "; ".join(f"{place} ({count})" for place, count in counted.items())
 
 
-def warm(seconds: Sequence[float]) -> list[float]:
-    """Those of epochs, in which the first, which warms up, counts as the mean of the others."""
-    rest = seconds[1:]
-    return [sum(rest) / len(rest), *rest] if rest else list(seconds)
+def warm(curve: Sequence[Point]) -> list[float]:
+    """Seconds of its epochs; one that warms up, first or resumed, counts as the mean of the others."""
+    cold = [bool(point.get("warm_up", number == 0)) for number, point in enumerate(curve)]
+    rest = [point["seconds"] for point, is_cold in zip(curve, cold, strict=True) if not is_cold]
+    typical = sum(rest) / len(rest) if rest else min((point["seconds"] for point in curve), default=0.0)
+    return [typical if is_cold else point["seconds"] for point, is_cold in zip(curve, cold, strict=True)]
 
 
 def percent(shares: Iterable[float]) -> Summary:
@@ -171,8 +173,7 @@ def curves_figure(title: str, curves: Mapping[str, Sequence[Point]], untimed: Se
         style: dict[str, Any] = {"color": f"C{number % 10}", "marker": "."}
         by_epoch.plot([point["epoch"] for point in points], accuracy, label=name, **style)
         if name not in untimed:
-            seconds = warm([point["seconds"] for point in points])
-            by_second.plot(list(accumulate(seconds)), accuracy, **style)
+            by_second.plot(list(accumulate(warm(points))), accuracy, **style)
     _finish(by_epoch, by_second, longest=max((len(points) for points in curves.values()), default=0))
     figure.suptitle(title)
     return figure

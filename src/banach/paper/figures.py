@@ -58,9 +58,10 @@ def run(options: Options) -> Findings:
 STUDY = Study("figures", CLAIM, run)
 
 _PROTOCOL = (
-    "clean protocol after every epoch. The level is the accuracy that Jacobian-based ended with, one by one that "
-    "with the relative tolerance; a dash says that it was not reached in these epochs. The first epoch, which "
-    "warms up, counts as many seconds as the others. These are curves on test images, by which nothing is chosen"
+    "clean protocol after every epoch. The level is the accuracy that Jacobian-based ended with, one by one "
+    "that with the relative tolerance; a dash says that it was not reached in these epochs. An epoch that "
+    "warms up, the first or one resumed, counts as many seconds as the others. These are curves on test "
+    "images, by which nothing is chosen"
 )
 _LONG = (
     f"{LONG}: longer, by JFB(), with its schedule shortened to its length where it has one, on CIFAR-10 in bf16"
@@ -89,7 +90,7 @@ def _row(path: str, name: str, done: Mapping[str, Record]) -> Row:
 
 def seconds_to(level: float, curve: list[dict[str, float]]) -> float | None:
     """Seconds of training until an epoch ends at least at that accuracy."""
-    spent = accumulate(warm([point["seconds"] for point in curve]))
+    spent = accumulate(warm(curve))
     return next((after for after, point in zip(spent, curve, strict=True) if point["clean"] >= level), None)
 
 

@@ -80,7 +80,7 @@ def _row(subject: Subject, order: int, done: Mapping[int, Record]) -> Row:
 def _notes(subjects: Sequence[Subject]) -> list[str]:
     return [
         "clean protocol: eval mode, clean test images, after every epoch",
-        "seconds are of training alone, without the first epoch, which warms up",
+        "seconds are of training alone, without an epoch that warms up: the first, or one resumed",
         "one path for all orders, on a GPU captured: k = 0 is JFB's gradient by it; JFB() itself has a faster one",
         "a backward pass with k > 0 evaluates T once more, for its products",
         *(f"shortened: {s.data}: {s.lack()}, one seed" for s in subjects if s.lack()),

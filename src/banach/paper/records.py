@@ -57,8 +57,9 @@ class Record:
 
     @property
     def pace(self) -> Summary:
-        """Seconds per epoch. The first warms up, and does not count where there are more."""
-        return Summary.of(epoch.seconds for epoch in (self.epochs[1:] or self.epochs))
+        """Seconds per epoch. One that warms up does not count where there are others, and else the quickest."""
+        seconds = [epoch.seconds for epoch in self.epochs if not epoch.warm_up]
+        return Summary.of(seconds or [min(epoch.seconds for epoch in self.epochs)])
 
     @property
     def seconds(self) -> float:

@@ -59,12 +59,13 @@ def run(options: Options) -> Findings:
 STUDY = Study("table2", CLAIM, run)
 
 _PATH = (
-    "two paths, fp32: steps one by one, each asking the host whether a solve is done; and captured ones, which on "
-    "a GPU ask nothing. Each ratio is within a path, of seconds per training image: to JFB with batch norm, as in "
-    "the paper; in the column after it, to JFB with the same R, settings and images. Captured, JFB goes the way "
-    "of the others, at no step of CG: JFB() itself has a faster one. Seconds are of training alone, without the "
-    "first epoch, which warms up. Those of the released code contain an evaluation of the test set after every "
-    "epoch, which brings the paper's ratios nearer to 1"
+    "two paths, fp32: steps one by one, each asking the host whether a solve is done; and captured ones, "
+    "which on a GPU ask nothing. Each ratio is within a path, of seconds per training image: to JFB with "
+    "batch norm, as in the paper; in the column after it, to JFB with the same R, settings and images. "
+    "Captured, JFB goes the way of the others, at no step of CG: JFB() itself has a faster one. Seconds are "
+    "of training alone, without an epoch that warms up, the first or one resumed, if there are others. Those "
+    "of the released code contain an evaluation of the test set after every epoch, which brings the paper's "
+    "ratios nearer to 1"
 )
 _PRODUCTS = (
     "the paper's J-products fit whole trainings, not epochs, and steps of CG, which the released code counts: "

@@ -116,6 +116,7 @@ def _look_back(work: Work, scorer: Scorer) -> Epoch:
         products=products,
         seconds=seconds,
         memory=memory,
+        warm_up=work.warm_up,
     )
 
 

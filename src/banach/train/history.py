@@ -17,7 +17,8 @@ class Epoch:
     Depth, residual and the share of samples converged are of the training solves, and None for a network that
     has no fixed point. Validation is None where nothing is held out. `sigma` is the largest singular value of
     dT/du the monitor saw on a few images, None where it is off. `products` counts J-products. `memory` is the peak
-    in bytes on a GPU, None elsewhere.
+    in bytes on a GPU, None elsewhere. `warm_up`: the first that a process trained, at the start or resumed, so
+    `seconds` has more than training in it.
     """
 
     epoch: int
@@ -37,6 +38,7 @@ class Epoch:
     products: int
     seconds: float
     memory: int | None
+    warm_up: bool = False
 
     @property
     def validated(self) -> float:
@@ -54,7 +56,7 @@ class Epoch:
     def from_dict(values: Mapping[str, Any]) -> Epoch:
         """What `to_dict` wrote."""
         read: dict[str, Any] = {key: float(v) if isinstance(v, str) else v for key, v in values.items()}
-        return Epoch(**read)
+        return Epoch(**{"warm_up": read.get("epoch") == 1} | read)  # which older files do not say
 
 
 @dataclass(frozen=True)

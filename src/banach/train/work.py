@@ -37,6 +37,7 @@ class Work:
         self.monitor = ContractionMonitor(seed=settings.seed)
         self.epoch = self.step = 0
         self.done: list[Epoch] = []
+        self.warm_up, self.begun_at = True, 0
         self.begin_epoch()
 
     @property
@@ -77,6 +78,8 @@ class Work:
 
     def end_epoch(self, epoch: Epoch) -> None:
         self.done.append(epoch)
+        self.warm_up = self.warm_up and self.step == self.begun_at  # of this epoch no step was left
+        self.begun_at = 0
         self.epoch, self.step = self.epoch + 1, 0
         self.begin_epoch()
 
@@ -137,7 +140,7 @@ class Work:
         self.tally.most.copy_(tensors["tally.most"])
         self.epoch, self.step, self.products = state["epoch"], state["step"], state["products"]
         self.spent, self.since = state["seconds"], time.perf_counter()
-        self.monitor.warned = state["warned"]
+        self.monitor.warned, self.begun_at = state["warned"], self.step
         self.done = [Epoch.from_dict(values) for values in state["done"]]
 
     def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
