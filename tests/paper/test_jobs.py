@@ -15,7 +15,7 @@ from banach import data, models
 from banach.data import Batches, Crop, paper_cifar10
 from banach.fast import whole
 from banach.paper import Options, table1
-from banach.paper.jobs import CURVE, RELEASED_BATCH, Job, carry_out, released_accuracy, settings_for
+from banach.paper.jobs import CURVE, RELEASED_BATCH, Continued, Job, carry_out, released_accuracy, settings_for
 from banach.solve import Tolerance
 from banach.train import Epoch, evaluate
 from banach.train import scorer as scorer_file
@@ -146,3 +146,14 @@ def test_with_and_without_programs_a_study_has_one_curve(tmp_path: Path, request
     for a, b in zip(fast.curve, plain.curve, strict=True):
         assert a["clean"] == pytest.approx(b["clean"], abs=1 / 360)
         assert a["released"] == pytest.approx(b["released"], abs=1 / 360)
+
+
+def test_a_continued_job_begins_with_the_weights_of_another(tmp_path: Path) -> None:
+    options, before = options_in(tmp_path), job("before")
+    stay = replace(before.settings, lr=0.0, weight_decay=0.0)
+    later = Continued(**vars(job("later")) | {"settings": stay}, after=before)
+    found, other = (dict(carry_out(one, options).net.named_parameters()) for one in (later, before))
+    assert all(torch.equal(value, other[name]) for name, value in found.items())
+    fresh = dict(later.build().named_parameters())
+    assert not all(torch.equal(value, other[name]) for name, value in fresh.items())
+    assert "after=Job(name='before'" in repr(later)  # which is how a record knows it

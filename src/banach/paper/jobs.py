@@ -69,6 +69,13 @@ class Job:
         return net
 
 
+@dataclass(frozen=True, kw_only=True)
+class Continued(Job):
+    """A job whose network has at the start the weights that another one ended with; its optimizer begins anew."""
+
+    after: Job
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What a job came to. `clean`: eval mode, clean test images, last epoch. `curve`: per epoch, test accuracy by
@@ -124,6 +131,8 @@ def carry_out(
     train, validation, test = _images(job, options)
     test = test.to(device)
     net = job.build()
+    if isinstance(job, Continued):
+        net.load_state_dict(carry_out(job.after, options).net.state_dict())
     run = _run(job, settings, options)
     scorer = Scorer(net, settings.precision)  # the fast path, however it is trained: nothing hangs on its time
     watch = _Watch(scorer, test, run, partial(_released, job, scorer, test) if released else None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from banach.backward import JFB, Implicit, Mode, NormalCG
 from banach.paper.common import Subject
-from banach.paper.jobs import Job
+from banach.paper.jobs import Continued, Job
 from banach.paper.records import Adjoints
 from banach.paper.released import ReleasedCG
 from banach.solve import Euclidean, Tolerance
@@ -17,6 +17,9 @@ RELATIVE, STEPS = 1e-3, 20
 ABSOLUTE = {"mnist": 1e-1, "svhn": 1e-4, "cifar10": 1e-4, "digits": 1e-1}
 FEW = {"mnist": 3_000, "svhn": 1_000, "cifar10": 500}  # training images for CG with batch norm in R
 LONGER = {"mnist": 5, "svhn": 3, "cifar10": 3}  # epochs, on all images, where steps are captured
+# Epochs of JFB before the ones that are timed late, on all images, and their precision: for networks with which CG
+# makes fewer steps in the first epochs than later.
+LATE = {"digits": (1, "fp32")}
 CG = {
     "absolute": "Jacobian-based, CG as released",
     "relative": f"Jacobian-based, CG to a relative {RELATIVE:g}",
@@ -49,7 +52,7 @@ class Way:
 
     `cg` is its stopping rule: "absolute", "relative", or "fixed" at so many steps; None is JFB. `few`: on few
     images. `captured`: by steps that ask the host nothing, on all images; there JFB goes the way of CG, at no step
-    of it.
+    of it. `late`: from weights that JFB trained before, with the same R.
     """
 
     tag: str
@@ -58,6 +61,7 @@ class Way:
     recipe: str | None = None
     few: bool = False
     captured: bool = False
+    late: bool = False
 
     @property
     def name(self) -> str:
@@ -89,13 +93,30 @@ class Way:
             return replace(subject, subset=None, epochs=LONGER[subject.data], fast=True)
         return replace(subject, subset=FEW.get(subject.data, subject.subset)) if self.few else subject
 
+    def before(self, subject: Subject) -> Job | None:
+        """The training whose weights this way begins with, if it does."""
+        if not self.late:
+            return None
+        epochs, precision = LATE[subject.data]
+        whole = replace(subject, subset=None, epochs=epochs, precision=precision, fast=True)
+        name = f"table2-{subject.data}-before-{'bn' if self.batch_norm else 'plain'}"
+        return whole.job(name, batch_norm=self.batch_norm)
+
     def job(self, subject: Subject) -> Job:
-        return self.part(subject).job(
+        job = self.part(subject).job(
             f"table2-{subject.data}-{self.tag}",
             backward=self.mode(subject),
             recipe=self.recipe,
             batch_norm=self.batch_norm,
         )
+        before = self.before(subject)
+        return job if before is None else Continued(**vars(job), after=before)
+
+    def path(self, subject: Subject) -> str:
+        """How its steps are made, and from where: what is compared goes one path."""
+        if self.late:
+            return f"one by one, after {LATE[subject.data][0]} epochs of JFB"
+        return "captured" if self.captured else "one by one"
 
 
 JFB_PAPER = Way(tag="jfb-bn", batch_norm=True)
@@ -106,6 +127,9 @@ CG_RELATIVE = Way(tag="cg-relative-plain", batch_norm=False, cg="relative", reci
 JFB_CAPTURED = Way(tag="jfb-captured-bn", batch_norm=True, captured=True)
 JFB_PLAIN_CAPTURED = Way(tag="jfb-captured-plain", batch_norm=False, recipe=JACOBIAN, captured=True)
 CG_CAPTURED = Way(tag="cg-captured-plain", batch_norm=False, cg="fixed", recipe=JACOBIAN, captured=True)
+JFB_LATE, JFB_PLAIN_LATE, CG_ABSOLUTE_LATE, CG_RELATIVE_LATE = (
+    replace(way, tag=f"{way.tag}-late", late=True) for way in (JFB_PAPER, JFB_PLAIN, CG_ABSOLUTE, CG_RELATIVE)
+)
 WAYS = (
     JFB_PAPER,
     JFB_PLAIN,
@@ -117,16 +141,28 @@ WAYS = (
     JFB_CAPTURED,
     JFB_PLAIN_CAPTURED,
     CG_CAPTURED,
+    JFB_LATE,
+    JFB_PLAIN_LATE,
+    CG_ABSOLUTE_LATE,
+    CG_RELATIVE_LATE,
 )
+
+
+def ways(subject: Subject) -> list[Way]:
+    return [way for way in WAYS if not way.late or subject.data in LATE]
 
 
 def as_in_the_paper(way: Way) -> Way:
     """JFB with batch norm in R and its own settings, by the same path."""
+    if way.late:
+        return JFB_LATE
     return JFB_CAPTURED if way.captured else JFB_PAPER
 
 
 def like_for_like(way: Way) -> Way:
     """JFB with the same R, the same settings and images, by the same path."""
+    if way.late:
+        return JFB_PLAIN_LATE
     if way.captured:
         return JFB_PLAIN_CAPTURED
     return JFB_FEW if way.few else JFB_PLAIN
