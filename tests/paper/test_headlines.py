@@ -61,7 +61,7 @@ def test_each_tolerance_is_compared() -> None:
         row("B", False, 9, 98.5),
     ]
     found = of("table2", *rows, row("A", True, 1.1, 99))  # that with batch norm is not the paper's
-    few = "(standard error of so few images)"
+    few = "(standard error, by the test images)"
     worse, same = (">= 0", f"-0.50 ± 0.19 {few}", False), (None, f"+0.50 ± 0.16 {few}", None)
     assert found == [(1.6, 1.5, False), (1.6, 9, True), worse, same]
     rows[2:] = [row("A", False, 1.7, 97), row("B", False, 9, 98.25)]

@@ -102,7 +102,7 @@ def _as_accurate(claim: str, jfb: list[Row], rivals: list[Row]) -> list[Row]:
         error = (_variance(row) + _variance(best)) ** 0.5
         says = "and at least as accurate" if claimed else "the same with one R and one setting for all"
         holds = "within two standard errors" if -2 * error <= gain < 0 else _judged(gain >= 0, row)
-        ours = f"{gain:+.2f} ± {error:.2g} (standard error of so few images)"
+        ours = f"{gain:+.2f} ± {error:.2g} (standard error, by the test images)"
         told = claim.format(f"{row['data']}: {says}") + _length(row)
         found.append(_row(told, ">= 0" if claimed else None, ours, holds if claimed else None))
     return found
