@@ -111,3 +111,12 @@ def test_a_missing_package_is_named(
     (tmp_path / "svhn" / "test_32x32.mat").write_bytes(b"")
     with pytest.raises(DataError, match=rf"{name} needs sci.*pip install 'banach\[app\]'"):
         load(name, "test", tmp_path)
+
+
+def test_a_folder_of_the_data_set_without_a_file_of_a_part_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    (folder / "data_batch_1.bin").write_bytes(b"")
+    for split, missing in (("train", "data_batch_2.bin"), ("test", "test_batch.bin")):
+        with pytest.raises(DataError, match=f"cifar-10-batches-bin has no {missing}; "):
+            load("cifar10", split, tmp_path)

@@ -140,6 +140,7 @@ def test_radius_and_first_step() -> None:
     assert radius((0.1, 1, 10), (-1, -0.5, 0.2)) == 1
     assert radius((0.1, 1, 10), (0.0, -1, -1)) == 0
     assert radius((0.1, 1, 10), (-1, math.nan, -1)) == 0.1
+    assert radius((0.1, 1, 10), (-1, -0.11, -0.09), below=-0.1) == 1
     steps = Perturbed((), (), (), (), 0.0, ((1.0, -1.0), (0.5, 2.0), (0.2, -1.0), (0.1, -1.0)), 0.0)
     assert steps.first_step == 2
     assert replace(steps, iterates=((1.0, 1.0),)).first_step is None
@@ -261,7 +262,7 @@ def test_a_diverging_network_is_measured_at_no_fixed_point(net: Any, tmp_path: P
 def test_local_is_what_rows_are_made_of(net: Any) -> None:
     one: Local = local(net, images(1), loss)
     rows = {row["what"]: row for row in rows_of(Measured("net", "data", (0,), [reading(locals=(one,))]))}
-    assert rows["coercivity of I - J"]["ours"].mean == one.lemma.coercivity
+    assert rows["coercivity of I - J (holds: where gamma < 1)"]["ours"].mean == one.lemma.coercivity
     assert rows["kappa(M'M), least over the images"]["holds"] == "0 of 1"
     assert rows["kappa(M'M), least over the images"]["ours"] == one.conditioning.kappa
     assert rows["images and epochs to which the Theorem applies"]["ours"] == 0
@@ -271,7 +272,12 @@ def test_a_lemma_beyond_its_premise_is_said(net: Any) -> None:
     one = local(net, images(1), loss)
     beyond = replace(one, lemma=replace(one.lemma, gamma=1.2, coercivity=0.3))
     said = " ".join(findings_of(Measured("net", "data", (0,), [reading(locals=(one, beyond))])))
-    assert "coercive at 1 of 1 such images all the same (least quotient 0.3)" in said
+    assert "I - J is all the same coercive at 1 of 1 such images (least quotient 0.3)" in said
+    none = replace(beyond, lemma=replace(beyond.lemma, coercivity=-0.1))
+    measured = Measured("net", "data", (0,), [reading(locals=(one, none))])
+    assert "I - J is coercive at none of 1 such images" in " ".join(findings_of(measured))
+    (row,) = [row for row in rows_of(measured) if row["what"].startswith("coercivity of I - J")]
+    assert row["holds"] == "1 of 1"  # beyond the premise nothing is claimed
 
 
 def test_a_refused_folder_stays(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Found:
             present = tuple(path for path in paths if path is not None)
             if len(present) == len(paths):
                 return Found(layout, present)
-            if present and incomplete is None:
+            is_its_own = folder != "." and (place / folder).is_dir()
+            if (present or is_its_own) and incomplete is None:
                 missing = layout.files[part][paths.index(None)]
                 incomplete = DataError(f"{place / folder} has no {missing}; {dataset.remedy}")
     raise incomplete or _not_found(dataset, places)

@@ -58,9 +58,10 @@ def _on_lemma(m: Measured) -> list[str]:
     if not beyond:
         return []
     positive, least = sum(found.coercivity > 0 for found in beyond), min(found.coercivity for found in beyond)
+    count = f"all the same coercive at {positive}" if positive else "coercive at none"
     said = (
-        f"{m.name}: where gamma >= 1 the Lemma's premise fails, and I - J is coercive at {positive} of "
-        f"{len(beyond)} such images all the same (least quotient {least:.3g})."
+        f"{m.name}: where gamma >= 1 the Lemma's premise fails, and I - J is {count} of {len(beyond)} such images "
+        f"(least quotient {least:.3g})."
     )
     return [said]
 

@@ -44,6 +44,12 @@ class Perturbed:
         return radius(self.distance, self.worst)
 
     @property
+    def weak_radius(self) -> float:
+        """Up to there a tenth of what p(u*) has is left in the worst direction found: beyond it p(u) may vanish
+        long before its sign is wrong."""
+        return radius(self.distance, self.worst, below=-0.1)
+
+    @property
     def first_step(self) -> int | None:
         """The least k from which on every iterate that was looked at descends."""
         ascending = [k for k, (_, value) in enumerate(self.iterates) if not value < 0]
@@ -51,11 +57,11 @@ class Perturbed:
         return first if first < len(self.iterates) else None
 
 
-def radius(distances: Sequence[float], values: Sequence[float]) -> float:
-    """The largest distance up to which all values are below 0; 0 if there is none."""
+def radius(distances: Sequence[float], values: Sequence[float], below: float = 0.0) -> float:
+    """The largest distance up to which all values are below that; 0 if there is none."""
     reached = 0.0
     for distance, value in zip(distances, values, strict=True):
-        if not value < 0:
+        if not value < below:
             break
         reached = distance
     return reached

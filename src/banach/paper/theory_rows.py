@@ -48,15 +48,18 @@ def _batch_rows(m: Measured) -> list[Row]:
 
 
 def _lemma_rows(m: Measured) -> list[Row]:
-    near, inverse = [], []
-    for one in m.locals:
-        found = one.lemma
-        near.append(found.coercivity >= found.coercivity_bound - 1e-10)
-        if found.gamma < 1:  # the Lemma's premise
-            inverse.append(found.inverse >= found.inverse_bound - 1e-10)
+    told = [one.lemma for one in m.locals if one.lemma.gamma < 1]  # the Lemma's premise
+    near = [found.coercivity >= found.coercivity_bound - 1e-10 for found in told]
+    inverse = [found.inverse >= found.inverse_bound - 1e-10 for found in told]
     bound, bound_inverse = (_least(m, key) for key in ("coercivity_bound", "inverse_bound"))
     return [
-        _close_row("coercivity of I - J", f">= 1 - gamma = {bound:.3g}", m, lambda x: x.lemma.coercivity, near),
+        _close_row(
+            "coercivity of I - J (holds: where gamma < 1)",
+            f">= 1 - gamma = {bound:.3g}",
+            m,
+            lambda x: x.lemma.coercivity,
+            near,
+        ),
         _close_row(
             "coercivity of its inverse (holds: where gamma < 1)",
             f">= (1 - gamma) / (1 + gamma)^2 = {bound_inverse:.3g}",
@@ -110,6 +113,12 @@ def _perturbed_rows(m: Measured) -> list[Row]:
             lambda x: x.perturbed.random_radius,
         ),
         _close_row(f"{start}, worst direction found", "> 0", m, lambda x: x.perturbed.worst_radius),
+        _close_row(
+            "and a tenth of its descent is left up to this, worst direction found",
+            None,
+            m,
+            lambda x: x.perturbed.weak_radius,
+        ),
         _close_row("the same quotient where the network's solver stops", None, m, lambda x: x.perturbed.own),
         _close_row(
             "Picard steps from 0 after which JFB descends", None, m, lambda x: _known(x.perturbed.first_step)
