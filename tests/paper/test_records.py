@@ -125,7 +125,7 @@ def test_the_record_of_another_job_is_neither_read_nor_written_over(tmp_path: Pa
 
 
 def test_what_was_heard_is_not_counted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error in the second epoch, which is trained again; and where nothing is left to go on from."""
+    """After an error in the second epoch, which is trained again. Without weights what is kept stays."""
     options, whole = options_in(tmp_path), 2 * 96
     job = replace(TINY, epochs=2).job("twice", backward=Implicit(report=Adjoints()), batch_norm=False)
     tell, told = Adjoints.__call__, []
@@ -143,4 +143,9 @@ def test_what_was_heard_is_not_counted_twice(tmp_path: Path, monkeypatch: pytest
     assert record_of(job, options).heard["adjoint CONVERGED"] == whole
     (options.runs / job.name / RECORD).unlink()
     shutil.rmtree(options.runs / job.name / "checkpoints")
+    kept = {path.name: path.read_bytes() for path in (options.runs / job.name).iterdir()}
+    with pytest.raises(RunError, match="twice-seed0 is of a training without its weights; choose another folder"):
+        record_of(job, options)
+    assert kept == {path.name: path.read_bytes() for path in (options.runs / job.name).iterdir()}
+    shutil.rmtree(options.runs / job.name)
     assert record_of(job, options).heard["adjoint CONVERGED"] == whole

@@ -13,11 +13,11 @@ from banach import data, models
 from banach.backward import Implicit, NormalCG
 from banach.data import Crop
 from banach.models import Cosine, Steps
-from banach.paper import Options, common, table1, table2, table2_ways
+from banach.paper import Options, common, neumann, table1, table2, table2_notes, table2_ways
 from banach.paper.common import Subject, shortened
 from banach.paper.headlines import headlines
 from banach.paper.jobs import carry_out
-from banach.paper.records import Record
+from banach.paper.records import Record, record_of
 from banach.paper.released import LEFT_OUT, ReleasedCG
 from banach.provenance import Summary, plain
 from banach.train import Settings
@@ -114,7 +114,9 @@ def test_a_study_says_where_its_runs_were_begun_not_where_they_are_read(second: 
         said = common.trained_on(found.details, options)
     finally:
         path.write_text(kept)
-    assert said.startswith("trained on cuda: elsewhere, commit abc with changes (1); cpu: ")
+    assert said.startswith(
+        f"trained on cuda: elsewhere, torch {torch.__version__}, commit abc with changes (1); cpu: "
+    )
     assert said.endswith("(15)")
 
 
@@ -289,13 +291,42 @@ def test_the_ratio_at_the_papers_count_of_products_is_reckoned() -> None:
         table2_ways.JFB_PAPER: record(table2_ways.JFB_PAPER, 10, 0),
         table2_ways.JFB_PLAIN: record(table2_ways.JFB_PLAIN, 20, 0),
         table2_ways.CG_ABSOLUTE: record(table2_ways.CG_ABSOLUTE, 35, 30),
+        table2_ways.JFB_CAPTURED: record(table2_ways.JFB_CAPTURED, 10, 0),
+        table2_ways.JFB_PLAIN_CAPTURED: record(table2_ways.JFB_PLAIN_CAPTURED, 10, 0),
+        table2_ways.CG_CAPTURED: record(table2_ways.CG_CAPTURED, 20, 200),
     }
-    (note,) = table2._reckoned(table2.FULL[2], some)
-    assert "made 30 products per image" in note
-    assert "with 19 steps on average, make it 121." in note
-    assert "would be 8.07: reckoned" in note
+    (note,) = table2_notes.reckoned(table2.FULL[2], some)
+    assert "made 4.2 steps per image in the last epoch, the paper's trainings made 19 on average" in note
+    # (20 + 121.4 / 2) / 10; captured, on five times the images: (10 + 121.4 / 4) / 10
+    assert "would be 8.07 one by one and 4.04 captured: reckoned" in note
     some[table2_ways.CG_ABSOLUTE] = record(table2_ways.CG_ABSOLUTE, 35, 100)
-    assert table2._reckoned(table2.FULL[2], some) == []  # as many, nearly
+    assert table2_notes.reckoned(table2.FULL[2], some) == []  # as many, nearly
+
+
+def test_times_of_interrupted_runs_and_of_other_processes_are_spoken_of(second: Any, tmp_path: Path) -> None:
+    def record(job: Any, *epochs: tuple[float, bool]) -> Record:
+        parts: Any = [type("Epoch", (), {"seconds": s, "warm_up": cold})() for s, cold in epochs]
+        return Record(job, "", tuple(parts), [], Counter())
+
+    job = table2_ways.JFB_CAPTURED.job(table2.FULL[1])
+    done = {table2_ways.JFB_CAPTURED: record(job, (9, True), (8, True))}
+    (note,) = table2_notes.cold(done)
+    assert note.startswith("table2-svhn-jfb-captured-bn-seed0 was interrupted")
+    done = {table2_ways.JFB_CAPTURED: record(job, (9, True), (8, False), (7, False))}
+    assert table2_notes.cold(done) == []
+    assert table2_notes.elsewhere(table2.FULL[1], done, options_in(tmp_path)) == []
+    kept = Options(runs=Path(__file__).resolve().parents[2] / "results" / "paper" / "trainings")
+    (note,) = table2_notes.elsewhere(table2.FULL[1], done, kept)
+    theirs = [epoch.seconds for epoch in record_of(neumann.job(neumann.FULL[1], 0), kept).epochs[1:3]]
+    assert f"took 7.5 s per epoch here and {sum(theirs) / 2:.3g} in" in note
+
+
+def test_steps_of_cg_are_told_from_products(second: Any) -> None:
+    found, _ = second
+    for method, expected in (("absolute", 1), ("fixed", table2_ways.STEPS)):
+        rows = [row for row in found.rows if row["method"] == table2_ways.CG[method]]
+        assert {row["CG steps per image"] for row in rows} == {expected}
+    assert {row["CG steps per image"] for row in found.rows if row["method"].startswith("JFB")} == {0}
 
 
 def test_both_tables_have_headlines(first: Any, second: Any) -> None:
@@ -304,13 +335,13 @@ def test_both_tables_have_headlines(first: Any, second: Any) -> None:
     ]
     less, *rest = headlines(contents)  # digits has no printed numbers
     assert "JFB matches its explicit twin" in less["claim"]
-    one_by_one, captured, late = rest[:4], rest[4:7], rest[7:]
-    for (*faster, better, same), count in ((one_by_one, 2), (captured, 1)):
+    one_by_one, norms, captured, late = rest[:3], rest[3:5], rest[5:7], rest[7:]
+    for (*faster, better), count in ((one_by_one, 2), (captured, 1)):
         assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * count
-        assert better["holds"] is True or better["ours"].startswith("-")
-        assert same["holds"] is None
+        assert better["holds"] == "yes, at this length" or better["ours"].startswith("-")
+    assert all("batch norm" in row["claim"] and row["ours"] == "100.0%" for row in norms)
     assert len(late) == 2  # times alone
-    assert all("JFB is faster" in row["claim"] and "after 1 epochs of JFB" in row["claim"] for row in late)
+    assert all("is shorter than" in row["claim"] and "after 1 epochs of JFB" in row["claim"] for row in late)
 
 
 def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:
@@ -322,4 +353,4 @@ def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:
         long = {tag for tag, count in images.items() if count is None}
         assert long == {way.tag for way in ways if way.captured}
         assert {count for tag, count in images.items() if tag not in few | long} == {subject.subset}
-        assert f"({table2_ways.FEW[subject.data]:,} for CG" in table2._short(subject, ways)[0]
+        assert f"({table2_ways.FEW[subject.data]:,} for CG" in table2_notes.shortened(subject, ways)[0]

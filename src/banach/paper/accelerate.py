@@ -27,6 +27,7 @@ from banach.paper import neumann
 from banach.paper.common import Subject, curves_figure, percent, trained_on, unseen, warm
 from banach.paper.records import Record, Trained, train
 from banach.paper.study import Findings, Options, Row, Study
+from banach.provenance import Summary
 from banach.solve import Anderson, Broyden, Picard, Solution, Solver, Tolerance, solve
 from banach.train.precision import arithmetic
 
@@ -40,7 +41,7 @@ class Plan:
     levels: tuple[float, ...] = (1e-1, 1e-2, 1e-4)  # residuals
     max_steps: int = 500
     batch: int = 400
-    repeats: int = 5
+    repeats: int = 20
 
 
 FULL = Plan(
@@ -86,8 +87,8 @@ def _solve_rows(net: Any, test: Images, level: float, plan: Plan) -> list[Row]:
     net.eval()
     v = net.Q(test.normalise(test.pixels[: plan.batch]))
     tolerance = Tolerance(atol=level, max_steps=plan.max_steps, norm=net.tolerance.norm)
-    found = {name: _timed(net.R, v, solver, tolerance, plan.repeats) for name, solver in SOLVERS.items()}
-    base, base_seconds = found["Picard"]
+    found, seconds = _timed(net.R, v, tolerance, plan.repeats)
+    base, base_seconds = found["Picard"], seconds["Picard"].median
     return [
         {
             "data": test.title,
@@ -96,23 +97,27 @@ def _solve_rows(net: Any, test: Images, level: float, plan: Plan) -> list[Row]:
             "iterations": float(one.steps.double().mean()),
             "most": int(one.steps.max()),
             "against Picard": float(one.steps.double().mean() / base.steps.double().mean()),
-            "seconds": seconds,
-            "seconds against Picard": seconds / base_seconds,
+            "seconds": seconds[name],
+            "seconds against Picard": seconds[name].median / base_seconds,
             "converged": float(one.converged.double().mean()),
         }
-        for name, (one, seconds) in found.items()
+        for name, one in found.items()
     ]
 
 
-def _timed(R: Any, v: Tensor, solver: Solver, tolerance: Tolerance, repeats: int) -> tuple[Solution, float]:
-    """The least time of several, after one that warms up; reading the steps waits for the device."""
-    seconds = []
+def _timed(
+    R: Any, v: Tensor, tolerance: Tolerance, repeats: int
+) -> tuple[dict[str, Solution], dict[str, Summary]]:
+    """By each solver, in turn, after a round that warms up; reading the steps waits for the device."""
+    found: dict[str, Solution] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in SOLVERS}
     for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        found = solve(R, torch.zeros_like(v), solver, inputs=(v,), tolerance=tolerance)
-        found.steps.tolist()
-        seconds.append(time.perf_counter() - begun)
-    return found, min(seconds[1:])
+        for name, solver in SOLVERS.items():
+            begun = time.perf_counter()
+            found[name] = solve(R, torch.zeros_like(v), solver, inputs=(v,), tolerance=tolerance)
+            found[name].steps.tolist()
+            seconds[name].append(time.perf_counter() - begun)
+    return found, {name: Summary.of(some[1:]) for name, some in seconds.items()}
 
 
 def _training_rows(done: Mapping[str, Record]) -> list[Row]:
@@ -158,6 +163,7 @@ def _notes(plan: Plan) -> list[str]:
     return [
         "iterations: evaluations of T per image, the mean; in training summed over epochs, without recorded ones",
         "to the same tolerance: in the norm of the settings; seconds are of the solve, until the slowest is done",
+        "solvers take turns at a solve; ratios are of medians",
         "to the same accuracy: on the validation split, since the test set chooses nothing",
         "trainings: one path for all solvers, on a GPU captured; Picard with JFB() has a faster one",
         "an epoch that warms up, the first or one resumed, counts as many seconds as the others on average",

@@ -132,7 +132,9 @@ def unseen(name: str, options: Options) -> Images:
 def trained_on(names: Iterable[str], options: Options) -> str:
     """Where and by which commit runs were begun: that need not be where they are read."""
     kept = [json.loads((options.runs / name / ENVIRONMENT).read_text(encoding="utf-8")) for name in names]
-    return where((one["device"], one["commit"], one["dirty"]) for one in kept)
+    return where(
+        (f"{one['device']}, torch {one['versions']['torch']}", one["commit"], one["dirty"]) for one in kept
+    )
 
 
 def where(places: Iterable[tuple[str, str | None, bool | None]]) -> str:

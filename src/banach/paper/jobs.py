@@ -22,7 +22,9 @@ from banach.paper.study import Options
 from banach.provenance import write_json
 from banach.solve import Picard, Solver, Tolerance
 from banach.train import Epoch, Run, Scorer, Settings, Totals, evaluate, fit
+from banach.train.checkpoint import checkpoints
 from banach.train.evaluate import measure
+from banach.train.run import CHECKPOINTS, METRICS, RunError
 
 CURVE = "test-curve.json"
 PAPER_AUGMENT = "paper"  # the command line's word for the authors' augmentation
@@ -181,6 +183,10 @@ def _run(job: Job, settings: Settings, options: Options) -> Run:
     path = options.runs / job.name
     if not (path / "settings.json").exists():
         return Run.create(path, settings)
+    if (path / METRICS).exists() and not checkpoints(path / CHECKPOINTS):
+        raise RunError(
+            f"{path} is of a training without its weights; choose another folder by --runs, or delete it"
+        )
     return (
         replace(Run.open(path), settings=settings) if _same(Run.open(path).settings, settings) else Run.open(path)
     )

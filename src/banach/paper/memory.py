@@ -220,7 +220,8 @@ def _notes(plan: Plan, found: Found, v: Tensor) -> list[str]:
     grows = ", ".join(f"{name} {growth(name, plan, found) / latent:.2f}" for name in SCHEMES)
     how = "torch.cuda.max_memory_allocated" if v.device.type == "cuda" else "live tensor storage"
     return [
-        f"R of {plan.model} without batch norm; a batch of {plan.batch} latents has {latent / 1e6:.3g} MB",
+        f"R of {plan.model} without batch norm, fresh weights, v drawn at random",
+        f"a batch of {plan.batch} latents has {latent / 1e6:.3g} MB",
         f"peak beyond weights and data, by {how}; milliseconds are the median of {plan.repeats} steps",
         f"one more step of depth costs, in batches of latents: {grows}",
         f"adjoint equations to a relative {ADJOINT.rtol:g}, whatever the depth",

@@ -73,6 +73,8 @@ def _row(subject: Subject, order: int, done: Mapping[int, Record]) -> Row:
         "seconds per epoch": one.pace,
         "seconds against k = 0": one.seconds / done[0].seconds,
         "training loss": last.loss,
+        "forward steps": last.depth,
+        "forward converged": last.converged,
         "epochs": f"{subject.epochs} of {subject.recipe().epochs}",
     }
 
@@ -83,5 +85,6 @@ def _notes(subjects: Sequence[Subject]) -> list[str]:
         "seconds are of training alone, without an epoch that warms up: the first, or one resumed",
         "one path for all orders, on a GPU captured: k = 0 is JFB's gradient by it; JFB() itself has a faster one",
         "a backward pass with k > 0 evaluates T once more, for its products",
+        "seconds grow with the forward steps, too, which an order changes by the weights it leads to",
         *(f"shortened: {s.data}: {s.lack()}, one seed" for s in subjects if s.lack()),
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from banach.paper.headlines import COLUMNS, headlines
+from banach.paper.headlines import COLUMNS, VERDICTS, headlines
 from banach.paper.study import shown
 from banach.provenance import whole_file
 
@@ -19,13 +19,25 @@ ORDER = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy"
 TITLE = "The paper, reproduced"
 SHORT = "In short"
 LEAD = (
-    "Every number below was written by a run: the command that regenerates it, its device, versions and "
-    "commit stand beside it. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free "
+    "Every number below was written by a run. The command that regenerates a section stands above its table; "
+    "below, where, when and by which commit the table was written, and, in the notes, where and by which "
+    "commit its trainings were made. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free "
     "Backpropagation for Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean "
     "test images, at the last epoch, so that the test set chooses nothing; the released one is that of the "
     "authors' code, training mode and the best epoch on the test set, and the paper's numbers are of that "
-    "kind. Trainings are kept, without weights: with --runs results/paper/trainings a command reads those "
-    "that are there, without it all are trained anew."
+    "kind. Records of trainings are kept, without weights: with --runs results/paper/trainings the commands "
+    "of the tables, of figures and of neumann read those that are there, without it all are trained anew; "
+    "accelerate and theory need weights, so they train in any case."
+)
+TERMS = (
+    "Terms. Q, R, S: the parts of a network, which answers S(u) at the fixed point u = R(u, Q(d)) of an image "
+    "d. Twin: the explicit network S(R(0, Q(d))), with the same parameters. Jacobian-based: the exact "
+    "gradient at the fixed point, by an adjoint equation, which conjugate gradients (CG) solve on its normal "
+    "equations by products with J, the Jacobian of R in u, and with its transpose: J-products. JFB needs "
+    "none. Steps one by one: the host asks after each whether to go on. Captured: a training step is recorded "
+    "once and replayed by the GPU as a whole; how deep it iterates is chosen from residuals of earlier steps, "
+    "so that a few samples miss eps, and the share that met it is told. At once: how many trainings shared "
+    "the GPU."
 )
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
@@ -99,13 +111,13 @@ def _origin(origin: dict[str, Any]) -> str:
     versions = origin["versions"]
     commit = (origin["commit"] or "unknown")[:12] + (" with changes" if origin["dirty"] else "")
     software = f"torch {versions['torch']}, banach {versions['banach']}"
-    return f"{origin['date']}, {origin['device']}, {software}, commit {commit}"
+    return f"table and figures written {origin['date']}, {origin['device']}, {software}, commit {commit}"
 
 
 def _markdown(sections: Sequence[Section], beside: Path) -> str:
-    lines = [f"# {TITLE}", "", LEAD, ""]
+    lines = [f"# {TITLE}", "", LEAD, "", TERMS, ""]
     if short := _short(sections):
-        lines += [f"## {SHORT}", "", *_table(COLUMNS, short)]
+        lines += [f"## {SHORT}", "", *_table(COLUMNS, short), VERDICTS, ""]
     lines += [missing, ""] if (missing := _missing(sections)) else []
     for section in sections:
         lines += [f"## {section.name}", "", section.claim, "", f"    {section.command}", ""]
@@ -142,10 +154,10 @@ def _html(sections: Sequence[Section]) -> str:
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(TITLE)}</title>",
         f"<style>{_STYLE}</style>",
-        f"<h1>{html.escape(TITLE)}</h1><p>{html.escape(LEAD)}</p>",
+        f"<h1>{html.escape(TITLE)}</h1><p>{html.escape(LEAD)}</p><p>{html.escape(TERMS)}</p>",
     ]
     if short := _short(sections):
-        parts += [f"<h2>{SHORT}</h2>", *_web_table(COLUMNS, short)]
+        parts += [f"<h2>{SHORT}</h2>", *_web_table(COLUMNS, short), f"<p>{html.escape(VERDICTS)}</p>"]
     parts += [f"<p>{html.escape(missing)}</p>"] if (missing := _missing(sections)) else []
     for section in sections:
         parts.append(f"<h2>{html.escape(section.name)}</h2><p>{html.escape(section.claim)}</p>")

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from banach import models
@@ -104,7 +106,8 @@ def run(options: Options) -> Findings:
         details |= {name: _detail(one) for name, one in marks.items()}
     rows += [_rival(*rival) for rival in RIVALS]
     places = where((detail["device"], detail["commit"], None) for detail in details.values())
-    notes = [*_notes(entries, rows), places, *_shared(details.values())]
+    curves = [_course(entry, [details[job.name]["curve"] for job in entry.jobs()]) for entry in entries]
+    notes = [*_notes(entries, rows), *filter(None, curves), places, *_shared(details.values())]
     figures = {"table1": partial(accuracy_figure, rows)}
     return Findings("table1", CLAIM, rows, notes, figures, _settings(entries), details)
 
@@ -171,6 +174,7 @@ def _row(entry: Entry, marks: Sequence[Marks]) -> Row:
         "residual at 1e-4": summary(totals.residual for totals in fine),
         "converged at 1e-4": summary(totals.converged for totals in fine),
         "released %": percent(one.released for one in marks),
+        "clean - released": percent(one.own.accuracy - one.released for one in marks),
         "epochs": f"{entry.subject.epochs} of {asked}",
         "seconds per epoch": Summary.of(one.seconds for one in marks),
         "device": ", ".join(sorted({one.device for one in marks})),
@@ -181,6 +185,22 @@ def _row(entry: Entry, marks: Sequence[Marks]) -> Row:
 def _detail(one: Marks) -> dict[str, Any]:
     """Of one training: where and when it ran, how it went, and what was said."""
     return {name: getattr(one, name) for name in ("device", "commit", "at_once", "seconds", "curve", "heard")}
+
+
+def _course(entry: Entry, curves: Sequence[Sequence[Mapping[str, float]]]) -> str:
+    """Of a JFB training that was shortened, its accuracy by quarters: would more epochs have helped?"""
+    if not entry.subject.lack() or not entry.method.startswith("JFB"):
+        return ""
+    length = len(curves[0])
+    bounds = [round(k * length / 4) for k in range(5)]
+    spans = [(first, last) for first, last in pairwise(bounds) if last > first]
+    told = [
+        f"{first + 1} to {last}: {100 * fmean(p['clean'] for curve in curves for p in curve[first:last]):.2f}"
+        for first, last in spans
+    ]
+    return (
+        f"{entry.subject.data}, {entry.method}: clean per cent, the mean over seeds and epochs {', '.join(told)}"
+    )
 
 
 def _shared(details: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -207,6 +227,8 @@ def _notes(entries: Sequence[Entry], rows: Sequence[Row]) -> list[str]:
     ]
     decayed = [_DECAYED] if any(DECAYED in entry.method for entry in entries) else []
     printed = [_PRINTED] if any(entry.paper is not None for entry in entries) else []
-    shortened = [f"shortened: {sentence}" for sentence in short]
+    shortened = [f"shortened: {sentence}, its schedule in proportion" for sentence in short]
+    coarse = [f"{e.subject.data}, {e.method}" for e in entries if e.subject.precision != "fp32"]
+    precision = [f"trained in bf16: {'; '.join(coarse)}; all others in fp32"] if coarse else []
     cropped = [_CROPPED] if any("re-cropped" in row["data"] for row in rows) else []
-    return [_CLEAN, _RELEASED, *printed, _TRAINED, *decayed, *cropped, _RIVALS, *shortened]
+    return [_CLEAN, _RELEASED, *printed, _TRAINED, *decayed, *cropped, _RIVALS, *precision, *shortened]

@@ -11,33 +11,34 @@ with its absolute tolerance and all that goes with it there (`released.py`), and
 without batch norm in R, of CG with it on a few images. Captured steps, which on a GPU ask the host nothing, all
 images: 20 steps of CG, whatever they come to. By each path there is JFB at the Jacobian-based settings, too, for
 like-for-like pairs. One seed, the first epochs: the cost of one is the point; some, one by one, later, from
-weights that JFB trained before.
+weights that JFB trained before (`LATE`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from banach import data
 from banach.paper.common import Subject, percent, trained_on
 from banach.paper.records import Record, record_of
-from banach.paper.released import LEFT_OUT, SCALED
+from banach.paper.released import LEFT_OUT
 from banach.paper.study import Findings, Options, Row, Study
-from banach.paper.table2_ways import (
-    CG_ABSOLUTE,
-    FEW,
-    JACOBIAN,
-    JFB_PAPER,
-    JFB_PLAIN,
-    LATE,
-    STEPS,
-    Way,
-    as_in_the_paper,
-    like_for_like,
-    ways,
+from banach.paper.table2_notes import (
+    batches_of,
+    cold,
+    elsewhere,
+    images_of,
+    late,
+    pace,
+    printed_steps,
+    reckoned,
+    shortened,
+    steps,
+    what_happens,
 )
+from banach.paper.table2_ways import STEPS, Way, as_in_the_paper, like_for_like, ways
 from banach.paper.table_figures import time_figure
 
 CLAIM = "JFB trains faster than Jacobian-based backpropagation, without a J-product, and is at least as accurate"
@@ -63,8 +64,8 @@ def run(options: Options) -> Findings:
         begun = [record_of(job, options) for job in before.values()]
         done = {way: record_of(way.job(subject), options) for way in ways(subject)}
         rows += [_row(subject, way, done) for way in done]
-        notes += [*_short(subject, done), *_late(subject, begun), *_reckoned(subject, done)]
-        notes.append(_what_happens(subject, done))
+        notes += [*shortened(subject, done), *late(subject, begun), *cold(done), *reckoned(subject, done)]
+        notes += [*elsewhere(subject, done, options), what_happens(subject, done)]
         details |= {one.job.name: _detail(one) for one in (*done.values(), *begun)}
         settings |= {one.job.name: one.job.settings.to_dict() for one in (*done.values(), *begun)}
     notes.append(trained_on(details, options))
@@ -94,9 +95,10 @@ _RELEASED = (
     "CG as released: from w = A'g, at least one step, the tolerance absolute and on A'(g - A w), all samples "
     "until the last is done. As there, R without batch norm is scaled down before a solve if it stretches "
     "noise by more than gamma, and a batch whose equations are not all solved changes no weight; the share of "
-    "adjoints solved is that of batches. Not repeated: Q and S evaluated twice, with other dropout masks; the "
-    "scaling of R in JFB and in tests. With batch norm, which couples the batch, ours is one equation for all "
-    "of it; the released code has no such training"
+    "adjoints solved is that of batches, over all epochs. The column after it has the share of adjoint "
+    "equations, over all epochs, that met the same tolerance by |g - A w|. Not repeated: Q and S evaluated "
+    "twice, with other dropout masks; the scaling of R in JFB and in tests. With batch norm, which couples "
+    "the batch, ours is one equation for all of it; the released code has no such training"
 )
 _OURS = (
     "CG to a relative tolerance: from w = g, which is JFB, on g - A w, a sample at a time; R and batches stay "
@@ -119,14 +121,17 @@ def _row(subject: Subject, way: Way, done: Mapping[Way, Record]) -> Row:
         "steps": way.path(subject),
         "paper: seconds per epoch": printed and printed.seconds,
         "seconds per epoch": one.pace,
-        "training images": _images(one),
+        "training images": images_of(one),
         "paper: ratio": _printed_ratio(subject, way),
-        "ratio": _pace(one) / _pace(done[as_in_the_paper(way)]),
+        "ratio": pace(one) / pace(done[as_in_the_paper(way)]),
         "ratio, same settings": _like_for_like(subject, way, done),
+        "paper: CG steps per image": printed and printed_steps(subject, printed),
+        "CG steps per image": steps(way, last.products / images_of(one)),
         "paper: J-products": printed and printed.products,
         "J-products per epoch": last.products,
-        "per image": last.products / _images(one),
+        "per image": last.products / images_of(one),
         "adjoints solved": _solved(way, one),
+        "by |g - A w|": one.adjoints_met,
         "paper %": printed and printed.accuracy,
         "clean %": percent([one.accuracy]),
         "test images": data.get(one.job.data).counts["test"],
@@ -140,24 +145,8 @@ def _row(subject: Subject, way: Way, done: Mapping[Way, Record]) -> Row:
 def _solved(way: Way, one: Record) -> float | None:
     """The share of adjoint equations at the tolerance; as released, of batches, by the test that is made there."""
     if way.cg == "absolute":
-        return 1 - one.heard[LEFT_OUT] / (_batches(one) * len(one.epochs))
+        return 1 - one.heard[LEFT_OUT] / (batches_of(one) * len(one.epochs))
     return one.adjoints_met
-
-
-def _images(one: Record) -> int:
-    """Images of an epoch: a subset, or as many as the data set has."""
-    job = one.job
-    return job.subset or data.get(job.data).counts["train"]
-
-
-def _batches(one: Record) -> int:
-    """Of an epoch."""
-    return -(-_images(one) // one.job.settings.batch_size)
-
-
-def _pace(one: Record) -> float:
-    """Seconds per training image."""
-    return one.seconds / _images(one)
 
 
 def _printed_ratio(subject: Subject, way: Way) -> float | None:
@@ -171,68 +160,7 @@ def _like_for_like(subject: Subject, way: Way, done: Mapping[Way, Record]) -> fl
     same = subject.recipe(rival.recipe).tolerance == subject.recipe(way.recipe).tolerance
     if way.batch_norm != rival.batch_norm or not same:
         return None
-    return _pace(done[way]) / _pace(done[rival])
-
-
-def _short(subject: Subject, all_ways: Iterable[Way]) -> list[str]:
-    lack, few = subject.lack(), FEW.get(subject.data)
-    if not lack:
-        return []
-    long = {way.part(subject).lack() for way in all_ways if way.captured}
-    few_images = f" ({few:,} for CG with batch norm in R, and JFB beside it)" if few else ""
-    return [f"shortened: {subject.data}: one by one {lack}{few_images}; captured {', '.join(long)}; one seed"]
-
-
-def _late(subject: Subject, begun: Sequence[Record]) -> list[str]:
-    """From where the late ways go on."""
-    if not begun:
-        return []
-    kinds = [f"{'with' if one.job.batch_norm else 'without'} batch norm {100 * one.accuracy:.2f}" for one in begun]
-    precision = begun[0].job.settings.precision
-    told = (
-        f"{subject.data}: late epochs begin with weights from {len(begun[0].epochs)} of JFB() on all training "
-        f"images, in {precision}, at its own settings; the optimizer begins anew. Per cent there: "
-        + ", ".join(kinds)
-    )
-    return [told]
-
-
-def _reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
-    """The ratio as released, if its steps of CG were as many as the paper's trainings made on average."""
-    printed = CG_ABSOLUTE.printed(subject.data)
-    if printed is None:
-        return []
-    slow, plain, jfb = (_pace(done[way]) for way in (CG_ABSOLUTE, JFB_PLAIN, JFB_PAPER))
-    products = done[CG_ABSOLUTE].epochs[-1].products / _images(done[CG_ABSOLUTE])
-    theirs = printed.products / (data.get(subject.data).counts["train"] * subject.recipe(JACOBIAN).epochs)
-    asked = 5 + 6 * theirs  # A'g, one to have the transpose, A'A at the start, 3 A'A a step, one for the residual
-    ratio = (plain + (slow - plain) / products * asked) / jfb
-    told = (
-        f"{subject.data}: CG as released made {products:.3g} products per image in the last epoch; the paper's "
-        f"trainings, with {theirs:.2g} steps on average, make it {asked:.3g}. With so many, each at what it took "
-        f"here beyond JFB with the same R, the ratio to JFB would be {ratio:.3g}: reckoned, not measured"
-    )
-    return [told] if asked > 2 * products else []
-
-
-def _what_happens(subject: Subject, done: Mapping[Way, Record]) -> str:
-    """With and without batch norm in R, in numbers, each beside JFB on the same images."""
-    parts = []
-    for way in (way for way in done if way is not JFB_PAPER):
-        one, last = done[way], done[way].epochs[-1]
-        where = "captured, with" if way.captured else "with"
-        where = f"after {LATE[subject.data][0]} epochs of JFB, {where}" if way.late else where
-        where += "" if way.batch_norm else "out"
-        met = "a share not recorded" if one.adjoints_met is None else f"{one.adjoints_met:.1%}"
-        solved = f"{met} of adjoints met the tolerance, " if way.cg == "relative" else ""
-        if way.cg == "absolute":
-            solved = f"of {_batches(one) * len(one.epochs)} batches {one.heard[LEFT_OUT]} were left out, "
-            solved += "" if way.batch_norm else f"R was scaled down before {one.heard[SCALED]}, "
-        parts.append(
-            f"{way.name.partition(', on')[0]} {where} batch norm, {_images(one):,} images: {solved}loss "
-            f"{last.loss:.3g}, {100 * one.accuracy:.2f} per cent"
-        )
-    return f"{subject.data}: " + "; ".join(parts)
+    return pace(done[way]) / pace(done[rival])
 
 
 def _detail(one: Record) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""What the second table says below its rows: how short the trainings are, and what their times are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from banach import data
+from banach.paper import neumann
+from banach.paper.common import Subject
+from banach.paper.records import RECORD, Record, record_of
+from banach.paper.released import LEFT_OUT, SCALED
+from banach.paper.study import Options
+from banach.paper.table2_ways import (
+    CG_ABSOLUTE,
+    CG_CAPTURED,
+    FEW,
+    JACOBIAN,
+    JFB_CAPTURED,
+    JFB_PAPER,
+    JFB_PLAIN,
+    JFB_PLAIN_CAPTURED,
+    LATE,
+    STEPS,
+    Printed,
+    Way,
+)
+
+
+def printed_steps(subject: Subject, printed: Printed) -> float:
+    """What the paper calls J-products, per image and epoch of its whole training: there they are steps of CG."""
+    return printed.products / (data.get(subject.data).counts["train"] * subject.recipe(JACOBIAN).epochs)
+
+
+def steps(way: Way, products: float) -> float:
+    """Steps of CG, from products per image. As released: A'g, one to have the transpose, A'A at the start, 3 A'A a
+    step; else one for g - A w, two a step. One by one the last product of all tells the residual."""
+    if way.cg is None:
+        return 0.0
+    if way.cg == "absolute":
+        return (products - 5) / 6
+    return (products - (1 if way.captured else 2)) / 2
+
+
+def images_of(one: Record) -> int:
+    """Images of an epoch: a subset, or as many as the data set has."""
+    job = one.job
+    return job.subset or data.get(job.data).counts["train"]
+
+
+def batches_of(one: Record) -> int:
+    """Of an epoch."""
+    return -(-images_of(one) // one.job.settings.batch_size)
+
+
+def pace(one: Record) -> float:
+    """Seconds per training image."""
+    return one.seconds / images_of(one)
+
+
+def shortened(subject: Subject, all_ways: Iterable[Way]) -> list[str]:
+    lack, few = subject.lack(), FEW.get(subject.data)
+    if not lack:
+        return []
+    long = {way.part(subject).lack() for way in all_ways if way.captured}
+    few_images = f" ({few:,} for CG with batch norm in R, and JFB beside it)" if few else ""
+    return [f"shortened: {subject.data}: one by one {lack}{few_images}; captured {', '.join(long)}; one seed"]
+
+
+def late(subject: Subject, begun: Sequence[Record]) -> list[str]:
+    """From where the late ways go on."""
+    if not begun:
+        return []
+    kinds = [f"{'with' if one.job.batch_norm else 'without'} batch norm {100 * one.accuracy:.2f}" for one in begun]
+    precision = begun[0].job.settings.precision
+    told = (
+        f"{subject.data}: late epochs begin with weights from {len(begun[0].epochs)} of JFB() on all training "
+        f"images, in {precision}, at its own settings; the optimizer begins anew. Per cent there: "
+        + ", ".join(kinds)
+    )
+    return [told]
+
+
+def reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
+    """The ratio as released, if its steps of CG were as many as the paper's trainings made on average."""
+    printed = CG_ABSOLUTE.printed(subject.data)
+    if printed is None:
+        return []
+    products = {way: done[way].epochs[-1].products / images_of(done[way]) for way in (CG_ABSOLUTE, CG_CAPTURED)}
+    theirs = printed_steps(subject, printed)
+    asked = 5 + 6 * theirs  # as `_steps` has it
+
+    def ratio(cg: Way, jfb: Way, plain: Way) -> float:
+        one = (pace(done[cg]) - pace(done[plain])) / products[cg]
+        return (pace(done[plain]) + one * asked) / pace(done[jfb])
+
+    told = (
+        f"{subject.data}: CG as released made {steps(CG_ABSOLUTE, products[CG_ABSOLUTE]):.2g} steps per image in "
+        f"the last epoch, the paper's trainings made {theirs:.2g} on average. With so many, at 6 products each "
+        "that take as long as here beyond JFB with the same R, the ratio to JFB would be "
+        f"{ratio(CG_ABSOLUTE, JFB_PAPER, JFB_PLAIN):.3g} one by one and "
+        f"{ratio(CG_CAPTURED, JFB_CAPTURED, JFB_PLAIN_CAPTURED):.3g} captured: reckoned, not measured. At the 2 "
+        f"products a step that suffice, {STEPS} steps were measured, captured"
+    )
+    return [told] if asked > 2 * products[CG_ABSOLUTE] else []
+
+
+def cold(done: Mapping[Way, Record]) -> list[str]:
+    """Trainings of which every epoch warms up, as one that was interrupted: their time is too long."""
+    names = [one.job.name for one in done.values() if len(one.epochs) > 1 and all(e.warm_up for e in one.epochs)]
+    said = "was interrupted, and all its epochs warm up: its seconds are of the quickest, and too long"
+    return [f"{name} {said}" for name in names]
+
+
+def elsewhere(subject: Subject, done: Mapping[Way, Record], options: Options) -> list[str]:
+    """JFB captured, in another process: neumann has it at k = 0. Of the epochs that both have."""
+    job = next((neumann.job(other, 0) for other in neumann.FULL if other.data == subject.data), None)
+    if job is None or not (options.runs / job.name / RECORD).exists():
+        return []
+    other, here = record_of(job, options).epochs, done[JFB_CAPTURED].epochs
+    pairs = [(b.seconds, a.seconds) for a, b in zip(other, here, strict=False) if not (a.warm_up or b.warm_up)]
+    mine, theirs = (sum(seconds) / len(pairs) for seconds in zip(*pairs, strict=True))
+    told = (
+        f"{subject.data}: between processes times move. JFB captured took {mine:.3g} s per epoch here and "
+        f"{theirs:.3g} in the same epochs of neumann at k = 0, the same training: ratios are worth no more"
+    )
+    return [told]
+
+
+def what_happens(subject: Subject, done: Mapping[Way, Record]) -> str:
+    """With and without batch norm in R, in numbers, each beside JFB on the same images."""
+    parts = []
+    for way in (way for way in done if way is not JFB_PAPER):
+        one, last = done[way], done[way].epochs[-1]
+        where = "captured, with" if way.captured else "with"
+        where = f"after {LATE[subject.data][0]} epochs of JFB, {where}" if way.late else where
+        where += "" if way.batch_norm else "out"
+        met = "a share not recorded" if one.adjoints_met is None else f"{one.adjoints_met:.1%}"
+        solved = f"{met} of adjoints met the tolerance, " if way.cg == "relative" else ""
+        if way.cg == "absolute":
+            solved = f"of {batches_of(one) * len(one.epochs)} batches {one.heard[LEFT_OUT]} were left out, "
+            solved += "" if way.batch_norm else f"R was scaled down before {one.heard[SCALED]}, "
+        parts.append(
+            f"{way.name.partition(', on')[0]} {where} batch norm, {images_of(one):,} images: {solved}loss "
+            f"{last.loss:.3g}, {100 * one.accuracy:.2f} per cent"
+        )
+    return f"{subject.data}: " + "; ".join(parts)
