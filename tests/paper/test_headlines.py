@@ -63,7 +63,7 @@ def test_each_tolerance_is_compared() -> None:
         row("A", False, 1.5, 97),
         row("B", False, 9, 98.5),
     ]
-    with_norm = row("A", True, 1.1, 99)  # that with batch norm is not the paper's
+    with_norm = row("to a relative 1", True, 1.1, 99)  # that with batch norm is not the paper's
     alike = "with one R and one setting for both"
     worse = (">= 0", f"-0.50 ± 0.19; +0.50 ± 0.16 {alike}", False)
     solved = ("fails", "97.0%", False)
@@ -71,6 +71,7 @@ def test_each_tolerance_is_compared() -> None:
     assert found == [(1.6, f"1.5; 2 {alike}", False), (1.6, f"9; 2 {alike}", True), worse, solved]
     assert of("table2", with_norm | {"epochs": "3 of 100"})[0][2] == "not at this length"
     assert of("table2", with_norm | {"adjoints solved": 0.1})[0][2] is True
+    assert of("table2", row("A", True, 1.1, 99)) == []
     rows[2:] = [row("A", False, 1.7, 97), row("B", False, 9, 98.25)]
     assert of("table2", *rows)[2][1:] == (f"-0.25 ± 0.19; +0.75 ± 0.16 {alike}", "within two standard errors")
     rows[2:] = [row("A", False, 1.7, 97), row("B", False, 9, 98)]
