@@ -62,7 +62,7 @@ def run(options: Options) -> Findings:
     for subject in subjects(options):
         before = {job.name: job for way in ways(subject) if (job := way.before(subject)) is not None}
         begun = [record_of(job, options) for job in before.values()]
-        done = {way: record_of(way.job(subject), options) for way in ways(subject)}
+        done = _records(subject, options)
         rows += [_row(subject, way, done) for way in done]
         notes += [*shortened(subject, done), *late(subject, begun), *cold(done), *reckoned(subject, done)]
         notes += [*elsewhere(subject, done, options), what_happens(subject, done)]
@@ -74,6 +74,15 @@ def run(options: Options) -> Findings:
 
 
 STUDY = Study("table2", CLAIM, run)
+
+
+def _records(subject: Subject, options: Options) -> dict[Way, Record]:
+    """Captured ways first: they alone search for cuDNN's algorithms, and PyTorch keeps, in a process, the first that
+    it used for a shape. So all have the same ones."""
+    order = sorted(ways(subject), key=lambda way: not way.captured)
+    found = {way: record_of(way.job(subject), options) for way in order}
+    return {way: found[way] for way in ways(subject)}
+
 
 _PATH = (
     "two paths, fp32: steps one by one, each asking the host whether a solve is done; and captured ones, "
