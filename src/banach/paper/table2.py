@@ -77,8 +77,8 @@ STUDY = Study("table2", CLAIM, run)
 
 
 def _records(subject: Subject, options: Options) -> dict[Way, Record]:
-    """Captured ways first: they alone search for cuDNN's algorithms, and PyTorch keeps, in a process, the first that
-    it used for a shape. So all have the same ones."""
+    """Captured ways first: they alone search for cuDNN's algorithms, and PyTorch keeps, in a process, the first
+    that it used for a shape. So all have the same ones."""
     order = sorted(ways(subject), key=lambda way: not way.captured)
     found = {way: record_of(way.job(subject), options) for way in order}
     return {way: found[way] for way in ways(subject)}
