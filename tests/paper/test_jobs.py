@@ -111,7 +111,7 @@ def test_a_callback_sees_every_epoch_that_is_trained(tmp_path: Path) -> None:
 
     outcome = carry_out(job(), options, on_epoch)
     assert all(
-        point.keys() == {"epoch", "seconds", "warm_up", "clean"} for point in outcome.curve
+        point.keys() == {"epoch", "seconds", "warm_up", "clean", "converged"} for point in outcome.curve
     )  # not asked for more
     assert math.isnan(outcome.released)
     assert seen == [(1, False, 1, True), (2, False, 2, True)]

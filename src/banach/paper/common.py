@@ -20,7 +20,7 @@ from banach.solve import Picard, Solver
 from banach.train import Settings
 from banach.train.run import ENVIRONMENT
 
-Point = Mapping[str, float]  # of a curve: epoch, seconds, warm_up, clean; released
+Point = Mapping[str, float]  # of a curve: epoch, seconds, warm_up, clean, converged; released
 
 
 @dataclass(frozen=True, kw_only=True)

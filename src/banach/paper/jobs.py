@@ -211,6 +211,7 @@ class _Watch:
         clean = evaluate(net, self.test, batch_size=RELEASED_BATCH, precision=scorer.precision, scorer=scorer)
         point = {"epoch": float(epoch.epoch), "seconds": epoch.seconds, "clean": clean.accuracy}
         point |= {"warm_up": epoch.warm_up}
+        point |= {} if clean.converged is None else {"converged": clean.converged}
         point |= {} if self.released is None else {"released": self.released(epoch.epoch)}
         self.points = [*(old for old in self.points if old["epoch"] < epoch.epoch), point]
         write_json(self.path, self.points)

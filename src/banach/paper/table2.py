@@ -147,8 +147,15 @@ def _row(subject: Subject, way: Way, done: Mapping[Way, Record]) -> Row:
         "training loss": last.loss,
         "forward steps": last.depth,
         "forward converged": last.converged,
+        **_tested(one),
         "epochs": f"{len(one.epochs)} of {subject.recipe(way.recipe).epochs}",
     }
+
+
+def _tested(one: Record) -> Row:
+    """The share of test images whose solves met eps, which older records do not have."""
+    share = one.curve[-1].get("converged")
+    return {} if share is None else {"test converged": share}
 
 
 def _solved(way: Way, one: Record) -> float | None:
