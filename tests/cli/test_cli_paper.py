@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +91,33 @@ def test_everything_runs_quickly_on_digits(here: Path) -> None:
     page = (out / "reproduction.md").read_text()
     assert all(f"\n## {name}\n" in page for name in STUDIES)
     assert "Not run yet" not in page
+
+
+@pytest.mark.parametrize("columns", ["0", "20"])
+def test_a_strange_width_loses_nothing(columns: str, here: Path) -> None:
+    command = [sys.executable, "-m", "banach", "paper", "memory", "--quick", "--device", "cpu"]
+    done = subprocess.run(
+        command, env=os.environ | {"COLUMNS": columns}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "written:" in " ".join(done.stdout.split())
+    assert (here / "runs/paper-quick/memory.json").exists()
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_at_once(here: Path, capsys: Any) -> None:
+    (here / "file").write_text("mine")
+    assert main(["paper", "theory", "--quick", "--out", "file"]) == 2
+    assert capsys.readouterr().err.strip().endswith("cannot be written to (File exists); choose another folder")
+    assert not (here / "runs").exists()
+    assert (here / "file").read_text() == "mine"
+
+
+def test_a_page_takes_the_place_of_no_result(here: Path, capsys: Any) -> None:
+    assert main(["paper", "memory", "--quick", "--out", "out"]) == 0
+    before = (here / "out/memory.json").read_text()
+    (here / "folder.html").mkdir()
+    for page in ("out/memory.json", "page.html", "out", "folder.md", ""):
+        assert main(["paper", "report", "--out", "out", "--page", page]) == 2
+        assert "the page must be a file that ends in .md" in capsys.readouterr().err
+    assert (here / "out/memory.json").read_text() == before
+    assert not (here / "folder.md").exists()

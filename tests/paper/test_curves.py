@@ -11,6 +11,7 @@ from banach.backward import JFB, Mode, Neumann
 from banach.network import ImplicitNetwork
 from banach.paper import Options, accelerate, figures, neumann, table2
 from banach.paper.common import Subject, curves_figure
+from banach.paper.marks import take
 from banach.paper.records import record_of, train
 from banach.paper.table1 import DIGITS
 from banach.paper.table2_ways import CG
@@ -70,12 +71,12 @@ def test_order_zero_is_jfb(place: Options) -> None:
 
 def test_figures_read_the_runs_of_the_tables(place: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table2, "QUICK", (TINY,))
-    first = train(replace(DIGITS, epochs=3, subset=96).job("table1-digits-jfb"), place)
+    first = take(replace(DIGITS, epochs=3, subset=96).job("table1-digits-jfb"), place)
     done = [record_of(way.job(TINY), place) for ways in figures.PATHS.values() for way in ways]
     found = figures.run(place)
     assert [row["seconds per epoch"] for row in found.rows] == [one.pace for one in done]  # read, not trained
     captured, plain = found.details["figures-digits-captured"], found.details["figures-digits-one-by-one"]
-    assert captured[figures.LONG] == first.outcome.curve
+    assert captured[figures.LONG] == first.curve
     assert list(captured) == ["JFB", CG["fixed"], figures.LONG]
     assert list(plain) == ["JFB", CG["absolute"], CG["relative"]]
     assert [row["level %"] / 100 for row in found.rows] == [done[1].accuracy] * 2 + [done[4].accuracy] * 3

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,3 +151,59 @@ def test_what_was_heard_is_not_counted_twice(tmp_path: Path, monkeypatch: pytest
     assert kept == {path.name: path.read_bytes() for path in (options.runs / job.name).iterdir()}
     shutil.rmtree(options.runs / job.name)
     assert record_of(job, options).heard["adjoint CONVERGED"] == whole
+
+
+DAMAGES: dict[str, Any] = {
+    "cut off": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "{}",
+    "a list": lambda text: "[1]",
+    "nothing of its epochs": lambda text: json.dumps(json.loads(text) | {"marks": {"epochs": []}}),
+    "an epoch too few": lambda text: _changed(text, lambda marks: marks["epochs"].pop()),
+    "a point too few": lambda text: _changed(text, lambda marks: marks["curve"].pop()),
+    "an epoch of another kind": lambda text: _changed(text, lambda marks: marks["epochs"][0].update(more=1)),
+}
+
+
+def _changed(text: str, change: Any) -> str:
+    content = json.loads(text)
+    change(content["marks"])
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_record_is_named(kind: str, tmp_path: Path) -> None:
+    options, job = options_in(tmp_path), TINY.job("damaged")
+    record_of(job, options)
+    path = options.runs / job.name / RECORD
+    path.write_text(DAMAGES[kind](path.read_text()))
+    with pytest.raises(RunError, match=r"record.json cannot be read \(.*\); delete it, and run the command again"):
+        record_of(job, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("heard.json", "[1]"), ("heard.json", "{"), ("test-curve.json", "null")]
+)
+def test_damaged_files_beside_a_run_are_named(name: str, text: str, tmp_path: Path) -> None:
+    options, job = options_in(tmp_path), TINY.job("damaged")
+    train(job, options)
+    (options.runs / job.name / name).write_text(text)
+    with pytest.raises(RunError, match=f"{name} cannot be read"):
+        train(job, options)
+
+
+def test_a_training_whose_curve_has_gaps_is_refused(tmp_path: Path) -> None:
+    """As after `banach train --resume`, which watches no test images."""
+    options, job = options_in(tmp_path), TINY.job("gaps")
+    train(job, options)
+    (options.runs / job.name / "test-curve.json").unlink()
+    said = r"test-curve\.json lacks epochs of this training; delete .*gaps-seed0 to train it anew"
+    with pytest.raises(RunError, match=said):
+        record_of(job, options)
+    assert not (options.runs / job.name / RECORD).exists()
+
+
+def test_a_signal_after_the_last_step_stops_a_study_too(tmp_path: Path) -> None:
+    options, job = options_in(tmp_path), TINY.job("late")
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(job, options, lambda epoch, net: os.kill(os.getpid(), signal.SIGINT))
+    assert len(record_of(job, options).epochs) == 1  # what was trained is there

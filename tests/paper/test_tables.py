@@ -17,7 +17,7 @@ from banach.paper import Options, common, neumann, table1, table2, table2_notes,
 from banach.paper.common import Subject, shortened
 from banach.paper.headlines import headlines
 from banach.paper.jobs import carry_out
-from banach.paper.records import Record, record_of
+from banach.paper.records import Record, cold, record_of
 from banach.paper.released import LEFT_OUT, ReleasedCG
 from banach.provenance import Summary, plain
 from banach.train import Settings
@@ -310,10 +310,10 @@ def test_times_of_interrupted_runs_and_of_other_processes_are_spoken_of(second: 
 
     job = table2_ways.JFB_CAPTURED.job(table2.FULL[1])
     done = {table2_ways.JFB_CAPTURED: record(job, (9, True), (8, True))}
-    (note,) = table2_notes.cold(done)
+    (note,) = cold(done.values())
     assert note.startswith("table2-svhn-jfb-captured-bn-seed0 was interrupted")
     done = {table2_ways.JFB_CAPTURED: record(job, (9, True), (8, False), (7, False))}
-    assert table2_notes.cold(done) == []
+    assert cold(done.values()) == []
     assert table2_notes.elsewhere(table2.FULL[1], done, options_in(tmp_path)) == []
     kept = Options(runs=Path(__file__).resolve().parents[2] / "results" / "paper" / "trainings")
     (note,) = table2_notes.elsewhere(table2.FULL[1], done, kept)

@@ -24,6 +24,8 @@ class Patient(Console):
 
 # No emoji, markup or highlighting: what is printed is what was measured, brackets and all.
 console = Patient(markup=False, emoji=False, highlight=False, soft_wrap=True)
+if console.width < 1:  # COLUMNS=0, by which some mean that they do not know
+    console.width = 80
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -62,11 +63,28 @@ def paper(
     )
     assemble.usable(_device(options), options.device)
     names = [nearest("study", name, [*STUDIES, "all", "report"]) for name in studies]
-    for name in dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])):
-        if name == "report":
-            console.print(f"report: {write_report(options.out, page or _page(options))}")
-        else:
-            _carry_out(STUDIES[name], options)
+    if set(names) != {"report"}:
+        _check_writable(options.out)
+    try:
+        for name in dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])):
+            if name == "report":
+                console.print(f"report: {write_report(options.out, _page(options) if page is None else page)}")
+            else:
+                _carry_out(STUDIES[name], options)
+    except KeyboardInterrupt:
+        console.print("what was trained is kept: the same command goes on from there")
+        raise
+
+
+def _check_writable(folder: Path) -> None:
+    """Before hours of work, not after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        said = f"--out {folder} cannot be written to ({error.strerror}); choose another folder"
+        raise ValueError(said) from None
 
 
 def _device(options: Options) -> torch.device:
@@ -86,10 +104,11 @@ def _carry_out(study: Study, options: Options) -> None:
     if options.at_once > 1:
         _parts(study, options)
     found = study.run(options)
+    written = found.write(options)  # before it is shown: nothing is lost by what is wrong with a terminal
     _print_rows(found)
     for note in found.notes:
         console.print(f"  {note}")
-    console.print("written: " + ", ".join(str(path) for path in found.write(options)) + "\n")
+    console.print("written: " + ", ".join(str(path) for path in written) + "\n")
 
 
 def _parts(study: Study, options: Options) -> None:

@@ -19,6 +19,7 @@ from banach.data import Images
 from banach.provenance import plain, provenance
 from banach.train import Epoch, History, Position, Run, RunError, Settings, Totals, evaluate, fit
 from banach.train.board import MISSING, Board, open_board
+from banach.train.checkpoint import CheckpointError
 from banach.train.plot import PlotError, plot_history
 
 PLOT, BOARD = "training.png", "tensorboard"
@@ -99,7 +100,12 @@ class Session:
     def _done(self) -> list[Epoch]:
         """The epochs of the newest checkpoint: a kill may have come before they were written anywhere else."""
         checkpoint = self.run.latest()
-        return [] if checkpoint is None else [Epoch.from_dict(values) for values in checkpoint.state["done"]]
+        if checkpoint is None:
+            return []
+        try:
+            return [Epoch.from_dict(values) for values in checkpoint.state["done"]]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
 
     def resume_command(self) -> str:
         """What to type to go on."""

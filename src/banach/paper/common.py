@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from banach import data, models
@@ -14,6 +14,7 @@ from banach.backward import JFB, Mode
 from banach.data import Augmentation, Chain, Crop, Flip, Images
 from banach.models import Recipe, Steps
 from banach.paper.jobs import PAPER_AUGMENT, Job, augmentation_for, settings_for
+from banach.paper.kept import read, reading
 from banach.paper.study import Options
 from banach.provenance import Summary
 from banach.solve import Picard, Solver
@@ -131,10 +132,13 @@ def unseen(name: str, options: Options) -> Images:
 
 def trained_on(names: Iterable[str], options: Options) -> str:
     """Where and by which commit runs were begun: that need not be where they are read."""
-    kept = [json.loads((options.runs / name / ENVIRONMENT).read_text(encoding="utf-8")) for name in names]
-    return where(
-        (f"{one['device']}, torch {one['versions']['torch']}", one["commit"], one["dirty"]) for one in kept
-    )
+    return where(_place(options.runs / name / ENVIRONMENT) for name in names)
+
+
+def _place(path: Path) -> tuple[str, str | None, bool | None]:
+    with reading(path):
+        kept = read(path)
+        return f"{kept['device']}, torch {kept['versions']['torch']}", kept["commit"], kept["dirty"]
 
 
 def where(places: Iterable[tuple[str, str | None, bool | None]]) -> str:

@@ -11,7 +11,6 @@ against epochs alone: JFB() has a faster path than CG, and trainings may have sh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate, product
@@ -19,7 +18,9 @@ from typing import Any
 
 from banach.paper import table2, table2_ways
 from banach.paper.common import Point, Subject, curves_figure, percent, trained_on, warm
-from banach.paper.jobs import CURVE, Job
+from banach.paper.jobs import Job
+from banach.paper.kept import read, reading
+from banach.paper.marks import MARKS
 from banach.paper.records import Record, record_of
 from banach.paper.study import Findings, Options, Row, Study
 from banach.paper.table2_ways import Way
@@ -96,6 +97,9 @@ def seconds_to(level: float, curve: list[dict[str, float]]) -> float | None:
 
 def long_run(subject: Subject, options: Options) -> list[Point]:
     """The curve of the first table's JFB run, if that was made."""
-    path = options.runs / f"table1-{subject.data}-jfb-seed0" / CURVE
-    found: list[Point] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return found
+    path = options.runs / f"table1-{subject.data}-jfb-seed0" / MARKS  # of a training that came to its end
+    if not path.exists():
+        return []
+    with reading(path):
+        found: list[Point] = read(path)["marks"]["curve"]
+        return found

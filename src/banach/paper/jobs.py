@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from banach.backward import JFB, Implicit, Mode
 from banach.data import Augmentation, Images, paper_cifar10
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
+from banach.paper.kept import read, reading
 from banach.paper.released import ReleasedCG, as_released
 from banach.paper.study import Options
 from banach.provenance import write_json
@@ -146,11 +146,19 @@ def carry_out(
 
     with _conditions(net):
         history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=after)
-    if not history.finished:
+    if not history.finished or history.stopped_by is not None:
         raise KeyboardInterrupt  # the run is kept and is resumed next time
+    _check_curve(run, watch.points, len(history.epochs))
     clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision, scorer=scorer)
     exact = scorer if settings.precision == "fp32" else Scorer(net)
     return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title, exact)
+
+
+def _check_curve(run: Run, points: Sequence[Mapping[str, float]], epochs: int) -> None:
+    """An epoch that was trained by another command has no point, and no study can be made of that."""
+    if [point["epoch"] for point in points[:epochs]] != list(range(1, epochs + 1)):
+        path = run.path / CURVE
+        raise RunError(f"{path} lacks epochs of this training; delete {run.path} to train it anew")
 
 
 def _conditions(net: Any) -> AbstractContextManager[None]:
@@ -254,5 +262,5 @@ def _in_training(net: nn.Module, device: torch.device) -> Iterator[None]:
 def _read(path: Any) -> list[dict[str, float]]:
     if not path.exists():
         return []
-    found: list[Mapping[str, float]] = json.loads(path.read_text(encoding="utf-8"))
-    return [dict(point) for point in found]
+    with reading(path):
+        return [dict(point.items()) for point in read(path)]

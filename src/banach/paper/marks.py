@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from banach.network import ImplicitNetwork
 from banach.paper.common import unseen
 from banach.paper.jobs import RELEASED_BATCH, Job, Outcome
+from banach.paper.kept import read, reading
 from banach.paper.records import read_kept, train, write_kept
 from banach.paper.study import Options
 from banach.provenance import provenance, write_json
@@ -49,7 +49,8 @@ def take(job: Job, options: Options) -> Marks:
     path = options.runs / job.name / MARKS
     kept = read_kept(path, job)
     if kept is not None:
-        return _read(kept)
+        with reading(path):
+            return _read(kept)
     try:
         one = train(job, options, released=True)
     finally:
@@ -64,8 +65,8 @@ def take(job: Job, options: Options) -> Marks:
 def _keep_at_once(run: Path, options: Options) -> int:
     """The most that shared the device while this run was trained, in one go or in several."""
     path = run / TOGETHER
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else 1
-    most = max(int(before), options.at_once)
+    with reading(path):
+        most = max(int(read(path)) if path.exists() else 1, options.at_once)
     if (run / SETTINGS).exists():  # the run was begun
         write_json(path, most)
     return most
@@ -94,7 +95,7 @@ def _measure(outcome: Outcome, options: Options) -> dict[str, Any]:
 
 def _read(made: Mapping[str, Any]) -> Marks:
     totals = {name: None if made[name] is None else _totals(made[name]) for name in ("own", "fine")}
-    return Marks(**{**made, **totals})
+    return Marks(**{**made, **totals, "released": float(made["released"])})
 
 
 def _totals(values: Mapping[str, Any]) -> Totals:

@@ -17,7 +17,7 @@ from typing import Any
 from banach.backward import Implicit, Mode
 from banach.paper.common import Subject, curves_figure, percent, trained_on
 from banach.paper.jobs import Job
-from banach.paper.records import Record, record_of
+from banach.paper.records import Record, cold, record_of
 from banach.paper.study import Findings, Options, Row, Study
 from banach.solve import Picard, Tolerance
 
@@ -44,14 +44,16 @@ def run(options: Options) -> Findings:
     rows: list[Row] = []
     figures: dict[str, Any] = {}
     details: dict[str, Any] = {}
+    slow: list[str] = []
     for subject in subjects:
         done = {order: record_of(job(subject, order), options) for order in ORDERS}
         rows += [_row(subject, order, done) for order in ORDERS]
         curves = {f"k = {order}" + " (JFB)" * (not order): one.curve for order, one in done.items()}
         figures[f"neumann-{subject.data}"] = partial(curves_figure, f"Neumann series, {_title(done)}", curves)
         details |= {one.job.name: one.curve for one in done.values()}
+        slow += cold(done.values())
     settings = {job(subject, 0).name: job(subject, 0).settings.to_dict() for subject in subjects}
-    notes = [*_notes(subjects), trained_on(details, options)]
+    notes = [*_notes(subjects), *slow, trained_on(details, options)]
     return Findings("neumann", CLAIM, rows, notes, figures, settings, details)
 
 
@@ -82,7 +84,7 @@ def _row(subject: Subject, order: int, done: Mapping[int, Record]) -> Row:
 def _notes(subjects: Sequence[Subject]) -> list[str]:
     return [
         "clean protocol: eval mode, clean test images, after every epoch",
-        "seconds are of training alone, without an epoch that warms up: the first, or one resumed",
+        "seconds are of training alone, without epochs that warm up, first or resumed, if there are others",
         "one path for all orders, on a GPU captured: k = 0 is JFB's gradient by it; JFB() itself has a faster one",
         "a backward pass with k > 0 evaluates T once more, for its products",
         "seconds grow with the forward steps, too, which an order changes by the weights it leads to",

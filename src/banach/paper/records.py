@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from banach.backward import Implicit
 from banach.paper.jobs import Job, Outcome, carry_out
+from banach.paper.kept import read, reading
 from banach.paper.study import Options
 from banach.provenance import Summary, plain, write_json
 from banach.solve import Status
@@ -115,8 +115,11 @@ def record_of(job: Job, options: Options) -> Record:
     path = options.runs / job.name / RECORD
     kept = read_kept(path, job)
     if kept is not None:
-        epochs = tuple(Epoch.from_dict(epoch) for epoch in kept["epochs"])
-        return Record(job, kept["title"], epochs, kept["curve"], Counter(kept["heard"]))
+        with reading(path):
+            epochs = tuple(Epoch.from_dict(epoch) for epoch in kept["epochs"])
+            if not len(epochs) == len(kept["curve"]) == job.settings.epochs:
+                raise ValueError(f"it has not all of {job.settings.epochs} epochs")
+            return Record(job, kept["title"], epochs, kept["curve"], Counter(kept["heard"]))
     made = train(job, options).record
     content = {"title": made.title, "epochs": [epoch.to_dict() for epoch in made.epochs]}
     write_kept(path, job, content | {"curve": made.curve, "heard": made.heard})
@@ -128,16 +131,24 @@ def read_kept(path: Path, job: Job) -> Any:
     without weights nothing else would keep it from being written over."""
     if not path.exists():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    kept, asked = content["job"], _identity(job)
-    if kept == asked:
-        return content[_CONTENT]
-    was, now = next(pair for pair in _pairs(kept, asked) if pair[0] != pair[1])
+    with reading(path):
+        content = read(path)
+        kept, asked = content["job"], _identity(job)
+        if kept == asked:
+            return content[_CONTENT]
+        was, now = next((pair for pair in _pairs(kept, asked) if pair[0] != pair[1]), ("more to it", "less"))
     raise RunError(f"{path} is of a job with {was}, got {now}; choose another directory by --runs")
 
 
 def write_kept(path: Path, job: Job, content: Any) -> None:
     write_json(path, {"job": _identity(job), _CONTENT: content})
+
+
+def cold(records: Iterable[Record]) -> list[str]:
+    """Sentences on trainings of which every epoch warms up, since they were interrupted."""
+    names = [one.job.name for one in records if len(one.epochs) > 1 and all(e.warm_up for e in one.epochs)]
+    said = "was interrupted, and all its epochs warm up: its seconds are of the quickest, and too long"
+    return [f"{name} {said}" for name in names]
 
 
 def _pairs(kept: Any, asked: Any) -> Iterator[tuple[str, str]]:
@@ -161,4 +172,5 @@ def _heard_before(folder: Path) -> Counter[str]:
     path = folder / HEARD
     if not path.exists() or not checkpoints(folder / CHECKPOINTS):
         return Counter()
-    return Counter(json.loads(path.read_text(encoding="utf-8")))
+    with reading(path):
+        return Counter({str(key): int(count) for key, count in read(path).items()})

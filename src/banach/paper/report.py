@@ -68,8 +68,11 @@ class Section:
 
 def write_report(folder: Path, page: Path) -> Path:
     """Write `page` and, beside it, the same as HTML, from the JSON files of a folder; both whole or not at all."""
+    web = page.with_suffix(".html") if page.name else page
+    if page.suffix != ".md" or page.is_dir() or web.is_dir():
+        raise ReportError(f"the page must be a file that ends in .md, and {web.name} none but a file, got {page}")
     sections = [_section(path) for path in _results(folder)]
-    for path, text in ((page, _markdown(sections, page.parent)), (page.with_suffix(".html"), _html(sections))):
+    for path, text in ((page, _markdown(sections, page.parent)), (web, _html(sections))):
         with whole_file(path) as file:
             file.write(text)
     return page
@@ -91,17 +94,17 @@ def _section(path: Path) -> Section:
         figures = [path.parent / name for name in content["figures"] if (path.parent / name).exists()]
         quick = " --quick" if content["quick"] else ""
         return Section(
-            name=content["name"],
-            claim=content["claim"],
+            name=str(content["name"]),
+            claim=str(content["claim"]),
             columns=columns,
             rows=[[shown(row.get(column)) for column in columns] for row in rows],
             short=[[shown(row[column]) for column in COLUMNS] for row in headlines([content])],
-            notes=content["notes"],
+            notes=[str(note) for note in content["notes"]],
             figures=figures,
             origin=_origin(origin),
-            command=content.get("command", f"banach paper {content['name']}{quick}"),
+            command=str(content.get("command", f"banach paper {content['name']}{quick}")),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ReportError(
             f"{path} is not the result of a study ({type(error).__name__}: {error}); run it anew"
         ) from None

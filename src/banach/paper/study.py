@@ -75,10 +75,8 @@ class Findings:
             "details": plain(self.details),
             "provenance": provenance(self.settings, device=options.torch_device),
         }
-        written = [write_json(options.out / f"{self.name}.json", content)]
-        for name, draw in self.figures.items():
-            written += _draw(draw, options.out / name)
-        return written
+        drawn = [path for name, draw in self.figures.items() for path in _draw(draw, options.out / name)]
+        return [write_json(options.out / f"{self.name}.json", content), *drawn]  # the numbers last: all are there
 
 
 def _draw(draw: Callable[[], Any], stem: Path) -> list[Path]:
@@ -121,7 +119,8 @@ def cell(value: Any) -> str:
 def shown(value: Any) -> str:
     """A value of a row that was read from a file, where a Summary is a mapping."""
     if isinstance(value, Mapping) and {"mean", "spread", "count", "median"} <= set(value):
-        return cell(Summary(**value))
+        numbers: dict[str, Any] = {key: float(one) if isinstance(one, str) else one for key, one in value.items()}
+        return cell(Summary(**numbers))
     return cell(value)
 
 

@@ -22,12 +22,11 @@ from typing import Any
 
 from banach import data
 from banach.paper.common import Subject, percent, trained_on
-from banach.paper.records import Record, record_of
+from banach.paper.records import Record, cold, record_of
 from banach.paper.released import LEFT_OUT
 from banach.paper.study import Findings, Options, Row, Study
 from banach.paper.table2_notes import (
     batches_of,
-    cold,
     elsewhere,
     images_of,
     late,
@@ -64,7 +63,7 @@ def run(options: Options) -> Findings:
         begun = [record_of(job, options) for job in before.values()]
         done = _records(subject, options)
         rows += [_row(subject, way, done) for way in done]
-        notes += [*shortened(subject, done), *late(subject, begun), *cold(done), *reckoned(subject, done)]
+        notes += [*shortened(subject, done), *late(subject, begun), *cold(done.values()), *reckoned(subject, done)]
         notes += [*elsewhere(subject, done, options), what_happens(subject, done)]
         details |= {one.job.name: _detail(one) for one in (*done.values(), *begun)}
         settings |= {one.job.name: one.job.settings.to_dict() for one in (*done.values(), *begun)}

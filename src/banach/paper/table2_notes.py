@@ -104,13 +104,6 @@ def reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
     return [told] if asked > 2 * products[CG_ABSOLUTE] else []
 
 
-def cold(done: Mapping[Way, Record]) -> list[str]:
-    """Trainings of which every epoch warms up, as one that was interrupted: their time is too long."""
-    names = [one.job.name for one in done.values() if len(one.epochs) > 1 and all(e.warm_up for e in one.epochs)]
-    said = "was interrupted, and all its epochs warm up: its seconds are of the quickest, and too long"
-    return [f"{name} {said}" for name in names]
-
-
 def elsewhere(subject: Subject, done: Mapping[Way, Record], options: Options) -> list[str]:
     """JFB captured, in another process: neumann has it at k = 0. Of the epochs that both have."""
     job = next((neumann.job(other, 0) for other in neumann.FULL if other.data == subject.data), None)

@@ -14,7 +14,7 @@ from banach import data
 from banach.data import Images
 from banach.paper.jobs import Job, settings_for
 from banach.paper.study import Options
-from banach.train import Epoch, Run, evaluate, fit
+from banach.train import Epoch, Run, RunError, evaluate, fit
 
 FOLDER = "weights"  # inside the run's directory
 
@@ -83,28 +83,34 @@ def train(case: Case, options: Options) -> Trained:
             _keep(net, path, epoch.epoch)
 
     history = fit(net, train, validation, settings, run=run, on_epoch=on_epoch)
-    if not history.finished:
+    if not history.finished or history.stopped_by is not None:
         raise KeyboardInterrupt  # the run is kept and is resumed next time
     few = train.subset(case.images).to(settings.torch_device)
     return Trained(
         case,
         train.title,
-        _moments(job, path, history.epochs, validation.to(settings.torch_device)),
+        _moments(job, path, case, history.epochs, validation.to(settings.torch_device)),
         few.normalise(few.pixels).double(),
         few.labels,
         settings.label_smoothing,
     )
 
 
-def _moments(job: Job, path: Path, epochs: tuple[Epoch, ...], validation: Images) -> list[Moment]:
+def _moments(job: Job, path: Path, case: Case, epochs: tuple[Epoch, ...], validation: Images) -> list[Moment]:
     """One for every file of weights; training that was killed between an epoch and its file has one less."""
     from safetensors.torch import load_file
 
     found = []
-    for file in sorted((path / FOLDER).glob("epoch-*.safetensors")):
-        epoch = int(file.stem.removeprefix("epoch-"))
+    for epoch in case.epochs:
+        file = _file(path, epoch)
+        if not file.exists():
+            continue
         net = job.build()
-        net.load_state_dict(load_file(file))
+        try:
+            net.load_state_dict(load_file(file))
+        except Exception as error:  # safetensors has one of its own
+            said = f"{file} cannot be read ({' '.join(str(error).split())[:200]})"
+            raise RunError(f"{said}; delete {path}, and run the command again") from None
         net.to(validation.device).eval()
         accuracy = epochs[epoch - 1].validated if epoch else evaluate(net, validation).accuracy
         found.append(Moment(epoch, accuracy, net.double()))
@@ -115,10 +121,14 @@ def _keep(net: Any, path: Path, epoch: int) -> None:
     """The weights and buffers of an epoch, whole or not at all."""
     from safetensors.torch import save_file
 
-    target = path / FOLDER / f"epoch-{epoch:05d}.safetensors"
+    target = _file(path, epoch)
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     half = target.with_suffix(".half")
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in net.state_dict().items()}, half)
     os.replace(half, target)
+
+
+def _file(path: Path, epoch: int) -> Path:
+    return path / FOLDER / f"epoch-{epoch:05d}.safetensors"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from banach.paper.study import Options, Part
+from banach.train.run import RunError
 from banach.train.stop import stop_on_signals
 
 LOOK = 0.5  # seconds between looks whether a signal came
@@ -70,7 +71,7 @@ class _Worker:
         try:
             found = self.pipe.recv()
         except EOFError:
-            found = RuntimeError(
+            found = RunError(
                 f"a training ended without a word, exit code {self.process.exitcode}; run the command again, "
                 "which goes on from what is kept; if memory is short, with fewer at once"
             )
