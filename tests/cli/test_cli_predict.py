@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +83,19 @@ def test_the_answers_are_those_of_the_network_run_by_hand(run: Path, capsys: Any
         assert cells[6] == ("yes" if bool(found.converged[i]) else "no")
     assert len(lines) == 5
     assert len(set(classes[:, 0].tolist())) > 1  # a network that says one thing shows nothing
+
+
+@pytest.mark.parametrize(("key", "value"), [("eps", 0.5), ("solver", "anderson"), ("max_steps", 3)])
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_settings_that_were_altered_after_training_are_refused(
+    run: Path, tmp_path: Path, capsys: Any, command: str, key: str, value: Any
+) -> None:
+    altered = shutil.copytree(run, tmp_path / "altered")
+    path = altered / "settings.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    images = [str(written(grey()))] if command == "predict" else []
+    assert main([command, str(altered), *images]) == 2
+    assert "the run was begun with " in capsys.readouterr().err
 
 
 def test_a_solve_that_is_cut_short_says_no(run: Path) -> None:

@@ -15,6 +15,7 @@ from banach.cli import words
 from banach.data import Augmentation, DataSet, Images
 from banach.solve import Tolerance
 from banach.train import CheckpointError, Position, Run, RunError, Settings
+from banach.train.work import check_identity, described
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +97,8 @@ def open_run(path: Path, device: str = "auto") -> Opened:
     except RuntimeError as error:
         why = " ".join(str(error).split())
         raise CheckpointError(f"{checkpoint.path} is of another network: {why[:300]}") from None
+    now = described(net, run.settings)
+    check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
     position = Position(checkpoint.state["epoch"], checkpoint.state["step"])
     return Opened(run, settings, net.to(where).eval(), data.get(str(settings.data)), where, position)
 

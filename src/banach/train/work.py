@@ -84,17 +84,9 @@ class Work:
         self.begin_epoch()
 
     def identity(self) -> dict[str, str]:
-        """What must be the same for a run to go on; addresses in memory are left out."""
-        parts: dict[str, Any] = {"train": self.batches.images, "validation": self.validation}
-        parts["augment"] = self.batches.augment
-        if self.implicit:
-            parts |= {name: getattr(self.net, name) for name in ("solver", "tolerance", "backward")}
-        told = {key: value for key, value in self.settings.to_dict().items() if key != "device"}
-        parts |= {f"setting {key}": value for key, value in told.items()}
-        return {
-            name: re.sub(r" on \w+(:\d+)?\)$", ")", re.sub(r" at 0x[0-9a-f]+", "", repr(part)))
-            for name, part in parts.items()
-        }
+        """What must be the same for a run to go on."""
+        parts = {"train": self.batches.images, "validation": self.validation, "augment": self.batches.augment}
+        return _in_words(parts) | described(self.net, self.settings)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that must come back."""
@@ -120,7 +112,7 @@ class Work:
 
     def restore(self, checkpoint: Checkpoint, identity: Mapping[str, str]) -> None:
         """Be where the checkpoint was taken."""
-        _check_identity(checkpoint.state["identity"], identity)
+        check_identity(checkpoint.state["identity"], identity)
         try:
             self.net.load_state_dict(checkpoint.under("net"))
         except RuntimeError as error:
@@ -179,7 +171,22 @@ def _tensor(name: str, value: Any) -> Tensor:
     return value
 
 
-def _check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
+def described(net: Any, settings: Settings) -> dict[str, str]:
+    """How a network finds and differentiates its fixed point, and its settings; the device may change."""
+    fixed_point = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
+    told = {f"setting {key}": value for key, value in settings.to_dict().items() if key != "device"}
+    return _in_words({name: getattr(net, name) for name in fixed_point} | told)
+
+
+def _in_words(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Addresses in memory and devices are left out."""
+    return {
+        name: re.sub(r" on \w+(:\d+)?\)$", ")", re.sub(r" at 0x[0-9a-f]+", "", repr(part)))
+        for name, part in parts.items()
+    }
+
+
+def check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
     """A setting that came after the run was begun had its default then."""
     kept = {**{f"setting {key}": repr(value) for key, value in Settings().to_dict().items()}, **kept}
     del kept["setting device"]
