@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from banach import data
+from banach.cli import session
 from banach.cli.app import main
 
 
@@ -76,3 +78,12 @@ def test_no_matlab_file_is_refused(tmp_path: Path, capsys: Any) -> None:
     for name in ("train_32x32.mat", "test_32x32.mat"):
         (folder / name).write_bytes(b"not a matlab file at all" * 100)
     refused(tmp_path, "svhn", capsys, "train_32x32.mat")
+
+
+def test_test_images_are_missed_before_the_training(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mnist").mkdir()
+    digits = data.load("digits")
+    monkeypatch.setattr(session.assemble, "images", lambda *_: digits)  # as if those to train with were sound
+    refused(tmp_path, "mnist", capsys, "mnist has no t10k-images-idx3-ubyte; ")

@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from banach import data
 from banach.cli import assemble
 from banach.cli.console import console, table
 from banach.cli.progress import Progress
 from banach.data import Images
+from banach.data.find import find, roots
 from banach.provenance import plain, provenance
 from banach.train import Epoch, History, Position, Run, RunError, Settings, Totals, evaluate, fit
 from banach.train.board import MISSING, Board, open_board
@@ -179,6 +181,8 @@ def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images
     assemble.usable_device(settings)
     train = assemble.images(settings, "train", data_dir)
     validation = None if settings.whole else assemble.images(settings, "validation", data_dir)
+    dataset = data.get(str(settings.data))
+    find(dataset, "test", roots(dataset, data_dir))  # with which it ends: what is not there is better said before
     return assemble.network(settings), train, validation
 
 
