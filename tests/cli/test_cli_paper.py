@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from banach.cli.app import main
 from banach.cli.console import console
 from banach.cli.paper import _print_rows
-from banach.paper import Findings
+from banach.paper import Findings, neumann
 from banach.paper.all import STUDIES
 from banach.provenance import Summary
 
@@ -121,3 +122,22 @@ def test_a_page_takes_the_place_of_no_result(here: Path, capsys: Any) -> None:
         assert "the page must be a file that ends in .md" in capsys.readouterr().err
     assert (here / "out/memory.json").read_text() == before
     assert not (here / "folder.md").exists()
+
+
+def test_every_training_is_announced_and_an_interruption_says_how_to_go_on(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = replace(neumann.QUICK[0], epochs=1, subset=64)
+    monkeypatch.setattr(neumann, "QUICK", (subject,))
+    assert main(["paper", "neumann", "--quick"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"neumann-digits-k{order}-seed0: 1 epochs\n" in said for order in neumann.ORDERS)
+    assert main(["paper", "neumann", "--quick"]) == 0
+    assert "seed0: 1 epochs" not in capsys.readouterr().out  # read, not trained
+
+    def stopped(options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(STUDIES, "memory", replace(STUDIES["memory"], run=stopped))
+    assert main(["paper", "memory", "--quick"]) == 130
+    assert "the same command goes on" in capsys.readouterr().out

@@ -60,6 +60,7 @@ def paper(
         out=out or base,
         runs=runs or (Path("runs/paper-quick") if quick else Path("runs/paper")),
         at_once=at_once,
+        say=lambda text: console.print(f"  {text}"),
     )
     assemble.usable(_device(options), options.device)
     names = [nearest("study", name, [*STUDIES, "all", "report"]) for name in studies]

@@ -144,6 +144,7 @@ def carry_out(
         if on_epoch is not None:
             on_epoch(epoch, net)
 
+    announce(run, options)
     with _conditions(net):
         history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=after)
     if not history.finished or history.stopped_by is not None:
@@ -152,6 +153,13 @@ def carry_out(
     clean = evaluate(net, test, batch_size=RELEASED_BATCH, precision=settings.precision, scorer=scorer)
     exact = scorer if settings.precision == "fp32" else Scorer(net)
     return Outcome(job, net, history.epochs, watch.points[: len(history.epochs)], clean, test.title, exact)
+
+
+def announce(run: Run, options: Options) -> None:
+    """A training that begins or goes on; one that is read takes no time."""
+    done, whole = len(run.metrics()), run.settings.epochs
+    if done < whole:
+        options.say(f"{run.path.name}: {whole} epochs" + (f", {done} are done" if done else ""))
 
 
 def _check_curve(run: Run, points: Sequence[Mapping[str, float]], epochs: int) -> None:

@@ -16,12 +16,16 @@ from banach.train.plot import PlotError, write_figure
 Row = dict[str, Any]
 
 
+def _silent(text: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Options:
     """`quick` runs everything on digits, on a CPU, in minutes: the machinery, not the figures of the paper.
 
     `out` gets JSON and figures, `runs` the run directories, which are resumed where they are unfinished. `at_once`
-    trainings share the device in studies where nothing hangs on their time.
+    trainings share the device in studies where nothing hangs on their time. `say` is told of every training.
     """
 
     quick: bool = False
@@ -30,6 +34,7 @@ class Options:
     out: Path = Path("results/paper")
     runs: Path = Path("runs/paper")
     at_once: int = 1
+    say: Callable[[str], None] = field(default=_silent, compare=False, repr=False)
 
     def command(self, study: str) -> str:
         """What regenerates a study; runs that are there are read."""

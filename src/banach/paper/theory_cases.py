@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banach import data
 from banach.data import Images
-from banach.paper.jobs import Job, settings_for
+from banach.paper.jobs import Job, announce, settings_for
 from banach.paper.study import Options
 from banach.train import Epoch, Run, RunError, evaluate, fit
 
@@ -82,6 +82,7 @@ def train(case: Case, options: Options) -> Trained:
         if epoch.epoch in case.epochs:
             _keep(net, path, epoch.epoch)
 
+    announce(run, options)
     history = fit(net, train, validation, settings, run=run, on_epoch=on_epoch)
     if not history.finished or history.stopped_by is not None:
         raise KeyboardInterrupt  # the run is kept and is resumed next time

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -35,7 +36,7 @@ def carry_out_together(
         with stop_on_signals() as stop:
             while working or waiting:
                 while waiting and len(working) < options.at_once:
-                    working.append(_Worker(waiting.popleft(), options))
+                    working.append(_Worker(waiting.popleft(), replace(options, say=Options.say)))
                 wait([worker.process.sentinel for worker in working], LOOK)
                 for worker in [worker for worker in working if not worker.process.is_alive()]:
                     working.remove(worker)
