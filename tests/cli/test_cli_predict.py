@@ -95,7 +95,7 @@ def test_settings_that_were_altered_after_training_are_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     images = [str(written(grey()))] if command == "predict" else []
     assert main([command, str(altered), *images]) == 2
-    assert "the run was begun with " in capsys.readouterr().err
+    assert f"the run was begun with setting {key}=" in capsys.readouterr().err
 
 
 def test_a_solve_that_is_cut_short_says_no(run: Path) -> None:

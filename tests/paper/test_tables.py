@@ -303,7 +303,7 @@ def test_the_ratio_at_the_papers_count_of_products_is_reckoned() -> None:
     assert table2_notes.reckoned(table2.FULL[2], some) == []  # as many, nearly
 
 
-def test_times_of_interrupted_runs_and_of_other_processes_are_spoken_of(second: Any, tmp_path: Path) -> None:
+def test_times_of_interrupted_runs_and_of_other_processes_are_spoken_of(tmp_path: Path) -> None:
     def record(job: Any, *epochs: tuple[float, bool]) -> Record:
         parts: Any = [type("Epoch", (), {"seconds": s, "warm_up": cold})() for s, cold in epochs]
         return Record(job, "", tuple(parts), [], Counter())

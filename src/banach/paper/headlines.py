@@ -10,10 +10,11 @@ from banach.paper.study import Row, shown
 Content = Mapping[str, Any]  # the file of a study
 COLUMNS = ("claim", "paper", "ours", "holds")
 VERDICTS = (
-    "Holds: yes or no. Where ours falls short by less than twice its standard error, that is said instead. "
-    "The error is over seeds; where there is one seed, it is that of the number of test images alone, and "
-    "training adds its own. At this length: the training was shorter than the paper's, so that neither yes "
-    "nor no is final. A dash: nothing is claimed. Counts are of images and epochs, or of cases."
+    "Holds: yes or no, with ours rounded as the paper prints accuracies. Where ours falls short by less than "
+    "twice its standard error, that is said instead. The error is over seeds; where there is one seed, it is "
+    "that of the number of test images alone, and training adds its own. At this length: the training was "
+    "shorter than the paper's, so that neither yes nor no is final. A dash: nothing is claimed. Counts are of "
+    "images and epochs, or of cases."
 )
 _ALIKE = "with one R and one setting for both"
 

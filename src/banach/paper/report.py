@@ -25,9 +25,10 @@ LEAD = (
     "Backpropagation for Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean "
     "test images, at the last epoch, so that the test set chooses nothing; the released one is that of the "
     "authors' code, training mode and the best epoch on the test set, and the paper's numbers are of that "
-    "kind. Records of trainings are kept, without weights: with --runs results/paper/trainings the commands "
-    "of the tables, of figures and of neumann read those that are there, without it all are trained anew; "
-    "accelerate and theory need weights, so they train in any case."
+    "kind. Records of trainings are kept, without weights (the README beside them tells what was marked in "
+    "them by hand): with --runs results/paper/trainings the commands of the tables, of figures and of neumann "
+    "read those that are there, without it all are trained anew; accelerate and theory need weights, so they "
+    "train in any case."
 )
 TERMS = (
     "Terms. Q, R, S: the parts of a network, which answers S(u) at the fixed point u = R(u, Q(d)) of an image "

@@ -114,8 +114,8 @@ def elsewhere(subject: Subject, done: Mapping[Way, Record], options: Options) ->
     mine, theirs = (sum(seconds) / len(pairs) for seconds in zip(*pairs, strict=True))
     told = (
         f"{subject.data}: between processes times move. JFB captured took {mine:.3g} s per epoch here and "
-        f"{theirs:.3g} in the same epochs of neumann at k = 0, the same training. Trust ratios no further: "
-        "PyTorch keeps, in a process, the first of cuDNN's algorithms for a shape, searched for or not"
+        f"{theirs:.3g} in the same epochs of neumann at k = 0, the same training. Trust ratios no further. "
+        "A cause may be that PyTorch keeps, in a process, the first algorithm of cuDNN's for a shape"
     )
     return [told]
 
