@@ -28,11 +28,13 @@ def form_of(R: Any) -> LatentForm:
     return LatentForm(outer=R.gamma, slope_after=0.1**2)
 
 
-def network(name: str, *, train: bool, batch: int = 4, seed: int = 0) -> tuple[nn.Module, Tensor]:
+def network(
+    name: str, *, train: bool, batch: int = 4, seed: int = 0, device: str = "cpu"
+) -> tuple[nn.Module, Tensor]:
     """R with statistics of a few batches, and v. In eval mode its weights are small, so that it contracts."""
     torch.manual_seed(seed)
     made = {"mnist": lambda: mnist().R, "svhn": lambda: svhn().R, "cifar10": CIFARLatent}
-    return prepared(made[name](), SHAPES[name], train=train, batch=batch)
+    return prepared(made[name](), SHAPES[name], train=train, batch=batch, device=device)
 
 
 def tiny(late: bool, *, train: bool, batch: int = 3, channels: int = 16) -> tuple[nn.Module, Tensor]:
@@ -43,9 +45,11 @@ def tiny(late: bool, *, train: bool, batch: int = 3, channels: int = 16) -> tupl
     return prepared(R, (35 if late else channels, 4, 3), train=train, batch=batch)
 
 
-def prepared(R: Any, shape: tuple[int, int, int], *, train: bool, batch: int) -> tuple[nn.Module, Tensor]:
-    v = torch.randn(batch, *shape)
-    R.train()
+def prepared(
+    R: Any, shape: tuple[int, int, int], *, train: bool, batch: int, device: str = "cpu"
+) -> tuple[nn.Module, Tensor]:
+    v = torch.randn(batch, *shape).to(device)
+    R.to(device).train()
     with torch.no_grad():
         for block in R.blocks:
             block.conv2.weight.mul_(1.0 if train else 0.2)

@@ -23,8 +23,8 @@ NETWORKS = ("mnist", "svhn", "cifar10")
 
 def made(name: str, *, train: bool, batch: int, seed: int = 0) -> tuple[LatentMap, Tensor, torch.dtype]:
     """As each network is used: SVHN in float32, the others with products in bf16."""
-    R, v = network(name, train=train, batch=batch, seed=seed)
-    R, v = R.cuda(), v.cuda().to(memory_format=torch.channels_last)
+    R, v = network(name, train=train, batch=batch, seed=seed, device="cuda")
+    v = v.to(memory_format=torch.channels_last)
     return latent_map(R, form_of(R)), v, torch.float32 if name == "svhn" else torch.bfloat16
 
 
