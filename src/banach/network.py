@@ -94,7 +94,8 @@ class ImplicitNetwork(nn.Module):
         coupled = uses_batch_statistics(self.R) if self.coupled is None else self.coupled
         compact = self.compact and not coupled
         z0 = self._start(v, z0)
-        with Pass(self.R, later=_evaluates_later(self.backward)) as one:
+        later, once = _evaluates_later(self.backward), type(self.backward) is JFB
+        with Pass(self.R, later=later, once=once) as one:
             # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
             inputs = (v, _numbers(z0)) if compact and one.masks is not None else (v,)
             found = solve(

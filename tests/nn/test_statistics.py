@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from banach import JFB, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
 from banach.nn.passes import Pass, uses_batch_statistics
@@ -73,6 +76,29 @@ def test_one_update_at_the_last_evaluation_and_none_in_backward(
         u.square().sum().backward(retain_graph=True)
         u.square().sum().backward()
         assert same(state(R.norm), after)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of, and into, some tensors."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.places, self.count = {tensor.data_ptr() for tensor in tensors}, 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "clone" in str(op) or "copy" in str(op):
+            given = [part for part in tree_leaves(args) if isinstance(part, Tensor)]
+            self.count += any(tensor.data_ptr() in self.places for tensor in given)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "copied"), [(JFB(), False), (Neumann(1), True)])
+def test_what_evaluates_once_copies_no_statistics(mode: Mode, copied: bool) -> None:
+    net = network(NormR(), backward=mode)
+    with Copies(net.R.buffers()) as copies:
+        net(normal(5, 4)).sum().backward()
+    assert bool(copies.count) == copied
+    assert int(net.R.norm.num_batches_tracked) == 1
 
 
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {

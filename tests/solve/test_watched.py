@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from banach import (
 )
 from banach.solve import Norm, loop
 from banach.solve.run import Run
+from banach.solve.state import together
 from banach.solve.watched import Watched
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.3), Anderson(3), Broyden(4)]
@@ -184,3 +186,20 @@ def test_a_compiled_network_that_asks_the_host(mode: Any, solver: Solver, monkey
     torch._dynamo.reset()
     with mode():
         torch.testing.assert_close(torch.compile(net, backend="eager")(d), expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_numbers_of_all_kinds_travel_in_one_memory(count: int) -> None:
+    rng = np.random.default_rng(0)
+    arrays: tuple[np.ndarray, ...] = (
+        rng.random(count, np.float32),
+        rng.random(count) > 0.5,
+        rng.integers(-(2**40), 2**40, count),
+        rng.random(count),
+        rng.random(2 * count)[::2] > 0.5,
+    )
+    found = together(arrays, torch.empty(0))
+    assert [part.dtype for part in found] == [torch.float32, torch.bool, torch.int64, torch.float64, torch.bool]
+    assert len({part.untyped_storage().data_ptr() for part in found}) == 1
+    for part, array in zip(found, arrays, strict=True):
+        assert np.array_equal(part.numpy(), array)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from banach.backward.reads import Reads
 from banach.latent import Latent
+from banach.solve.loop import is_called_by_dynamo
 
 Result = TypeVar("Result")
 Masks = dict[Any, Any]
@@ -37,20 +38,23 @@ class Pass:
     masks and write nothing; with `later=True` they also read the parameters that R had in the pass, which under
     `functional_call` are not its own, and in the mode it was in; they are refused where what a plain function
     reads was changed in place. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
+    `once=True` promises one evaluation after the iteration: where batch norm alone has buffers it then writes to
+    its own, and nothing has to be copied.
 
     `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later. A pass that is never
     entered writes nothing at all.
     """
 
-    def __init__(self, R: Any, *, later: bool = False) -> None:
+    def __init__(self, R: Any, *, later: bool = False, once: bool = False) -> None:
         known = isinstance(R, nn.Module)
         modules = list(R.modules()) if known else []
         buffers = dict(R.named_buffers()) if any(module.training for module in modules) else {}
         self.R = R
         # A plain function may call layers that nobody can see from here: it gets masks in case it does.
         self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
-        self.snapshot = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self.norms = _batch_norms(modules, buffers)
+        self.writes = once and self.norms is not None and _writable()
+        self.snapshot = {} if self.writes else {name: part.detach().clone() for name, part in buffers.items()}
         recorded = later and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.then = Then(R, modules) if recorded and known else None
         self.reads = Reads(R) if recorded and not known else None
@@ -91,7 +95,7 @@ class Pass:
 
         Where batch norm alone has buffers it is told not to track; that costs nothing, and swapping buffers does.
         """
-        if self.norms is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.norms is None or not (self.writes or _bare()):
             return self.evaluate(u, v, index)
         with _untracked(self.norms):
             if self.masks is None or (index is None and _running() is self):
@@ -204,6 +208,25 @@ def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[n
     norms = [m for m in modules if type(m) in plain and m.training and m.track_running_stats]
     own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     return norms if norms and all(id(buffer) in own for buffer in buffers.values()) else None
+
+
+_is_transformed: Callable[[], bool]
+try:  # not public, so perhaps not there in every version
+    from torch._C import _are_functorch_transforms_active as _is_transformed
+except ImportError:
+
+    def _is_transformed() -> bool:
+        return True
+
+
+def _writable() -> bool:
+    """Can R be called as it is, buffers and all? Not inside torch.func, nor where Dynamo compiles some of it."""
+    return not torch.compiler.is_compiling() and not is_called_by_dynamo() and not _is_transformed()
+
+
+def _bare() -> bool:
+    """Is nothing recorded here, and nothing compiled?"""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 @contextmanager

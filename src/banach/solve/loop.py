@@ -72,7 +72,7 @@ def solve(
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     parts = (T, solver, tolerance, space, detach(tuple(inputs)))
     watched = tolerance.check_every == 1 and not exporting and not torch.compiler.is_compiling()
-    watched = watched and not _is_called_by_dynamo()
+    watched = watched and not is_called_by_dynamo()
     run: Any = Watched(*parts) if watched else Run(*parts)
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
@@ -98,7 +98,7 @@ def solve(
 
 
 @torch.compiler.disable(recursive=False)
-def _is_called_by_dynamo() -> bool:
+def is_called_by_dynamo() -> bool:
     """Does `torch.compile` run this, and compile what is called from here? It cannot trace a loop that asks the
     host, so it runs that as it is and compiles the pieces, in which numbers had better be tensors."""
     return _dynamo_callback() not in (None, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -168,7 +169,27 @@ def finish(
 
 def on_device(values: np.ndarray, like: Tensor) -> Tensor:
     """The array where `like` is. It may share the array's memory: do not write to that again."""
-    return torch.from_numpy(values).to(like.device)
+    tensor = torch.from_numpy(values)
+    if like.is_cuda:  # from pinned memory, so that nobody waits for the copy
+        return tensor.pin_memory().to(like.device, non_blocking=True)
+    return tensor.to(like.device)
+
+
+def all_on_device(arrays: Sequence[np.ndarray], like: Tensor) -> list[Tensor]:
+    """The arrays where `like` is, by one copy if that is not here."""
+    if like.is_cpu or not any(map(len, arrays)):
+        return [on_device(array, like) for array in arrays]
+    return together(arrays, like)
+
+
+def together(arrays: Sequence[np.ndarray], like: Tensor) -> list[Tensor]:
+    """The arrays where `like` is, in one memory: those of the longest numbers first, so that all lie evenly."""
+    order = sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize)
+    parts = [np.ascontiguousarray(arrays[number]).reshape(-1).view(np.uint8) for number in order]
+    memory = on_device(np.concatenate(parts), like).split([len(part) for part in parts])
+    kinds = [torch.from_numpy(arrays[number]).dtype for number in order]
+    found = {number: part.view(kind) for number, part, kind in zip(order, memory, kinds, strict=True)}
+    return [found[number] for number in range(len(arrays))]
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -18,7 +18,7 @@ from banach.solve.picard import Picard
 from banach.solve.run import Base, check_measured
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point
-from banach.solve.state import IDLE, on_device, to_numpy
+from banach.solve.state import IDLE, all_on_device, on_device, to_numpy
 
 Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for each
 
@@ -209,19 +209,26 @@ class Watched(Base[HostState]):
         state, space = self.everyone(state), self.space_of_all
         scale = float(self.tolerance.norm.scale(space))
         nonfinite = state.nonfinite
-        state.scrub()  # also where there is nothing to scrub: the value shares its memory with nobody
+        if nonfinite.any():
+            state.scrub()
+        else:
+            state.z = state.z.clone()  # the value shares its memory with nobody
         count = len(nonfinite)
-
-        def spread(values: np.ndarray | int) -> Tensor:
-            return space.spread(on_device(np.array(np.broadcast_to(values, count)), state.z))
-
+        numbers = (
+            np.where(nonfinite, state.least, state.residual) * scale,
+            (state.test <= self.atol) & ~nonfinite,
+            np.full(count, state.steps),
+            np.zeros(count, bool) if state.stalled is None else state.stalled,
+            nonfinite,
+        )
+        residual, converged, steps, stalled, nonfinite_now = map(space.spread, all_on_device(numbers, state.z))
         return Solution(
             value=space.nest(state.z.detach()),
-            residual=spread(np.where(nonfinite, state.least, state.residual) * scale).to(state.z.dtype),
-            converged=spread((state.test <= self.atol) & ~nonfinite),
-            steps=spread(state.steps),
-            stalled=spread(False if state.stalled is None else state.stalled),
-            nonfinite=spread(nonfinite),
+            residual=residual.to(state.z.dtype),
+            converged=converged,
+            steps=steps,
+            stalled=stalled,
+            nonfinite=nonfinite_now,
             residuals=None if trace is None else tuple(space.spread(row * scale) for row in trace),
             nonfinite_seen=self.nonfinite,
         )
