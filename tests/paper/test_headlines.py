@@ -79,6 +79,9 @@ def test_each_tolerance_is_compared() -> None:
     assert of("table2", *rows[:2]) == of("table2", *rows[1:]) == []  # nothing to compare
     other = [row | {"steps": "captured", "ratio": 2 * row["ratio"]} for row in rows]
     assert [ours[:3] for _, ours, _ in of("table2", *rows, *other)][3:5] == ["3.4", "18;"]  # each path on its own
+    seeds = [row | {"clean %": summary(row["clean %"]["mean"], 0.3, 3)} for row in rows]
+    assert of("table2", *seeds)[2][1] == f"+0.00 ± 0.24; +1.00 ± 0.24 {alike}"  # 0.3 sqrt(2 / 3)
+    assert "3 seeds" in headlines([{"name": "table2", "rows": seeds}])[2]["claim"]
 
 
 def test_other_solvers_are_compared_with_picard() -> None:
@@ -126,9 +129,7 @@ def test_the_committed_trainings_are_those_of_the_table() -> None:
 
 
 def test_the_committed_records_are_those_of_their_studies() -> None:
-    pairs = [(way, subject) for subject in table2.FULL for way in table2_ways.ways(subject)]
-    jobs = [way.job(subject) for way, subject in pairs]
-    jobs += {job.name: job for way, subject in pairs if (job := way.before(subject))}.values()
+    jobs = [job for subject in table2.FULL for job in table2_ways.jobs(subject)]
     jobs += [neumann.job(subject, order) for subject in neumann.FULL for order in neumann.ORDERS]
     kept = sorted((OWN / "trainings").glob(f"*/{RECORD}"))
     assert {path.parent.name for path in kept} == {job.name for job in jobs}

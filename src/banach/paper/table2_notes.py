@@ -12,17 +12,18 @@ from banach.paper.released import LEFT_OUT, SCALED
 from banach.paper.study import Options
 from banach.paper.table2_ways import (
     CG_ABSOLUTE,
+    CG_ABSOLUTE_LATE,
     CG_CAPTURED,
     FEW,
     JACOBIAN,
     JFB_CAPTURED,
     JFB_PAPER,
-    JFB_PLAIN,
-    JFB_PLAIN_CAPTURED,
     LATE,
     STEPS,
     Printed,
     Way,
+    as_in_the_paper,
+    like_for_like,
 )
 
 
@@ -63,7 +64,8 @@ def shortened(subject: Subject, all_ways: Iterable[Way]) -> list[str]:
         return []
     long = {way.part(subject).lack() for way in all_ways if way.captured}
     few_images = f" ({few:,} for CG with batch norm in R, and JFB beside it)" if few else ""
-    return [f"shortened: {subject.data}: one by one {lack}{few_images}; captured {', '.join(long)}; one seed"]
+    seeds = "one seed" if subject.seeds == 1 else f"one seed, captured {subject.seeds} (times are of the first)"
+    return [f"shortened: {subject.data}: one by one {lack}{few_images}; captured {', '.join(long)}; {seeds}"]
 
 
 def late(subject: Subject, begun: Sequence[Record]) -> list[str]:
@@ -85,21 +87,23 @@ def reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
     printed = CG_ABSOLUTE.printed(subject.data)
     if printed is None:
         return []
-    products = {way: done[way].epochs[-1].products / images_of(done[way]) for way in (CG_ABSOLUTE, CG_CAPTURED)}
+    released = [way for way in (CG_ABSOLUTE, CG_ABSOLUTE_LATE) if way in done]
+    products = {way: done[way].epochs[-1].products / images_of(done[way]) for way in (*released, CG_CAPTURED)}
     theirs = printed_steps(subject, printed)
-    asked = 5 + 6 * theirs  # as `_steps` has it
+    asked = 5 + 6 * theirs  # as `steps` has it
 
-    def ratio(cg: Way, jfb: Way, plain: Way) -> float:
+    def ratio(cg: Way) -> float:
+        jfb, plain = as_in_the_paper(cg), like_for_like(cg)
         one = (pace(done[cg]) - pace(done[plain])) / products[cg]
         return (pace(done[plain]) + one * asked) / pace(done[jfb])
 
+    made = [f"{steps(way, products[way]):.2g} {way.path(subject)}" for way in released]
+    ratios = [f"{ratio(way):.3g} {way.path(subject)}" for way in products]
     told = (
-        f"{subject.data}: CG as released made {steps(CG_ABSOLUTE, products[CG_ABSOLUTE]):.2g} steps per image in "
-        f"the last epoch, the paper's trainings made {theirs:.2g} on average. With so many, at 6 products each "
-        "that take as long as here beyond JFB with the same R, the ratio to JFB would be "
-        f"{ratio(CG_ABSOLUTE, JFB_PAPER, JFB_PLAIN):.3g} one by one and "
-        f"{ratio(CG_CAPTURED, JFB_CAPTURED, JFB_PLAIN_CAPTURED):.3g} captured: reckoned, not measured. At the 2 "
-        f"products a step that suffice, {STEPS} steps were measured, captured"
+        f"{subject.data}: steps of CG as released, per image in the last epoch: {'; '.join(made)}. The paper's "
+        f"trainings made {theirs:.2g} on average. With so many, at 6 products each that take as long as here "
+        f"beyond JFB with the same R, the ratio to JFB, reckoned and not measured, would be: {'; '.join(ratios)}. "
+        f"At the 2 products a step that suffice, {STEPS} steps were measured, captured"
     )
     return [told] if asked > 2 * products[CG_ABSOLUTE] else []
 

@@ -102,9 +102,14 @@ class Way:
         name = f"table2-{subject.data}-before-{'bn' if self.batch_norm else 'plain'}"
         return whole.job(name, batch_norm=self.batch_norm)
 
-    def job(self, subject: Subject) -> Job:
+    def seeds(self, subject: Subject) -> range:
+        """Captured ways are quick enough for several."""
+        return range(subject.seeds if self.captured else 1)
+
+    def job(self, subject: Subject, seed: int = 0) -> Job:
         job = self.part(subject).job(
             f"table2-{subject.data}-{self.tag}",
+            seed,
             backward=self.mode(subject),
             recipe=self.recipe,
             batch_norm=self.batch_norm,
@@ -150,6 +155,16 @@ WAYS = (
 
 def ways(subject: Subject) -> list[Way]:
     return [way for way in WAYS if not way.late or subject.data in LATE]
+
+
+def before(subject: Subject) -> list[Job]:
+    """The trainings that some ways go on from."""
+    return list({job.name: job for way in ways(subject) if (job := way.before(subject)) is not None}.values())
+
+
+def jobs(subject: Subject) -> list[Job]:
+    """All trainings of the table."""
+    return before(subject) + [way.job(subject, seed) for way in ways(subject) for seed in way.seeds(subject)]
 
 
 def as_in_the_paper(way: Way) -> Way:
