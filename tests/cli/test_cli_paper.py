@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from banach import data
 from banach.cli.app import main
 from banach.cli.console import console
 from banach.cli.paper import _print_rows
-from banach.paper import Findings, neumann
+from banach.paper import Findings, Options, neumann
 from banach.paper.all import STUDIES
+from banach.paper.beforehand import check_data
 from banach.provenance import Summary
 
 
@@ -141,3 +143,33 @@ def test_every_training_is_announced_and_an_interruption_says_how_to_go_on(
     monkeypatch.setitem(STUDIES, "memory", replace(STUDIES["memory"], run=stopped))
     assert main(["paper", "memory", "--quick"]) == 130
     assert "the same command goes on" in capsys.readouterr().out
+
+
+def test_data_that_a_later_training_needs_is_missed_before_the_first_begins(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BANACH_DATA", raising=False)
+    monkeypatch.setenv("BANACH_CACHE", str(here / "cache"))
+    for name in ("mnist", "svhn"):  # by their names they are there
+        layout = data.get(name).layouts[0]
+        for file in (file for files in layout.files.values() for file in files):
+            path = here / "data" / layout.folders[0] / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    assert main(["paper", "neumann", "table2", "--data-dir", "data"]) == 2
+    said = capsys.readouterr()
+    assert "cifar10 was not found in data" in said.err
+    assert "claim" not in said.out
+    assert not (here / "runs").exists()
+    assert not list((here / "results/paper").iterdir())
+
+
+def test_what_is_kept_needs_no_data(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BANACH_DATA", raising=False)
+    monkeypatch.setenv("BANACH_CACHE", str(here / "cache"))
+    kept = Path(__file__).parents[2] / "results/paper/trainings"
+    options = Options(runs=kept)
+    check_data([STUDIES[name] for name in ("table1", "table2", "figures", "neumann", "memory", "toy")], options)
+    for name in ("accelerate", "theory"):  # which need weights
+        with pytest.raises(data.DataError, match="mnist was not found"):
+            check_data([STUDIES[name]], options)

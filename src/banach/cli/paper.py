@@ -50,6 +50,7 @@ def paper(
     Each writes its figures with provenance and prints a table: the paper's number beside ours.
     """
     from banach.paper.all import STUDIES
+    from banach.paper.beforehand import check_data
     from banach.paper.report import write_report
 
     base = Path("runs/paper-quick") if quick else Path("results/paper")
@@ -66,8 +67,10 @@ def paper(
     names = [nearest("study", name, [*STUDIES, "all", "report"]) for name in studies]
     if set(names) != {"report"}:
         _check_writable(options.out)
+    chosen = list(dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])))
+    check_data([STUDIES[name] for name in chosen if name != "report"], options)
     try:
-        for name in dict.fromkeys(n for asked in names for n in (STUDIES if asked == "all" else [asked])):
+        for name in chosen:
             if name == "report":
                 console.print(f"report: {write_report(options.out, _page(options) if page is None else page)}")
             else:

@@ -25,7 +25,8 @@ from torch import Tensor
 from banach.data import Images
 from banach.paper import neumann
 from banach.paper.common import Subject, curves_figure, percent, trained_on, unseen, warm
-from banach.paper.records import Record, Trained, train
+from banach.paper.jobs import Job
+from banach.paper.records import Record, train
 from banach.paper.study import Findings, Options, Row, Study
 from banach.provenance import Summary
 from banach.solve import Anderson, Broyden, Picard, Solution, Solver, Tolerance, solve
@@ -59,7 +60,7 @@ def run(options: Options) -> Findings:
     figures: dict[str, Any] = {}
     details: dict[str, Any] = {}
     for subject in plan.subjects:
-        done = {name: _trained(subject, name, options) for name in SOLVERS}
+        done = {name: train(_job(subject, name), options) for name in SOLVERS}
         net, test = done["Picard"].outcome.net, unseen(subject.data, options)
         with arithmetic("fp32", test.device):  # TF32 could not meet 1e-4
             rows += [row for level in plan.levels for row in _solve_rows(net, test, level, plan)]
@@ -72,13 +73,17 @@ def run(options: Options) -> Findings:
     return Findings("accelerate", CLAIM, rows, notes, figures, plan, details)
 
 
-STUDY = Study("accelerate", CLAIM, run)
+def trainings(options: Options) -> list[Job]:
+    plan = QUICK if options.quick else FULL
+    return [_job(subject, name) for subject in plan.subjects for name in SOLVERS]
 
 
-def _trained(subject: Subject, name: str, options: Options) -> Trained:
+STUDY = Study("accelerate", CLAIM, run, trainings=trainings)
+
+
+def _job(subject: Subject, name: str) -> Job:
     word = name.partition("(")[0].lower()
-    job = subject.job(f"accelerate-{subject.data}-{word}", solver=SOLVERS[name], backward=neumann.mode(0))
-    return train(job, options)
+    return subject.job(f"accelerate-{subject.data}-{word}", solver=SOLVERS[name], backward=neumann.mode(0))
 
 
 @torch.no_grad()

@@ -50,13 +50,18 @@ def run(options: Options) -> Findings:
         details[name] = curves
         lack = ways[0].part(subject).lack()
         notes += [f"shortened: {subject.data}, steps {path}: {lack}, one seed"] if lack else []
-    settings = {job.name: job.settings.to_dict() for job in _jobs(options)}
+    settings = {job.name: job.settings.to_dict() for job in trainings(options)}
     notes.append(trained_on(settings, options))
     told = [_LONG] if any(LONG in curves for curves in details.values()) else []
     return Findings("figures", CLAIM, rows, [_PROTOCOL, *told, *notes], figures, settings, details)
 
 
-STUDY = Study("figures", CLAIM, run)
+def trainings(options: Options) -> list[Job]:
+    ways = [way for some in PATHS.values() for way in some]
+    return [way.job(subject) for subject in table2.subjects(options) for way in ways]
+
+
+STUDY = Study("figures", CLAIM, run, trainings=trainings)
 
 _PROTOCOL = (
     "clean protocol after every epoch. The level is the accuracy that Jacobian-based ended with, one by one "
@@ -67,11 +72,6 @@ _PROTOCOL = (
 _LONG = (
     f"{LONG}: longer, by JFB(), with its schedule shortened to its length where it has one, on CIFAR-10 in bf16"
 )
-
-
-def _jobs(options: Options) -> list[Job]:
-    ways = [way for some in PATHS.values() for way in some]
-    return [way.job(subject) for subject in table2.subjects(options) for way in ways]
 
 
 def _row(path: str, name: str, done: Mapping[str, Record]) -> Row:

@@ -57,7 +57,11 @@ def run(options: Options) -> Findings:
     return Findings("neumann", CLAIM, rows, notes, figures, settings, details)
 
 
-STUDY = Study("neumann", CLAIM, run)
+def trainings(options: Options) -> list[Job]:
+    return [job(subject, order) for subject in (QUICK if options.quick else FULL) for order in ORDERS]
+
+
+STUDY = Study("neumann", CLAIM, run, trainings=trainings)
 
 
 def _title(done: Mapping[int, Record]) -> str:

@@ -95,18 +95,20 @@ def _draw(draw: Callable[[], Any], stem: Path) -> list[Path]:
 Part = Callable[[Options], Any]  # of a study: it leaves what `run` will find; it can be sent to another process
 
 
-def _none(options: Options) -> Sequence[Part]:
+def _none(options: Options) -> Sequence[Any]:
     return ()
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study by name: its claim, the function that carries it out, and those `parts` that may run at once."""
+    """A study by name: its claim, the function that carries it out, those `parts` that may run at once, and the
+    jobs of its `trainings`."""
 
     name: str
     claim: str
     run: Callable[[Options], Findings]
     parts: Callable[[Options], Sequence[Part]] = _none
+    trainings: Callable[[Options], Sequence[Any]] = _none
 
 
 def cell(value: Any) -> str:

@@ -113,14 +113,18 @@ def run(options: Options) -> Findings:
 
 
 def parts(options: Options) -> list[Part]:
-    return [partial(take, job) for entry in _entries(options) for job in entry.jobs()]
+    return [partial(take, job) for job in trainings(options)]
+
+
+def trainings(options: Options) -> list[Job]:
+    return [job for entry in _entries(options) for job in entry.jobs()]
 
 
 def _entries(options: Options) -> Sequence[Entry]:
     return QUICK if options.quick else FULL
 
 
-STUDY = Study("table1", CLAIM, run, parts)
+STUDY = Study("table1", CLAIM, run, parts, trainings)
 
 _CLEAN = (
     f"clean: eval mode, clean test images, last epoch, fp32; at the settings' own eps, and at {FINE:g} with up "

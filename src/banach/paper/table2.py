@@ -23,6 +23,7 @@ from typing import Any
 
 from banach import data
 from banach.paper.common import Subject, percent, trained_on
+from banach.paper.jobs import Job
 from banach.paper.records import Record, cold, record_of
 from banach.paper.released import LEFT_OUT
 from banach.paper.study import Findings, Options, Row, Study
@@ -38,7 +39,7 @@ from banach.paper.table2_notes import (
     steps,
     what_happens,
 )
-from banach.paper.table2_ways import STEPS, Way, as_in_the_paper, before, like_for_like, ways
+from banach.paper.table2_ways import STEPS, Way, as_in_the_paper, before, jobs, like_for_like, ways
 from banach.paper.table_figures import time_figure
 
 CLAIM = "JFB trains faster than Jacobian-based backpropagation, without a J-product, and is at least as accurate"
@@ -76,7 +77,11 @@ def run(options: Options) -> Findings:
     return Findings("table2", CLAIM, rows, notes, figures, settings, details)
 
 
-STUDY = Study("table2", CLAIM, run)
+def trainings(options: Options) -> list[Job]:
+    return [job for subject in subjects(options) for job in jobs(subject)]
+
+
+STUDY = Study("table2", CLAIM, run, trainings=trainings)
 
 
 def _records(subject: Subject, options: Options) -> dict[Way, Record]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from banach import models
 from banach.paper.common import trained_on
+from banach.paper.jobs import Job
 from banach.paper.study import Findings, Options, Row, Study
 from banach.paper.theory_cases import Case, Trained, train
 from banach.paper.theory_figures import bounds_figure, contraction_figure, cosine_figure, perturbation_figure
@@ -111,4 +112,8 @@ def _plain(reading: Reading) -> dict[str, Any]:
     return values
 
 
-STUDY = Study("theory", CLAIM, run)
+def trainings(options: Options) -> list[Job]:
+    return [case.job() for case in CASES["quick" if options.quick else "full"]]
+
+
+STUDY = Study("theory", CLAIM, run, trainings=trainings)
