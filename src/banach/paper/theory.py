@@ -96,11 +96,13 @@ def _notes(random: Counted) -> list[str]:
         f"{random.cases} random cases that meet the assumptions; that p descends stands."
     )
     transpose = (
-        "With Jacobians laid out as usual JFB's preconditioner is M J~' M^+; the paper prints it untransposed."
+        "With Jacobians laid out as usual JFB's preconditioner is M J~' M^+. The paper prints M J~ M^+, in an "
+        "appendix whose derivatives have gradients as columns: there J is transposed already, and it is right."
     )
     return [
         slip,
         transpose,
+        "The paper says of the Assumption's conditioning that it was not enforced, and bounds the worst case.",
         "fresh: before training. ours: at the last epoch. holds: over all epochs and images that were looked at.",
         "Images are of the training set, since it is their loss that JFB is to lower; the test set is not used.",
         "How far each network was trained stands above; that of CIFAR-10 is not measured.",

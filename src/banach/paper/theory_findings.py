@@ -20,14 +20,18 @@ def findings_of(m: Measured) -> list[str]:
     missing = sorted(set(m.epochs) - {r.epoch for r in m.readings})
     if missing:
         notes.append(f"{m.name}: the weights of epochs {missing} were not kept, and are not measured.")
-    unmet = [r.epoch for r in m.readings if min(r.batch.converged, r.training.converged) < 1]
-    if unmet:
+    unmet = {
+        "eval": [r.epoch for r in m.readings if r.batch.converged < 1],
+        "training": [r.epoch for r in m.readings if r.training.converged < 1],
+    }
+    where = [f"in {mode} mode at epochs {epochs}" for mode, epochs in unmet.items() if epochs]
+    if where:
         notes.append(
-            f"{m.name}: at epochs {unmet} not all images of the batch reached u* to 1e-10, in eval or in training "
-            "mode; the exact gradient of its mean loss is not known there, and the cosine with it is left out."
+            f"{m.name}: {' and '.join(where)} not all images of the batch reached u* to 1e-10: the exact gradient "
+            "of its mean loss is not known there, and the cosine with it is left out."
         )
-    notes += sorted({f"{m.name}: {said}" for r in m.readings if r.epoch not in unmet for said in r.warned})
-    return notes
+    known = [r for r in m.readings if all(r.epoch not in epochs for epochs in unmet.values())]
+    return notes + sorted({f"{m.name}: {said}" for r in known for said in r.warned})
 
 
 def _on_missing(m: Measured) -> list[str]:
@@ -71,10 +75,10 @@ def _on_assumption(m: Measured) -> list[str]:
     held = sum(one.conditioning.holds for one in m.locals)
     least = min(one.conditioning.kappa for one in m.locals)
     columns, ranks = m.locals[0].conditioning.columns, {one.statistics for one in m.locals}
-    verb = "holds" if m.whole else "is not refuted"
+    verdict = f"holds at {held}" if m.whole else f"is refuted at {total - held}"
     said = (
-        f"{m.name}: the Assumption kappa(M'M) <= 1/gamma {verb} at {held} of {total} images and epochs (kappa at "
-        f"least {least:.2g}); JFB descends at {descending} of them."
+        f"{m.name}: the Assumption kappa(M'M) <= 1/gamma {verdict} of {total} images and epochs (kappa at least "
+        f"{least:.2g}); JFB descends at {descending} of them."
     )
     if not held:
         said += " So the Theorem certifies none of these descents: where its bound is positive it says nothing."
