@@ -315,6 +315,15 @@ def test_the_ratio_at_the_papers_count_of_products_is_reckoned() -> None:
     assert table2_notes.reckoned(table2.FULL[2], some) == []  # as many, nearly
 
 
+def test_the_last_epochs_are_summed_up_where_there_are_enough() -> None:
+    def record(*clean: float) -> Record:
+        return Record(TINY.job("long"), "", (), [{"clean": one} for one in clean], Counter())
+
+    long = record(*[0.1] * 5, 0.90, 0.92, 0.91, 0.93, 0.94)
+    (note,) = table2_notes.last_epochs(TINY, {table2_ways.JFB_CAPTURED: long, table2_ways.JFB_PAPER: record(0.5)})
+    assert note.endswith("of the last 5 epochs: JFB captured, with batch norm 92 ± 1.6 (n = 5)")
+
+
 def test_times_of_interrupted_runs_and_of_other_processes_are_spoken_of(tmp_path: Path) -> None:
     def record(job: Any, *epochs: tuple[float, bool]) -> Record:
         parts: Any = [type("Epoch", (), {"seconds": s, "warm_up": cold})() for s, cold in epochs]
@@ -345,16 +354,18 @@ def test_both_tables_have_headlines(first: Any, second: Any) -> None:
     contents = [
         {"name": found.name, "rows": json.loads(json.dumps(plain(found.rows)))} for found, _ in (first, second)
     ]
-    less, *rest = headlines(contents)  # digits has no printed numbers
+    less, resnet, *rest = headlines(contents)  # digits has no printed numbers
     assert "JFB matches its explicit twin" in less["claim"]
-    one_by_one, norm, captured, late = rest[:3], rest[3], rest[4:6], rest[6:]
-    for (*faster, better), count in ((one_by_one, 2), (captured, 1)):
-        assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * count
-        assert better["holds"] == "yes, at this length" or better["ours"].startswith("-")
+    assert "JFB matches ResNet-56" in resnet["claim"]
+    one_by_one, norm, captured, late = rest[:4], rest[4], rest[5:7], rest[7:]
+    for rows in (one_by_one, captured):
+        faster, better = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * len(faster)
+        assert all(row["holds"] == "yes, at this length" or row["ours"].startswith("-") for row in better)
     assert "batch norm" in norm["claim"]
     assert norm["ours"] == "100.0%"
     assert len(late) == 2  # times alone
-    assert all("is shorter than" in row["claim"] and "after 1 epochs of JFB" in row["claim"] for row in late)
+    assert all("times as long" in row["claim"] and "after 1 epochs of JFB" in row["claim"] for row in late)
 
 
 def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:

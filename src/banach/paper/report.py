@@ -37,7 +37,8 @@ TERMS = (
     "equations by products with J, the Jacobian of R in u, and with its transpose: J-products. JFB needs "
     "none. Steps one by one: the host asks after each whether to go on. Captured: a training step is recorded "
     "once and replayed by the GPU as a whole; how deep it iterates is chosen from residuals of earlier steps, "
-    "so that a few samples miss eps, and the share that met it is told. At once: how many trainings shared "
+    "so that a few samples miss eps, or all where R does not contract, and the share that met it is told. At "
+    "once: how many trainings shared "
     "the GPU."
 )
 _STYLE = (

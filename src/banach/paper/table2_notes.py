@@ -9,7 +9,7 @@ from banach.paper import neumann
 from banach.paper.common import Subject
 from banach.paper.records import RECORD, Record, record_of
 from banach.paper.released import LEFT_OUT, SCALED
-from banach.paper.study import Options
+from banach.paper.study import Options, cell
 from banach.paper.table2_ways import (
     CG_ABSOLUTE,
     CG_ABSOLUTE_LATE,
@@ -25,6 +25,7 @@ from banach.paper.table2_ways import (
     as_in_the_paper,
     like_for_like,
 )
+from banach.provenance import Summary
 
 
 def printed_steps(subject: Subject, printed: Printed) -> float:
@@ -76,10 +77,24 @@ def late(subject: Subject, begun: Sequence[Record]) -> list[str]:
     precision = begun[0].job.settings.precision
     told = (
         f"{subject.data}: late epochs begin with weights from {len(begun[0].epochs)} of JFB() on all training "
-        f"images, in {precision}, at its own settings; the optimizer begins anew. Per cent there: "
-        + ", ".join(kinds)
+        f"images, in {precision}, at its own settings, whose rate has not gone down by then; the optimizer begins "
+        "anew. Per cent there: " + ", ".join(kinds)
     )
     return [told]
+
+
+def last_epochs(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
+    """At a constant rate the last epoch is one draw: the mean and spread over several, where there are enough."""
+    long = {way: one for way, one in done.items() if len(one.curve) >= 2 * _SEVERAL}
+    told = [
+        f"{way.name} {way.path(subject)}, with{'' if way.batch_norm else 'out'} batch norm "
+        + cell(Summary.of(100 * point["clean"] for point in one.curve[-_SEVERAL:]))
+        for way, one in long.items()
+    ]
+    return [f"{subject.data}: clean per cent of the last {_SEVERAL} epochs: {'; '.join(told)}"] if told else []
+
+
+_SEVERAL = 5
 
 
 def reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
