@@ -59,6 +59,28 @@ def test_under_autocast_a_network_in_float64_stays_in_float64() -> None:
     assert bool(reached.converged.all())
 
 
+class Mixing(torch.nn.Module):
+    """A nest of two tensors; under autocast its values are bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, u: Any, v: Any) -> Any:
+        return 0.5 * torch.tanh(self.linear(u[1])) + v[0], 0.5 * torch.tanh(self.linear(u[0])) + v[1]
+
+
+def test_damped_steps_of_nests_and_of_short_values() -> None:
+    torch.manual_seed(0)
+    parts: Any = (lambda d: (d, 2 * d), Mixing(), lambda u: u[0] + u[1])
+    net = ImplicitNetwork(*parts, solver=Picard(0.3), tolerance=Tolerance(atol=0.0, max_steps=9))
+    d = torch.randn(3, 4)
+    torch.testing.assert_close(FixedDepth(net)(d, 9)[0], net(d))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        short = FixedDepth(net, half=True)(d.bfloat16(), 9)[0]
+    torch.testing.assert_close(short.float(), net(d), rtol=5e-2, atol=5e-2)
+
+
 def test_the_next_excess_is_that_of_the_next_step() -> None:
     net, d = paper_network().train(), images()
     states: list[Any] = [FixedDepth(net)(d, depth)[1] for depth in (4, 5)]

@@ -93,7 +93,11 @@ def test_each_tolerance_is_compared() -> None:
 
 def test_rivals_with_another_r_or_without_fixed_points_are_marked() -> None:
     def row(method: str, norm: bool, **more: Any) -> dict[str, Any]:
-        base: dict[str, Any] = {"paper: ratio": None if method == "JFB" else 1.6, "ratio": 2.0, "clean %": summary(98, None, 1)}
+        base: dict[str, Any] = {
+            "paper: ratio": None if method == "JFB" else 1.6,
+            "ratio": 2.0,
+            "clean %": summary(98, None, 1),
+        }
         base |= {"data": "X", "method": method, "batch norm in R": norm, "steps": "one by one"}
         return base | {"test images": 10_000, "ratio, same settings": 1.0} | more
 

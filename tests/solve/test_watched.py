@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,7 @@ def test_a_compiled_network_that_asks_the_host(mode: Any, solver: Solver, monkey
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_numbers_of_all_kinds_travel_in_one_memory(count: int) -> None:
+def test_numbers_of_all_kinds_travel_together(count: int) -> None:
     rng = np.random.default_rng(0)
     arrays: tuple[np.ndarray, ...] = (
         rng.random(count, np.float32),
@@ -200,6 +201,6 @@ def test_numbers_of_all_kinds_travel_in_one_memory(count: int) -> None:
     )
     found = together(arrays, torch.empty(0))
     assert [part.dtype for part in found] == [torch.float32, torch.bool, torch.int64, torch.float64, torch.bool]
-    assert len({part.untyped_storage().data_ptr() for part in found}) == 1
+    torch.save(found, io.BytesIO())  # which refuses memory that is shared in several types
     for part, array in zip(found, arrays, strict=True):
         assert np.array_equal(part.numpy(), array)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,9 +31,7 @@ class Jacobian:
             return rebuild(space.template, [part.to(space.dtype) for part in parts])
 
         self.space, self.products, self.unit = space, 0, unit[:, None]
-        # A T that is compiled is run as it was written: torch.func cannot be traced through.
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, explained(_ADVICE):
+        with eagerly(), explained(_ADVICE):
             self._pullbacks = Pullbacks(fixed, z)
 
     def transposed(self, w: Tensor, *, record: bool = False) -> Tensor:
@@ -82,11 +81,32 @@ class Pullbacks:
         except RuntimeError as error:
             if "scaled_dot_product" not in str(error):
                 raise
-            with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+            with sdpa_kernel(SDPBackend.MATH), eagerly():
                 self.value, self.pull = torch.func.vjp(self.f, self.x)[:2]
                 self.record(self.value)
             found = self.push((v,))[0]
         return found
+
+
+_stances: list[Any] = []
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """A T that is compiled is run as it was written: torch.func cannot be traced through.
+
+    The stance is of the whole process: of several threads the first sets it, and the last puts it back.
+    """
+    with _one_at_a_time:
+        _stances.append(None if _stances else torch.compiler.set_stance("force_eager"))  # set as it is made
+    try:
+        yield
+    finally:
+        with _one_at_a_time:
+            stance = _stances.pop()
+            if stance is not None:
+                stance.__exit__(None, None, None)
 
 
 @contextmanager

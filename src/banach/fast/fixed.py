@@ -110,7 +110,9 @@ class FixedDepth:
 
     def _step(self, z: Latent, v: Latent) -> Latent:
         Tz = self.twin(z, v)
-        return torch.lerp(Tz, z, self.damping) if self.damping else Tz
+        if not self.damping:
+            return Tz
+        return map_leaves(lambda a, b: torch.lerp(b.to(a.dtype), a, self.damping), z, Tz)
 
     def _figures(self, before: Latent, z: Latent, after: Latent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Residual, convergence, what is not finite, and excess, from z_{k-1}, z_k and T(z_k)."""

@@ -35,7 +35,7 @@ class Beside:
                 done = torch.cuda.Event()
                 done.record(self.stream)
         except BaseException:
-            self.join()
+            main.wait_stream(self.stream)
             raise
         self._under_way.append((done, reads))  # not freed, and so not written over, before it is read
         while len(self._under_way) > LAG:
@@ -43,8 +43,9 @@ class Beside:
         return made
 
     def join(self) -> None:
-        """What was made may be used."""
-        if self.stream is not None:
+        """What was made may be used. Where nothing was, there is nothing to wait for: in a capture, which the
+        second stream has then no part in, that would be refused."""
+        if self.stream is not None and self._under_way:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self._under_way.clear()
 

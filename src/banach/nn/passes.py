@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class Pass:
     `functional_call` are not its own, and in the mode it was in; they are refused where what a plain function
     reads was changed in place. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
     `once=True` promises one evaluation after the iteration: where batch norm alone has buffers it then writes to
-    its own, and nothing has to be copied.
+    its own, and nothing has to be copied. (If that evaluation fails, some of them may have been updated.)
 
     `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later. A pass that is never
     entered writes nothing at all.
@@ -53,7 +53,7 @@ class Pass:
         # A plain function may call layers that nobody can see from here: it gets masks in case it does.
         self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
         self.norms = _batch_norms(modules, buffers)
-        self.writes = once and self.norms is not None and _writable()
+        self.writes = once and self.norms is not None and _writable(modules, buffers.values())
         self.snapshot = {} if self.writes else {name: part.detach().clone() for name, part in buffers.items()}
         recorded = later and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.then = Then(R, modules) if recorded and known else None
@@ -97,7 +97,7 @@ class Pass:
         """
         if self.norms is None or not (self.writes or _bare()):
             return self.evaluate(u, v, index)
-        with _untracked(self.norms):
+        with _untracked(self.norms, hidden=self.writes):
             if self.masks is None or (index is None and _running() is self):
                 return self.R(u, v)
             with self._here(index):
@@ -129,6 +129,9 @@ class Pass:
                 return torch.func.functional_call(self.R, {**self.then.parameters, **self._buffers()}, (u, v))
         if not self.open and self.reads is not None:
             self.reads.check()
+        if self.writes and self.open and self.norms is not None:
+            with _aliased(self.norms):
+                return self.R(u, v)
         if not self.snapshot:
             return self.R(u, v)
         buffers = self._buffers()
@@ -219,9 +222,12 @@ except ImportError:
         return True
 
 
-def _writable() -> bool:
+def _writable(modules: list[nn.Module], buffers: Iterable[Tensor]) -> bool:
     """Can R be called as it is, buffers and all? Not inside torch.func, nor where Dynamo compiles some of it."""
-    return not torch.compiler.is_compiling() and not is_called_by_dynamo() and not _is_transformed()
+    if torch.compiler.is_compiling() or is_called_by_dynamo() or _is_transformed():
+        return False
+    compiled = (type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) for m in modules)
+    return not any(compiled) and not any(buffer.is_inference() for buffer in buffers)
 
 
 def _bare() -> bool:
@@ -230,14 +236,32 @@ def _bare() -> bool:
 
 
 @contextmanager
-def _untracked(norms: list[nn.Module]) -> Iterator[None]:
-    for norm in norms:
+def _untracked(norms: list[nn.Module], *, hidden: bool) -> Iterator[None]:
+    """`hidden`: nor can anyone else write to their buffers."""
+    own = [norm._buffers for norm in norms]
+    for norm, buffers in zip(norms, own, strict=True):
         norm.__dict__["track_running_stats"] = False
+        if hidden:
+            norm.__dict__["_buffers"] = dict.fromkeys(buffers)
     try:
         yield
     finally:
-        for norm in norms:
+        for norm, buffers in zip(norms, own, strict=True):
             norm.__dict__["track_running_stats"] = True
+            norm.__dict__["_buffers"] = buffers
+
+
+@contextmanager
+def _aliased(norms: list[nn.Module]) -> Iterator[None]:
+    """The same memory with counts of its own: what is written to it afterwards is no matter of this graph's."""
+    own = [norm._buffers for norm in norms]
+    for norm, buffers in zip(norms, own, strict=True):
+        norm.__dict__["_buffers"] = {name: None if part is None else part.data for name, part in buffers.items()}
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, own, strict=True):
+            norm.__dict__["_buffers"] = buffers
 
 
 def running_pass() -> Pass | None:

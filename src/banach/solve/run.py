@@ -13,7 +13,7 @@ from banach.latent import Latent, Space, leaves, select
 from banach.solve.precision import rounding, with_autocast_of
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point, Solver
-from banach.solve.state import State, finish, to_numpy
+from banach.solve.state import State, finish, on_device, to_numpy
 from banach.solve.tolerance import Tolerance
 
 Map = Callable[..., Latent]
@@ -132,7 +132,7 @@ class Base(Generic[S]):
         stay = np.flatnonzero(~done)
         self.whole = self.everyone(state)
         self.index = stay if self.index is None else self.index[stay]
-        self.inputs = select(self.inputs, torch.from_numpy(stay).to(self.space.device))
+        self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
         self.nonfinite_left = self.nonfinite
         left = state.take(stay)

@@ -183,12 +183,13 @@ def all_on_device(arrays: Sequence[np.ndarray], like: Tensor) -> list[Tensor]:
 
 
 def together(arrays: Sequence[np.ndarray], like: Tensor) -> list[Tensor]:
-    """The arrays where `like` is, in one memory: those of the longest numbers first, so that all lie evenly."""
+    """The arrays where `like` is, by one copy, in which the longest numbers come first, so that all lie evenly."""
     order = sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize)
     parts = [np.ascontiguousarray(arrays[number]).reshape(-1).view(np.uint8) for number in order]
     memory = on_device(np.concatenate(parts), like).split([len(part) for part in parts])
     kinds = [torch.from_numpy(arrays[number]).dtype for number in order]
-    found = {number: part.view(kind) for number, part, kind in zip(order, memory, kinds, strict=True)}
+    # Each in memory of its own: torch.save refuses tensors that share some in several types.
+    found = {number: part.view(kind).clone() for number, part, kind in zip(order, memory, kinds, strict=True)}
     return [found[number] for number in range(len(arrays))]
 
 
