@@ -61,3 +61,19 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def close(a: dict[str, Tensor], b: dict[str, Tensor], atol: float) -> bool:
     return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], rtol=0, atol=atol) for k in a)
+
+
+class NormR(nn.Module):
+    """R(u, v) = 0.4 tanh(norm(A u)) + v."""
+
+    linear: Any
+    norm: Any
+
+    def __init__(self, norm: nn.Module | None = None, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(width, width).double()
+        self.norm = (nn.BatchNorm1d(width) if norm is None else norm).double()
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.4 * torch.tanh(self.norm(self.linear(u))) + v

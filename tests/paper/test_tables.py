@@ -378,3 +378,10 @@ def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:
         assert long == {way.tag for way in ways if way.captured}
         assert {count for tag, count in images.items() if tag not in few | long} == {subject.subset}
         assert f"({table2_ways.FEW[subject.data]:,} for CG" in table2_notes.shortened(subject, ways)[0]
+
+
+def test_the_parameters_that_a_note_tells_are_those_of_the_network() -> None:
+    net: Any = models.build("mnist")
+    count = {name: sum(p.numel() for p in getattr(net, name).parameters()) for name in "QRS"}
+    assert f"S and Q alone have {count['S'] + count['Q']:,} on MNIST" in table1._TRAINED
+    assert f"the twin {sum(count.values()):,}" in table1._TRAINED

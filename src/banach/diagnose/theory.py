@@ -57,8 +57,8 @@ class Conditioning:
 class Identity:
     """p = -(M J~' M^+) gradient: JFB is a preconditioned gradient where M has full column rank.
 
-    `error` is |difference| / |p|. The paper prints J~ where, with Jacobians laid out as usual, it takes J~':
-    `error_printed` is the error of the equation read that way.
+    `error` is |difference| / |p|. The paper prints J~, in a layout in which that is transposed already:
+    `error_printed` is the error of what it prints, read with Jacobians laid out as usual.
     """
 
     error: float

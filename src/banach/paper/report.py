@@ -38,8 +38,7 @@ TERMS = (
     "none. Steps one by one: the host asks after each whether to go on. Captured: a training step is recorded "
     "once and replayed by the GPU as a whole; how deep it iterates is chosen from residuals of earlier steps, "
     "so that a few samples miss eps, or all where R does not contract, and the share that met it is told. At "
-    "once: how many trainings shared "
-    "the GPU."
+    "once: how many trainings shared the GPU."
 )
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"

@@ -91,8 +91,8 @@ class HostState:
         """For a solver: residual, least residual and where that was. `residual` is what was just measured."""
         if isinstance(self.least_at, int):  # then all samples are active, and none was ever better
             return residual, residual, residual.new_full(residual.shape, self.least_at)
-        numbers = (self.residual, self.least, self.least_at)
-        residual, least, least_at = (on_device(part, self.z).to(self.z.dtype) for part in numbers)
+        numbers = all_on_device((self.residual, self.least, self.least_at), self.z)
+        residual, least, least_at = (part.to(self.z.dtype) for part in numbers)
         return residual, least, least_at
 
     def advance(self, proposal: Tensor) -> None:
