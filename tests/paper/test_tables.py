@@ -272,7 +272,7 @@ def test_late_epochs_go_on_from_those_of_jfb(second: Any) -> None:
         row_of(found, method="JFB", steps=steps, **{"batch norm in R": False})
         for steps in (STEPS, "one by one, after 1 epochs of JFB")
     )
-    job = table2_ways.JFB_PLAIN_LATE.before(TINY)
+    job = table2_ways.JFB_PLAIN.later(1).before(TINY)
     assert job is not None
     assert (job.subset, job.settings.epochs, job.batch_norm) == (None, 1, False)
     assert late["training loss"] < 0.8 * early["training loss"]
@@ -282,6 +282,27 @@ def test_late_epochs_go_on_from_those_of_jfb(second: Any) -> None:
     cg = row_of(found, method=table2_ways.CG["absolute"], steps=late["steps"])
     jfb = row_of(found, method="JFB", steps=late["steps"], **{"batch norm in R": True})
     assert cg["ratio"] == pytest.approx(cg["seconds per epoch"].mean / jfb["seconds per epoch"].mean)
+
+
+def test_late_ways_come_once_for_every_length() -> None:
+    subject = table2.FULL[2]
+    late = [way for way in table2_ways.ways(subject) if way.late]
+    assert [way.tag for way in late[:5]] == [
+        "jfb-bn-late",
+        "jfb-plain-late",
+        "cg-absolute-plain-late",
+        "cg-relative-plain-late",
+        "jfb-bn-late2",
+    ]
+    lengths = {way.late: way.before(subject) for way in late}
+    assert {late: job.settings.epochs for late, job in lengths.items() if job} == {1: 20, 2: 100}
+    for way in late:
+        assert way.path(subject) == f"one by one, after {(20, 100)[way.late - 1]} epochs of JFB"
+        for rival in (table2_ways.as_in_the_paper(way), table2_ways.like_for_like(way)):
+            assert rival in late
+            assert rival.path(subject) == way.path(subject)
+    names = [job.name for job in table2_ways.jobs(subject)]
+    assert len(set(names)) == len(names) == 10 + 2 * 4 + 4
 
 
 def test_the_ratio_at_the_papers_count_of_products_is_reckoned() -> None:
@@ -303,11 +324,8 @@ def test_the_ratio_at_the_papers_count_of_products_is_reckoned() -> None:
     assert "in the last epoch: 4.2 one by one. The paper's trainings made 19 on average" in note
     # (20 + 121.4 / 2) / 10; captured, on five times the images: (10 + 121.4 / 4) / 10
     assert "would be: 8.07 one by one; 4.04 captured. At the 2" in note
-    late = {
-        table2_ways.JFB_LATE: record(table2_ways.JFB_LATE, 10, 0),
-        table2_ways.JFB_PLAIN_LATE: record(table2_ways.JFB_PLAIN_LATE, 10, 0),
-        table2_ways.CG_ABSOLUTE_LATE: record(table2_ways.CG_ABSOLUTE_LATE, 35, 50),
-    }
+    paths = [(table2_ways.JFB_PAPER, 10, 0), (table2_ways.JFB_PLAIN, 10, 0), (table2_ways.CG_ABSOLUTE, 35, 50)]
+    late = {way.later(1): record(way.later(1), seconds, products) for way, seconds, products in paths}
     (note,) = table2_notes.reckoned(table2.FULL[2], some | late)
     assert "4.2 one by one; 7.5 one by one, after 20 epochs of JFB. The" in note
     assert "8.07 one by one; 7.07 one by one, after 20 epochs of JFB; 4.04 captured" in note

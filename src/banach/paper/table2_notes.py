@@ -12,13 +12,11 @@ from banach.paper.released import LEFT_OUT, SCALED
 from banach.paper.study import Options, cell
 from banach.paper.table2_ways import (
     CG_ABSOLUTE,
-    CG_ABSOLUTE_LATE,
     CG_CAPTURED,
     FEW,
     JACOBIAN,
     JFB_CAPTURED,
     JFB_PAPER,
-    LATE,
     STEPS,
     Printed,
     Way,
@@ -73,12 +71,16 @@ def late(subject: Subject, begun: Sequence[Record]) -> list[str]:
     """From where the late ways go on."""
     if not begun:
         return []
-    kinds = [f"{'with' if one.job.batch_norm else 'without'} batch norm {100 * one.accuracy:.2f}" for one in begun]
+    kinds = [
+        f"after {len(one.epochs)} with{'' if one.job.batch_norm else 'out'} batch norm {100 * one.accuracy:.2f}"
+        for one in begun
+    ]
+    lengths = " or ".join(str(length) for length in dict.fromkeys(len(one.epochs) for one in begun))
     precision = begun[0].job.settings.precision
     told = (
-        f"{subject.data}: late epochs begin with weights from {len(begun[0].epochs)} of JFB() on all training "
-        f"images, in {precision}, at its own settings, whose rate has not gone down by then; the optimizer begins "
-        "anew. Per cent there: " + ", ".join(kinds)
+        f"{subject.data}: late epochs begin with weights from {lengths} of JFB() on all training images, in "
+        f"{precision}, at its own settings, whose rate has not gone down by then; the optimizer begins anew. Per "
+        "cent there: " + ", ".join(kinds)
     )
     return [told]
 
@@ -102,7 +104,7 @@ def reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
     printed = CG_ABSOLUTE.printed(subject.data)
     if printed is None:
         return []
-    released = [way for way in (CG_ABSOLUTE, CG_ABSOLUTE_LATE) if way in done]
+    released = [way for way in done if way.cg == "absolute" and not way.few]
     products = {way: done[way].epochs[-1].products / images_of(done[way]) for way in (*released, CG_CAPTURED)}
     theirs = printed_steps(subject, printed)
     asked = 5 + 6 * theirs  # as `steps` has it
@@ -145,7 +147,7 @@ def what_happens(subject: Subject, done: Mapping[Way, Record]) -> str:
     for way in (way for way in done if way is not JFB_PAPER):
         one, last = done[way], done[way].epochs[-1]
         where = "captured, with" if way.captured else "with"
-        where = f"after {LATE[subject.data][0]} epochs of JFB, {where}" if way.late else where
+        where = f"{way.path(subject).removeprefix('one by one, ')}, {where}" if way.late else where
         where += "" if way.batch_norm else "out"
         met = "a share not recorded" if one.adjoints_met is None else f"{one.adjoints_met:.1%}"
         solved = f"{met} of adjoints met the tolerance, " if way.cg == "relative" else ""

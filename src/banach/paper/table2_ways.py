@@ -17,9 +17,9 @@ RELATIVE, STEPS = 1e-3, 20
 ABSOLUTE = {"mnist": 1e-1, "svhn": 1e-4, "cifar10": 1e-4, "digits": 1e-1}
 FEW = {"mnist": 3_000, "svhn": 1_000, "cifar10": 500}  # training images for CG with batch norm in R
 LONGER = {"mnist": 15, "svhn": 3, "cifar10": 3}  # epochs, on all images, where steps are captured
-# Epochs of JFB before the ones that are timed late, on all images, and their precision: for networks with which CG
-# makes fewer steps in the first epochs than later.
-LATE = {"cifar10": (20, "bf16"), "digits": (1, "fp32")}
+# Epochs of JFB before those that are timed late, and still later, on all images, and their precision: for networks
+# with which CG makes fewer steps in the first epochs than later.
+LATE = {"cifar10": ((20, "bf16"), (100, "bf16")), "digits": ((1, "fp32"),)}
 CG = {
     "absolute": "Jacobian-based, CG as released",
     "relative": f"Jacobian-based, CG to a relative {RELATIVE:g}",
@@ -52,7 +52,8 @@ class Way:
 
     `cg` is its stopping rule: "absolute", "relative", or "fixed" at so many steps; None is JFB. `few`: on few
     images. `captured`: by steps that ask the host nothing, on all images; there JFB goes the way of CG, at no step
-    of it. `late`: from weights that JFB trained before, with the same R.
+    of it. `late`: from weights that JFB trained before, with the same R, for the first length in `LATE` at 1, the
+    second at 2; 0 is from the start.
     """
 
     tag: str
@@ -61,7 +62,7 @@ class Way:
     recipe: str | None = None
     few: bool = False
     captured: bool = False
-    late: bool = False
+    late: int = 0
 
     @property
     def name(self) -> str:
@@ -97,9 +98,9 @@ class Way:
         """The training whose weights this way begins with, if it does."""
         if not self.late:
             return None
-        epochs, precision = LATE[subject.data]
+        epochs, precision = LATE[subject.data][self.late - 1]
         whole = replace(subject, subset=None, epochs=epochs, precision=precision, fast=True)
-        name = f"table2-{subject.data}-before-{'bn' if self.batch_norm else 'plain'}"
+        name = f"table2-{subject.data}-before{_number(self.late)}-{'bn' if self.batch_norm else 'plain'}"
         return whole.job(name, batch_norm=self.batch_norm)
 
     def seeds(self, subject: Subject) -> range:
@@ -120,8 +121,16 @@ class Way:
     def path(self, subject: Subject) -> str:
         """How its steps are made, and from where: what is compared goes one path."""
         if self.late:
-            return f"one by one, after {LATE[subject.data][0]} epochs of JFB"
+            return f"one by one, after {LATE[subject.data][self.late - 1][0]} epochs of JFB"
         return "captured" if self.captured else "one by one"
+
+    def later(self, late: int) -> Way:
+        return replace(self, tag=f"{self.tag}-late{_number(late)}", late=late)
+
+
+def _number(late: int) -> str:
+    """What a name has of it: the first needs none."""
+    return "" if late == 1 else str(late)
 
 
 JFB_PAPER = Way(tag="jfb-bn", batch_norm=True)
@@ -132,9 +141,6 @@ CG_RELATIVE = Way(tag="cg-relative-plain", batch_norm=False, cg="relative", reci
 JFB_CAPTURED = Way(tag="jfb-captured-bn", batch_norm=True, captured=True)
 JFB_PLAIN_CAPTURED = Way(tag="jfb-captured-plain", batch_norm=False, recipe=JACOBIAN, captured=True)
 CG_CAPTURED = Way(tag="cg-captured-plain", batch_norm=False, cg="fixed", recipe=JACOBIAN, captured=True)
-JFB_LATE, JFB_PLAIN_LATE, CG_ABSOLUTE_LATE, CG_RELATIVE_LATE = (
-    replace(way, tag=f"{way.tag}-late", late=True) for way in (JFB_PAPER, JFB_PLAIN, CG_ABSOLUTE, CG_RELATIVE)
-)
 WAYS = (
     JFB_PAPER,
     JFB_PLAIN,
@@ -146,15 +152,13 @@ WAYS = (
     JFB_CAPTURED,
     JFB_PLAIN_CAPTURED,
     CG_CAPTURED,
-    JFB_LATE,
-    JFB_PLAIN_LATE,
-    CG_ABSOLUTE_LATE,
-    CG_RELATIVE_LATE,
 )
 
 
 def ways(subject: Subject) -> list[Way]:
-    return [way for way in WAYS if not way.late or subject.data in LATE]
+    late = range(1, 1 + len(LATE.get(subject.data, ())))
+    timed = (JFB_PAPER, JFB_PLAIN, CG_ABSOLUTE, CG_RELATIVE)
+    return [*WAYS, *(way.later(number) for number in late for way in timed)]
 
 
 def before(subject: Subject) -> list[Job]:
@@ -170,14 +174,14 @@ def jobs(subject: Subject) -> list[Job]:
 def as_in_the_paper(way: Way) -> Way:
     """JFB with batch norm in R and its own settings, by the same path."""
     if way.late:
-        return JFB_LATE
+        return JFB_PAPER.later(way.late)
     return JFB_CAPTURED if way.captured else JFB_PAPER
 
 
 def like_for_like(way: Way) -> Way:
     """JFB with the same R, the same settings and images, by the same path."""
     if way.late:
-        return JFB_PLAIN_LATE
+        return JFB_PLAIN.later(way.late)
     if way.captured:
         return JFB_PLAIN_CAPTURED
     return JFB_FEW if way.few else JFB_PLAIN

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banach import data
 from banach.data import Images
-from banach.paper.jobs import Job, announce, settings_for
+from banach.paper.jobs import PAPER_AUGMENT, Job, announce, augmentation_for, settings_for
 from banach.paper.study import Options
 from banach.train import Epoch, Run, RunError, evaluate, fit
 
@@ -24,6 +24,7 @@ class Case:
     """A network, the epochs at which it is measured (0: fresh weights; the last one ends the training), and how.
 
     `images`: training images of the batch. `dense`: how many of them are also measured by dense matrices.
+    `precision` is that of the training; all is measured in float64.
     """
 
     data: str
@@ -32,15 +33,24 @@ class Case:
     images: int
     dense: int
     dense_epochs: tuple[int, ...]
+    precision: str = "fp32"
 
     @property
     def name(self) -> str:
         return f"theory-{self.model}-jfb-seed0"
 
     def job(self) -> Job:
-        # Without the monitor of contraction: it is measured here, on more images and more closely.
-        settings = settings_for(self.model, data=self.data, epochs=max(self.epochs), seed=0, monitor=False)
-        return Job(name=self.name, data=self.data, model=self.model, settings=settings)
+        augment = augmentation_for(self.data)
+        settings = settings_for(
+            self.model,
+            data=self.data,
+            epochs=max(self.epochs),
+            seed=0,
+            augment=None if augment is None else PAPER_AUGMENT,
+            precision=self.precision,
+            monitor=False,  # of contraction: it is measured here, on more images and more closely
+        )
+        return Job(name=self.name, data=self.data, model=self.model, settings=settings, augment=augment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +93,7 @@ def train(case: Case, options: Options) -> Trained:
             _keep(net, path, epoch.epoch)
 
     announce(run, options)
-    history = fit(net, train, validation, settings, run=run, on_epoch=on_epoch)
+    history = fit(net, train, validation, settings, augment=job.augment, run=run, on_epoch=on_epoch)
     if not history.finished or history.stopped_by is not None:
         raise KeyboardInterrupt  # the run is kept and is resumed next time
     few = train.subset(case.images).to(settings.torch_device)
