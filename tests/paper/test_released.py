@@ -28,10 +28,10 @@ def dense_problem() -> tuple[Any, Any, Any, Any]:
     return B, c, z, g
 
 
-def released_w(atol: float, max_steps: int = 50) -> Any:
+def released_w(atol: float, max_steps: int = 50, at_least: int = 1) -> Any:
     B, c, z, g = dense_problem()
     limits = Tolerance(atol=atol, rtol=0, max_steps=max_steps, norm=Euclidean())
-    mode = Implicit(ReleasedCG(), limits, report=lambda *_: None)
+    mode = Implicit(ReleasedCG(at_least), limits, report=lambda *_: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a loose tolerance is missed
         value = mode.attach(lambda z, c: torch.bmm(B, z[..., None])[..., 0] + c, z, (c,))
@@ -46,6 +46,9 @@ def test_cg_as_released_by_dense_algebra() -> None:
     r = right - N @ right
     once = right + r * (r.mT @ r) / (r.mT @ N @ r)
     torch.testing.assert_close(released_w(1e9), once[..., 0])  # even if nothing is asked
+    torch.testing.assert_close(released_w(1e9, at_least=5), released_w(1e-12))  # 5 unknowns, 5 steps
+    torch.testing.assert_close(released_w(1e9, at_least=40), released_w(1e-12))  # solved, it stays where it is
+    assert (released_w(1e9, at_least=4) - released_w(1e-12)).abs().max() > 1e-6
 
 
 class Broken(torch.autograd.Function):

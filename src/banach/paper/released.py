@@ -29,10 +29,14 @@ class ReleasedCG:
     """On A' A w = A' g from w = A' g, at least one step, until all samples have |A' (g - A w)| at the tolerance.
 
     So at a loose tolerance it is one step, which `NormalCG` would not make: that starts from w = g and asks
-    first. `met` says whether the last solve came to the tolerance.
+    first. `at_least`: so many steps, which is not as released, for their cost. `met` says whether the last solve
+    came to the tolerance.
     """
 
     met = True
+
+    def __init__(self, at_least: int = 1) -> None:
+        self.at_least = at_least
 
     def solve(self, equation: Adjoint) -> Tensor:
         def normal(x: Tensor) -> Tensor:
@@ -46,14 +50,14 @@ class ReleasedCG:
             w, r = w + alpha * p, r - alpha * normal(p)
             missed = ~(equation.size(normal(w) - right) <= equation.threshold)  # what is not a number is missed
             self.met = equation.idle(missed, step)
-            if self.met:
+            if self.met and step >= self.at_least:
                 break
             power, before = vecdot(r, r), power
             p = r + ratio(power, before) * p
         return w
 
     def __repr__(self) -> str:  # how the last solve went is no part of a job's identity
-        return "ReleasedCG()"
+        return "ReleasedCG()" if self.at_least == 1 else f"ReleasedCG(at_least={self.at_least})"
 
 
 @torch.no_grad()
