@@ -39,7 +39,7 @@ def paper(
     ] = None,
     at_once: Annotated[
         int,
-        typer.Option(min=1, help="Trainings that share the device, where time is not the point: table1."),
+        typer.Option(min=1, help="Trainings that share the device, where time is not the point: table1, theory."),
     ] = 1,
     page: Annotated[
         Path | None, typer.Option(help="What the report writes, beside an .html.  [docs/reproduction.md]")

@@ -22,6 +22,7 @@ from banach.train import Settings
 from banach.train.run import ENVIRONMENT
 
 Point = Mapping[str, float]  # of a curve: epoch, seconds, warm_up, clean, converged; released
+Place = tuple[str, str | None, bool | None]  # device and torch; the commit, and whether the tree had changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +136,23 @@ def trained_on(names: Iterable[str], options: Options) -> str:
     return where(_place(options.runs / name / ENVIRONMENT) for name in names)
 
 
-def _place(path: Path) -> tuple[str, str | None, bool | None]:
+def _place(path: Path) -> Place:
     with reading(path):
-        kept = read(path)
-        return f"{kept['device']}, torch {kept['versions']['torch']}", kept["commit"], kept["dirty"]
+        return place_of(read(path))
 
 
-def where(places: Iterable[tuple[str, str | None, bool | None]]) -> str:
-    """In a sentence: devices and commits, and how many trainings each had."""
+def place_of(made: Mapping[str, Any]) -> Place:
+    """From what `provenance` says."""
+    return f"{made['device']}, torch {made['versions']['torch']}", made["commit"], made["dirty"]
+
+
+def where(places: Iterable[Place], done: str = "trained") -> str:
+    """In a sentence: devices and commits, and how many trainings, or what else was done there, each had."""
     counted = Counter(
         f"{device}, commit {(commit or 'unknown')[:7]}{' with changes' if dirty else ''}"
         for device, commit, dirty in places
     )
-    return "trained on " + "; ".join(f"{place} ({count})" for place, count in counted.items())
+    return f"{done} on " + "; ".join(f"{place} ({count})" for place, count in counted.items())
 
 
 def warm(curve: Sequence[Point]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,9 @@ class Case:
     def name(self) -> str:
         return f"theory-{self.model}-jfb-seed0"
 
+    def dense_at(self, epoch: int) -> int:
+        return self.dense if epoch in self.dense_epochs else 0
+
     def job(self) -> Job:
         augment = augmentation_for(self.data)
         settings = settings_for(
@@ -60,11 +64,15 @@ class Moment:
     epoch: int
     accuracy: float  # on the validation images
     net: Any
+    weights: str  # sha256 of their file
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A case with its moments, and the batch they are measured on: images that the network is trained with."""
+    """A case with its moments, and the batch they are measured on: images that the network is trained with.
+
+    `pixels` is a sha256 of that batch before it is normalised: the same on every device.
+    """
 
     case: Case
     title: str
@@ -72,6 +80,7 @@ class Trained:
     d: Tensor
     labels: Tensor
     label_smoothing: float
+    pixels: str
 
     def loss(self, labels: Tensor) -> Any:
         """What the training lowers, for these labels."""
@@ -104,6 +113,7 @@ def train(case: Case, options: Options) -> Trained:
         few.normalise(few.pixels).double(),
         few.labels,
         settings.label_smoothing,
+        _digest(few),
     )
 
 
@@ -124,8 +134,16 @@ def _moments(job: Job, path: Path, case: Case, epochs: tuple[Epoch, ...], valida
             raise RunError(f"{said}; delete {path}, and run the command again") from None
         net.to(validation.device).eval()
         accuracy = epochs[epoch - 1].validated if epoch else evaluate(net, validation).accuracy
-        found.append(Moment(epoch, accuracy, net.double()))
+        found.append(Moment(epoch, accuracy, net.double(), hashlib.sha256(file.read_bytes()).hexdigest()))
     return found
+
+
+def _digest(images: Images) -> str:
+    """Of the pixels, the labels, and how they are normalised."""
+    digest = hashlib.sha256(repr((images.mean, images.std, tuple(images.pixels.shape))).encode())
+    for tensor in (images.pixels, images.labels):
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _keep(net: Any, path: Path, epoch: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from banach.diagnose import Descent, descent_check, measure_contraction
 from banach.diagnose.still import undisturbed
+from banach.paper.common import Place
 from banach.paper.theory_cases import Moment, Trained
 from banach.paper.theory_dense import Local, local
 from banach.solve import Tolerance
@@ -60,13 +61,15 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A network and its readings, by epoch. `whole_length`: the epochs of a training by its recipe."""
+    """A network and its readings, by epoch. `whole_length`: the epochs of a training by its recipe. `places`:
+    where each reading was measured."""
 
     name: str
     title: str
     epochs: tuple[int, ...]
     readings: Sequence[Reading]
     whole_length: int | None = None
+    places: Sequence[Place] = ()
 
     @property
     def first(self) -> Reading:
@@ -93,7 +96,7 @@ class Measured:
 def measure(moment: Moment, trained: Trained) -> Reading:
     """Everything in float64: what is measured is the network, not the rounding."""
     net, d = moment.net, trained.d
-    closely = trained.case.dense if moment.epoch in trained.case.dense_epochs else 0
+    closely = trained.case.dense_at(moment.epoch)
     with undisturbed(net, d), warnings.catch_warnings(record=True) as caught:
         torch.manual_seed(0)  # of dropout in training mode: the same masks at every epoch and in every run
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Several trainings at once on one device, each in a process of its own."""
+"""Several trainings at once on one device, each in a process of its own, with what is measured of it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,100 @@
+"""The readings of a trained case: kept ones are taken up, others are measured and kept beside the training.
+
+A kept one that is not of these weights, images and settings, or that cannot be read, is measured anew. Of the code
+that measures only its constants are compared: where it has changed otherwise, delete the folder.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from banach.paper import theory_dense, theory_measure, theory_perturb
+from banach.paper.common import Place, place_of
+from banach.paper.kept import reading
+from banach.paper.rebuild import rebuild
+from banach.paper.records import read_kept, write_kept
+from banach.paper.study import Options
+from banach.paper.theory_cases import Case, Moment, Trained
+from banach.paper.theory_measure import Reading, measure
+from banach.provenance import provenance
+from banach.train import RunError
+
+FOLDER = "readings"  # inside the run's directory
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a reading is measured from: two of the same are the same up to rounding, whatever the device."""
+
+    weights: str  # sha256 of their file
+    images: int
+    pixels: str  # sha256 of the images, their labels and how they are normalised
+    dense: int  # images that are looked at closely at this epoch
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A reading, what it was measured from, where, and in how many seconds."""
+
+    source: Source
+    place: Place
+    seconds: float
+    reading: Reading
+
+
+def readings_of(trained: Trained, options: Options) -> list[Kept]:
+    """One for every moment, in their order."""
+    return [_reading(moment, trained, options) for moment in trained.moments]
+
+
+def _reading(moment: Moment, trained: Trained, options: Options) -> Kept:
+    case, source = trained.case, _source(moment, trained)
+    path = options.runs / case.name / FOLDER / f"epoch-{moment.epoch:05d}.json"
+    said = f"{case.name}: epoch {moment.epoch}"
+    kept = _read(path, case)
+    if kept is not None and kept.source == source:
+        options.say(f"{said} was measured before, in {kept.seconds:.1f} seconds")
+        return kept
+    made = _measure(moment, trained, source)
+    write_kept(path, case.job(), asdict(made))
+    options.say(f"{said} is measured, in {made.seconds:.1f} seconds")
+    return made
+
+
+def _measure(moment: Moment, trained: Trained, source: Source) -> Kept:
+    begun = time.perf_counter()
+    found = measure(moment, trained)
+    seconds = time.perf_counter() - begun
+    return Kept(source, place_of(provenance(device=trained.d.device)), seconds, found)
+
+
+def _read(path: Path, case: Case) -> Kept | None:
+    """None where there is nothing, or nothing that fits: the weights are there, so nothing is lost by that."""
+    try:
+        kept = read_kept(path, case.job())
+        with reading(path):
+            return None if kept is None else rebuild(Kept, kept)
+    except RunError:
+        return None
+
+
+def _source(moment: Moment, trained: Trained) -> Source:
+    case = trained.case
+    return Source(moment.weights, len(trained.d), trained.pixels, case.dense_at(moment.epoch), _settings(moment))
+
+
+def _settings(moment: Moment) -> dict[str, str]:
+    """Those that the job's own do not tell."""
+    return {
+        "tolerance": repr(moment.net.tolerance),
+        "tight": repr(theory_measure.TIGHT),
+        "limit": repr(theory_dense.LIMIT),
+        "columns": repr(theory_dense.OTHERS),
+        "distances": repr(theory_perturb.DISTANCES),
+        "directions": repr(theory_perturb.DIRECTIONS),
+        "ascents": repr(theory_perturb.ASCENTS),
+        "steps": repr(theory_perturb.STEPS),
+    }
