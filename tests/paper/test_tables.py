@@ -334,6 +334,8 @@ def test_the_last_epochs_are_summed_up_where_there_are_enough() -> None:
     long = record(*[0.1] * 5, 0.90, 0.92, 0.91, 0.93, 0.94)
     (note,) = table2_notes.last_epochs(TINY, {table2_ways.JFB_CAPTURED: long, table2_ways.JFB_PAPER: record(0.5)})
     assert note.endswith("of the last 5 epochs: JFB captured, with batch norm 92 ± 1.6 (n = 5)")
+    (note,) = table2_notes.last_epochs(replace(TINY, seeds=2), {table2_ways.JFB_CAPTURED: long})
+    assert "5 epochs of the first seed: JFB" in note
 
 
 def test_times_of_interrupted_runs_and_of_other_processes_are_spoken_of(tmp_path: Path) -> None:

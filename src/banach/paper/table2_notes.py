@@ -93,7 +93,9 @@ def last_epochs(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
         + cell(Summary.of(100 * point["clean"] for point in one.curve[-_SEVERAL:]))
         for way, one in long.items()
     ]
-    return [f"{subject.data}: clean per cent of the last {_SEVERAL} epochs: {'; '.join(told)}"] if told else []
+    which = "" if subject.seeds == 1 else " of the first seed"
+    which = f"the last {_SEVERAL} epochs{which}"
+    return [f"{subject.data}: clean per cent of {which}: {'; '.join(told)}"] if told else []
 
 
 _SEVERAL = 5
