@@ -163,6 +163,12 @@ def test_half_a_data_set_is_not_passed_by(
     code, lines, _ = ask("verify", "--data-dir", put(tmp_path / "data", files))
     assert code == 2
     assert sum("has no t10k-images-idx3-ubyte" in line for line in lines) == 1
+    del files["train-labels-idx1-ubyte.gz"]  # no part is whole
+    code, lines, _ = ask("verify", "--data-dir", put(tmp_path / "less", files))
+    assert code == 2
+    assert sum(line.startswith("wrong: ") for line in lines) == 2
+    (tmp_path / "empty" / "mnist").mkdir(parents=True)  # of this there is nothing
+    assert ask("verify", "--data-dir", tmp_path / "empty")[0] == 0
 
 
 def test_verify_by_name(ask: Callable[..., Answer]) -> None:

@@ -20,6 +20,14 @@ class Damaged(DataError):
         self.path, self.what = path, what
 
 
+class Incomplete(DataError):
+    """Some files of a part are here, and others are not; of its folder there may be no more than the name."""
+
+    def __init__(self, message: str, present: tuple[Path, ...]) -> None:
+        super().__init__(message)
+        self.present = present
+
+
 def need(module: str, purpose: str) -> Any:
     """An optional module, imported when it is first needed."""
     try:

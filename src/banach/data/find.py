@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from banach.data.dataset import DataSet, Layout
-from banach.data.error import DataError
+from banach.data.error import DataError, Incomplete
 
 Folder = str | os.PathLike[str]
 
@@ -65,7 +65,7 @@ def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Found:
             is_its_own = folder != "." and (place / folder).is_dir()
             if (present or is_its_own) and incomplete is None:
                 missing = layout.files[part][paths.index(None)]
-                incomplete = DataError(f"{place / folder} has no {missing}; {dataset.remedy}")
+                incomplete = Incomplete(f"{place / folder} has no {missing}; {dataset.remedy}", present)
     raise incomplete or _not_found(dataset, places)
 
 

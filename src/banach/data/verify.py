@@ -7,7 +7,7 @@ from pathlib import Path
 
 from banach.data.check import identify, read_part, sha256
 from banach.data.dataset import DataSet, get, names
-from banach.data.error import DataError
+from banach.data.error import DataError, Incomplete
 from banach.data.find import Folder, Found, find, roots
 
 PARTS = ("train", "test")
@@ -15,7 +15,8 @@ PARTS = ("train", "test")
 
 @dataclass(frozen=True)
 class Report:
-    """One part of a data set, looked at. `message` is a sentence; `files` is empty for data inside a package."""
+    """One part of a data set, looked at. `message` is a sentence; `files` are those that are here, none for data
+    inside a package."""
 
     name: str
     part: str
@@ -59,7 +60,8 @@ def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
         digest = sha256(arrays)
         title = identify(dataset, part, digest, found)
     except DataError as error:
-        return Report(dataset.name, part, False, str(error), files=found.paths if found else ())
+        present = error.present if isinstance(error, Incomplete) else ()
+        return Report(dataset.name, part, False, str(error), files=found.paths if found else present)
     verdict = "as expected" if dataset.known else "with no known value to compare it to"
     message = f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
     return Report(dataset.name, part, True, message, title, len(arrays.labels), digest, found.paths)
