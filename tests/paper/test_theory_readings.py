@@ -20,6 +20,7 @@ from banach.paper.theory_measure import Batch, Reading
 from banach.paper.theory_readings import Kept, readings_of
 from banach.paper.together import carry_out_together
 from banach.provenance import write_json
+from banach.train import RunError
 
 TINY = Case("digits", "digits", (0, 1), images=4, dense=1, dense_epochs=(1,))
 FILES = ["epoch-00000.json", "epoch-00001.json"]
@@ -122,6 +123,15 @@ def test_other_weights_are_measured_anew(runs: Path, measured: list[int]) -> Non
     shutil.copy(weights / "epoch-00000.safetensors", weights / "epoch-00001.safetensors")
     readings_of(train(TINY, options_at(runs)), options_at(runs))
     assert measured == [1]
+
+
+def test_a_training_without_its_weights_is_not_trained_over(runs: Path) -> None:
+    path = runs / TINY.name
+    shutil.rmtree(path / "checkpoints")
+    kept = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(RunError, match="is of a training without its weights"):
+        train(TINY, options_at(runs))
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == kept
 
 
 def test_other_images_are_measured_anew(runs: Path, measured: list[int]) -> None:

@@ -135,7 +135,7 @@ def carry_out(
     net = job.build()
     if isinstance(job, Continued):
         net.load_state_dict(carry_out(job.after, options).net.state_dict())
-    run = _run(job, settings, options)
+    run = open_run(job, settings, options)
     scorer = Scorer(net, settings.precision)  # the fast path, however it is trained: nothing hangs on its time
     watch = _Watch(scorer, test, run, partial(_released, job, scorer, test) if released else None)
 
@@ -195,7 +195,8 @@ def _images(job: Job, options: Options) -> tuple[Images, Images | None, Images]:
     return train if job.subset is None else train.subset(job.subset), validation, test
 
 
-def _run(job: Job, settings: Settings, options: Options) -> Run:
+def open_run(job: Job, settings: Settings, options: Options) -> Run:
+    """The run of this name, or a new one. What has records and no weights is not trained over."""
     path = options.runs / job.name
     if not (path / "settings.json").exists():
         return Run.create(path, settings)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from banach import data
 from banach.data import Images
-from banach.paper.jobs import PAPER_AUGMENT, Job, announce, augmentation_for, settings_for
+from banach.paper.jobs import PAPER_AUGMENT, Job, announce, augmentation_for, open_run, settings_for
 from banach.paper.study import Options
-from banach.train import Epoch, Run, RunError, evaluate, fit
+from banach.train import Epoch, RunError, evaluate, fit
 
 FOLDER = "weights"  # inside the run's directory
 
@@ -93,8 +93,8 @@ def train(case: Case, options: Options) -> Trained:
     settings = replace(job.settings, device=options.device)
     train, validation = (data.load(case.data, split, options.data_dir) for split in ("train", "validation"))
     net: Any = job.build()
-    path = options.runs / job.name
-    run = Run.open(path) if (path / "settings.json").exists() else Run.create(path, settings)
+    run = open_run(job, settings, options)
+    path = run.path
     _keep(net, path, 0)
 
     def on_epoch(epoch: Epoch) -> None:
