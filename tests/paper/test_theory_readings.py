@@ -17,7 +17,7 @@ from banach.paper import Options, theory, theory_cases, theory_perturb, theory_r
 from banach.paper.rebuild import rebuild
 from banach.paper.theory_cases import Case, Trained, train
 from banach.paper.theory_measure import Batch, Reading
-from banach.paper.theory_readings import Kept, readings_of
+from banach.paper.theory_readings import Kept, readings_alone, readings_of
 from banach.paper.together import carry_out_together
 from banach.provenance import write_json
 from banach.train import RunError
@@ -132,6 +132,29 @@ def test_a_training_without_its_weights_is_not_trained_over(runs: Path) -> None:
     with pytest.raises(RunError, match="is of a training without its weights"):
         train(TINY, options_at(runs))
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == kept
+
+
+def test_without_weights_readings_stand_for_themselves(
+    first: tuple[Path, Trained, list[Kept]], runs: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No data is read, nothing is built up to be trained; but what is not of this case is no reading of it."""
+    options = options_at(runs)
+    assert readings_alone(TINY, options) is None  # there are weights, which are asked first
+    for name in ("weights", "checkpoints"):
+        shutil.rmtree(runs / TINY.name / name)
+    with monkeypatch.context() as patch:
+        patch.setattr(theory, "train", None)
+        found = theory.take(TINY, options)
+    made = [one.reading for one in first[2]]
+    assert repr(found.readings) == repr(made)
+    assert (found.title, len(found.places)) == ("digits (scikit-learn)", 2)
+    for change in ({"images": 5}, {"dense": 2}, {"epochs": (0, 1, 2)}, {"precision": "bf16"}):
+        with pytest.raises(RunError, match="is of a training without its weights"):
+            theory.take(replace(TINY, **change), options)
+    (folder(runs) / FILES[0]).unlink()
+    with pytest.raises(RunError, match="is of a training without its weights"):
+        theory.take(TINY, options)
+    assert measured == []
 
 
 def test_other_images_are_measured_anew(runs: Path, measured: list[int]) -> None:

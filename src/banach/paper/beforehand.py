@@ -10,6 +10,7 @@ from banach.paper.jobs import Job
 from banach.paper.marks import MARKS
 from banach.paper.records import RECORD
 from banach.paper.study import Options, Study
+from banach.paper.theory_readings import are_alone
 
 
 def check_data(studies: Iterable[Study], options: Options) -> None:
@@ -22,5 +23,6 @@ def check_data(studies: Iterable[Study], options: Options) -> None:
 
 
 def _is_kept(job: Job, options: Options) -> bool:
-    """Has it a file that a study reads instead of training?"""
-    return any((options.runs / job.name / name).exists() for name in (MARKS, RECORD))
+    """Has it what a study reads instead of training?"""
+    run = options.runs / job.name
+    return any((run / name).exists() for name in (MARKS, RECORD)) or are_alone(run)

@@ -32,7 +32,7 @@ from banach.paper.theory_figures import bounds_figure, contraction_figure, cosin
 from banach.paper.theory_findings import findings_of
 from banach.paper.theory_measure import Measured, Reading
 from banach.paper.theory_random import Counted, count
-from banach.paper.theory_readings import readings_of
+from banach.paper.theory_readings import readings_alone, readings_of
 from banach.paper.theory_rows import rows_of
 
 CASES = {
@@ -79,11 +79,10 @@ def run(options: Options) -> Findings:
 
 
 def take(case: Case, options: Options) -> Measured:
-    """Train, or go on, and measure; or read what is kept."""
-    trained = train(case, options)
-    kept = readings_of(trained, options)
+    """Train, or go on, and measure; or read what is kept, for which no weights are needed."""
+    kept = readings_alone(case, options) or readings_of(train(case, options), options)
     readings, places = [one.reading for one in kept], [one.place for one in kept]
-    return Measured(case.model, trained.title, case.epochs, readings, models.recipe(case.model).epochs, places)
+    return Measured(case.model, kept[0].title, case.epochs, readings, models.recipe(case.model).epochs, places)
 
 
 def _random_rows(found: Counted) -> list[Row]:

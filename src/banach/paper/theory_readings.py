@@ -1,7 +1,8 @@
 """The readings of a trained case: kept ones are taken up, others are measured and kept beside the training.
 
 A kept one that is not of these weights, images and settings, or that cannot be read, is measured anew. Of the code
-that measures only its constants are compared: where it has changed otherwise, delete the folder.
+that measures only its constants are compared: where it has changed otherwise, delete the folder. Where the weights
+are gone the readings stand for themselves, all of them or none.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from banach.paper import theory_dense, theory_measure, theory_perturb
 from banach.paper.common import Place, place_of
@@ -16,6 +18,7 @@ from banach.paper.kept import reading
 from banach.paper.rebuild import rebuild
 from banach.paper.records import read_kept, write_kept
 from banach.paper.study import Options
+from banach.paper.theory_cases import FOLDER as WEIGHTS
 from banach.paper.theory_cases import Case, Moment, Trained
 from banach.paper.theory_measure import Reading, measure
 from banach.provenance import provenance
@@ -37,8 +40,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A reading, what it was measured from, where, and in how many seconds."""
+    """A reading, what it was measured from, where, and in how many seconds. `title` is of the data."""
 
+    title: str
     source: Source
     place: Place
     seconds: float
@@ -50,9 +54,26 @@ def readings_of(trained: Trained, options: Options) -> list[Kept]:
     return [_reading(moment, trained, options) for moment in trained.moments]
 
 
+def are_alone(run: Path) -> bool:
+    """Are there readings in the run's directory, and no weights?"""
+    return (run / FOLDER).exists() and not (run / WEIGHTS).exists()
+
+
+def readings_alone(case: Case, options: Options) -> list[Kept] | None:
+    """Those of a training whose weights are gone, which need no data; None if one lacks or does not fit the case,
+    or if there are weights."""
+    if not are_alone(options.runs / case.name):
+        return None
+    found = [_read(_file(case, epoch, options), case) for epoch in case.epochs]
+    kept = [one for one in found if one is not None]
+    settings = _settings(case.job().build())
+    asked = [(case.images, case.dense_at(epoch), settings) for epoch in case.epochs]
+    return kept if [(one.source.images, one.source.dense, one.source.settings) for one in kept] == asked else None
+
+
 def _reading(moment: Moment, trained: Trained, options: Options) -> Kept:
     case, source = trained.case, _source(moment, trained)
-    path = options.runs / case.name / FOLDER / f"epoch-{moment.epoch:05d}.json"
+    path = _file(case, moment.epoch, options)
     said = f"{case.name}: epoch {moment.epoch}"
     kept = _read(path, case)
     if kept is not None and kept.source == source:
@@ -68,11 +89,15 @@ def _measure(moment: Moment, trained: Trained, source: Source) -> Kept:
     begun = time.perf_counter()
     found = measure(moment, trained)
     seconds = time.perf_counter() - begun
-    return Kept(source, place_of(provenance(device=trained.d.device)), seconds, found)
+    return Kept(trained.title, source, place_of(provenance(device=trained.d.device)), seconds, found)
+
+
+def _file(case: Case, epoch: int, options: Options) -> Path:
+    return options.runs / case.name / FOLDER / f"epoch-{epoch:05d}.json"
 
 
 def _read(path: Path, case: Case) -> Kept | None:
-    """None where there is nothing, or nothing that fits: the weights are there, so nothing is lost by that."""
+    """None where there is nothing, or nothing that fits."""
     try:
         kept = read_kept(path, case.job())
         with reading(path):
@@ -83,13 +108,14 @@ def _read(path: Path, case: Case) -> Kept | None:
 
 def _source(moment: Moment, trained: Trained) -> Source:
     case = trained.case
-    return Source(moment.weights, len(trained.d), trained.pixels, case.dense_at(moment.epoch), _settings(moment))
+    dense, settings = case.dense_at(moment.epoch), _settings(moment.net)
+    return Source(moment.weights, len(trained.d), trained.pixels, dense, settings)
 
 
-def _settings(moment: Moment) -> dict[str, str]:
+def _settings(net: Any) -> dict[str, str]:
     """Those that the job's own do not tell."""
     return {
-        "tolerance": repr(moment.net.tolerance),
+        "tolerance": repr(net.tolerance),
         "tight": repr(theory_measure.TIGHT),
         "limit": repr(theory_dense.LIMIT),
         "columns": repr(theory_dense.OTHERS),
