@@ -169,6 +169,12 @@ def test_half_a_data_set_is_not_passed_by(
     assert sum(line.startswith("wrong: ") for line in lines) == 2
     (tmp_path / "empty" / "mnist").mkdir(parents=True)  # of this there is nothing
     assert ask("verify", "--data-dir", tmp_path / "empty")[0] == 0
+    (tmp_path / "less" / "MNIST").mkdir()
+    (tmp_path / "less" / "mnist").rename(tmp_path / "less" / "MNIST" / "raw")
+    (tmp_path / "less" / "mnist").mkdir()  # does not hide the other
+    code, lines, _ = ask("verify", "--data-dir", tmp_path / "less")
+    assert code == 2
+    assert sum("raw has no" in line for line in lines) == 2
 
 
 def test_verify_by_name(ask: Callable[..., Answer]) -> None:

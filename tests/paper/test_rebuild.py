@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 
@@ -26,16 +26,13 @@ class Tree:
     name: str
     leaf: Leaf
     maybe: Leaf | None
-    older: Optional[float]  # noqa: UP045
     leaves: tuple[Leaf, ...]
     pair: tuple[int, str | None]
-    rows: list[tuple[float, float]]
-    named: dict[str, list[int]]
-    rest: Any
+    named: dict[str, int]
 
 
 LEAF = Leaf(0.1 + 0.2, 3, True)
-TREE = Tree("nan", LEAF, None, None, (LEAF,), (1, None), [(1.0, 2.0)], {"a": [1]}, {"x": [1, "inf"]})
+TREE = Tree("nan", LEAF, None, (LEAF,), (1, None), {"a": 1})
 
 
 def round_trip(made: Any, folder: Path) -> Any:
@@ -52,7 +49,7 @@ def test_nests_come_back_with_their_types(tmp_path: Path) -> None:
     again = round_trip(TREE, tmp_path)
     assert again == TREE  # a list is no tuple, and a string "nan" no number
     assert repr(again) == repr(TREE)
-    full = Tree("x", LEAF, LEAF, 0.5, (), (1, "nan"), [], {}, None)
+    full = Tree("x", LEAF, LEAF, (), (1, "nan"), {})
     assert round_trip(full, tmp_path) == full
 
 
@@ -79,7 +76,7 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
         ({"leaves": [7]}, r"Tree.leaves\[0\] must be an object, got 7"),
         ({"leaves": "abc"}, "Tree.leaves must be a list, got 'abc'"),
         ({"pair": [1]}, "Tree.pair must have 2 items, got 1"),
-        ({"named": {"a": [None]}}, r"Tree.named\['a'\]\[0\] must be a whole number, got None"),
+        ({"named": {"a": None}}, r"Tree.named\['a'\] must be a whole number, got None"),
         ({"maybe": 3}, "Tree.maybe must be an object, got 3; or Tree.maybe must be null, got 3"),
         ({"newer": 1}, "Tree must have name, leaf, .*; got .*newer"),
     ],

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from banach import data
-from banach.paper import Options, theory, theory_cases, theory_perturb, theory_readings
+from banach.paper import (
+    Options,
+    theory,
+    theory_cases,
+    theory_dense,
+    theory_measure,
+    theory_perturb,
+    theory_readings,
+)
+from banach.paper.beforehand import check_data
 from banach.paper.rebuild import rebuild
 from banach.paper.theory_cases import Case, Trained, train
 from banach.paper.theory_measure import Batch, Reading
@@ -24,6 +33,7 @@ from banach.train import RunError
 
 TINY = Case("digits", "digits", (0, 1), images=4, dense=1, dense_epochs=(1,))
 FILES = ["epoch-00000.json", "epoch-00001.json"]
+JOB = Case("mnist", "mnist", (0, 1), images=4, dense=0, dense_epochs=()).job()
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +149,8 @@ def test_without_weights_readings_stand_for_themselves(
 ) -> None:
     """No data is read, nothing is built up to be trained; but what is not of this case is no reading of it."""
     options = options_at(runs)
-    assert readings_alone(TINY, options) is None  # there are weights, which are asked first
-    for name in ("weights", "checkpoints"):
-        shutil.rmtree(runs / TINY.name / name)
+    assert readings_alone(TINY, options) is None  # there is a training, which is asked first
+    shutil.rmtree(runs / TINY.name / "checkpoints")
     with monkeypatch.context() as patch:
         patch.setattr(theory, "train", None)
         found = theory.take(TINY, options)
@@ -151,10 +160,50 @@ def test_without_weights_readings_stand_for_themselves(
     for change in ({"images": 5}, {"dense": 2}, {"epochs": (0, 1, 2)}, {"precision": "bf16"}):
         with pytest.raises(RunError, match="is of a training without its weights"):
             theory.take(replace(TINY, **change), options)
+    with monkeypatch.context() as patch:
+        patch.setattr(theory_perturb, "ASCENTS", 6)  # another way of measuring
+        assert readings_alone(TINY, options) is None
     (folder(runs) / FILES[0]).unlink()
     with pytest.raises(RunError, match="is of a training without its weights"):
         theory.take(TINY, options)
     assert measured == []
+
+
+def test_a_reading_whose_weights_alone_are_gone_is_taken_up(runs: Path, measured: list[int]) -> None:
+    options = options_at(runs)
+    (runs / TINY.name / "weights" / "epoch-00001.safetensors").unlink()
+    assert [one.epoch for one in theory.take(TINY, options).readings] == [0, 1]
+    assert [one.epoch for one in theory.take(replace(TINY, dense=2), options).readings] == [0]
+    assert measured == []
+
+
+def test_readings_alone_need_no_data(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, study = replace(options_at(runs), data_dir=runs), replace(theory.STUDY, trainings=lambda _: [JOB])
+    (runs / JOB.name / "readings").mkdir(parents=True)
+    with pytest.raises(data.DataError, match="mnist was not found"):
+        check_data([study], options)
+    (runs / JOB.name / "readings" / FILES[0]).touch()
+    check_data([study], options)
+    (runs / JOB.name / "checkpoints" / "epoch-00001-step-0000000").mkdir(parents=True)  # will be gone on from
+    with pytest.raises(data.DataError, match="mnist was not found"):
+        check_data([study], options)
+
+
+def test_cifar10_is_trained_on_augmented_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (case for case in theory.CASES["full"] if case.data == "cifar10")
+    job, given = case.job(), dict[str, Any]()
+    assert (job.settings.augment, job.settings.precision) == ("paper", "bf16")
+    assert job.augment is not None
+
+    def spied(*_: Any, **options: Any) -> Any:
+        given.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(theory_cases.data, "load", lambda *_: None)
+    monkeypatch.setattr(theory_cases, "fit", spied)
+    with pytest.raises(KeyboardInterrupt):
+        train(case, options_at(tmp_path))
+    assert given["augment"] == job.augment
 
 
 def test_other_images_are_measured_anew(runs: Path, measured: list[int]) -> None:
@@ -172,13 +221,32 @@ def test_other_images_are_measured_anew(runs: Path, measured: list[int]) -> None
     assert measured == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (theory_measure, "TIGHT"),
+        (theory_dense, "LIMIT"),
+        (theory_dense, "OTHERS"),
+        (theory_perturb, "DISTANCES"),
+        (theory_perturb, "DIRECTIONS"),
+        (theory_perturb, "ASCENTS"),
+        (theory_perturb, "STEPS"),
+    ],
+)
 def test_other_settings_of_measuring_are_measured_anew(
-    runs: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, runs: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = train(TINY, options_at(runs))
-    monkeypatch.setattr(theory_perturb, "ASCENTS", 6)
+    monkeypatch.setattr(module, name, "another")
     readings_of(trained, options_at(runs))
     assert measured == [0, 1]
+
+
+def test_another_tolerance_is_measured_anew(runs: Path, measured: list[int]) -> None:
+    trained = train(TINY, options_at(runs))
+    trained.moments[1].net.tolerance = replace(trained.moments[1].net.tolerance, atol=1e-3)
+    readings_of(trained, options_at(runs))
+    assert measured == [1]
 
 
 def without(content: Any, *keys: str) -> Any:

@@ -21,7 +21,7 @@ class Damaged(DataError):
 
 
 class Incomplete(DataError):
-    """Some files of a part are here, and others are not; of its folder there may be no more than the name."""
+    """A part's files are not all here. `present`: those that are, none where there is only its folder."""
 
     def __init__(self, message: str, present: tuple[Path, ...]) -> None:
         super().__init__(message)

@@ -54,8 +54,8 @@ def home(data_dir: Folder | None = None) -> Path:
 
 
 def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Found:
-    """The files of a part, in the first place that has them all."""
-    incomplete: DataError | None = None
+    """The files of a part, in the first place that has them all. If none has, the first with some is told of."""
+    incomplete: Incomplete | None = None
     for place, layout in product(places, dataset.layouts):
         for folder in (*layout.folders, "."):
             paths = layout.locate(place / folder, part)
@@ -63,7 +63,8 @@ def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Found:
             if len(present) == len(paths):
                 return Found(layout, present)
             is_its_own = folder != "." and (place / folder).is_dir()
-            if (present or is_its_own) and incomplete is None:
+            tells_more = incomplete is None or bool(present and not incomplete.present)
+            if (present or is_its_own) and tells_more:
                 missing = layout.files[part][paths.index(None)]
                 incomplete = Incomplete(f"{place / folder} has no {missing}; {dataset.remedy}", present)
     raise incomplete or _not_found(dataset, places)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 _WORDS = ("nan", "inf", "-inf")  # of numbers that JSON has not
@@ -24,16 +24,12 @@ def rebuild(kind: type[T], value: Any) -> T:
 
 def _made(kind: Any, value: Any, at: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
     if is_dataclass(kind):
         return _dataclass(kind, value, at)
-    if origin in (Union, UnionType):
+    if origin is UnionType:
         return _first(inner, value, at)
     if origin is tuple:
         return tuple(_items(inner, value, at))
-    if origin is list:
-        return _items((inner[0], ...), value, at)
     if origin is dict and inner[0] is str:
         parts = _checked(dict, value, "an object", at)
         return {key: _made(inner[1], part, f"{at}[{key!r}]") for key, part in parts.items()}

@@ -29,8 +29,8 @@ class ReleasedCG:
     """On A' A w = A' g from w = A' g, at least one step, until all samples have |A' (g - A w)| at the tolerance.
 
     So at a loose tolerance it is one step, which `NormalCG` would not make: that starts from w = g and asks
-    first. `at_least`: so many steps, which is not as released, for their cost. `met` says whether the last solve
-    came to the tolerance.
+    first. `at_least`: steps that are made even if the tolerance is met before; more than 1 is not as released.
+    `met` says whether the last solve came to the tolerance.
     """
 
     met = True

@@ -42,7 +42,7 @@ from banach.paper.table2_notes import (
     steps,
     what_happens,
 )
-from banach.paper.table2_ways import PRINTED, STEPS, Way, as_in_the_paper, before, jobs, like_for_like, ways
+from banach.paper.table2_ways import AS_MANY, STEPS, Way, as_in_the_paper, before, jobs, like_for_like, ways
 from banach.paper.table_figures import time_figure
 
 CLAIM = "JFB trains faster than Jacobian-based backpropagation, without a J-product, and is at least as accurate"
@@ -122,7 +122,7 @@ _RELEASED = (
     "equations, over all epochs, that met the same tolerance by |g - A w|. Not repeated: Q and S evaluated "
     "twice, with other dropout masks; the scaling of R in JFB and in tests. With batch norm, which couples "
     "the batch, ours is one equation for all of it; the released code has no such training. "
-    f"But {PRINTED} steps: all else is as released; more than the tolerance asks for, as many as the paper's "
+    f"But {AS_MANY} steps: all else is as released; more than the tolerance asks for, as many as the paper's "
     "trainings made on average on CIFAR-10, for their cost"
 )
 _OURS = (

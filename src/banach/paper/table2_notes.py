@@ -11,16 +11,16 @@ from banach.paper.records import RECORD, Record, record_of
 from banach.paper.released import LEFT_OUT, SCALED
 from banach.paper.study import Options, cell
 from banach.paper.table2_ways import (
+    AS_MANY,
     CG_ABSOLUTE,
     CG_ABSOLUTE_LATE,
+    CG_AS_MANY,
     CG_CAPTURED,
-    CG_PRINTED,
     FEW,
     JACOBIAN,
     JFB_CAPTURED,
     JFB_PAPER,
     LATE,
-    PRINTED,
     STEPS,
     Printed,
     Way,
@@ -93,9 +93,12 @@ def last_epochs(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
         + cell(Summary.of(100 * point["clean"] for point in one.curve[-_SEVERAL:]))
         for way, one in long.items()
     ]
-    which = "" if subject.seeds == 1 else " of the first seed"
-    which = f"the last {_SEVERAL} epochs{which}"
-    return [f"{subject.data}: clean per cent of {which}: {'; '.join(told)}"] if told else []
+    when = f"the last {_SEVERAL} epochs" + _first_seed(subject)
+    return [f"{subject.data}: clean per cent of {when}: {'; '.join(told)}"] if told else []
+
+
+def _first_seed(subject: Subject) -> str:
+    return "" if subject.seeds == 1 else " of the first seed"
 
 
 _SEVERAL = 5
@@ -103,14 +106,14 @@ _SEVERAL = 5
 
 def reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
     """The ratio as released, if its steps of CG were as many as the paper's trainings made on average: measured
-    one by one, reckoned elsewhere."""
+    one by one; reckoned there too, to see what that is worth, and elsewhere."""
     printed = CG_ABSOLUTE.printed(subject.data)
-    if printed is None or CG_PRINTED not in done:
+    if printed is None or CG_AS_MANY not in done:
         return []
     released = [way for way in (CG_ABSOLUTE, CG_ABSOLUTE_LATE) if way in done]
     products = {way: done[way].epochs[-1].products / images_of(done[way]) for way in (*released, CG_CAPTURED)}
     theirs = printed_steps(subject, printed)
-    asked = 5 + 6 * theirs  # as `steps` has it
+    asked = 5 + 6 * AS_MANY  # as `steps` has it
 
     def ratio(cg: Way) -> float:
         jfb, plain = as_in_the_paper(cg), like_for_like(cg)
@@ -119,13 +122,13 @@ def reckoned(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
 
     made = [f"{steps(way, products[way]):.2g} {way.path(subject)}" for way in released]
     ratios = [f"{ratio(way):.3g} {way.path(subject)}" for way in products]
-    measured = pace(done[CG_PRINTED]) / pace(done[as_in_the_paper(CG_PRINTED)])
+    measured = pace(done[CG_AS_MANY]) / pace(done[as_in_the_paper(CG_AS_MANY)])
     told = (
         f"{subject.data}: steps of CG as released, per image in the last epoch: {'; '.join(made)}. The paper's "
-        f"trainings made {theirs:.2g} on average. With {PRINTED} the ratio to JFB is, measured one by one, "
-        f"{measured:.3g}. Reckoned, at 6 products each that take as long as in the other rows beyond JFB with the "
-        f"same R, it would be: {'; '.join(ratios)}. At the 2 products a step that suffice, {STEPS} steps were "
-        "measured, captured"
+        f"trainings made {theirs:.2g} on average. With {AS_MANY} the ratio to JFB is, measured one by one, "
+        f"{measured:.3g}. From rows with other numbers of steps, if 6 products each took as long as there beyond "
+        f"JFB with the same R, one would reckon: {'; '.join(ratios)}. At the 2 products a step that suffice, "
+        f"{STEPS} steps were measured, captured"
     )
     return [told]
 
@@ -163,4 +166,4 @@ def what_happens(subject: Subject, done: Mapping[Way, Record]) -> str:
             f"{way.name.partition(', on')[0]} {where} batch norm, {images_of(one):,} images: {solved}loss "
             f"{last.loss:.3g}, {100 * one.accuracy:.2f} per cent"
         )
-    return f"{subject.data}: " + "; ".join(parts)
+    return f"{subject.data}{_first_seed(subject)}: " + "; ".join(parts)

@@ -91,9 +91,9 @@ def train(case: Case, options: Options) -> Trained:
     """Train, or go on, or read what was trained."""
     job = case.job()
     settings = replace(job.settings, device=options.device)
+    run = open_run(job, settings, options)
     train, validation = (data.load(case.data, split, options.data_dir) for split in ("train", "validation"))
     net: Any = job.build()
-    run = open_run(job, settings, options)
     path = run.path
     _keep(net, path, 0)
 

@@ -1,8 +1,8 @@
 """The readings of a trained case: kept ones are taken up, others are measured and kept beside the training.
 
 A kept one that is not of these weights, images and settings, or that cannot be read, is measured anew. Of the code
-that measures only its constants are compared: where it has changed otherwise, delete the folder. Where the weights
-are gone the readings stand for themselves, all of them or none.
+that measures only its constants are compared: where it has changed otherwise, delete the folder. Where weights are
+gone a reading stands for itself.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from banach.paper.kept import reading
 from banach.paper.rebuild import rebuild
 from banach.paper.records import read_kept, write_kept
 from banach.paper.study import Options
-from banach.paper.theory_cases import FOLDER as WEIGHTS
 from banach.paper.theory_cases import Case, Moment, Trained
 from banach.paper.theory_measure import Reading, measure
 from banach.provenance import provenance
 from banach.train import RunError
+from banach.train.checkpoint import checkpoints
+from banach.train.run import CHECKPOINTS
 
 FOLDER = "readings"  # inside the run's directory
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a reading is measured from: two of the same are the same up to rounding, whatever the device."""
+    """What a reading is measured from: two of the same are the same up to rounding; in training mode, up to the
+    masks of dropout, which CPUs and GPUs draw otherwise."""
 
     weights: str  # sha256 of their file
     images: int
@@ -50,25 +52,38 @@ class Kept:
 
 
 def readings_of(trained: Trained, options: Options) -> list[Kept]:
-    """One for every moment, in their order."""
-    return [_reading(moment, trained, options) for moment in trained.moments]
+    """One for every epoch of the case that has weights, or else a reading that was kept, in their order."""
+    moments, found = {moment.epoch: moment for moment in trained.moments}, list[Kept | None]()
+    for epoch in trained.case.epochs:
+        known = epoch in moments
+        found.append(
+            _reading(moments[epoch], trained, options) if known else _without_weights(trained.case, epoch, options)
+        )
+    return [one for one in found if one is not None]
 
 
 def are_alone(run: Path) -> bool:
-    """Are there readings in the run's directory, and no weights?"""
-    return (run / FOLDER).exists() and not (run / WEIGHTS).exists()
+    """Are there readings in the run's directory, and no checkpoint that a training could be read from?"""
+    return any((run / FOLDER).glob("epoch-*.json")) and not checkpoints(run / CHECKPOINTS)
 
 
 def readings_alone(case: Case, options: Options) -> list[Kept] | None:
-    """Those of a training whose weights are gone, which need no data; None if one lacks or does not fit the case,
-    or if there are weights."""
+    """Those of a training that is gone, which need no data; None if it is there, or if one lacks or does not fit
+    the case."""
     if not are_alone(options.runs / case.name):
         return None
-    found = [_read(_file(case, epoch, options), case) for epoch in case.epochs]
+    found = [_without_weights(case, epoch, options) for epoch in case.epochs]
     kept = [one for one in found if one is not None]
-    settings = _settings(case.job().build())
-    asked = [(case.images, case.dense_at(epoch), settings) for epoch in case.epochs]
-    return kept if [(one.source.images, one.source.dense, one.source.settings) for one in kept] == asked else None
+    return kept if len(kept) == len(found) else None
+
+
+def _without_weights(case: Case, epoch: int, options: Options) -> Kept | None:
+    """A kept one that fits the case, so far as can be told."""
+    kept = _read(_file(case, epoch, options), case)
+    if kept is None:
+        return None
+    asked = (case.images, case.dense_at(epoch), _settings(case.job().build()))
+    return kept if (kept.source.images, kept.source.dense, kept.source.settings) == asked else None
 
 
 def _reading(moment: Moment, trained: Trained, options: Options) -> Kept:
