@@ -53,12 +53,11 @@ class Kept:
 
 def readings_of(trained: Trained, options: Options) -> list[Kept]:
     """One for every epoch of the case that has weights, or else a reading that was kept, in their order."""
-    moments, found = {moment.epoch: moment for moment in trained.moments}, list[Kept | None]()
-    for epoch in trained.case.epochs:
-        known = epoch in moments
-        found.append(
-            _reading(moments[epoch], trained, options) if known else _without_weights(trained.case, epoch, options)
-        )
+    case, moments = trained.case, {moment.epoch: moment for moment in trained.moments}
+    found = [
+        _reading(moments[epoch], trained, options) if epoch in moments else _without_weights(case, epoch, options)
+        for epoch in case.epochs
+    ]
     return [one for one in found if one is not None]
 
 
