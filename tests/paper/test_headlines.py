@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from banach.paper import neumann, table1, table2, table2_ways
+from banach.paper import neumann, table1, table2, table2_ways, theory
 from banach.paper.headlines import headlines
 from banach.paper.marks import MARKS, take
 from banach.paper.records import RECORD, record_of
 from banach.paper.report import write_report
 from banach.paper.study import Findings, Options
+from banach.provenance import plain
 
 OWN = Path(__file__).resolve().parents[2] / "results" / "paper"
 
@@ -162,6 +164,16 @@ def test_the_committed_records_are_those_of_their_studies() -> None:
         found = record_of(job, Options(runs=OWN / "trainings", device="cpu", data_dir=Path("/nowhere")))
         assert [epoch.epoch for epoch in found.epochs] == list(range(1, job.settings.epochs + 1))
         assert len(found.curve) == len(found.epochs)
+
+
+def test_the_committed_readings_are_those_of_the_theory() -> None:
+    """And its committed file is made of them."""
+    kept = Options(runs=OWN / "trainings", device="cpu", data_dir=Path("/nowhere"))
+    written = json.loads((OWN / "theory.json").read_text())["details"]
+    for case in theory.CASES["full"]:
+        found = theory.take(case, kept)
+        assert [reading.epoch for reading in found.readings] == list(case.epochs)
+        assert plain([asdict(reading) for reading in found.readings]) == written[case.model]
 
 
 def test_the_committed_files_of_trainings_are_understood() -> None:
