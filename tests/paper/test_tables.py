@@ -338,6 +338,23 @@ def test_the_last_epochs_are_summed_up_where_there_are_enough() -> None:
     assert "5 epochs of the first seed: JFB" in note
 
 
+def test_what_seeds_and_epochs_tell_is_told() -> None:
+    def record(*clean: tuple[float, float]) -> Record:
+        curve = [{"clean": share, "converged": met} for share, met in clean]
+        return Record(TINY.job("some"), "", (), curve, Counter())
+
+    way, other = table2_ways.CG_CAPTURED, table2_ways.JFB_PAPER
+    done = {way: record((0.9, 0.5), (0.99, 1.0)), other: record((0.5, 1.0))}
+    (note,) = table2_notes.by_seed(TINY, done, {way: [record((0.98, 0.84))], other: []})
+    assert note.endswith("steps of CG captured, without batch norm 99.00 (100.0%), 98.00 (84.0%)")
+    assert table2_notes.by_seed(TINY, done, {way: [], other: []}) == []
+    assert table2._tested([done[way], record((0.98, 0.84))]) == {"test converged": pytest.approx(0.92)}
+    epochs: Any = [type("Epoch", (), {"seconds": seconds})() for seconds in (7.24, 7.04)]
+    timed = {other: replace(done[other], epochs=epochs), way: replace(done[way], epochs=epochs[:1])}
+    (note,) = table2_notes.once(TINY, timed)
+    assert note.endswith("warms up, and of it: JFB one by one, with batch norm 7.24 and 7.04")
+
+
 def test_times_of_interrupted_runs_and_of_other_processes_are_spoken_of(tmp_path: Path) -> None:
     def record(job: Any, *epochs: tuple[float, bool]) -> Record:
         parts: Any = [type("Epoch", (), {"seconds": s, "warm_up": cold})() for s, cold in epochs]
@@ -372,14 +389,16 @@ def test_both_tables_have_headlines(first: Any, second: Any) -> None:
     assert "JFB matches its explicit twin" in less["claim"]
     assert "JFB matches ResNet-56" in resnet["claim"]
     one_by_one, norm, captured, late = rest[:6], rest[6], rest[7:9], rest[9:]
-    for rows in (one_by_one, captured):
+    for rows in (one_by_one, captured, late):
         faster, better = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         assert [(row["paper"], row["holds"]) for row in faster] == [(None, None)] * len(faster)
-        assert all(row["holds"] == "yes, at this length" or row["ours"].startswith("-") for row in better)
+        for row in better:
+            assert row["holds"].startswith("yes, at this length") or row["ours"].startswith("-")
+            assert ("; with one R" in row["holds"]) <= ("; " in row["ours"])
     assert "batch norm" in norm["claim"]
     assert norm["ours"] == "100.0%"
-    assert len(late) == 2  # times alone
-    assert all("times as long" in row["claim"] and "after 1 epochs of JFB" in row["claim"] for row in late)
+    assert len(late) == 4
+    assert all("after 1 epochs of JFB" in row["claim"] for row in late)
 
 
 def test_the_slowest_way_has_fewer_images_and_the_notes_say_so() -> None:

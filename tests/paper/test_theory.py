@@ -280,6 +280,19 @@ def test_a_lemma_beyond_its_premise_is_said(net: Any) -> None:
     assert row["holds"] == "1 of 1"  # beyond the premise nothing is claimed
 
 
+def test_how_far_from_the_fixed_point_is_said(net: Any) -> None:
+    one = local(net, images(1), loss)
+    far = replace(one.perturbed, distance=(0.1, 0.2, 1.0, 2.0), worst=(-0.9, -0.05, -1e-9, 4.0), own=0.07)
+    measured = Measured("net", "data", (3,), [reading(epoch=3, locals=(replace(one, perturbed=far),))])
+    (note,) = (said for said in findings_of(measured) if "how far" in said)
+    assert "At epoch 3 a tenth of its descent is left up to |u - u*| / |u*| = 0.1 in the worst" in note
+    assert "the solver stops at 0.07. Farther out, where it still descends, 1e-09 to 0.05 of it is left" in note
+    near = replace(far, worst=(-0.9, 0.05, -1e-9, 4.0))
+    measured = Measured("net", "data", (3,), [reading(epoch=3, locals=(replace(one, perturbed=near),))])
+    (note,) = (said for said in findings_of(measured) if "how far" in said)
+    assert note.endswith("the solver stops at 0.07.")
+
+
 def test_a_refused_folder_stays(tmp_path: Path) -> None:
     """Weights beside a run of other settings are not mixed with it."""
     from banach.train import RunError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from banach.paper.study import Row, cell, shown
@@ -12,7 +12,9 @@ COLUMNS = ("claim", "paper", "ours", "holds")
 VERDICTS = (
     "Holds: yes or no, with ours rounded as the paper prints accuracies. Where ours falls short by less than "
     "twice its standard error, that is said instead. The error is over seeds; where there is one seed, it is "
-    "that of the number of test images alone, and training adds its own. Of two numbers the first is judged. "
+    "that of the number of test images alone, and training adds its own. Of two numbers the first is the paper's "
+    "comparison, of JFB with batch norm in R and Jacobian-based without; the second, with one R and one setting "
+    "for both, is what JFB itself does. Both are judged, and where they differ both verdicts are told. "
     "At this length: the training was shorter than the paper's, so that neither yes nor no is final. Its solves "
     "miss eps: those of the Jacobian-based training did not come to a fixed point, so it is the cost and the "
     "accuracy of solves that ran to their cap. A dash: nothing is claimed. Counts are of images and epochs, or "
@@ -39,7 +41,8 @@ def _table1(rows: list[Row]) -> list[Row]:
     trained = [row for row in rows if row.get("clean %") is not None]
     found: list[Row] = []
     for row in (row for row in trained if row["paper %"] is not None and row["method"].startswith("JFB")):
-        claim = f"{row['data']}: {row['method']}, per cent by the {{}} protocol{_length(row)}"
+        how = "" if row["method"] == "JFB" else ", our settings"
+        claim = f"{row['data']}: {row['method']}{how}, per cent by the {{}} protocol{_length(row)}"
         for protocol in ("clean", "released")[: 1 + (row["method"] == "JFB")]:
             value = row[f"{protocol} %"]
             short = round(_mean(value), 1) - row["paper %"]  # the paper prints one digit
@@ -62,9 +65,14 @@ def _against_twins(trained: list[Row]) -> list[Row]:
             printed = f"{jfb['paper %'] - twin['paper %']:+.1f}" if known else None
             holds = None if error is None else _verdict(gain, error, jfb)
             name = "its explicit twin" if "twin" in twin["method"] else twin["method"].removeprefix("explicit: ")
-            claim = f"{jfb['data']}: JFB matches {name}{how}, points{_length(jfb)}"
+            own = _length(twin)
+            length = _length(jfb) + (f", its own{own.translate(_BARE)}" if own != _length(jfb) else "")
+            claim = f"{jfb['data']}: JFB matches {name}{how}, points{length}"
             found.append(_row(claim, printed, ours, holds))
     return found
+
+
+_BARE = str.maketrans("", "", "()")
 
 
 def _error(*values: Any) -> float | None:
@@ -100,7 +108,7 @@ def _table2(rows: list[Row]) -> list[Row]:
         rivals = [row for row in others if not row["batch norm in R"]]
         if with_norm and rivals:
             found += [_faster(row, f"steps {path}{_length(with_norm[0])}") for row in rivals]
-            found += [] if "after" in path else [_as_accurate(f"steps {path}", jfb, row) for row in rivals]
+            found += [_as_accurate(f"steps {path}", jfb, row) for row in rivals]
         found += [_with_norm(row) for row in others if row["batch norm in R"] and "relative" in row["method"]]
     return found
 
@@ -110,16 +118,26 @@ def _faster(rival: Row, how: str) -> Row:
     printed, ratio, same = rival["paper: ratio"], rival["ratio"], rival.get("ratio, same settings")
     claim = f"{rival['data']}: an epoch of {rival['method']} takes so many times as long as JFB's, {how}"
     ours = f"{ratio:.3g}" + ("" if same is None else f"; {same:.3g} {_ALIKE}")
-    holds: bool | str | None = None
-    if printed is not None:
-        holds = "longer, but by less than in the paper" if 1 < ratio < printed else ratio >= printed
-        holds = "yes, at this length" if holds is True and _length(rival) else holds
-    return _row(claim, printed, ours, _with_missed(holds, rival))
+    holds = [_at_least(value, printed, rival) for value in (ratio, same) if value is not None]
+    return _row(claim, printed, ours, _with_missed(_both(holds), rival))
+
+
+def _at_least(ratio: float, printed: float | None, rival: Row) -> bool | str | None:
+    if printed is None:
+        return None
+    holds = "longer, but by less than in the paper" if 1 < ratio < printed else ratio >= printed
+    return "yes, at this length" if holds is True and _length(rival) else holds
+
+
+def _both(verdicts: Sequence[bool | str | None]) -> bool | str | None:
+    """On the paper's comparison, and on that with one R, if there is one and it ends otherwise."""
+    first, *rest = verdicts
+    return first if first is None or rest in ([], [first]) else f"{cell(first)}; with one R {cell(rest[0])}"
 
 
 def _as_accurate(how: str, jfb: list[Row], rival: Row) -> Row:
     """With the standard error over seeds; of one seed, that of the test images."""
-    told, verdict, length = [], None, ""
+    told, verdicts, length = [], list[bool | str | None](), ""
     for row in sorted(jfb, key=lambda row: not row["batch norm in R"]):
         if not row["batch norm in R"] and rival.get("ratio, same settings") is None:
             continue  # it has another R or other settings
@@ -127,13 +145,13 @@ def _as_accurate(how: str, jfb: list[Row], rival: Row) -> Row:
         over_seeds = _error(row["clean %"], rival["clean %"])
         error = (_variance(row) + _variance(rival)) ** 0.5 if over_seeds is None else over_seeds
         told.append(f"{gain:+.2f} ± {error:.2g}")
-        if row["batch norm in R"]:
-            verdict, length = _verdict(gain, error, row), _length(row)
+        verdicts.append(_verdict(gain, error, row))
+        length = length or _length(row)
     seeds = rival["clean %"]["count"]
     how += ", one seed" if seeds == 1 else f", {seeds} seeds"
     claim = f"{rival['data']}: JFB is at least as accurate as {rival['method']}, points, {how}{length}"
     ours = "; ".join(told) + f" {_ALIKE}" * (len(told) > 1)
-    return _row(claim, ">= 0", ours, _with_missed(verdict, rival))
+    return _row(claim, ">= 0", ours, _with_missed(_both(verdicts), rival))
 
 
 def _with_missed(verdict: bool | str | None, rival: Row) -> bool | str | None:
@@ -146,9 +164,10 @@ def _with_missed(verdict: bool | str | None, rival: Row) -> bool | str | None:
 def _with_norm(row: Row) -> Row:
     """The released code's own test, on A'(g - A w), is passed by what |g - A w| says is not solved."""
     claim = f"{row['data']}: with batch norm in R CG fails to converge; adjoints that {row['method']} solved"
+    claim += ", from fresh weights"
     solved = row["adjoints solved"]
     fails = solved < 0.5
-    verdict = fails if fails or not _length(row) else "not at this length"
+    verdict = fails if fails or not _length(row) else "it converges, at this length"
     return _row(claim + _length(row), "fails", f"{solved:.1%}", verdict)
 
 
@@ -162,7 +181,8 @@ def _accelerate(rows: list[Row]) -> list[Row]:
     """What another solver than Picard needs to the same validation accuracy."""
     return [
         _row(
-            f"{row['data']}: JFB with {row['solver']}, {row['what']}, times Picard's iterations; seconds",
+            f"{row['data']}: JFB with {row['solver']}, {row['what']} in one short training, times Picard's "
+            "iterations; seconds",
             "promising" if row["solver"].startswith("Anderson") else None,
             f"{row['against Picard']:.3g}; {row['seconds against Picard']:.3g}",
             None,
@@ -177,8 +197,10 @@ def _neumann(rows: list[Row]) -> list[Row]:
     for data in dict.fromkeys(row["data"] for row in rows):
         against = {row["order k"]: row["seconds against k = 0"] for row in rows if row["data"] == data}
         worst = max(against)
-        claim = f"{data}: an epoch is fastest without Neumann terms; with {worst}, times as long"
-        found.append(_row(claim, "> 1", against[worst], all(ratio >= 1 for ratio in against.values())))
+        length = _length(next(row for row in rows if row["data"] == data))
+        claim = f"{data}: an epoch is fastest without Neumann terms; with {worst}, times as long, one seed{length}"
+        holds = all(ratio >= 1 for ratio in against.values())
+        found.append(_row(claim, "> 1", against[worst], "yes, at this length" if holds and length else holds))
     return found
 
 
@@ -221,7 +243,7 @@ _THEORY = {  # how a row begins, and what it says
 
 def _theory(rows: list[Row]) -> list[Row]:
     return [
-        _row(f"{row['network']}: {name}", row["paper"], shown(row["ours"]), row["holds"])
+        _row(f"{row['network']}: {name}{_length(row)}", row["paper"], shown(row["ours"]), row["holds"])
         for row in rows
         for words, name in _THEORY.items()
         if row["what"].startswith(words)

@@ -19,17 +19,19 @@ ORDER = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy"
 TITLE = "The paper, reproduced"
 SHORT = "In short"
 LEAD = (
-    "Every number below was written by a run. The command that regenerates a section stands above its table; "
+    "Every number below was written by a run. The commands that regenerate a section stand above its table: the "
+    "first trains, the second, where there is one, reads the records of trainings that are kept, without data; "
     "below, where, when and by which commit the table was written, and, in the notes, where and by which "
     "commit its trainings were made. The paper is Fung, Heaton, Li, McKenzie, Osher, Yin, JFB: Jacobian-Free "
     "Backpropagation for Implicit Networks, AAAI 2022. The clean protocol evaluates in eval mode, on clean "
     "test images, at the last epoch, so that the test set chooses nothing; the released one is that of the "
     "authors' code, training mode and the best epoch on the test set, and the paper's numbers are of that "
-    "kind. Records of trainings are kept, without weights (the README beside them tells what was marked in "
-    "them by hand): with --runs results/paper/trainings the commands of the tables, of figures and of neumann "
-    "read those that are there, without it all are trained anew; accelerate and theory need weights, so they "
-    "train in any case."
+    "kind. Records are kept without weights (the README beside them tells what was marked in them by hand); "
+    "accelerate measures networks anew, so it trains in any case. The GPU machine has no git: the commit of a "
+    "training there is that of the copy it was given."
 )
+RECORDS = "results/paper/trainings"
+READ = ("table1", "table2", "figures", "neumann", "theory")  # from records alone
 TERMS = (
     "Terms. Q, R, S: the parts of a network, which answers S(u) at the fixed point u = R(u, Q(d)) of an image "
     "d. Twin: the explicit network S(R(0, Q(d))), with the same parameters. Jacobian-based: the exact "
@@ -37,8 +39,10 @@ TERMS = (
     "equations by products with J, the Jacobian of R in u, and with its transpose: J-products. JFB needs "
     "none. Steps one by one: the host asks after each whether to go on. Captured: a training step is recorded "
     "once and replayed by the GPU as a whole; how deep it iterates is chosen from residuals of earlier steps, "
-    "so that a few samples miss eps, or all where R does not contract, and the share that met it is told. At "
-    "once: how many trainings shared the GPU."
+    "so that a few samples miss eps, or all where R does not contract, and the share that met it is told. Eps and "
+    "residuals are in the released code's norm, not in the paper's, which is that of the whole latent: the norm "
+    "over channels of what a step changes, at the pixel where it is largest. At once: how many trainings shared "
+    "the GPU."
 )
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
@@ -64,7 +68,7 @@ class Section:
     notes: list[str]
     figures: list[Path]
     origin: str
-    command: str
+    commands: list[str]
 
 
 def write_report(folder: Path, page: Path) -> Path:
@@ -94,8 +98,11 @@ def _section(path: Path) -> Section:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         figures = [path.parent / name for name in content["figures"] if (path.parent / name).exists()]
         quick = " --quick" if content["quick"] else ""
+        name = str(content["name"])
+        commands = [str(content.get("command", f"banach paper {name}{quick}"))]
+        commands += [f"banach paper {name} --runs {RECORDS}"] if name in READ and not quick else []
         return Section(
-            name=str(content["name"]),
+            name=name,
             claim=str(content["claim"]),
             columns=columns,
             rows=[[shown(row.get(column)) for column in columns] for row in rows],
@@ -103,7 +110,7 @@ def _section(path: Path) -> Section:
             notes=[str(note) for note in content["notes"]],
             figures=figures,
             origin=_origin(origin),
-            command=str(content.get("command", f"banach paper {content['name']}{quick}")),
+            commands=commands,
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ReportError(
@@ -124,7 +131,7 @@ def _markdown(sections: Sequence[Section], beside: Path) -> str:
         lines += [f"## {SHORT}", "", *_table(COLUMNS, short), VERDICTS, ""]
     lines += [missing, ""] if (missing := _missing(sections)) else []
     for section in sections:
-        lines += [f"## {section.name}", "", section.claim, "", f"    {section.command}", ""]
+        lines += [f"## {section.name}", "", section.claim, "", *(f"    {one}" for one in section.commands), ""]
         lines += _table(section.columns, section.rows)
         lines += [f"- {note}" for note in section.notes] + ([""] if section.notes else [])
         for figure in section.figures:
@@ -165,7 +172,7 @@ def _html(sections: Sequence[Section]) -> str:
     parts += [f"<p>{html.escape(missing)}</p>"] if (missing := _missing(sections)) else []
     for section in sections:
         parts.append(f"<h2>{html.escape(section.name)}</h2><p>{html.escape(section.claim)}</p>")
-        parts.append(f"<p><code>{html.escape(section.command)}</code></p>")
+        parts += [f"<p><code>{html.escape(one)}</code></p>" for one in section.commands]
         parts += _web_table(section.columns, section.rows)
         parts.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in section.notes) + "</ul>")
         parts += [_image(figure) for figure in section.figures]

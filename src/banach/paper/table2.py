@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 from banach import data
@@ -31,10 +32,12 @@ from banach.paper.released import LEFT_OUT, SCALED
 from banach.paper.study import Findings, Options, Row, Study
 from banach.paper.table2_notes import (
     batches_of,
+    by_seed,
     elsewhere,
     images_of,
     last_epochs,
     late,
+    once,
     pace,
     printed_steps,
     reckoned,
@@ -71,7 +74,8 @@ def run(options: Options) -> Findings:
         }
         rows += [_row(subject, way, done, more[way]) for way in done]
         notes += [*shortened(subject, done), *late(subject, begun), *cold(done.values()), *reckoned(subject, done)]
-        notes += [*elsewhere(subject, done, options), *last_epochs(subject, done), what_happens(subject, done)]
+        notes += [*elsewhere(subject, done, options), *once(subject, done), *last_epochs(subject, done)]
+        notes += [*by_seed(subject, done, more), what_happens(subject, done)]
         all_of_it = [*done.values(), *begun, *chain(*more.values())]
         details |= {one.job.name: _detail(one) for one in all_of_it}
         settings |= {one.job.name: one.job.settings.to_dict() for one in all_of_it}
@@ -138,7 +142,7 @@ _FIXED = (
 
 
 def _row(subject: Subject, way: Way, done: Mapping[Way, Record], more: Sequence[Record]) -> Row:
-    """`more`: of other seeds, for the accuracy; all else is of the first."""
+    """`more`: of other seeds, for the accuracy and what converged; all else is of the first."""
     one, last, printed = done[way], done[way].epochs[-1], way.printed(subject.data)
     return {
         "data": one.title,
@@ -165,16 +169,16 @@ def _row(subject: Subject, way: Way, done: Mapping[Way, Record], more: Sequence[
         "eps": one.job.tolerance and one.job.tolerance.atol,
         "forward steps": last.depth,
         "forward residual": last.residual,
-        "forward converged": last.converged,
-        **_tested(one),
+        "forward converged": fmean(each.epochs[-1].converged or 0.0 for each in (one, *more)),
+        **_tested([one, *more]),
         "epochs": f"{len(one.epochs)} of {subject.recipe(way.recipe).epochs}",
     }
 
 
-def _tested(one: Record) -> Row:
+def _tested(seeds: Sequence[Record]) -> Row:
     """The share of test images whose solves met eps, which older records do not have."""
-    share = one.curve[-1].get("converged")
-    return {} if share is None else {"test converged": share}
+    told = all("converged" in one.curve[-1] for one in seeds)
+    return {"test converged": fmean(one.curve[-1]["converged"] for one in seeds)} if told else {}
 
 
 def _solved(way: Way, one: Record) -> float | None:

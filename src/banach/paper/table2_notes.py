@@ -89,12 +89,45 @@ def last_epochs(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
     """At a constant rate the last epoch is one draw: the mean and spread over several, where there are enough."""
     long = {way: one for way, one in done.items() if len(one.curve) >= 2 * _SEVERAL}
     told = [
-        f"{way.name} {way.path(subject)}, with{'' if way.batch_norm else 'out'} batch norm "
-        + cell(Summary.of(100 * point["clean"] for point in one.curve[-_SEVERAL:]))
+        f"{_kind(subject, way)} " + cell(Summary.of(100 * point["clean"] for point in one.curve[-_SEVERAL:]))
         for way, one in long.items()
     ]
     when = f"the last {_SEVERAL} epochs" + _first_seed(subject)
     return [f"{subject.data}: clean per cent of {when}: {'; '.join(told)}"] if told else []
+
+
+def by_seed(subject: Subject, done: Mapping[Way, Record], more: Mapping[Way, Sequence[Record]]) -> list[str]:
+    """Where there are several: accuracy, and what share of test images it was read off a fixed point for."""
+    told = [
+        f"{_kind(subject, way)} " + ", ".join(_scored(one) for one in (done[way], *others))
+        for way, others in more.items()
+        if others
+    ]
+    if not told:
+        return []
+    said = "clean per cent by seeds, and in brackets the share of test images whose solves met eps"
+    return [f"{subject.data}: {said}: {'; '.join(told)}"]
+
+
+def _scored(one: Record) -> str:
+    share = one.curve[-1].get("converged")
+    return f"{100 * one.accuracy:.2f}" + ("" if share is None else f" ({share:.1%})")
+
+
+def once(subject: Subject, done: Mapping[Way, Record]) -> list[str]:
+    """Where a time is that of one epoch, that of the other, which warms up, tells how sure it is."""
+    pairs = {way: [e.seconds for e in one.epochs] for way, one in done.items() if len(one.epochs) == 2}
+    told = [
+        f"{_kind(subject, way)} {first:.3g} and {second:.3g}"
+        for way, (first, second) in pairs.items()
+        if not way.few
+    ]
+    said = "each time one by one is of one epoch. Seconds of that before, which warms up, and of it"
+    return [f"{subject.data}: {said}: {'; '.join(told)}"] if told and subject.lack() else []
+
+
+def _kind(subject: Subject, way: Way) -> str:
+    return f"{way.name} {way.path(subject)}, with{'' if way.batch_norm else 'out'} batch norm"
 
 
 def _first_seed(subject: Subject) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from banach.paper.theory_measure import Measured
 
@@ -16,7 +17,7 @@ def findings_of(m: Measured) -> list[str]:
     if beyond:
         notes.append(_on_sigma(m, beyond))
     if m.close:
-        notes += [*_on_lemma(m), *_on_assumption(m)]
+        notes += [*_on_lemma(m), *_on_assumption(m), _on_distance(m)]
     missing = sorted(set(m.epochs) - {r.epoch for r in m.readings})
     if missing:
         notes.append(f"{m.name}: the weights of epochs {missing} were not kept, and are not measured.")
@@ -44,6 +45,8 @@ def _on_missing(m: Measured) -> list[str]:
         f"{sum(len(r.found) for r in m.readings)} images and epochs ({where}): the paper's assumption fails "
         "there, and nothing is measured at them."
     )
+    if set(lost) == {0}:
+        said += " It is eval mode before training: the statistics of batch norm are of no data yet."
     return [said]
 
 
@@ -88,6 +91,29 @@ def _on_assumption(m: Measured) -> list[str]:
         "hold, whatever kappa, and JFB trains the network all the same. (By the statistics of the one image.)"
     )
     return [said, short] if max(ranks) < columns else [said]
+
+
+def _on_distance(m: Measured) -> str:
+    """How large may epsilon be? By what is left of the descent: far out its sign alone says little."""
+    last = [one.perturbed for one in m.close[-1].locals]
+    own, weak = [one.own for one in last], [one.weak_radius for one in last]
+    pairs = [(p, *pair) for p in last for pair in zip(p.distance, p.worst, strict=True)]
+    left = [-inner for p, distance, inner in pairs if p.weak_radius < distance <= p.worst_radius]
+    said = (
+        f"{m.name}: how far from u* may JFB be taken? At epoch {m.close[-1].epoch} a tenth of its descent is left "
+        f"up to |u - u*| / |u*| = {_range(weak)} in the worst direction found; the solver stops at {_range(own)}."
+    )
+    if left:
+        said += (
+            f" Farther out, where it still descends, {_range(left)} of it is left: the loss saturates, the search "
+            "for the direction ends, and the sign says little."
+        )
+    return said
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _listed(m: Measured) -> str:

@@ -19,7 +19,9 @@ def rows_of(measured: Measured) -> list[Row]:
         rows += [*_lemma_rows(measured), *_assumption_rows(measured), *_perturbed_rows(measured)]
     if measured.close and measured.whole:
         rows += _theorem_rows(measured)
-    return [{"network": measured.name, **row} for row in rows]
+    whole = measured.whole_length
+    length = f"{measured.last.epoch} of {whole}" if whole is not None else str(measured.last.epoch)
+    return [{"network": measured.name, **row, "epochs": length} for row in rows]
 
 
 def _contraction_rows(m: Measured) -> list[Row]:
