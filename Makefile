@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
+GPU_PYTHON ?= python3
 
 .PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training clean help
 
@@ -39,7 +40,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 test-gpu:
-	PYTHONPATH=src python3 -m pytest -m gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu
 
 lint: setup
 	$(BIN)/ruff check .
@@ -50,7 +51,8 @@ bench: $(BENCH)
 	$(BIN)/python -m benchmarks
 
 bench-gpu:
-	PYTHONPATH=src python3 -m benchmarks.gpu --profile banach-fast,explicit-fast,plain --more
+	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || { echo "bench-gpu needs a Python that has torch with CUDA, got $(GPU_PYTHON); run: make bench-gpu GPU_PYTHON=..." >&2; exit 2; }
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu --profile banach-fast,explicit-fast,plain --more
 
 bench-training: setup
 	$(BIN)/python -m benchmarks.training digits mnist loopcost

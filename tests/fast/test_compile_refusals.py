@@ -47,3 +47,43 @@ def test_one_tensor_is_taken() -> None:
     net = ImplicitNetwork(nn.Identity(), halves, nn.Identity()).eval()
     d: Tensor = torch.ones(2, 3)
     torch.testing.assert_close(banach.compile(net)(d), 2 * d, rtol=1e-3, atol=1e-3)
+
+
+ROWS: dict[str, tuple[Any, Any, str]] = {
+    "Q": (lambda d: d.flatten(0, 1), nn.Identity(), r"whose Q\(d\) has a row for each of 2"),
+    "mean": (nn.Identity(), lambda u: u.mean(0), r"whose S\(u\) has a row .* shape \(3, 4\)"),
+    "number": (nn.Identity(), lambda u: u.mean(), r"whose S\(u\) has a row .* shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_parts_have_a_row_for_every_sample(name: str) -> None:
+    Q, S, words = ROWS[name]
+    net, d = ImplicitNetwork(Q, halves, S), torch.ones(2, 3, 4)
+    net.eval()(d)  # the network itself takes them
+    with pytest.raises(ValueError, match=words):
+        banach.compile(net)(d)
+
+
+def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
+    for wrong, name in ((nn.Linear(2, 2), "Linear"), (None, "NoneType"), (ImplicitNetwork, "ImplicitNetwork")):
+        with pytest.raises(TypeError, match=f"compile takes an ImplicitNetwork, got {name}"):
+            banach.compile(wrong)  # type: ignore[arg-type]
+    net = ImplicitNetwork(nn.Identity(), halves, nn.Identity()).eval()
+    for wrong_count in ({"first": 1.5}, {"neighbours": True}, {"neighbours": -1}, {"then": "2"}):
+        with pytest.raises(ValueError, match="must be a whole number of at least"):
+            banach.compile(net, **wrong_count)
+    fast, d = banach.compile(net), torch.ones(2, 3)
+    found = fast(d, solution=True)[1]
+    with pytest.raises(TypeError, match="z0 must be a tensor, such as the value of a Solution, got a Solution"):
+        fast(d, found)
+    with pytest.raises(ValueError, match="got a tensor without dimensions"):
+        fast(torch.tensor(1.0))
+
+
+def test_an_empty_batch_has_an_empty_answer() -> None:
+    net = ImplicitNetwork(nn.Identity(), halves, nn.Identity()).eval()
+    d = torch.ones(0, 3)
+    for fast in (banach.compile(net), banach.compile(net, neighbours=4)):
+        assert fast(d).shape == (0, 3)
+        assert fast(torch.ones(2, 3)).shape == (2, 3)

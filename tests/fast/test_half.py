@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from banach import Tolerance, models
-from banach.fast import FixedDepth, TrainStep
+from banach.fast import FixedDepth
 from banach.fast.half import HalfWeights
 
 
@@ -81,9 +80,3 @@ def test_modules_without_a_matrix_of_their_own_are_stepped_too() -> None:
     assert made.masters == []
     made.refresh()
     made.collect()
-
-
-def test_a_training_step_is_captured_on_a_gpu_alone() -> None:
-    net = network()
-    with pytest.raises(ValueError, match="move the network to a CUDA GPU first"):
-        TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)

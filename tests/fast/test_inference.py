@@ -155,7 +155,7 @@ def test_changed_weights_are_seen() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="coupled=True"):
         banach.compile(sloped(coupled=True))
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="then must be a whole number of at least 1, got 0"):
         banach.compile(sloped(), then=0)
     training = models.build("digits").train()
     with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):

@@ -27,7 +27,7 @@ from banach.solve.stages import stage
 
 
 class CompiledNetwork:
-    """N(d) without gradients, for a network in eval mode.
+    """N(d) without gradients, for a network in eval mode whose Q, R and S treat each sample by itself.
 
     A batch is filled up to the next power of two. The first stage computes Q, `first` steps and S. Samples that do
     not meet the tolerance by then go on together, as a smaller batch, in stages of `then` steps, until they do or
@@ -49,13 +49,16 @@ class CompiledNetwork:
         compile: bool = False,
         neighbours: int = 0,
     ) -> None:
+        if not isinstance(net, ImplicitNetwork):
+            raise TypeError(f"compile takes an ImplicitNetwork, got {_name(net)}")
         if not is_as_written(net):
             what = f"{type(net).__name__} with a forward or hooks of its own"
             raise TypeError(f"compile takes an ImplicitNetwork, whose Q, R and S it calls itself, got {what}")
         if net.coupled:
             raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
-        if min(first, then) < 1:
-            raise ValueError(f"stages need at least one step, got first={first} and then={then}")
+        for name, count, least in (("first", first, 1), ("then", then, 1), ("neighbours", neighbours, 0)):
+            if type(count) is not int or count < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}")
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
         wrap: Any = torch.compile if compile else (lambda part: part)
         self.whole = WholeSolve.of(net)
@@ -74,8 +77,14 @@ class CompiledNetwork:
         """
         self._check()
         _one_tensor("d", d)
+        if not d.dim():
+            raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
+        if z0 is not None and not isinstance(z0, Tensor):
+            raise TypeError(f"z0 must be a tensor, such as the value of a Solution, got a {_name(z0)}")
         if z0 is not None and len(z0) != len(d):
             raise ValueError(f"z0 must hold one latent for each of {len(d)} inputs, got {len(z0)}")
+        if not len(d) and d.is_cuda:  # there is no sample to fill a batch up with
+            return self.net(d, z0, solution=solution)
         most = self.net.tolerance.max_steps
         steps = range(most if self.whole is not None else min(self.first, most))
         found = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
@@ -110,14 +119,17 @@ class CompiledNetwork:
             self.neighbours.remember(found.v, found.z, found.converged)
 
     def _enter(self, steps: range, d: Tensor) -> Found:
-        v = _one_tensor("Q(d)", self.Q(d))
+        v = self._injected(d)
         z0 = None if self.net.start is zeros else self.net.start(v)
         if self.neighbours is not None:
             z0 = self.neighbours(v, torch.zeros_like(v) if z0 is None else z0)
         return self._from(steps, v, z0)
 
     def _enter_from(self, steps: range, d: Tensor, z0: Tensor) -> Found:
-        return self._from(steps, self.Q(d), z0)
+        return self._from(steps, self._injected(d), z0)
+
+    def _injected(self, d: Tensor) -> Tensor:
+        return _by_sample("Q(d)", _one_tensor("Q(d)", self.Q(d)), d)
 
     def _from(self, steps: range, v: Tensor, z0: Tensor | None) -> Found:
         if self.whole is not None:
@@ -177,7 +189,7 @@ class CompiledNetwork:
     ) -> Found:
         mode = self.net.backward
         u = self.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(self.R, z, (v,))
-        y = _one_tensor("S(u)", self.S(u))
+        y = _by_sample("S(u)", _one_tensor("S(u)", self.S(u)), v)
         return Found(v, z, u, y, residual, converged, nonfinite, steps)
 
     def _run(self, program: Callable[..., Found], steps: range, *inputs: Tensor) -> Found:
@@ -229,7 +241,8 @@ def compile(
 ) -> CompiledNetwork:
     """The network for prediction: `fast = banach.compile(net.eval())`, then `fast(d)` in place of `net(d)`.
 
-    Later changes of the weights in place are seen. `first` and `then` are the steps of the first stage and of each
+    Q, R and S must treat each sample by itself: S sees those that have stopped, a part of the batch. Later changes
+    of the weights in place are seen. `first` and `then` are the steps of the first stage and of each
     later one, `bf16` computes under autocast, `compile` hands Q, R and S to torch.compile. `neighbours`: remember
     the fixed points of so many samples, and start from that of the nearest one; then an answer may differ, within
     the tolerance, with what was asked before. See `CompiledNetwork`.
@@ -242,6 +255,21 @@ def _one_tensor(name: str, value: Any) -> Tensor:
         got = type(value).__name__
         raise TypeError(f"compile takes networks whose {name} is one tensor, got a {got}; call the network itself")
     return value
+
+
+def _by_sample(name: str, value: Tensor, batch: Tensor) -> Tensor:
+    """Samples leave the batch one by one, so every part has a row for each."""
+    if value.shape[:1] != batch.shape[:1]:
+        got = tuple(value.shape)
+        raise ValueError(
+            f"compile takes networks whose {name} has a row for each of {len(batch)} samples, got a tensor of "
+            f"shape {got}; call the network itself"
+        )
+    return value
+
+
+def _name(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__
 
 
 def _bucket(count: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,7 +54,7 @@ class Neighbours:
         size = v.shape[1:], v.device
         if size not in self._kept:
             with torch.inference_mode(False):  # it is written to later, in whatever mode
-                keys = torch.full((self.capacity, v[0].numel()), _FAR, device=v.device)
+                keys = torch.full((self.capacity, math.prod(v.shape[1:])), _FAR, device=v.device)
                 values = torch.zeros((self.capacity, *z.shape[1:]), dtype=z.dtype, device=z.device)
             self._kept[size] = keys, values
         return self._kept[size]
@@ -86,6 +87,8 @@ class LinearStart(nn.Module):
         """`ridge` lifts the diagonal of the normal equations, relative to its mean."""
         if net.training:
             raise RuntimeError("a start is fitted to a network as it predicts; call net.eval() first")
+        if isinstance(batches, Tensor):
+            raise TypeError("fit takes batches of inputs, got one tensor; put it in a list")
         gram: Any = 0.0
         moment: Any = 0.0
         for d in batches:

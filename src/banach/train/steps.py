@@ -28,6 +28,8 @@ class Steps:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.reason = why_not(work) if work.settings.fast else "fast is off"
+        if work.settings.fast and self.reason is not None and work.device.type == "cuda":
+            warnings.warn(f"steps run one by one, since they cannot be captured: {self.reason}", stacklevel=4)
         self.captured: CapturedSteps | None = None
         self._order: tuple[int, Tensor] | None = None  # of which epoch, and the order
         work.net.train()

@@ -1,0 +1,154 @@
+"""TrainStep without a GPU: as it falls back, and what it refuses, with programs that run in place of graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach import Tolerance, models
+from banach.fast import TrainStep, training
+from banach.train import steps
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-3, max_steps=40)).train()
+    net.S.drop.p = 0.0
+    return net
+
+
+def batch(count: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(count)
+
+
+class Directly:
+    """In place of captured programs: the body itself, at one depth."""
+
+    def __init__(self, device: Any, body: Callable[[int], Any], *_: Any) -> None:
+        self.body = body
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> int:
+        self.body(12)
+        return 12
+
+
+def captured(net: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch, programs: Any = Directly) -> TrainStep:
+    """As if the network were on a GPU."""
+    monkeypatch.setattr(training, "Programs", programs)
+    with pytest.warns(UserWarning, match="a step is captured on a CUDA GPU alone"):
+        step = TrainStep(net, optimizer, F.cross_entropy)
+    step.reason = None
+    return step
+
+
+def test_without_a_gpu_it_is_a_plain_step_and_says_so() -> None:
+    net = network()
+    reference, (d, y) = copy.deepcopy(net), batch()
+    with pytest.warns(UserWarning, match="run as they are, since they cannot be captured: a step is captured on"):
+        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    losses = [float(step(d, y)) for _ in range(3)]
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for expected in losses:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(reference(d), y)
+        loss.backward()
+        optimizer.step()
+        assert float(loss.detach()) == expected
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert step.reached is not None
+    assert bool(step.reached.converged.all())
+    step(*batch(3))  # of any size
+
+
+def test_what_cannot_be_captured_runs_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Directly):
+        def prepare(self) -> None:
+            raise RuntimeError("the host was\n asked")
+
+    net = network()
+    step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch, Refusing)
+    d, y = batch()
+    with pytest.warns(UserWarning, match="since they cannot be captured: RuntimeError: the host was asked"):
+        first = float(step(d, y))
+    assert float(step(d, y)) < first  # once told, no more
+    assert step.reason == "RuntimeError: the host was asked"
+
+
+def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy into the graph's tensors would broadcast one image over the batch, and cast what it gets."""
+    net = network()
+    step, (d, y) = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch), batch()
+    step(d, y)
+    before = copy.deepcopy(net.state_dict())
+    words = r"takes images of one shape and type, \(6, 1, 8, 8\) of torch.float32, got \(1, 1, 8, 8\) of"
+    with pytest.raises(ValueError, match=words):
+        step(d[:1], y[:1])
+    with pytest.raises(ValueError, match=r"got .* of torch\.float64"):
+        step(d.double(), y)
+    with pytest.raises(ValueError, match="labels of one shape"):
+        step(d, y[:1])
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, (d, y) = network(), batch()
+    adam = torch.optim.Adam(net.parameters(), lr=1e-3)
+    adam.param_groups[0]["capturable"] = True
+    rates = training._Rates(adam, torch.device("cpu"))
+    kept = adam.param_groups[0]["lr"]
+    assert isinstance(kept, Tensor)
+    for change in (lambda: adam.param_groups[0].update(lr=1e-4), lambda: kept.fill_(1e-4)):
+        kept.fill_(1e-3)
+        change()
+        rates.follow()
+        assert adam.param_groups[0]["lr"] is kept
+        assert float(kept) == pytest.approx(1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, gamma=0.5)
+    adam.step()
+    scheduler.step()
+    rates.follow()
+    assert float(kept) == pytest.approx(5e-5)
+    net = network()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = captured(net, sgd, monkeypatch)
+    step(d, y)
+    sgd.param_groups[0]["lr"] = 0.1
+    step(d, y)
+    sgd.param_groups[0]["lr"] = 0.05
+    with pytest.raises(ValueError, match=r"the learning rate 0\.1 is part of the captured step, got 0\.05; give"):
+        step(d, y)
+
+
+def test_refusals() -> None:
+    layer: Any = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="TrainStep takes an ImplicitNetwork, got Linear"):
+        TrainStep(layer, torch.optim.SGD(layer.parameters(), lr=0.1), F.cross_entropy)
+    net = network()
+    with pytest.warns(UserWarning, match="CUDA GPU alone"):
+        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    images: Any = [1.0]
+    with pytest.raises(TypeError, match="takes a tensor of images, got a list"):
+        step(images, torch.arange(1))
+
+
+def test_fit_says_why_its_steps_are_not_captured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(kind: str, fast: bool = True) -> Any:
+        settings = SimpleNamespace(fast=fast)
+        return SimpleNamespace(settings=settings, device=torch.device(kind), net=nn.Identity())
+
+    monkeypatch.setattr(steps, "why_not", lambda _: "there is no whole batch")
+    with pytest.warns(UserWarning, match="steps run one by one, since they cannot be captured: there is no whole"):
+        steps.Steps(work("cuda"))
+    steps.Steps(work("cpu"))  # as was to be expected
+    steps.Steps(work("cuda", fast=False))  # as was asked
