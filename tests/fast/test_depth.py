@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from itertools import pairwise
 
 import pytest
 
-from banach.fast.depth import SHARE, WINDOW, DepthControl, Ladder, need
+from banach.fast.depth import LAG, SHARE, WINDOW, DepthControl, Ladder, need
 
 
 @pytest.mark.parametrize("most", [1, 2, 15, 16, 17, 50, 200, 500])
@@ -62,6 +63,26 @@ def test_the_control_settles_where_most_steps_meet_the_tolerance() -> None:
         control.observe(control.depth, excess, rate * excess)
     assert met >= 0.95 * 1000
     assert sum(depths) <= 1.15 * sum(wanted) + 1000
+
+
+def test_needs_that_rise_are_met_though_what_is_told_comes_late() -> None:
+    """One step deeper every eight: what counts now is LAG steps old, and the need has risen since."""
+    control, told, met, depths = DepthControl(Ladder.up_to(200), 5), deque[tuple[int, float, float]](), 0, 0
+    for step in range(400):
+        excess = 0.7 ** (control.depth - 5 - step / 8)
+        met, depths = met + (excess <= 1), depths + control.depth
+        told.append((control.depth, excess, 0.7 * excess))
+        if len(told) > LAG:
+            control.observe(*told.popleft())
+    assert met >= 0.95 * 400
+    assert depths <= 1.15 * sum(math.ceil(5 + step / 8) for step in range(400))
+
+
+def test_nothing_known_of_the_needs_is_no_rise() -> None:
+    control = DepthControl(Ladder.up_to(50), 5)
+    for step in range(2 * WINDOW):
+        control.observe(5, math.inf if step == 3 else 0.9, 0.45)
+    assert control.depth == 5
 
 
 def test_the_control_comes_down_again() -> None:

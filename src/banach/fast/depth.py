@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from statistics import fmean
 
 LAG = 8  # training steps between a residual and the first step that knows of it
 WINDOW = 64  # residuals that are remembered
+TREND, _LEAST = 16, 4  # of them, at most and at least, whose mean is compared with that of as many before
 SHARE = 0.98  # of the remembered steps would have met the tolerance at the depth that is chosen
 _FASTEST, _SLOWEST = 0.2, 0.97  # rates that are believed: a step is never worth more, or less
 
@@ -39,8 +41,9 @@ class DepthControl:
 
     A step at depth k tells its excess e_k = residual / tolerance, and e_{k+1}. Their ratio is the rate of the
     iteration, so that e_k would have been 1 at depth k + log(e_k) / log(1 / rate). The next depth is the rung for
-    the largest such need that is remembered, but for the few largest. What was told at step n counts from step
-    n + LAG on, whenever it arrived: so a run repeats.
+    the largest such need that is remembered, but for the few largest; where needs rise, as they do when a training
+    begins, for as much more as they will have risen by then. What was told at step n counts from step n + LAG on,
+    whenever it arrived: so a run repeats.
     """
 
     def __init__(self, ladder: Ladder, start: int) -> None:
@@ -51,7 +54,16 @@ class DepthControl:
         """What a step at `depth` reached."""
         self._needs.append(need(depth, excess, next_excess))
         worst = sorted(self._needs)[math.ceil(SHARE * len(self._needs)) - 1]
-        self.depth = self.ladder.at_least(worst)
+        self.depth = self.ladder.at_least(worst + self._rise())
+
+    def _rise(self) -> float:
+        """From the mean of the latest needs over those before them, carried on to the step that will go by it."""
+        half = min(len(self._needs) // 2, TREND)
+        if half < _LEAST:
+            return 0.0
+        needs = list(self._needs)
+        rise = (fmean(needs[-half:]) - fmean(needs[-2 * half : -half])) / half * (LAG + half / 2)
+        return max(0.0, rise) if math.isfinite(rise) else 0.0
 
 
 def need(depth: int, excess: float, next_excess: float) -> float:
