@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from banach.provenance import source_commit
-from benchmarks import compaction, invariance, looptime, memory, modes, onestep, overhead, starts, steps
+from benchmarks import compaction, invariance, ladder, looptime, memory, modes, onestep, overhead, starts, steps
 from benchmarks.report import Result
 
 
@@ -34,6 +34,7 @@ BENCHMARKS = {
     "invariance": Benchmark(invariance.run, invariance.Settings(), invariance.QUICK),
     "modes": Benchmark(modes.run, modes.Settings(), modes.QUICK),
     "starts": Benchmark(starts.run, starts.Settings(), starts.QUICK),
+    "ladder": Benchmark(ladder.run, ladder.Settings(), ladder.QUICK),
     "looptime": Benchmark(looptime.run, looptime.Settings(), looptime.QUICK),
 }
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks import (
     compaction,
     invariance,
+    ladder,
     looptime,
     maps,
     memory,
@@ -31,6 +32,7 @@ from benchmarks.timing import interleaved, ratio
 from rich.console import Console
 
 from banach import Status, Tolerance, solve
+from banach.fast.depth import DepthControl, Ladder
 from gpu_parts import one_thread  # noqa: F401 - a fixture that every test here uses
 
 if rival.available():
@@ -49,6 +51,7 @@ SMALL = {
     "invariance": (invariance.run, invariance.Settings(batch=5, n=16)),
     "modes": (modes.run, modes.Settings(batch=4, train_steps=2, repeats=1)),
     "starts": (starts.run, starts.Settings(epochs=1, frames=2, images=16, levels=(1e-2,))),
+    "ladder": (ladder.run, ladder.Settings((ladder.Case("digits", 1e-1, 1e-3, 12),), seeds=2, batch=20)),
     "looptime": (looptime.run, looptime.Settings(shapes=((2, 8),), depth=12, repeats=1)),
 }
 
@@ -85,7 +88,7 @@ def test_what_was_promised_holds(name: str) -> None:
     assert not missed
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("modes", "starts")])
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("modes", "starts", "ladder")])
 def test_without_torchdeq_the_rest_still_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rival, "available", lambda: False)
     run, settings = SMALL[name]
@@ -250,6 +253,17 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["no-such-thing"])
     assert "no benchmark is called no-such-thing" in capsys.readouterr().err
+
+
+def test_depths_of_the_ladder_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = small("ladder")
+    assert [row["seed"] for row in result.rows] == [0, 1]
+    (target,) = result.targets
+    assert target.measured == sum(row["met"] for row in result.rows) / 2
+    assert all(0 <= row["met"] <= 1 and 1 <= row["depth"] <= row["largest"] for row in result.rows)
+    monkeypatch.setattr(ladder, "first_control", lambda *_: DepthControl(Ladder((1,)), 1))  # never deep enough
+    (row, _) = ladder.run(SMALL["ladder"][1]).rows  # type: ignore[arg-type]
+    assert (row["met"], row["depth"], row["largest"]) == (0, 1, 1)
 
 
 def test_a_start_near_the_answer_saves_steps() -> None:
