@@ -87,7 +87,10 @@ def _plot(curves: dict[tuple[bool, int], list[float]], settings: Settings, path:
     axes = figure.subplots()
     for (fast, seed), losses in curves.items():
         label = ("fast path" if fast else "plain loop") if seed == settings.seeds[0] else None
-        axes.plot(range(1, len(losses) + 1), losses, color="C1" if fast else "C0", marker=".", label=label)
+        look: dict[str, Any] = (
+            {"color": "C1", "linestyle": ":"} if fast else {"color": "C0", "linewidth": 3, "alpha": 0.5}
+        )
+        axes.plot(range(1, len(losses) + 1), losses, marker=".", label=label, **look)
     axes.set(
         xlabel="epoch",
         ylabel="training loss",
