@@ -13,7 +13,7 @@ from rich.console import Console
 
 from banach.provenance import source_commit
 from benchmarks import compaction, invariance, ladder, looptime, memory, modes, onestep, overhead, starts, steps
-from benchmarks.report import Result
+from benchmarks.report import Result, is_here
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     chosen = parser.parse_args(arguments)
     unknown = [name for name in chosen.names if name not in BENCHMARKS]
+    if not is_here(chosen.device):
+        parser.error(f"there is no device {chosen.device}; name cpu, cuda or cuda:N that is here")
     if unknown:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     return chosen

@@ -6,12 +6,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from banach.provenance import Summary, provenance, write_json
 
 Row = dict[str, Any]
+
+
+def is_here(device: str) -> bool:
+    """Is it the name of a device that tensors can be made on?"""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # the latter where torch was built without CUDA
+        return False
+    return True
 
 
 @dataclass(frozen=True)

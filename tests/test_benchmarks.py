@@ -27,6 +27,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes
+from benchmarks.gpu.__main__ import main as gpu_main
 from benchmarks.report import Result, Target
 from benchmarks.timing import interleaved, ratio
 from rich.console import Console
@@ -253,6 +254,13 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["no-such-thing"])
     assert "no benchmark is called no-such-thing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["memory", "--device", "cuda:99"])
+    assert "there is no device cuda:99" in capsys.readouterr().err
+    for wrong, words in (["--device", "foo"], "no device foo"), (["--points="], "no point is called ''"):
+        with pytest.raises(SystemExit):
+            gpu_main(wrong)
+        assert words in capsys.readouterr().err
 
 
 def test_depths_of_the_ladder_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

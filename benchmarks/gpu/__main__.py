@@ -21,7 +21,7 @@ from benchmarks.gpu.points import POINTS, Feed, feed
 from benchmarks.gpu.precision import searched, switches
 from benchmarks.gpu.profile import profile
 from benchmarks.gpu.tables import Outcome, Settings, overview, profile_rows
-from benchmarks.report import Result
+from benchmarks.report import Result, is_here
 
 WIDTH = 120
 fast.register_all()
@@ -128,6 +128,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{chosen.data_dir} is not a folder; name one that is there, or leave out --data-dir")
     if chosen.device == "auto":
         chosen.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not is_here(chosen.device):
+        parser.error(f"there is no device {chosen.device}; name cpu, cuda or cuda:N that is here, or leave it out")
     if chosen.more and (chosen.quick or torch.device(chosen.device).type != "cuda"):
         parser.error("--more measures at full size on a GPU, got --quick or no GPU; leave out --more")
     return chosen
@@ -136,8 +138,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _names(parser: argparse.ArgumentParser, what: str, given: str, known: Any) -> list[str]:
     names = [name for name in given.split(",") if name]
     unknown = [name for name in names if name not in known]
-    if unknown:
-        parser.error(f"no {what} is called {', '.join(unknown)}; there are {', '.join(known)}")
+    if unknown or not names:
+        parser.error(f"no {what} is called {', '.join(unknown) or repr(given)}; there are {', '.join(known)}")
     return names
 
 
