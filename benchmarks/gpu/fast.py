@@ -41,6 +41,8 @@ class Fast(Step):
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         loss = self.step(images, labels)
+        if self.step.reason is not None:  # what runs as it is has a row of its own
+            raise RuntimeError(f"the step was not captured: {self.step.reason}")
         reached = self.step.reached
         assert reached is not None
         self.seen = Seen(reached.steps[:1].clone(), residual=self._residual(reached))
