@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -61,9 +62,9 @@ def run(settings: Settings = Settings()) -> Result:
     targets = [
         Target(
             f"{case.name} at {case.eps:g}, rate {case.lr:g}, share of steps",
-            _mean(case, rows),
+            fmean(_of(case, rows)),
             settings.share,
-            True,
+            at_least=True,
         )
         for case in settings.cases
         if _of(case, rows)
@@ -76,11 +77,6 @@ def _of(case: Case, rows: list[Row]) -> list[float]:
     return [row["met"] for row in rows if (row["data"], row["eps"], row["rate"]) == named]
 
 
-def _mean(case: Case, rows: list[Row]) -> float:
-    met = _of(case, rows)
-    return sum(met) / len(met)
-
-
 def _row(case: Case, train: Images, batch: int, seed: int) -> Row:
     met, depths = _train(case, train, batch, seed)
     part = max(1, len(met) // 4)
@@ -89,10 +85,10 @@ def _row(case: Case, train: Images, batch: int, seed: int) -> Row:
         "eps": case.eps,
         "rate": case.lr,
         "seed": seed,
-        "met": sum(met) / len(met),
-        "met, first": sum(met[:part]) / part,
-        "met, last": sum(met[-part:]) / part,
-        "depth": sum(depths) / len(depths),
+        "met": fmean(met),
+        "met, first": fmean(met[:part]),
+        "met, last": fmean(met[-part:]),
+        "depth": fmean(depths),
         "largest": max(depths),
     }
 

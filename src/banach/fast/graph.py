@@ -64,3 +64,8 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
+
+
+def why_not_captured(error: Exception) -> str:
+    """What a program did that a capture cannot hold, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -241,8 +241,8 @@ def compile(
 ) -> CompiledNetwork:
     """The network for prediction: `fast = banach.compile(net.eval())`, then `fast(d)` in place of `net(d)`.
 
-    Q, R and S must treat each sample by itself: S sees those that have stopped, a part of the batch. Later changes
-    of the weights in place are seen. `first` and `then` are the steps of the first stage and of each
+    Q, R and S must treat each sample by itself: R and S are computed for parts of the batch. Later changes of the
+    weights in place are seen. `first` and `then` are the steps of the first stage and of each
     later one, `bf16` computes under autocast, `compile` hands Q, R and S to torch.compile. `neighbours`: remember
     the fixed points of so many samples, and start from that of the nearest one; then an answer may differ, within
     the tolerance, with what was asked before. See `CompiledNetwork`.

@@ -13,7 +13,7 @@ from torch import Tensor
 from banach.fast.depth import DepthControl, Ladder
 from banach.fast.fixed import FixedDepth, Reached
 from banach.fast.fuse import wrapped
-from banach.fast.graph import unchanged
+from banach.fast.graph import unchanged, why_not_captured
 from banach.fast.programs import Programs, optimizer_tensors, reset_optimizer
 from banach.network import ImplicitNetwork
 
@@ -77,7 +77,7 @@ class TrainStep:
             made = Programs(d.device, self._body, control, self._changing, after)
             made.prepare()
         except Exception as error:  # whatever a user's network does that a capture cannot hold
-            self._refuse(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._refuse(why_not_captured(error))
             del error
             gc.collect()  # else the next backward pass meets what the capture recorded, on another stream
             return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.fast import CompiledNetwork, FixedDepth, Reached
+from banach.fast.graph import why_not_captured
 from banach.network import ImplicitNetwork, is_as_written
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Picard, Solution
@@ -45,7 +46,7 @@ class Scorer:
                 if program is not None:
                     return program(x)
             except Exception as error:  # whatever a user's network does that a capture cannot hold
-                self.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                self.reason = why_not_captured(error)
                 self._made.clear()
                 warnings.warn(f"images go through the network step by step: {self.reason}", stacklevel=7)
         return scores(self.net, x, self.precision)

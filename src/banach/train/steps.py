@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from banach.backward import Implicit, Neumann, Unroll
 from banach.data import counter
+from banach.fast.graph import why_not_captured
 from banach.train.captured import CapturedSteps, why_not
 from banach.train.evaluate import scores
 from banach.train.work import Work
@@ -84,7 +85,7 @@ class Steps:
             made = CapturedSteps(self.work, self._learn)
             made.prepare()
         except Exception as error:  # whatever a user's network does that a capture cannot hold
-            self.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.reason = why_not_captured(error)
             warnings.warn(f"steps run one by one, since they cannot be captured: {self.reason}", stacklevel=4)
             del error
             gc.collect()  # else the next backward pass meets what the capture recorded, on another stream
