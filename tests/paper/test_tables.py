@@ -112,12 +112,15 @@ def test_a_study_says_where_its_runs_were_begun_not_where_they_are_read(second: 
     path.write_text(json.dumps(json.loads(kept) | {"device": "cuda: elsewhere", "commit": "abc", "dirty": True}))
     try:
         said = common.trained_on(found.details, options)
+        device = common.device_of("table2-digits-jfb-bn-seed0", options)
     finally:
         path.write_text(kept)
     assert said.startswith(
         f"trained on cuda: elsewhere, torch {torch.__version__}, commit abc with changes (1); cpu: "
     )
     assert said.endswith("(19)")
+    assert device == "cuda: elsewhere"
+    assert all(row["device"].startswith("cpu: ") for row in found.rows)  # as they were when it was made
 
 
 def test_a_shortened_schedule_keeps_its_proportions() -> None:

@@ -136,6 +136,13 @@ def trained_on(names: Iterable[str], options: Options) -> str:
     return where(_place(options.runs / name / ENVIRONMENT) for name in names)
 
 
+def device_of(name: str, options: Options) -> str:
+    """That of a run, without versions: a cell of a table."""
+    path = options.runs / name / ENVIRONMENT
+    with reading(path):
+        return str(read(path)["device"])
+
+
 def _place(path: Path) -> Place:
     with reading(path):
         return place_of(read(path))

@@ -17,7 +17,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from banach.paper import table2, table2_ways
-from banach.paper.common import Point, Subject, curves_figure, percent, trained_on, warm
+from banach.paper.common import Point, Subject, curves_figure, device_of, percent, trained_on, warm
 from banach.paper.jobs import Job
 from banach.paper.kept import read, reading
 from banach.paper.marks import MARKS
@@ -40,7 +40,9 @@ def run(options: Options) -> Findings:
     details: dict[str, Any] = {}
     for subject, (path, ways) in product(table2.subjects(options), PATHS.items()):
         done = {way.name: record_of(way.job(subject), options) for way in ways}
-        rows += [_row(path, name, done) for name in done]
+        rows += [
+            {**_row(path, name, done), "device": device_of(one.job.name, options)} for name, one in done.items()
+        ]
         curves: dict[str, Any] = {name: one.curve for name, one in done.items()}
         longer = long_run(subject, options) if path == "captured" else []
         curves |= {LONG: longer} if longer else {}

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from banach.backward import Implicit, Mode
-from banach.paper.common import Subject, curves_figure, percent, trained_on
+from banach.paper.common import Subject, curves_figure, device_of, percent, trained_on
 from banach.paper.jobs import Job
 from banach.paper.records import Record, cold, record_of
 from banach.paper.study import Findings, Options, Row, Study
@@ -47,7 +47,10 @@ def run(options: Options) -> Findings:
     slow: list[str] = []
     for subject in subjects:
         done = {order: record_of(job(subject, order), options) for order in ORDERS}
-        rows += [_row(subject, order, done) for order in ORDERS]
+        rows += [
+            {**_row(subject, order, done), "device": device_of(one.job.name, options)}
+            for order, one in done.items()
+        ]
         curves = {f"k = {order}" + " (JFB)" * (not order): one.curve for order, one in done.items()}
         figures[f"neumann-{subject.data}"] = partial(curves_figure, f"Neumann series, {_title(done)}", curves)
         details |= {one.job.name: one.curve for one in done.values()}

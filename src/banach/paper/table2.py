@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any
 
 from banach import data
-from banach.paper.common import Subject, percent, trained_on
+from banach.paper.common import Subject, device_of, percent, trained_on
 from banach.paper.jobs import Job
 from banach.paper.records import Record, cold, record_of
 from banach.paper.released import LEFT_OUT, SCALED
@@ -72,7 +72,10 @@ def run(options: Options) -> Findings:
         more = {
             way: [record_of(way.job(subject, seed), options) for seed in way.seeds(subject)[1:]] for way in done
         }
-        rows += [_row(subject, way, done, more[way]) for way in done]
+        rows += [
+            {**_row(subject, way, done, more[way]), "device": device_of(done[way].job.name, options)}
+            for way in done
+        ]
         notes += [*shortened(subject, done), *late(subject, begun), *cold(done.values()), *reckoned(subject, done)]
         notes += [*elsewhere(subject, done, options), *once(subject, done), *last_epochs(subject, done)]
         notes += [*by_seed(subject, done, more), what_happens(subject, done)]
