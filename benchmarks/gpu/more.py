@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.more NAME.. [--data-dir DIR]`: inference, epoch, memory, curves on a GPU."""
+"""`python -m benchmarks.gpu.more NAME.. [--data-dir DIR]`: what a step's time does not show, on a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Console
 
 from banach.data import DataError
 from banach.provenance import source_commit
-from benchmarks.gpu import curves, epoch, inference
+from benchmarks.gpu import curves, epoch, gradients, inference, ladder
 from benchmarks.report import Result
 
-NAMES = ("epoch", "inference", "memory", "curves")
+NAMES = ("epoch", "inference", "memory", "curves", "gradients", "ladder")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "epoch": lambda: epoch.run(epoch.Settings(data_dir=where)),
         "memory": epoch.memory,
         "curves": lambda: curves.run(curves.Settings(data_dir=where), out / "curves.png"),
+        "gradients": lambda: gradients.run(gradients.Settings(data_dir=where)),
+        "ladder": lambda: ladder.run(ladder.Settings(data_dir=where)),
     }
     missed = 0
     for name in chosen.names:

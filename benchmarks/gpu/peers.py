@@ -97,7 +97,8 @@ class Contender:
     """A name, how its step is made, and the precisions it is tried in; the fastest that meets eps is reported.
 
     `precisions=()` is the point's own. `role` is "peer" for those that solve to the tolerance another way,
-    "fixed" for unrolling at a given depth, "twin" for explicit networks, "ours" for banach. `settle` steps go
+    "fixed" for unrolling at a given depth, "twin" for explicit networks, "ours" for banach, "ladder" for banach
+    with an R that its kernels do not know. `settle` steps go
     before anything is timed. `missing()` says in a sentence why it cannot run here, or None.
     """
 

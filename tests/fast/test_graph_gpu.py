@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -83,3 +84,29 @@ def test_what_a_warm_up_did_can_be_put_back_when_it_fails() -> None:
         with pytest.raises(ValueError), unchanged([x]):  # noqa: PT011
             Graphs(CUDA).warm_up(fails)
         assert float(x.abs().max()) == 0
+
+
+def test_old_graphs_that_are_garbage_do_not_break_a_capture() -> None:
+    """The collector would throw them away in the midst of it, which CUDA does not allow."""
+    out, graphs, before = torch.zeros(1000, device=CUDA), Graphs(CUDA), gc.get_threshold()
+
+    def busy() -> None:
+        assert [[number] for number in range(1000)]  # objects that the collector counts
+        fill(out)
+
+    graphs.warm_up(busy)
+    gc.disable()  # the garbage shall be young
+    for _ in range(3):
+        cycle: list[object] = [recorded(lambda: fill(out))]
+        cycle.append(cycle)
+    del cycle
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    try:
+        graph = graphs.capture(busy)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+    out.zero_()
+    graph.replay()
+    assert 300 < int(out.count_nonzero()) < 700

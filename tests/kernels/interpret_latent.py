@@ -88,10 +88,11 @@ def compare(
     start: bool,
     programs: int = 1,
     channels: int = 16,
+    keep: bool = False,
 ) -> dict[str, float]:
     R, v = tiny(late, train=train, batch=5 if programs > 1 else 3, channels=channels)
     R_map, z0 = latent_map(R, form_of(R)), torch.randn_like(v) if start else None
-    got = solved(R_map, v, z0, stop, LatentTile(rows=16, split=split), programs)
+    got = solved(R_map, v, z0, stop, LatentTile(rows=16, split=split, keep=keep), programs)
     return differences(got, plain_latent_solve(R_map, v, z0, stop, torch.float32))
 
 
@@ -139,6 +140,7 @@ def main() -> None:
         "eval, split": compare(False, False, stop_of("euclidean"), split=True, start=False),
         "eval, late, from z0": compare(True, False, stop_of(rtol=1e-2), split=False, start=True),
         "eval, nine taps": compare(False, False, stop_of(max_steps=2), split=True, start=True, channels=48),
+        "eval, weights kept": compare(True, False, stop_of(), split=False, start=False, keep=True),
         "eval, none": compare(False, False, stop_of(max_steps=0), split=False, start=True),
         "eval, not finite": with_a_nan(split=False),
         "eval, too large": with_a_nan(split=True),
@@ -150,6 +152,12 @@ def main() -> None:
     found["a tile each, train"] = compare(False, True, stop_of(rtol=1e-3), split=True, start=False, programs=5)
     found["two programs, train"] = compare(
         True, True, stop_of("rms", rtol=1e-3), split=False, start=False, programs=2
+    )
+    found["two programs, weights kept"] = compare(
+        True, True, stop_of(), split=False, start=True, programs=2, keep=True
+    )
+    found["a tile each, weights kept"] = compare(
+        False, True, stop_of(), split=False, start=True, programs=5, keep=True
     )
     found["two programs, eval"] = compare(False, False, stop_of(), split=False, start=False, programs=2)
     latent_launch.iterate = kernel

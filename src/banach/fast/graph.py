@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -18,24 +20,27 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
         self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.stream = _stream_of_its_own(self.index)
 
     def warm_up(self, program: Callable[[], None]) -> None:
         """Run it beside the current stream, as a capture must be preceded by."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(self.stream):
                 for _ in range(WARM_UPS):
                     program()
         finally:  # what it has changed may be put back now
-            torch.cuda.current_stream(self.device).wait_stream(side)
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def capture(self, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record what the program launches; nothing of it is carried out."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             # Other threads (a progress bar) may call CUDA meanwhile: only this thread is held to the rules.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 program()
         except BaseException:
             torch.cuda.set_stream(stream)  # a capture that breaks off leaves its own one current
@@ -52,6 +57,24 @@ class Graphs:
         # The generator is in the midst of a capture until one ends well, and every dropout would fail.
         with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             torch.zeros(1, device=self.device)
+
+
+@functools.cache
+def _stream_of_its_own(index: int) -> torch.cuda.Stream:
+    """One for all programs of a device: cuBLAS keeps 32 MiB for every stream that it was used on."""
+    return torch.cuda.Stream(index)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """An old graph that the garbage collector throws away during a capture would break it off: it can wait."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

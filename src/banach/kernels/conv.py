@@ -242,6 +242,7 @@ def correlate(
         acc1 = tl.dot(tl.trans(at), a, acc1, input_precision="ieee")
         acc2 = tl.dot(tl.trans(above), a, acc2, input_precision="ieee")
     to = parts + pid * 3 * DEPTH * WIDTH + tl.arange(0, DEPTH)[None, :] * WIDTH + co[:, None]
-    tl.store(to, acc0)
-    tl.store(to + DEPTH * WIDTH, acc1)
-    tl.store(to + 2 * DEPTH * WIDTH, acc2)
+    used = (tl.arange(0, DEPTH) < 3 * P)[None, :] & (co < P)[:, None]
+    tl.store(to, acc0, mask=used)
+    tl.store(to + DEPTH * WIDTH, acc1, mask=used)
+    tl.store(to + 2 * DEPTH * WIDTH, acc2, mask=used)

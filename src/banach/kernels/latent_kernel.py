@@ -9,46 +9,10 @@ travels with the first batch norm of the next. So the step after the last is beg
 import triton
 import triton.language as tl
 
+from banach.kernels.latent_block import convolve, hide, join, join_all, settle_all
 from banach.kernels.latent_ends import finish, start, turn
-from banach.kernels.latent_parts import clear, judge, leaky, product, put_pixels, settle, window
+from banach.kernels.latent_parts import clear, judge, kept_rows, settle, window
 from banach.kernels.latent_together import gathered, meet, statistics
-
-
-@triton.jit
-def hide(
-    operand, hidden, w, bias, begin, end, low, groups, slope,
-    P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, AREA: tl.constexpr, LAYERS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    NEAR: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """The first convolution of a block and its leaky ReLU."""
-    co = tl.arange(0, WIDTH)
-    shift = tl.load(bias + co)
-    for tile in range(begin, end, ROWS):
-        m = tile + tl.arange(0, ROWS)
-        at = window(tl.minimum(m, end - 1), H, W, P, AREA)
-        y = product(operand, w, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT)
-        here = (m < end)[:, None] & (co < P)[None, :]
-        to = hidden + (at + (W + 3) * P)[:, None] + co[None, :]
-        put_pixels(to, low, leaky(y + shift[None, :], slope), here, SPLIT)
-    tl.debug_barrier()
-
-
-@triton.jit
-def join(
-    hidden, stream, w, bias, m, end, low, groups, slope,
-    P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, AREA: tl.constexpr, LAYERS: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr,
-    SPLIT: tl.constexpr, LATE: tl.constexpr,
-):  # fmt: skip
-    """The second convolution at some pixels, with the residual stream; not normalised yet. Zero where masked."""
-    co = tl.arange(0, WIDTH)
-    here = (m < end)[:, None] & (co < P)[None, :]
-    at = window(tl.minimum(m, end - 1), H, W, P, AREA)
-    y = product(hidden, w, at, low, groups, W, P, WIDTH, DEPTH, GROUPS, LAYERS, STAGES, NEAR, SPLIT)
-    y += tl.load(bias + co)[None, :]
-    x = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
-    return leaky(y + x, slope) if LATE else leaky(y, slope) + x
 
 
 @triton.jit(do_not_specialize=["images", "places", "max_steps", "groups"])
@@ -60,10 +24,12 @@ def iterate(
     H: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, TRAIN: tl.constexpr, PIXEL: tl.constexpr, RELATIVE: tl.constexpr,
     LATE: tl.constexpr, FROM_ZERO: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr, SPINS: tl.constexpr,
-    ALONE: tl.constexpr,
+    ALONE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """places: images that memory of the programs' own has room for. LATE: activate after the sum, not before.
-    ALONE: a program has one tile, whose values it keeps while the programs meet."""
+    ALONE: a program has one tile, whose values it keeps while the programs meet. KEEP: as in
+    `LatentTile`. In training, where a program has several tiles, batch norm of a block waits for the next one: the
+    stream has values before it, and x_mean and x_rstd say how they are to be normalised."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     co = tl.arange(0, WIDTH)
@@ -81,6 +47,8 @@ def iterate(
     low = places * AREA
     begin = first_place * (H * W)
     end = begin + own * (H * W)
+    x_mean = tl.zeros([WIDTH], tl.float32)
+    x_rstd = tl.full([WIDTH], 1.0, tl.float32)
     for half in tl.static_range(2 if SPLIT else 1):
         clear(operand + half * low, first_place * AREA, (first_place + own) * AREA)
         clear(hidden + half * low, first_place * AREA, (first_place + own) * AREA)
@@ -104,7 +72,7 @@ def iterate(
                     last = block == BLOCKS - 1
                     hide(
                         operand, hidden, w + block * 2 * LAYER, bias + block * 2 * WIDTH, begin, end, low, groups,
-                        slope, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT,
+                        slope, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT, KEEP,
                     )  # fmt: skip
                     if last:
                         top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
@@ -119,28 +87,38 @@ def iterate(
                     second = tl.zeros([WIDTH], tl.float32)
                     kept = tl.zeros([ROWS if ALONE else 1, WIDTH], tl.float32)
                     second_w = w + (block * 2 + 1) * LAYER
-                    for tile in range(begin, begin + 1 if ALONE else end, ROWS):
-                        m = tile + tl.arange(0, ROWS)
-                        y = join(
-                            hidden, stream, second_w, bias + (block * 2 + 1) * WIDTH, m, end, low, groups,
-                            slope_after, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, STAGES, NEAR, SPLIT, LATE,
+                    second_bias = bias + (block * 2 + 1) * WIDTH
+                    if TRAIN and not ALONE:
+                        first, second = join_all(
+                            hidden, stream, second_w, second_bias, x_mean, x_rstd, mean, begin, end, low, groups,
+                            slope_after, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT,
+                            KEEP, LATE,
                         )  # fmt: skip
-                        if TRAIN:
+                    else:
+                        w0, w1, w2 = kept_rows(second_w, WIDTH, DEPTH, KEEP)
+                        second_shift = tl.load(second_bias + co)
+                        for tile in tl.range(begin, begin + 1 if ALONE else end, ROWS, num_stages=1):
+                            m = tile + tl.arange(0, ROWS)
                             here = (m < end)[:, None] & (co < P)[None, :]
+                            at = window(tl.minimum(m, end - 1), H, W, P, AREA)
+                            y = convolve(
+                                hidden, second_w, w0, w1, w2, at, low, groups, P, WIDTH, DEPTH, GROUPS, W, LAYERS,
+                                STAGES, NEAR, SPLIT, KEEP,
+                            )  # fmt: skip
+                            x = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
+                            y = join(y, x, second_shift, slope_after, LATE)
                             if ALONE:
                                 kept = y
+                                y = tl.where(here, y - mean[None, :], 0.0)
+                                first, second = tl.sum(y, axis=0), tl.sum(y * y, axis=0)
                             else:
-                                tl.store(stream + (m * P)[:, None] + co[None, :], y, mask=here)
-                            y = tl.where(here, y - mean[None, :], 0.0)
-                            first += tl.sum(y, axis=0)
-                            second += tl.sum(y * y, axis=0)
-                        else:
-                            a, b, c, d = settle(
-                                y, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
-                                slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,
-                            )  # fmt: skip
-                            top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
-                            total, total_T = total + b, total_T + d
+                                a, b, c, d = settle(
+                                    y, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
+                                    slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,
+                                    False,
+                                )  # fmt: skip
+                                top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
+                                total, total_T = total + b, total_T + d
                     tl.debug_barrier()
                     if TRAIN:
                         # Buffers alternate: a program may be writing its next sums while others read these.
@@ -155,21 +133,23 @@ def iterate(
                             least, old, new, best = turn(reached, least, old, new, best)
                         code = tl.where(together == 0, 3, code)
                         if code == 0:
-                            mean, rstd = statistics(all_sums, mean, programs, share, eps, WIDTH, CHUNK)
+                            mean, rstd = statistics(all_sums, mean, programs, share, eps, P, WIDTH, CHUNK)
                             tl.store(pivot, mean)
-                            for tile in range(begin, begin + 1 if ALONE else end, ROWS):
-                                m = tile + tl.arange(0, ROWS)
-                                here = (m < end)[:, None] & (co < P)[None, :]
-                                if ALONE:
-                                    y = kept
-                                else:
-                                    y = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
-                                a, b, c, d = settle(
-                                    y, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
+                            if ALONE:
+                                m = begin + tl.arange(0, ROWS)
+                                top, total, top_T, total_T = settle(
+                                    kept, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
                                     slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,
+                                    False,
                                 )  # fmt: skip
-                                top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
-                                total, total_T = total + b, total_T + d
+                            else:
+                                top, total, top_T, total_T = settle_all(
+                                    mean, rstd, last, inner, outer, slots + old * size, slots + new * size, held,
+                                    stream, operand, begin, end, low, P, WIDTH, H, W, AREA, ROWS, RELATIVE, SPLIT,
+                                )  # fmt: skip
+                                # The next block normalises its input for itself; what follows the last is ready.
+                                x_mean = tl.where(last, 0.0, mean)
+                                x_rstd = tl.where(last, 1.0, rstd)
                             tl.debug_barrier()
             if code == 0:
                 made += 1

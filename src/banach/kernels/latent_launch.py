@@ -17,6 +17,7 @@ from banach.kernels.latent_pack import pack
 from banach.kernels.latent_tiles import LatentTile, Sizes, power_of_two, stored, tile_for
 
 MOST = 128  # multiprocessors whose programs meet: each of them adds the sums of all
+MANY = 4  # images for each multiprocessor, from which on two of them are at work there at a time
 SPINS = 1 << 21  # looks at a meeting before it is given up: a second or two
 
 
@@ -78,6 +79,11 @@ class Plan:
         return self.coupled and share * self.sizes.height * self.sizes.width <= self.tile.rows
 
     @property
+    def keep(self) -> bool:
+        """Do weights stay in place? Where they are few."""
+        return self.tile.keep and self.sizes.groups == 3 and not self.split
+
+    @property
     def places(self) -> int:
         """Images that the programs have memory for."""
         return self.images if self.coupled else self.programs
@@ -93,12 +99,14 @@ def plan(v: Tensor, coupled: bool, dtype: torch.dtype, tile: LatentTile | None, 
         raise ValueError("a batch has at least one image, got none")
     if channels > WIDEST:
         raise ValueError(f"the kernel takes at most {WIDEST} channels, got {channels}; use banach.solve")
-    if programs is None:
-        programs = programs_for(images, 1 if tile is None else tile.places, v.device, coupled=coupled)
     sizes = Sizes(channels, height, width)
     if tile is None:
-        pixels = height * width * (-(-images // programs) if coupled else 1)
-        tile = tile_for(sizes, pixels, dtype, _shared(v.device))
+        one_each = programs_for(images, 1, v.device, coupled=coupled)
+        pixels = height * width * (-(-images // one_each) if coupled else 1)
+        many = not coupled and images >= MANY * one_each
+        tile = tile_for(sizes, pixels, dtype, _shared(v.device), coupled=coupled, many=many)
+    if programs is None:
+        programs = programs_for(images, tile.places, v.device, coupled=coupled)
     made = Plan(images, sizes, tile, programs, coupled, dtype)
     if max(3 * made.pixels * made.sizes.pitch, 2 * made.places * made.sizes.area) >= 2**31:
         raise ValueError(f"a batch of {images} images has too many pixels for one launch; use a smaller one")
@@ -142,7 +150,7 @@ def _iterate(
         **sizes.constants(), BLOCKS=R.blocks, ROWS=tile.rows, STAGES=tile.stages, NEAR=tile.near, SPLIT=how.split,
         CHUNK=max(16, power_of_two(how.programs)) if how.coupled else 16, TRAIN=how.coupled,
         PIXEL=stop.worst_pixel, RELATIVE=stop.rtol > 0, LATE=form.late, FROM_ZERO=z0 is None, SPINS=SPINS,
-        ALONE=how.alone,
+        ALONE=how.alone, KEEP=how.keep,
         num_warps=tile.warps, **({"maxnreg": tile.registers} if tile.registers else {}),
         **(_all_at_once() if how.coupled else {}),
     )  # fmt: skip

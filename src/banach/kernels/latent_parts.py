@@ -74,6 +74,34 @@ def product(
 
 
 @triton.jit
+def kept_rows(w, WIDTH: tl.constexpr, DEPTH: tl.constexpr, KEEP: tl.constexpr):
+    """Weights of the three rows of a kernel, if they are to be kept for all pixels."""
+    w0, w1, w2 = 0.0, 0.0, 0.0
+    if KEEP:
+        at = w + (tl.arange(0, WIDTH) * DEPTH)[:, None] + tl.arange(0, DEPTH)[None, :]
+        w0 = tl.load(at)
+        w1 = tl.load(at + DEPTH * WIDTH)
+        w2 = tl.load(at + 2 * DEPTH * WIDTH)
+    return w0, w1, w2
+
+
+@triton.jit
+def product_of_kept(
+    x, w0, w1, w2, begin,
+    W: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """`product` with such weights. Pixels pass through the first cache, where one row finds those of another."""
+    from_x = x + begin[:, None] + tl.arange(0, DEPTH)[None, :]
+    a0 = tl.load(from_x)
+    a1 = tl.load(from_x + (W + 2) * P)
+    a2 = tl.load(from_x + 2 * (W + 2) * P)
+    acc = tl.zeros([begin.shape[0], WIDTH], tl.float32)
+    acc = tl.dot(a0, tl.trans(w0), acc, input_precision="ieee")
+    acc = tl.dot(a1, tl.trans(w1), acc, input_precision="ieee")
+    return tl.dot(a2, tl.trans(w2), acc, input_precision="ieee")
+
+
+@triton.jit
 def put(to, low, value, here, SPLIT: tl.constexpr):
     """Store what is to be multiplied. What is too large for its type becomes infinite, and so not finite."""
     high = value.to(to.dtype.element_ty)
@@ -150,8 +178,12 @@ def settle(
     AREA: tl.constexpr,
     RELATIVE: tl.constexpr,
     SPLIT: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
-    """Normalise what a block gave, at some pixels: the next block's input or, after the last, the next iterate."""
+    """Normalise what a block gave, at some pixels: the next block's input or, after the last, the next iterate.
+
+    LAZY: the stream has what the block gave, and stays so but for the last block.
+    """
     co = tl.arange(0, y.shape[1])
     at = (m * P)[:, None] + co[None, :]
     here = ok[:, None] & (co < P)[None, :]
@@ -164,7 +196,10 @@ def settle(
         top_T, total_T = squares(tl.where(here, z, 0.0), RELATIVE)
         tl.store(after + at, z, mask=here)
         x = tl.load(held + at, mask=here, other=0.0) + inner * z
-    tl.store(stream + at, x, mask=here)
+        if LAZY:
+            tl.store(stream + at, x, mask=here)
+    if not LAZY:
+        tl.store(stream + at, x, mask=here)
     center = window(m, H, W, P, AREA) + (W + 3) * P
     put_pixels(operand + center[:, None] + co[None, :], low, x, here, SPLIT)
     return top, total, top_T, total_T

@@ -13,7 +13,8 @@ class LatentTile:
     multiprocessor, which must have room for as many: `registers` limits those of a thread, if not zero.
 
     split: float32 numbers are multiplied as sums of two of 16 bits, on tensor cores; else as they are, far more
-    slowly. near: pixels are loaded in pieces so small that they pass through the first cache.
+    slowly. near: pixels are loaded in pieces so small that they pass through the first cache. keep: weights of a
+    convolution are loaded once, and all that a tile is made of at once, if there are three groups of them.
     """
 
     rows: int = 128
@@ -23,6 +24,7 @@ class LatentTile:
     split: bool = True
     near: bool = True
     registers: int = 0
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class Sizes:
         return -(-((self.height + 2) * (self.width + 2) * self.pitch + beyond) // 64) * 64
 
     def shared(self, tile: LatentTile, dtype: torch.dtype) -> int:
-        """Bytes of shared memory that a program needs: operands of the products in flight."""
+        """Bytes of shared memory that a program needs: operands of the products in flight, or of all."""
         halves = 2 if dtype == torch.float32 and tile.split else 1
-        return tile.stages * (tile.rows + self.columns) * self.depth * halves * stored(tile, dtype).itemsize
+        products = self.groups if tile.keep else tile.stages
+        return products * (tile.rows + self.columns) * self.depth * halves * stored(tile, dtype).itemsize
 
     def constants(self) -> dict[str, int]:
         return {
@@ -69,15 +72,23 @@ class Sizes:
         }  # fmt: skip
 
 
-def tile_for(sizes: Sizes, pixels: int, dtype: torch.dtype, shared: int) -> LatentTile:
+def tile_for(
+    sizes: Sizes, pixels: int, dtype: torch.dtype, shared: int, *, coupled: bool = True, many: bool = False
+) -> LatentTile:
     """The tile in use where a program has so many pixels at a time, for products of numbers of a type.
 
-    What was found fastest on an H200 or, where `shared` bytes are too few for it, the next smaller one.
+    What was found fastest on an H200 or, where `shared` bytes are too few for it, the next smaller one. many: each
+    multiprocessor has several images, one after the other.
     """
     near = sizes.pitch & (sizes.pitch - 1) != 0  # pixels on powers of two come as fast in large pieces
     tile = LatentTile(rows=64 if pixels <= 64 else 128, near=near)
     if dtype == torch.float32:
         tile = replace(tile, warps=4) if pixels <= 64 else replace(tile, stages=2)
+    elif pixels > 64 and sizes.groups == 3 and (coupled or near):
+        keeping = replace(tile, keep=True)
+        keeping = replace(keeping, rows=64, warps=4, places=2) if many else keeping
+        if sizes.shared(keeping, dtype) * keeping.places <= shared:
+            return keeping
     while sizes.shared(tile, dtype) > shared and tile.rows > 16:
         if tile.stages > 2 or (tile.rows <= 64 and tile.stages > 1):
             tile = replace(tile, stages=tile.stages - 1)

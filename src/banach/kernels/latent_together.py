@@ -27,17 +27,17 @@ def meet(counter, target, SPINS: tl.constexpr):
 
 
 @triton.jit
-def statistics(sums, pivot, programs, share, eps, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def statistics(sums, pivot, programs, share, eps, P: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Mean and 1 / deviation per channel, from the sums of all programs, added in a fixed order.
 
     The sums are of what is left of a value without `pivot`, the mean of the evaluation before: nothing cancels.
     """
-    co = tl.arange(0, WIDTH)
     part = tl.arange(0, CHUNK)
-    at = sums + (part * 2 * WIDTH)[:, None] + co[None, :]
-    here = (part < programs)[:, None]
-    first = tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), axis=0) * share
-    second = tl.sum(tl.load(at + WIDTH, mask=here, other=0.0, cache_modifier=".cg"), axis=0) * share
+    both = tl.arange(0, 2 * WIDTH)
+    at = sums + (part * 2 * WIDTH)[:, None] + both[None, :]
+    here = (part < programs)[:, None] & (both % WIDTH < P)[None, :]
+    means = tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), axis=0) * share
+    first, second = tl.split(tl.trans(tl.reshape(means, [2, WIDTH])))
     variance = tl.maximum(second - first * first, 0.0)
     return pivot + first, 1.0 / tl.sqrt(variance + eps)
 

@@ -100,22 +100,22 @@ def unfold(
     ci = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     co = tl.arange(0, WIDTH)
     rows = parts + ((tap // 3) * DEPTH + tap % 3 * P) * WIDTH
+    real = (ci < C)[None, :, None] & (co < C)[None, None, :]
     weight = tl.zeros([CHUNK, ROWS, WIDTH], tl.float32)
     ones = tl.zeros([CHUNK, WIDTH], tl.float32)
     for start in range(0, programs, CHUNK):
         part = start + tl.arange(0, CHUNK)
         of = rows + (part * 3 * DEPTH * WIDTH)[:, None, None] + (ci * WIDTH)[None, :, None] + co[None, None, :]
-        weight += tl.load(of, mask=(part < programs)[:, None, None] & (ci < C)[None, :, None], other=0.0)
+        weight += tl.load(of, mask=(part < programs)[:, None, None] & real, other=0.0)
         of_ones = rows + (part * 3 * DEPTH * WIDTH)[:, None] + C * WIDTH + co[None, :]
-        ones += tl.load(of_ones, mask=(part < programs)[:, None], other=0.0)
+        ones += tl.load(of_ones, mask=(part < programs)[:, None] & (co < C)[None, :], other=0.0)
     gradient = tl.sum(weight, axis=0)
     sums = tl.sum(ones, axis=0)
     if NORM:
         mean = tl.load(stats + ci, mask=ci < C, other=0.0)
         rstd = tl.load(stats + WIDTH + ci, mask=ci < C, other=0.0)
         gradient = (gradient - mean[:, None] * sums[None, :]) * rstd[:, None]
-    real = (ci < C)[:, None] & (co < C)[None, :]
     at = tap * C + ci if LAST else ci * 9 + tap
-    tl.store(dw + (co * C * 9)[None, :] + at[:, None], gradient, mask=real)
+    tl.store(dw + (co * C * 9)[None, :] + at[:, None], gradient, mask=(ci < C)[:, None] & (co < C)[None, :])
     if tap == 4 and tl.program_id(1) == 0:
         tl.store(db + co, sums, mask=co < C)

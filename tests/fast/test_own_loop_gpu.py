@@ -1,0 +1,103 @@
+"""On a GPU: a user's own loop with TrainStep, which falls back and follows rates; a prediction for no image."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import banach
+from banach import Implicit, Tolerance, models
+from banach.fast import TrainStep
+from train.parts_train import plain_network
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+def batch(number: int, count: int = 16) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator("cuda").manual_seed(number)
+    d = torch.randn(count, 1, 8, 8, generator=draw, device="cuda", dtype=torch.float64)
+    return d, torch.randint(10, (count,), generator=draw, device="cuda")
+
+
+def eager(net: Any, optimizer: torch.optim.Optimizer, d: Tensor, y: Tensor) -> float:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(d), y)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def network(**options: Any) -> Any:
+    return plain_network(Tolerance(atol=1e-10, max_steps=200), **options).cuda().train()
+
+
+def test_a_network_that_asks_the_host_runs_as_it_is_and_says_so() -> None:
+    """Implicit differentiation solves a linear system and asks whether it is done."""
+    net = network(backward=Implicit())
+    reference = copy.deepcopy(net)
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="run as they are, since they cannot be captured"):
+        losses = [float(step(*batch(0)))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once told, no more
+        losses += [float(step(*batch(k))) for k in range(1, 5)]
+    assert step.reason is not None
+    assert losses == pytest.approx([eager(reference, plain, *batch(k)) for k in range(5)], rel=1e-9)
+    draws = F.dropout(torch.ones(1000, device="cuda"))  # the capture that broke off left nothing behind
+    assert 300 < int(draws.count_nonzero()) < 700
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_scheduler_is_followed_by_a_captured_step(kind: Any) -> None:
+    net = network()
+    reference = copy.deepcopy(net)
+    made, plain = (
+        kind(net.parameters(), lr=0.05, capturable=True, fused=True),
+        kind(reference.parameters(), lr=0.05),
+    )
+    rates = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (made, plain)]
+    step = TrainStep(net, made, F.cross_entropy)
+    for k in range(8):
+        loss, expected = float(step(*batch(k))), eager(reference, plain, *batch(k))
+        assert loss == pytest.approx(expected, rel=1e-7)
+        for rate in rates:
+            rate.step()
+    assert step.reason is None
+    assert float(made.param_groups[0]["lr"]) == pytest.approx(0.05 * 0.5**8)
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_another_shape_is_refused_and_harms_nothing() -> None:
+    net = network()
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    step(*batch(0))
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match="takes images of one shape and type"):
+        step(*batch(1, count=3))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
+    assert float(step(*batch(0))) > 0
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["any R", "an R that the kernels know"])
+def test_a_prediction_for_no_image_has_no_row(known: bool) -> None:
+    torch.manual_seed(0)
+    if known:
+        net: Any = models.build("digits", tolerance=Tolerance(atol=1e-3, max_steps=50)).cuda().eval()
+    else:
+        net = network().eval()
+    fast = banach.compile(net)
+    d = torch.randn(5, 1, 8, 8, device="cuda", dtype=next(net.parameters()).dtype)
+    full = fast(d)
+    assert fast(d[:0]).shape == (0, 10)
+    torch.testing.assert_close(fast(d), full, rtol=0, atol=0)
