@@ -13,6 +13,7 @@ def base(device: torch.device) -> int:
         return 0
     gc.collect()
     torch.cuda.synchronize(device)
+    _forget_workspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
@@ -30,3 +31,10 @@ def forget(device: torch.device) -> None:
     """Begin again: the peak is what is in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def _forget_workspaces() -> None:
+    """cuBLAS keeps 32 MiB for each stream it was used on: who comes first would pay for who comes later."""
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()

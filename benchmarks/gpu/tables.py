@@ -16,6 +16,7 @@ from benchmarks.gpu.roofline import Counted, Floor, Rates, floor
 from benchmarks.report import Result, Row, Target, cell
 
 FAST, FAST_TWIN = "banach-fast", "explicit-fast"
+MEMORY = 1.05  # times the memory of the explicit twin, at most
 RULE = "floor: bytes or FLOPs of the step over the rates measured here; its rule is in benchmarks/gpu/roofline.py"
 
 
@@ -102,6 +103,9 @@ def targets(outcome: Outcome) -> list[Target]:
         )
     if twin is not None:
         made.append(Target(f"times as long as {FAST_TWIN}", fast.ms / twin.ms, promise.against_twin))
+        if fast.peak_bytes and twin.peak_bytes:
+            ratio = fast.peak_bytes / twin.peak_bytes
+            made.append(Target(f"peak memory, times that of {FAST_TWIN}", ratio, MEMORY))
     if fast.met is not None:
         made.append(Target(f"{FAST}, share of steps that meet eps", fast.met, ENOUGH, True))
     ladder = outcome.best("ladder")

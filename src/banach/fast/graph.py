@@ -20,17 +20,17 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.stream = _stream_of_its_own(self.index)
+        self.side = _side_stream(self.index)
 
     def warm_up(self, program: Callable[[], None]) -> None:
         """Run it beside the current stream, as a capture must be preceded by."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.side.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.side):
                 for _ in range(WARM_UPS):
                     program()
         finally:  # what it has changed may be put back now
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            torch.cuda.current_stream(self.device).wait_stream(self.side)
 
     def capture(self, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record what the program launches; nothing of it is carried out."""
@@ -39,7 +39,7 @@ class Graphs:
             # Other threads (a progress bar) may call CUDA meanwhile: only this thread is held to the rules.
             with (
                 _no_collection(),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
             ):
                 program()
         except BaseException:
@@ -60,8 +60,9 @@ class Graphs:
 
 
 @functools.cache
-def _stream_of_its_own(index: int) -> torch.cuda.Stream:
-    """One for all programs of a device: cuBLAS keeps 32 MiB for every stream that it was used on."""
+def _side_stream(index: int) -> torch.cuda.Stream:
+    """One for all warm-ups on a device: cuBLAS keeps 32 MiB for every stream that it was used on. Captures have
+    another one: what cuBLAS takes there lies in the memory of the graph."""
     return torch.cuda.Stream(index)
 
 
