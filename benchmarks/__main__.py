@@ -12,7 +12,19 @@ import torch
 from rich.console import Console
 
 from banach.provenance import source_commit
-from benchmarks import compaction, invariance, ladder, looptime, memory, modes, onestep, overhead, starts, steps
+from benchmarks import (
+    compaction,
+    invariance,
+    ladder,
+    layout,
+    looptime,
+    memory,
+    modes,
+    onestep,
+    overhead,
+    starts,
+    steps,
+)
 from benchmarks.report import Result, is_here
 
 
@@ -35,6 +47,7 @@ BENCHMARKS = {
     "modes": Benchmark(modes.run, modes.Settings(), modes.QUICK),
     "starts": Benchmark(starts.run, starts.Settings(), starts.QUICK),
     "ladder": Benchmark(ladder.run, ladder.Settings(), ladder.QUICK),
+    "layout": Benchmark(layout.run, layout.Settings(), layout.QUICK),
     "looptime": Benchmark(looptime.run, looptime.Settings(), looptime.QUICK),
 }
 

@@ -15,6 +15,7 @@ from benchmarks import (
     compaction,
     invariance,
     ladder,
+    layout,
     looptime,
     maps,
     memory,
@@ -53,6 +54,7 @@ SMALL = {
     "modes": (modes.run, modes.Settings(batch=4, train_steps=2, repeats=1)),
     "starts": (starts.run, starts.Settings(epochs=1, frames=2, images=16, levels=(1e-2,))),
     "ladder": (ladder.run, ladder.Settings((ladder.Case("digits", 1e-1, 1e-3, 12),), seeds=2, batch=20)),
+    "layout": (layout.run, layout.QUICK),
     "looptime": (looptime.run, looptime.Settings(shapes=((2, 8),), depth=12, repeats=1)),
 }
 

@@ -355,5 +355,5 @@ def test_further_benchmarks_run_at_tiny_sizes(tmp_path: Path) -> None:
         tmp_path / "curves.png",
     )
     assert len(learned.rows) == 4
-    assert learned.targets[0].measured == 0  # on a CPU both ways are the plain one
+    assert learned.targets[0].measured < 1e-3  # on a CPU both ways are the plain one, but for the layout
     assert (tmp_path / "curves.png").exists()

@@ -13,6 +13,7 @@ from torch import nn
 from banach import data, models
 from banach.cli import words
 from banach.data import Augmentation, DataSet, Images
+from banach.fast import laid_out
 from banach.solve import Tolerance
 from banach.train import CheckpointError, Position, Run, RunError, Settings
 from banach.train.work import check_identity, described
@@ -100,7 +101,7 @@ def open_run(path: Path, device: str = "auto") -> Opened:
     now = described(net, run.settings)
     check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
     position = Position(checkpoint.state["epoch"], checkpoint.state["step"])
-    return Opened(run, settings, net.to(where).eval(), data.get(str(settings.data)), where, position)
+    return Opened(run, settings, laid_out(net, where).eval(), data.get(str(settings.data)), where, position)
 
 
 def usable_device(settings: Settings) -> torch.device:

@@ -1,10 +1,11 @@
 """The fast path: whole steps as one program that asks the host for nothing."""
 
 from banach.fast.depth import DepthControl, Ladder
-from banach.fast.fixed import FixedDepth, Reached, prefers_channels_last
+from banach.fast.fixed import FixedDepth, Reached
 from banach.fast.fuse import wrapped
 from banach.fast.graph import Graphs, unchanged
 from banach.fast.inference import CompiledNetwork, compile
+from banach.fast.layout import laid_out, prefers_channels_last
 from banach.fast.programs import Programs, align_state, reset_optimizer
 from banach.fast.starts import LinearStart, Neighbours
 from banach.fast.training import TrainStep, first_control
@@ -23,6 +24,7 @@ __all__ = [
     "align_state",
     "compile",
     "first_control",
+    "laid_out",
     "prefers_channels_last",
     "reset_optimizer",
     "unchanged",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from banach.backward import JFB
 from banach.fast.fuse import fused_parts, stacks_of
@@ -140,11 +140,6 @@ def is_bare(net: Any) -> bool:
     """Is it a network whose parts can be called one by one?"""
     known = is_as_written(net) and type(net.solver) is Picard and type(net.backward) is JFB
     return known and has_traceless_twin(net.R)
-
-
-def prefers_channels_last(net: nn.Module, precision: str) -> bool:
-    """Tensor cores like channels side by side, and so do the kernels that `FixedDepth` puts in."""
-    return precision != "fp32" or (is_bare(net) and wants_windows(net))
 
 
 def promoted(z: Latent) -> Latent:
