@@ -85,10 +85,10 @@ def tile_for(
     if dtype == torch.float32:
         tile = replace(tile, warps=4) if pixels <= 64 else replace(tile, stages=2)
     elif pixels > 64 and sizes.groups == 3 and (coupled or near):
-        keeping = replace(tile, keep=True)
-        keeping = replace(keeping, rows=64, warps=4, places=2) if many else keeping
-        if sizes.shared(keeping, dtype) * keeping.places <= shared:
-            return keeping
+        one = replace(tile, keep=True)
+        for keeping in (replace(one, rows=64, warps=4, places=2), one) if many else (one,):
+            if sizes.shared(keeping, dtype) * keeping.places <= shared:
+                return keeping
     while sizes.shared(tile, dtype) > shared and tile.rows > 16:
         if tile.stages > 2 or (tile.rows <= 64 and tile.stages > 1):
             tile = replace(tile, stages=tile.stages - 1)
