@@ -1,4 +1,4 @@
-"""What does it bring on a CPU that channels lie side by side, as `fit` lays them?"""
+"""What does it bring on a CPU that channels lie side by side, as `banach train` lays them?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from banach import Tolerance, WorstPixel, models
-from banach.fast import laid_out
+from banach.fast import channels_side_by_side
 from benchmarks.report import Result, Row, Target
 from benchmarks.timing import interleaved, ratio
 
@@ -72,7 +72,7 @@ def _network(case: Case, side_by_side: bool) -> Any:
     torch.manual_seed(0)
     tolerance = Tolerance(atol=case.eps, max_steps=case.max_steps, norm=WorstPixel())
     net = models.build(case.name, tolerance=tolerance)
-    return laid_out(net, torch.device("cpu")) if side_by_side else net
+    return channels_side_by_side(net) if side_by_side else net
 
 
 def _training(net: Any, d: Tensor, y: Tensor) -> Callable[[], object]:

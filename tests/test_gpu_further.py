@@ -26,8 +26,8 @@ def no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:training steps run as they are:UserWarning")
 def test_gradients_of_steps_are_those_of_the_network() -> None:
     """On a CPU a step is the network itself, so both err alike from float64."""
-    settings = gradients.Settings(points=("mnist100",), precisions=("fp32",), depth=3, compile=False, batch=4)
-    result = gradients.run(gradients.Settings(**{**vars(settings), "device": "cpu"}))
+    small = gradients.Settings("mnist100", ("fp32",), depth=3, compile=False, batch=4, device="cpu")
+    result = gradients.run(small)
     (row,) = result.rows
     assert row["apart"] == 0
     assert row["ratio"] == 1

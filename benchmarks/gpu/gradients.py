@@ -17,15 +17,18 @@ from torch import Tensor, nn
 
 from banach import Tolerance, WorstPixel
 from banach.fast import TrainStep, prefers_channels_last
-from benchmarks.gpu.points import POINTS, Batch, Point, feed
+from benchmarks.gpu.points import POINTS as WORKING_POINTS
+from benchmarks.gpu.points import Batch, Point, feed
 from benchmarks.gpu.precision import autocast, switches
 from benchmarks.gpu.step import Setting, fresh
 from benchmarks.report import Result, Row, Target
 
+POINTS = ("mnist100", "svhn100", "cifar100")
+
 
 @dataclass(frozen=True)
 class Settings:
-    points: tuple[str, ...] = ("mnist100", "svhn100", "cifar100")
+    point: str = "mnist100"
     precisions: tuple[str, ...] = ("fp32", "bf16")
     depth: int = 10  # evaluations of R before the one that is differentiated
     most: float = 1.5  # times the error of the network itself
@@ -36,10 +39,8 @@ class Settings:
 
 
 def run(settings: Settings = Settings()) -> Result:
-    rows: list[Row] = []
-    for name in settings.points:
-        point = POINTS[name] if settings.batch is None else replace(POINTS[name], batch=settings.batch)
-        rows += _rows(point, settings)
+    point = WORKING_POINTS[settings.point]
+    rows = _rows(point if settings.batch is None else replace(point, batch=settings.batch), settings)
     targets = [
         Target(f"{row['point']}, {row['in']}: error over that of the network itself", row["ratio"], settings.most)
         for row in rows
@@ -49,7 +50,7 @@ def run(settings: Settings = Settings()) -> Result:
         "exact: in float64, step by step; apart: captured against step by step, in one type",
     ]
     question = "have captured steps the gradients of the network itself?"
-    return Result("gradients", question, rows, targets, notes, settings, settings.device)
+    return Result(f"gradients-{settings.point}", question, rows, targets, notes, settings, settings.device)
 
 
 def _rows(point: Point, settings: Settings) -> list[Row]:

@@ -35,6 +35,6 @@ def forget(device: torch.device) -> None:
 
 def _forget_workspaces() -> None:
     """cuBLAS keeps 32 MiB for each stream it was used on: who comes first would pay for who comes later."""
-    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if forget is not None:
-        forget()
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

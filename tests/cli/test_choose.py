@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from banach import models
 from banach.cli import assemble
@@ -90,6 +93,23 @@ def test_the_seed_decides_the_weights() -> None:
     assert not all(bool((a == b).all()) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("flags", "side_by_side"), [({}, True), ({"fast": False}, False)])
+def test_on_a_cpu_channels_lie_side_by_side(flags: dict[str, Any], side_by_side: bool) -> None:
+    net: Any = assemble.network(choose({"device": "cpu", **flags}))
+    weights = [layer.weight for layer in net.R.modules() if isinstance(layer, nn.Conv2d)]
+    assert weights
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) is side_by_side for weight in weights)
+
+
+def test_a_network_of_your_own_is_laid_out_if_it_says_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that views an image as rows of pixels would fail."""
+    known = models.get("digits")
+    for may in (False, True):
+        monkeypatch.setitem(models.registry._MODELS, "digits", replace(known, channels_last=may))
+        net: Any = assemble.network(choose({"device": "cpu"}))
+        assert next(net.R.parameters()).is_contiguous(memory_format=torch.channels_last) is may
+
+
 def test_a_model_without_a_fixed_point_is_given_none() -> None:
     settings = choose({"data": "cifar10", "model": "resnet56"})
     assert (settings.solver, settings.backward, settings.eps, settings.max_steps) == (None, None, None, None)
@@ -112,8 +132,6 @@ def test_the_explicit_twin_takes_no_step_and_no_other_mode() -> None:
 
 
 def test_data_without_a_model_of_its_name_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     from banach import data
     from banach.data import dataset
 

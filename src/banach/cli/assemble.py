@@ -13,7 +13,7 @@ from torch import nn
 from banach import data, models
 from banach.cli import words
 from banach.data import Augmentation, DataSet, Images
-from banach.fast import laid_out
+from banach.fast import channels_side_by_side
 from banach.solve import Tolerance
 from banach.train import CheckpointError, Position, Run, RunError, Settings
 from banach.train.work import check_identity, described
@@ -47,7 +47,10 @@ def augmentation(settings: Settings) -> Augmentation | None:
 
 
 def network(settings: Settings) -> nn.Module:
-    """The settings' network with fresh weights, on the CPU; the seed decides them, the global state stays."""
+    """The settings' network with fresh weights, on the CPU; the seed decides them, the global state stays.
+
+    If it is to stay there, its channels lie side by side, unless `fast` is off.
+    """
     dataset, model = data.get(str(settings.data)), models.get(str(settings.model))
     with torch.random.fork_rng([]):
         torch.manual_seed(settings.seed)
@@ -58,7 +61,8 @@ def network(settings: Settings) -> nn.Module:
             batch_norm=settings.batch_norm,
         )
     _set_fixed_point(net, settings)
-    return net
+    stays = settings.torch_device.type == "cpu"
+    return channels_side_by_side(net) if model.channels_last and settings.fast and stays else net
 
 
 def _set_fixed_point(net: Any, settings: Settings) -> None:
@@ -101,7 +105,7 @@ def open_run(path: Path, device: str = "auto") -> Opened:
     now = described(net, run.settings)
     check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
     position = Position(checkpoint.state["epoch"], checkpoint.state["step"])
-    return Opened(run, settings, laid_out(net, where).eval(), data.get(str(settings.data)), where, position)
+    return Opened(run, settings, net.to(where).eval(), data.get(str(settings.data)), where, position)
 
 
 def usable_device(settings: Settings) -> torch.device:

@@ -5,7 +5,7 @@ from banach.fast.fixed import FixedDepth, Reached
 from banach.fast.fuse import wrapped
 from banach.fast.graph import Graphs, unchanged
 from banach.fast.inference import CompiledNetwork, compile
-from banach.fast.layout import laid_out, prefers_channels_last
+from banach.fast.layout import channels_side_by_side, prefers_channels_last
 from banach.fast.programs import Programs, align_state, reset_optimizer
 from banach.fast.starts import LinearStart, Neighbours
 from banach.fast.training import TrainStep, first_control
@@ -22,9 +22,9 @@ __all__ = [
     "Reached",
     "TrainStep",
     "align_state",
+    "channels_side_by_side",
     "compile",
     "first_control",
-    "laid_out",
     "prefers_channels_last",
     "reset_optimizer",
     "unchanged",

@@ -18,12 +18,13 @@ def prefers_channels_last(net: nn.Module, precision: str) -> bool:
     return precision != "fp32" or (is_bare(net) and wants_windows(net))
 
 
-def laid_out(net: Net, device: torch.device) -> Net:
-    """The network on the device; on a CPU with channels side by side, so that oneDNN need not turn images round.
+def channels_side_by_side(net: Net) -> Net:
+    """The network itself, the weights of its convolutions in the order that oneDNN likes: the same numbers.
 
-    The same numbers in another order in memory. What it makes of images follows the weights.
+    The images that it makes follow them, so that nothing need be turned round; but an image cannot be viewed as if
+    its channels were apart.
     """
-    net.to(device)
-    if device.type == "cpu":
-        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return net

@@ -101,7 +101,7 @@ def plan(v: Tensor, coupled: bool, dtype: torch.dtype, tile: LatentTile | None, 
         raise ValueError(f"the kernel takes at most {WIDEST} channels, got {channels}; use banach.solve")
     sizes = Sizes(channels, height, width)
     if tile is None:
-        one_each = programs_for(images, 1, v.device, coupled=coupled)
+        one_each = programs or programs_for(images, 1, v.device, coupled=coupled)
         pixels = height * width * (-(-images // one_each) if coupled else 1)
         many = not coupled and images >= MANY * one_each
         tile = tile_for(sizes, pixels, dtype, _shared(v.device), coupled=coupled, many=many)

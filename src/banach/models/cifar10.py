@@ -121,4 +121,5 @@ register(
     description="the paper's CIFAR-10 network: 843,430 parameters, latent 35x10x10",
     image=(3, 32, 32),
     recipes=RECIPES,
+    channels_last=True,
 )

@@ -55,4 +55,5 @@ register(
     description="a small network for scikit-learn's digits: 17,986 parameters, latent 24x4x4",
     image=(1, 8, 8),
     recipes={"default": DEFAULT},
+    channels_last=True,
 )

@@ -55,4 +55,5 @@ register(
     description="the paper's MNIST network: 54,352 parameters, latent 32x9x9",
     image=(1, 28, 28),
     recipes=RECIPES,
+    channels_last=True,
 )

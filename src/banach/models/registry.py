@@ -25,7 +25,11 @@ _MODELS: dict[str, Model] = {}
 
 @dataclass(frozen=True)
 class Model:
-    """A named network: how it is built, for which images, and the recipes it comes with, the default one first."""
+    """A named network: how it is built, for which images, and the recipes it comes with, the default one first.
+
+    `channels_last`: its weights may lie with channels side by side, so that its images do too. Not where something
+    views an image as if they did not.
+    """
 
     name: str
     builder: Builder
@@ -33,6 +37,7 @@ class Model:
     image: Image
     classes: int
     recipes: Mapping[str, Recipe]
+    channels_last: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -53,19 +58,21 @@ def register(
     image: Image,
     classes: int = 10,
     recipes: Mapping[str, Recipe] | None = None,
+    channels_last: bool = False,
     overwrite: bool = False,
 ) -> Model:
     """Make `build(name)` call `builder(image, classes)`, which returns (Q, R, S) or a module.
 
     `image` is (channels, height, width); it and `classes` are what the builder gets unless `build` is given
     others. Without recipes the network is solved to an RMS of 1e-4 and trained by Adam for 20 epochs.
+    `channels_last` lets `banach train` lay its weights out as oneDNN likes them, on a CPU.
     """
     if not callable(builder):
         raise TypeError(f"builder must be a function of (image, classes), got {type(builder).__name__}")
     if name in _MODELS and not overwrite:
         raise ValueError(f"there is a model {name!r} already; choose another name, or pass overwrite=True")
     recipes = dict(recipes or {"default": Recipe(lr=1e-3, epochs=20, batch_size=100)})
-    _MODELS[name] = Model(name, builder, description, _shape(image), _count(classes), recipes)
+    _MODELS[name] = Model(name, builder, description, _shape(image), _count(classes), recipes, channels_last)
     return _MODELS[name]
 
 

@@ -75,4 +75,5 @@ register(
     description="ResNet-56 (He et al. 2016), explicit: 853,018 parameters, the rival on CIFAR-10",
     image=(3, 32, 32),
     recipes={"he": HE},
+    channels_last=True,
 )

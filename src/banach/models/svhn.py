@@ -78,4 +78,5 @@ register(
     description="the paper's SVHN network: 163,488 parameters, latent 64x8x8",
     image=(3, 32, 32),
     recipes=RECIPES,
+    channels_last=True,
 )

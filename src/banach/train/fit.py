@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
-from banach.fast import laid_out
 from banach.train.captured import why_not
 from banach.train.checkpoint import Position
 from banach.train.evaluate import evaluate
@@ -51,7 +50,7 @@ def fit(
     _check_splits(train, validation)
     batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
     held = None if validation is None else validation.to(device)
-    work = Work(laid_out(net, device) if settings.fast else net.to(device), batches, held, settings)
+    work = Work(net.to(device), batches, held, settings)
     identity = work.identity()
     with ExitStack() as stack:
         if run is not None:

@@ -30,8 +30,9 @@ class Settings:
     added to the gradient by "adam" and "sgd", and taken from the weights by "adamw". `ema` is the decay d of the
     averaged weights, a <- d a + (1 - d) w at every step. `clip` bounds the norm of the gradient. A run is
     checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. `fast` captures steps on a
-    GPU, where that can be done: the same mathematics, at a depth that is chosen from earlier residuals. `compile`
-    also compiles Q, R and S there, which takes from half a minute to some minutes at the start.
+    GPU, where that can be done: the same mathematics, at a depth that is chosen from earlier residuals; on a CPU
+    the command line lays weights out as oneDNN likes them. `compile` also compiles Q, R and S on a GPU, which
+    takes from half a minute to some minutes at the start.
     """
 
     data: str | None = None

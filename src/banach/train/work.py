@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from banach.data import Batches, Images
 from banach.diagnose import ContractionMonitor
-from banach.fast import align_state
 from banach.network import ImplicitNetwork
 from banach.train.average import Average
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position
@@ -143,7 +142,6 @@ class Work:
             state.setdefault(int(index), {})[key] = value
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        align_state(self.optimizer)
 
 
 def make_optimizer(net: nn.Module, settings: Settings) -> torch.optim.Optimizer:
