@@ -34,6 +34,7 @@ def test_gradients_of_steps_are_those_of_the_network() -> None:
     assert 0 < row["captured"] < 1e-4
     assert row["cosine"] == pytest.approx(1)
     assert result.met
+    assert any(note.endswith(", 4 of them") for note in result.notes)
 
 
 class Steps:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,10 @@ from torch import Tensor, nn
 
 from banach import Tolerance, WorstPixel
 from banach.fast import TrainStep, prefers_channels_last
-from benchmarks.gpu.points import POINTS as WORKING_POINTS
-from benchmarks.gpu.points import Batch, Point, feed
+from benchmarks.gpu.points import POINTS, Batch, Point, feed
 from benchmarks.gpu.precision import autocast, switches
 from benchmarks.gpu.step import Setting, fresh
 from benchmarks.report import Result, Row, Target
-
-POINTS = ("mnist100", "svhn100", "cifar100")
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,16 @@ class Settings:
 
 
 def run(settings: Settings = Settings()) -> Result:
-    point = WORKING_POINTS[settings.point]
-    rows = _rows(point if settings.batch is None else replace(point, batch=settings.batch), settings)
+    point = POINTS[settings.point]
+    point = point if settings.batch is None else replace(point, batch=settings.batch)
+    images = feed(point, torch.device(settings.device), settings.data_dir, many=1)
+    rows = _rows(point, next(iter(images)), settings)
     targets = [
         Target(f"{row['point']}, {row['in']}: error over that of the network itself", row["ratio"], settings.most)
         for row in rows
     ]
     notes = [
+        f"{images.title}, {point.batch} of them",
         f"relative errors of the gradient of all weights, {settings.depth} steps, fresh weights, no dropout",
         "exact: in float64, step by step; apart: captured against step by step, in one type",
     ]
@@ -53,10 +52,8 @@ def run(settings: Settings = Settings()) -> Result:
     return Result(f"gradients-{settings.point}", question, rows, targets, notes, settings, settings.device)
 
 
-def _rows(point: Point, settings: Settings) -> list[Row]:
+def _rows(point: Point, batch: Batch, settings: Settings) -> list[Row]:
     device = torch.device(settings.device)
-    where = None if settings.data_dir is None else Path(settings.data_dir)
-    batch = next(iter(feed(point, device, where, many=1)))
     net: Any = fresh(Setting(point, "fp32", device))
     net.tolerance = Tolerance(atol=0.0, max_steps=settings.depth, norm=WorstPixel())
     for module in net.modules():

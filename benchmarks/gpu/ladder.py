@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from statistics import fmean
 
 import torch
 
 from benchmarks.gpu.fast import PlainLadder
-from benchmarks.gpu.points import POINTS, Feed, Point, feed
+from benchmarks.gpu.points import ONE_EACH, POINTS, Feed, feed
 from benchmarks.gpu.precision import switches
 from benchmarks.gpu.step import Setting, fresh
 from benchmarks.report import Result, Row, Target
@@ -18,7 +17,7 @@ from benchmarks.report import Result, Row, Target
 
 @dataclass(frozen=True)
 class Settings:
-    points: tuple[str, ...] = ("mnist100", "svhn100", "cifar100")
+    points: tuple[str, ...] = ONE_EACH
     steps: int = 600
     seeds: tuple[int, ...] = (0, 1)
     share: float = 0.95
@@ -37,9 +36,9 @@ def run(settings: Settings = Settings()) -> Result:
     targets = []
     for name in settings.points:
         point = POINTS[name] if settings.batch is None else replace(POINTS[name], batch=settings.batch)
-        images = feed(point, device, None if settings.data_dir is None else Path(settings.data_dir), many=100)
-        made = [_row(point, images, settings.steps, Setting(point, point.precision, device, seed=seed))
-                for seed in settings.seeds]  # fmt: skip
+        images = feed(point, device, settings.data_dir, many=100)
+        of_seeds = [Setting(point, point.precision, device, seed=seed) for seed in settings.seeds]
+        made = [_row(images, settings.steps, setting) for setting in of_seeds]
         notes.append(f"{name}: {images.title}, {point.precision}")
         share = fmean(row["met"] for row in made)
         targets.append(Target(f"{name}, share of steps that meet eps", share, settings.share, at_least=True))
@@ -48,8 +47,9 @@ def run(settings: Settings = Settings()) -> Result:
     return Result("gpu-ladder", question, rows, targets, notes, settings, settings.device)
 
 
-def _row(point: Point, images: Feed, steps: int, setting: Setting) -> Row:
+def _row(images: Feed, steps: int, setting: Setting) -> Row:
     """Training steps from fresh weights. Nothing is read before the last of them."""
+    point = setting.point
     with switches(setting.precision, setting.device):
         step = PlainLadder(fresh(setting), setting)
         seen = []

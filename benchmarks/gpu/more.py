@@ -11,6 +11,7 @@ from rich.console import Console
 from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks.gpu import curves, epoch, gradients, inference, ladder
+from benchmarks.gpu.points import ONE_EACH
 from benchmarks.report import Result
 
 NAMES = ("epoch", "inference", "memory", "curves", "gradients", "ladder")
@@ -30,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "epoch": lambda: epoch.run(epoch.Settings(data_dir=where)),
         "memory": epoch.memory,
         "curves": lambda: curves.run(curves.Settings(data_dir=where), out / "curves.png"),
-        "gradients": lambda: [
-            gradients.run(gradients.Settings(point, data_dir=where)) for point in gradients.POINTS
-        ],
+        "gradients": lambda: [gradients.run(gradients.Settings(point, data_dir=where)) for point in ONE_EACH],
         "ladder": lambda: ladder.run(ladder.Settings(data_dir=where)),
     }
     missed = 0

@@ -64,6 +64,8 @@ POINTS = {
     )
 }
 
+ONE_EACH = ("mnist100", "svhn100", "cifar100")  # one for each network
+
 
 @dataclass(frozen=True, eq=False)
 class Feed:
