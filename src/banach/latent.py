@@ -19,6 +19,7 @@ from torch import Tensor
 # A nest of tensors. Recursive types gain nothing here: every function below walks it in the same way.
 Latent = Any
 
+_SHORT = (torch.bfloat16, torch.float16)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -59,7 +60,11 @@ def map_leaves(function: Callable[..., Tensor], nest: Latent, *others: Latent) -
 
 
 def detach(nest: Latent) -> Latent:
-    """The same values, carrying no gradient."""
+    """Return the same values without a gradient."""
+    if isinstance(nest, Tensor):
+        return nest.detach()
+    if type(nest) is tuple:
+        return tuple([detach(part) for part in nest])
     return map_leaves(Tensor.detach, nest)
 
 
@@ -111,21 +116,21 @@ class Space:
         parts = leaves(z0)
         if not parts:
             raise ValueError("z0 must hold at least one tensor, got an empty nest")
-        first = parts[0]
+        first, shapes = parts[0], tuple([tuple(leaf.shape) for leaf in parts])
         for leaf in parts:
             _check_leaf(leaf, first)
-        coupled = coupled or any(leaf.dim() == 0 for leaf in parts)
-        if not coupled and any(leaf.shape[0] != first.shape[0] for leaf in parts):
-            sizes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
+        coupled = coupled or () in shapes
+        if not coupled and len(parts) > 1 and any(shape[0] != shapes[0][0] for shape in shapes):
+            sizes = ", ".join(map(str, shapes))
             raise ValueError(f"the tensors of z0 must share their first (batch) axis, got shapes {sizes}")
         kind = first.device.type
         autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
-        low = first.dtype in (torch.bfloat16, torch.float16)
+        empty = first.new_empty(0)  # not a view: it would keep z0 alive
         return Space(
-            template=rebuild(z0, [first.new_empty(0)] * len(parts)),  # not a view: it would keep z0 alive
-            shapes=tuple(tuple(leaf.shape) for leaf in parts),
-            last=tuple(_is_channels_last(leaf) for leaf in parts),
-            dtype=torch.float32 if autocast and low else first.dtype,
+            template=empty if first is z0 else rebuild(z0, [empty] * len(parts)),
+            shapes=shapes,
+            last=tuple([_is_channels_last(leaf) for leaf in parts]),
+            dtype=torch.float32 if autocast and first.dtype in _SHORT else first.dtype,
             device=first.device,
             coupled=coupled,
             autocast=autocast,
@@ -148,8 +153,14 @@ class Space:
         return tuple(math.prod(shape[start:]) for shape in self.shapes)
 
     @property
+    def is_matrix(self) -> bool:
+        """True if the latent is a matrix of rows already."""
+        one = len(self.shapes) == 1 and isinstance(self.template, Tensor)
+        return one and len(self.shapes[0]) == 2 and not self.coupled and self.dtype not in _SHORT
+
+    @property
     def rows_dtype(self) -> torch.dtype:
-        return torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else self.dtype
+        return torch.float32 if self.dtype in _SHORT else self.dtype
 
     def rows(self, nest: Latent, what: str = "T") -> Tensor:
         """The nest as a matrix (samples, width); a view where that is possible."""
@@ -189,15 +200,17 @@ class Space:
     def _flatten(self, leaf: Tensor, last: bool) -> Tensor:
         if last:
             leaf = leaf.movedim(1, -1)
-        return leaf.reshape(1, -1) if self.coupled else leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+        if self.coupled:
+            return leaf.reshape(1, -1)
+        return leaf if leaf.dim() == 2 else leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
 
     def _unflatten(self, columns: Tensor, shape: tuple[int, ...], last: bool) -> Tensor:
         if not last:
-            return columns.view(shape)
+            return columns if len(shape) == 2 and not self.coupled else columns.view(shape)
         return columns.view((shape[0], *shape[2:], shape[1])).movedim(-1, 1)
 
     def _check_same(self, leaf: Tensor, shape: tuple[int, ...], what: str) -> None:
-        if tuple(leaf.shape) != shape:
+        if leaf.shape != shape:
             raise ValueError(f"{what} must keep the shape of its input: {shape} became {tuple(leaf.shape)}")
         if leaf.dtype != self.dtype and not self.autocast:
             raise TypeError(
@@ -214,6 +227,8 @@ class Space:
 def _check_leaf(leaf: Tensor, first: Tensor) -> None:
     if not leaf.is_floating_point():
         raise TypeError(f"z0 must be of a floating-point dtype, got {_name(leaf.dtype)}; call z0.float()")
+    if leaf is first:
+        return
     if leaf.dtype != first.dtype:
         raise TypeError(
             f"the tensors of z0 must share one dtype, got {_name(first.dtype)} and {_name(leaf.dtype)}"

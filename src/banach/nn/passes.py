@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.reads import Reads
 from banach.latent import Latent
 from banach.solve.loop import is_called_by_dynamo
+from banach.solve.precision import is_transformed
 
 Result = TypeVar("Result")
 Masks = dict[Any, Any]
@@ -45,10 +46,13 @@ class Pass:
     entered writes nothing at all.
     """
 
-    def __init__(self, R: Any, *, later: bool = False, once: bool = False) -> None:
+    def __init__(
+        self, R: Any, modules: list[nn.Module] | None = None, *, later: bool = False, once: bool = False
+    ) -> None:
         known = isinstance(R, nn.Module)
-        modules = list(R.modules()) if known else []
-        buffers = dict(R.named_buffers()) if any(module.training for module in modules) else {}
+        if modules is None:
+            modules = list(R.modules()) if known else []
+        buffers = _training_buffers(R, modules)
         self.R = R
         # A plain function may call layers that nobody can see from here: it gets masks in case it does.
         self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
@@ -82,6 +86,12 @@ class Pass:
             self._write_back(self.latest)
         self.latest = self.scratch = None
         self.made = {}
+
+    @property
+    def map(self) -> Callable[..., Latent]:
+        """`iterate`, or R itself where a pass has nothing to keep."""
+        bare = self.masks is None and self.norms is None and not self.snapshot
+        return self.R if bare else self.iterate
 
     def evaluate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """R(u, v). `index` says which samples of the batch these are, when some have left it."""
@@ -205,6 +215,13 @@ class Then:
                 module.training = mode
 
 
+def _training_buffers(R: Any, modules: list[nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers of R, if a module of it is in train mode and may write to them."""
+    if not any([module._buffers for module in modules]) or not any([module.training for module in modules]):
+        return {}
+    return dict(R.named_buffers())
+
+
 def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[nn.Module] | None:
     """The batch norms that track, if all buffers are theirs; None if others have some, or there are none."""
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -213,18 +230,9 @@ def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[n
     return norms if norms and all(id(buffer) in own for buffer in buffers.values()) else None
 
 
-_is_transformed: Callable[[], bool]
-try:  # not public, so perhaps not there in every version
-    from torch._C import _are_functorch_transforms_active as _is_transformed
-except ImportError:
-
-    def _is_transformed() -> bool:
-        return True
-
-
 def _writable(modules: list[nn.Module], buffers: Iterable[Tensor]) -> bool:
     """Can R be called as it is, buffers and all? Not inside torch.func, nor where Dynamo compiles some of it."""
-    if torch.compiler.is_compiling() or is_called_by_dynamo() or _is_transformed():
+    if torch.compiler.is_compiling() or is_called_by_dynamo() or is_transformed():
         return False
     compiled = (type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) for m in modules)
     return not any(compiled) and not any(buffer.is_inference() for buffer in buffers)
@@ -289,15 +297,16 @@ def draws_masks(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, "one_mask_per_pass", False)) and bool(getattr(module, "p", 0))
 
 
-def uses_batch_statistics(R: Any) -> bool:
+def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> bool:
     """Does R mix the samples of a batch, in the state it is in? Batch norm does, unless it uses its buffers."""
-    if not isinstance(R, nn.Module):
-        return False
-    return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or (module.running_mean is None and module.running_var is None))
-        for module in R.modules()
-    )
+    if modules is None:
+        modules = list(R.modules()) if isinstance(R, nn.Module) else []
+    for module in modules:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or (module.running_mean is None and module.running_var is None)
+        ):
+            return True
+    return False
 
 
 def _copy_all(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
