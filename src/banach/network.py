@@ -78,8 +78,8 @@ class ImplicitNetwork(nn.Module):
     Q(d) is computed once per pass; with several inputs, `net(tokens, mask)` calls Q(tokens, mask). The fixed point
     is found without autograd, then `backward` attaches the gradient. Whether one is attached follows
     `torch.is_grad_enabled()`, never `training`. Batch norm in R updates its statistics once per pass, and in train
-    mode couples the batch. No gradient reaches `start` or `z0`. With `tolerance.max_steps = 0` this is the explicit
-    twin S(R(z0, Q(d))).
+    mode couples the batch. No gradient reaches `start` or `z0`. With `tolerance.max_steps = 0` this is the
+    explicit twin S(R(z0, Q(d))).
 
     Args:
         Q: module or function from data to latent.
@@ -152,7 +152,7 @@ class ImplicitNetwork(nn.Module):
             u = mode.attach(one.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
-    def _solve(self, one: Pass, v: Latent, z0: Latent | None, *, compact: bool, **how: bool) -> Solution:
+    def _solve(self, one: Pass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any) -> Solution:
         own = z0 is None and self.start is zeros
         try:
             z0 = self._start(v, z0)
@@ -162,8 +162,8 @@ class ImplicitNetwork(nn.Module):
         except (TypeError, ValueError) as error:
             if own and str(error).startswith(("T must keep the s", "z0 must be of a floating")):
                 raise type(error)(
-                    f"{error}; here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function "
-                    "that makes z0 from Q(d)"
+                    f"{error}; here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, "
+                    "a function that makes z0 from Q(d)"
                 ) from error
             raise
 

@@ -21,7 +21,8 @@ from banach.network import ImplicitNetwork, as_inputs
 class TrainStep:
     """step(inputs, targets) -> loss: forward, loss, backward and optimizer as one CUDA graph.
 
-    `inputs` is a tensor, or a tuple of tensors for a Q that takes several. The depth is chosen from the residuals of earlier steps, so that the tolerance of the network is met in nearly
+    `inputs` is a tensor, or a tuple of tensors for a Q that takes several.
+    The depth is chosen from the residuals of earlier steps, so that the tolerance of the network is met in nearly
     all of them, or found by a kernel that knows R; `reached` is what the last one came to. The tensors it returns
     belong to the graph: the next step writes over them. The batch must keep its shape and type. Give an optimizer
     that can be captured, such as `torch.optim.Adam(..., fused=True, capturable=True)`; the learning rate of Adam
@@ -63,12 +64,10 @@ class TrainStep:
         if len(d) != len(self.d):
             raise ValueError(f"a captured step takes {len(self.d)} inputs, as at its first call, got {len(d)}")
         self.rates.follow()
-        for name, value, kept in (
-            *(("inputs", *pair) for pair in zip(d, self.d, strict=True)),
-            ("targets", targets, self.y),
-        ):
-            _check(name, value, kept)
-        for value, kept in zip((*d, targets), (*self.d, self.y), strict=True):
+        pairs = list(zip((*d, targets), (*self.d, self.y), strict=True))
+        for number, (value, kept) in enumerate(pairs):
+            _check("inputs" if number < len(d) else "targets", value, kept)
+        for value, kept in pairs:
             kept.copy_(value)
         loss, self.reached = self.result[self.programs.run()]
         return loss

@@ -113,7 +113,7 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
     """Refuse a train-mode layer in R that draws at random at every evaluation. `modules`: those of R, if known."""
     if not isinstance(R, nn.Module):
         return
-    if not any([module.training and draws_anew(module) for module in modules or R.modules()]):
+    if not any(module.training and draws_anew(module) for module in modules or R.modules()):
         return
     for name, module in R.named_modules():
         advice = _advice(module) if module.training else None

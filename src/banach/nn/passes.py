@@ -217,7 +217,7 @@ class Then:
 
 def _training_buffers(R: Any, modules: list[nn.Module]) -> dict[str, Tensor]:
     """Return the buffers of R, if a module of it is in train mode and may write to them."""
-    if not any([module._buffers for module in modules]) or not any([module.training for module in modules]):
+    if not any(module._buffers for module in modules) or not any(module.training for module in modules):
         return {}
     return dict(R.named_buffers())
 

@@ -58,7 +58,7 @@ def solve(
     depend on the other samples of the batch. `solve` never warns: look at the `Solution`.
 
     Args:
-        T: the map, called as T(z, *inputs) once per step. It must keep z's shape and must write neither to z nor to
+        T: the map, called as T(z, *inputs) once per step. It must keep z's shape and must not write to z or to
             `inputs`. (A write to a tensor made in inference mode is noticed only where T returns z's own memory.)
         z0: starting latent, a tensor or a nest of tensors that share axis 0 (the batch).
         solver: `Picard()`, `Anderson()` or `Broyden()`.
@@ -71,9 +71,9 @@ def solve(
         on_step: called as on_step(k, z) with every iterate.
         throw: raise unless every sample converged.
     Returns:
-        Solution, with one entry per sample. With host checks on, a frozen sample that does not stay converged shows
-        that T may mix samples although `coupled` is False. Then a few more evaluations probe T; if it does mix
-        samples, none counts as converged, and `Solution.fault` says why.
+        Solution, with one entry per sample. With host checks on, a frozen sample that does not stay converged
+        shows that T may mix samples although `coupled` is False. Then a few more evaluations probe T; if it does
+        mix samples, none counts as converged, and `Solution.fault` says why.
     Raises:
         NotConverged: if `throw` is True and a sample did not converge.
     """

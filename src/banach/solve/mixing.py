@@ -20,8 +20,8 @@ class Fault(enum.Enum):
 
     MIXES = "T mixes samples: pass coupled=True, so that the batch stops as one"
     RANDOM = (
-        "T gives another value each time it is evaluated at the same z: it draws at random; use banach.nn.Dropout, "
-        "banach.nn.convert_dropout(R), or banach.nn.scaled_dot_product_attention for attention with dropout"
+        "T gives another value each time it is evaluated at the same z: it draws at random; "
+        "use banach.nn.Dropout or banach.nn.convert_dropout(R)"
     )
 
 

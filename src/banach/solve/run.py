@@ -97,8 +97,8 @@ class Base(Generic[S]):
     def _check_unwritten(self, z: Tensor, value: Latent, before: Versions, after: Versions) -> None:
         """Refuse a T that has written to what it was given.
 
-        A tensor made in inference mode has no version: a write to z is noticed where T returns z's own memory, and a
-        write to `inputs` is not.
+        A tensor made in inference mode has no version: a write to z is noticed where T returns z's own memory,
+        and a write to `inputs` is not.
         """
         if not after or (after == before and after[0] is not None):  # not counted while compiling
             return
@@ -154,7 +154,7 @@ class Base(Generic[S]):
 
     def looked(self, state: S, active: np.ndarray, nonfinite: np.ndarray, *, compact: bool) -> S:
         """The end of a look: T never sees NaN again; is there more to do, and for whom?"""
-        count = np.count_nonzero(nonfinite) + self.nonfinite_left
+        count = int(np.count_nonzero(nonfinite)) + self.nonfinite_left
         if count > self.nonfinite:
             self.nonfinite = count
             state.scrub()

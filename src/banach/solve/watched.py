@@ -1,7 +1,7 @@
 """A solve whose host sees every residual: the host keeps all numbers, as NumPy arrays.
 
-The device evaluates T and one norm a step, and moves the samples. `State` computes the rest there with several small
-kernels a step, each of which costs as much as one of T's; here it is arithmetic on a few numbers.
+The device evaluates T and one norm a step, and moves the samples. `State` computes the rest there with several
+small kernels a step, each of which costs as much as one of T's; here it is arithmetic on a few numbers.
 """
 
 from __future__ import annotations
@@ -254,10 +254,15 @@ class Watched(Base[HostState]):
         shown = all_on_device((*numbers, *flags), state.z)
         if space.coupled:
             shown = [space.spread(number) for number in shown]
+        flagged = shown[3:] if len(flags) == 3 else shown[3:] * 3  # one tensor where no sample has a flag
         return Solution(
-            space.nest(state.z.detach()),
-            *shown[:3],
-            *(shown[3:] * 3)[:3],
+            value=space.nest(state.z.detach()),
+            residual=shown[0],
+            converged=shown[1],
+            steps=shown[2],
+            stalled=flagged[0],
+            nonfinite=flagged[1],
+            diverged=flagged[2],
             residuals=None if trace is None else tuple(space.spread(row * self.scale) for row in trace),
             solver=self.solver,
             tolerance=self.tolerance,
