@@ -1,6 +1,7 @@
 """Pieces people build Q, R and S from: layers that behave inside a fixed point."""
 
 from banach.nn.affine import operator_norm
+from banach.nn.attention import MultiheadAttention, scaled_dot_product_attention
 from banach.nn.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d, convert_dropout
 from banach.nn.lipschitz import Lipschitz
 from banach.nn.monotone import ForwardBackward, MonotoneLinear
@@ -15,9 +16,11 @@ __all__ = [
     "ForwardBackward",
     "Lipschitz",
     "MonotoneLinear",
+    "MultiheadAttention",
     "Scaled",
     "ScaledInput",
     "TwoStream",
     "convert_dropout",
     "operator_norm",
+    "scaled_dot_product_attention",
 ]
