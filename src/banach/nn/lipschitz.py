@@ -128,8 +128,8 @@ def lipschitz_(
 ) -> nn.Module:
     """Replace every linear layer and convolution in the module by `Lipschitz(layer, bound)`, in place.
 
-    A chain of k such layers and 1-Lipschitz activations is then bound^k-Lipschitz. Normalisation layers, biases,
-    attention and what `forward` adds or multiplies are not bounded. A layer that is used at several places stays
+    A chain of k such layers and 1-Lipschitz activations is then bound^k-Lipschitz. Normalisation layers,
+    and what `forward` itself adds or multiplies, are not bounded. A layer that is used at several places stays
     one layer; `Lipschitz` layers stay as they are. A layer with a `torch.nn.utils.parametrize` parametrization is
     bounded after it. On an error nothing is replaced.
 
