@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from banach.backward.reads import Reads
 from banach.latent import Latent
-from banach.solve.loop import is_called_by_dynamo
+from banach.nn.watch import first_watch, is_compiled
 from banach.solve.precision import is_transformed
 
 Result = TypeVar("Result")
@@ -69,8 +69,11 @@ class Pass:
         self.index: Tensor | None = None
         self.open = False
         self.outer: Pass | None = None
+        self.watch = first_watch(R)
 
     def __enter__(self) -> Pass:
+        if self.watch is not None:
+            self.watch.__enter__()
         self.open, self.outer, _current.running = True, _running(), self
         if self.masks is not None and self.outer is not None and self.outer.masks is not None:
             # R of the outer pass holds this network: its masks must last as long as the outer pass.
@@ -79,6 +82,8 @@ class Pass:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.watch is not None:
+            self.watch.__exit__(kind, error, trace)
         self.open, _current.running = False, self.outer
         if self.reads is not None:
             self.reads.leave_out_changed()
@@ -232,10 +237,9 @@ def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[n
 
 def _writable(modules: list[nn.Module], buffers: Iterable[Tensor]) -> bool:
     """Can R be called as it is, buffers and all? Not inside torch.func, nor where Dynamo compiles some of it."""
-    if torch.compiler.is_compiling() or is_called_by_dynamo() or is_transformed():
+    if torch.compiler.is_compiling() or is_transformed() or is_compiled(modules):
         return False
-    compiled = (type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) for m in modules)
-    return not any(compiled) and not any(buffer.is_inference() for buffer in buffers)
+    return not any(buffer.is_inference() for buffer in buffers)
 
 
 def _bare() -> bool:
