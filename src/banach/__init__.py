@@ -20,6 +20,7 @@ from banach.solve import (
     WorstPixel,
     solve,
 )
+from banach.solve.warning import AdjointWarning
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "GMRES",
     "JFB",
     "RMS",
+    "AdjointWarning",
     "Anderson",
     "Broyden",
     "ContractionMonitor",
