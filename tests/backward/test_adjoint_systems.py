@@ -23,7 +23,21 @@ from backward.systems_backward import (
     turning,
     worst,
 )
-from banach import GMRES, Anderson, Broyden, Euclidean, NormalCG, Picard, Status, WorstPixel
+from banach import (
+    GMRES,
+    AdjointWarning,
+    Anderson,
+    Broyden,
+    Euclidean,
+    NormalCG,
+    Picard,
+    Status,
+    Tolerance,
+    WorstPixel,
+)
+from banach.backward.adjoint import Adjoint
+from banach.backward.jacobian import Jacobian
+from banach.latent import Space
 from problems import contraction
 
 METHODS = [NormalCG(), GMRES(), GMRES(3), GMRES(1), Picard(), Picard(damping=0.2), Anderson(), Broyden()]
@@ -62,9 +76,9 @@ def test_not_contractive_but_invertible(method: Any, system: Callable[[], Tensor
 @pytest.mark.parametrize("system", [expanding, turning], ids=lambda system: system.__name__)
 def test_picard_cannot_and_says_so(system: Callable[[], Tensor]) -> None:
     J, g, told = system().expand(3, 8, 8), cotangents(3, 8), Told()
-    with pytest.warns(UserWarning, match="missed its tolerance for 3 of 3 samples"):
+    with pytest.warns(AdjointWarning, match=r"missed its tolerance: .* use GMRES.. or NormalCG"):
         w = solve_adjoint(Picard(), J, g, told, max_steps=3000)
-    assert w.isfinite().all()
+    assert torch.equal(w, g)
     assert told.status == [(Status.MAX_STEPS,) * 3]
 
 
@@ -77,7 +91,7 @@ def test_non_normal_of_small_spectral_radius(method: Any) -> None:
 def test_a_restart_that_stagnates_is_said() -> None:
     """Restarted GMRES need not converge where the field of values of I - J holds 0; it must not hide that."""
     J, g, told = non_normal().expand(2, 8, 8), cotangents(2, 8), Told()
-    with pytest.warns(UserWarning, match=r"missed its tolerance for 2 of 2 samples .* by GMRES\(restart=2\)"):
+    with pytest.warns(AdjointWarning, match="missed its tolerance: allow more max_steps"):
         solve_adjoint(GMRES(2), J, g, told, max_steps=100)
     assert told.status == [(Status.MAX_STEPS, Status.MAX_STEPS)]
 
@@ -108,11 +122,14 @@ def test_gmres_on_a_shift_needs_all_its_steps() -> None:
     assert told.status == [(Status.CONVERGED,)]
 
 
-@pytest.mark.filterwarnings("ignore:the adjoint equation missed")
 def test_gmres_keeps_its_basis_orthogonal() -> None:
     """I - J' has condition 1e14 here; orthogonalised once instead of twice, w is off in the eleventh digit."""
     J, g = 5 * shift(20)[None], cotangents(1, 20)
-    assert worst(solve_adjoint(GMRES(80), J, g, max_steps=80), dense(J, g)) <= 1e-13
+    z, one = torch.zeros_like(g), g.new_ones(1)
+    jacobian = Jacobian(lambda z: torch.bmm(J, z[..., None])[..., 0], z, (), Space.of(g), one)
+    tolerance = Tolerance(atol=0, rtol=1e-12, max_steps=80)
+    w = GMRES(80).solve(Adjoint(jacobian, tolerance, 2.0**-52, g, one))
+    assert worst(w, dense(J, g)) <= 1e-13
 
 
 @short
@@ -186,7 +203,7 @@ def test_no_tolerance_runs_to_the_end_and_reaches_rounding(method: Any) -> None:
 @short
 def test_zero_steps_give_jfb(method: Any) -> None:
     J, g = contraction(6, 0.8).expand(2, 6, 6), cotangents(2, 6)
-    with pytest.warns(UserWarning, match="missed its tolerance for 2 of 2"):
+    with pytest.warns(AdjointWarning, match="missed its tolerance"):
         w = solve_adjoint(method, J, g, max_steps=0)
     assert torch.equal(w, g)
 

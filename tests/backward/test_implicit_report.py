@@ -23,7 +23,7 @@ from backward.systems_backward import (
     solve_adjoint,
     worst,
 )
-from banach import GMRES, JFB, Anderson, Broyden, Implicit, NormalCG, Picard, Status, Tolerance
+from banach import GMRES, JFB, AdjointWarning, Anderson, Broyden, Implicit, NormalCG, Picard, Status, Tolerance
 from banach.backward.jacobian import Jacobian
 from problems import contraction, normal
 
@@ -158,39 +158,38 @@ def test_a_report_at_a_fixed_depth() -> None:
     """check_every = 0 asks the host for nothing, so it cannot warn; a report is asked for, and is given."""
     J, g, told = contraction(5, 0.9).expand(2, 5, 5), cotangents(2, 5), Told()
     solve_adjoint(NormalCG(), J, g, max_steps=1, check_every=0)
-    with pytest.warns(UserWarning, match="missed its tolerance"):
+    with pytest.warns(AdjointWarning, match="missed its tolerance"):
         solve_adjoint(NormalCG(), J, g, told, max_steps=1, check_every=0)
     assert told.status == [(Status.MAX_STEPS, Status.MAX_STEPS)]
 
 
 @every
 def test_an_unmet_tolerance_warns_in_one_sentence(method: Any) -> None:
-    """One warning, which counts the samples that missed and not those at rest: one cotangent here is zero."""
-    J, g = hard_contraction().expand(3, 12, 12), cotangents(3, 12)
+    """One warning without a number, so that Python's default filter shows it once; numbers are in the report."""
+    J, g, told = hard_contraction().expand(3, 12, 12), cotangents(3, 12), Told()
     g[1] = 0
-    with pytest.warns(UserWarning, match="missed") as caught:
-        w = solve_adjoint(method, J, g, max_steps=3)
+    with pytest.warns(AdjointWarning, match="missed") as caught:
+        solve_adjoint(method, J, g, told, max_steps=3)
     assert len(caught) == 1
     text = str(caught[0].message)
-    assert "missed its tolerance for 2 of 3 samples" in text
-    assert f"by {method}: allow more max_steps" in text
+    assert text.startswith("the adjoint equation missed its tolerance: allow more max_steps")
+    assert not any(character.isdigit() for character in text)
     assert "\n" not in text
-    size = residual(J, g, w)[[0, 2]] / g[[0, 2]].square().mean(1).sqrt()
-    assert f"worst residual {float(size.max()):.1e} of |g|" in text
+    assert told.status == [(Status.MAX_STEPS, Status.CONVERGED, Status.MAX_STEPS)]
 
 
 def test_rounding_that_allows_no_better_is_called_by_its_name() -> None:
     """float32 cannot meet 1e-9; it is not for want of steps, and they are not burnt."""
     J, g, told = contraction(8, 0.9).float().expand(3, 8, 8), cotangents(3, 8).float(), Told()
     for method in (NormalCG(), GMRES(), Picard()):
-        with pytest.warns(UserWarning, match="rounding of T allows no better"):
+        with pytest.warns(AdjointWarning, match="rounding of T allows no better"):
             w = solve_adjoint(method, J, g, told, rtol=1e-9, max_steps=10000)
         assert worst(w.double(), dense(J, g)) <= 1e-5
     assert told.status == [(Status.STALLED,) * 3] * 3
     assert max(told.products) <= 3 * 200
 
 
-def test_the_default_tolerance_can_be_met_in_float32() -> None:
+def test_a_tight_tolerance_can_be_met_in_float32() -> None:
     """CGLS's own residual drifts from the true one; found as a warning from an ordinary layer."""
     for seed in range(20):
         J, g = contraction(64, 0.95, seed=seed).float().expand(16, 64, 64), cotangents(16, 64, seed=seed).float()
@@ -237,7 +236,7 @@ def test_a_nonfinite_cotangent_reaches_the_parameters() -> None:
 def test_a_nonfinite_cotangent_and_an_unmet_tolerance() -> None:
     J, g = contraction(6, 0.8).expand(3, 6, 6), cotangents(3, 6)
     g[0] = torch.nan
-    with pytest.warns(UserWarning, match="for 2 of 3 samples .worst residual [0-9]"):
+    with pytest.warns(AdjointWarning, match="missed its tolerance: allow more"):
         solve_adjoint(NormalCG(), J, g, max_steps=1)
 
 
@@ -246,8 +245,9 @@ def test_a_map_that_is_not_finite_at_z_star(method: Any) -> None:
     """The sample that is not finite says so; the others get their gradient."""
     J, g, told = contraction(6, 0.8).repeat(3, 1, 1), cotangents(3, 6), Told()
     J[1, 2, 2] = torch.nan
-    with pytest.warns(UserWarning, match="for 1 of 3 samples .*finite at z"):
+    with pytest.warns(AdjointWarning, match="finite at z"):
         w = solve_adjoint(method, J, g, told)
+    assert torch.equal(w[1], g[1])
     assert told.status[0][1] is Status.NONFINITE
     assert worst(w[[0, 2]], dense(J[[0, 2]], g[[0, 2]])) <= 1e-10
 

@@ -13,7 +13,20 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from banach import JFB, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll, diagnose
+from banach import (
+    GMRES,
+    JFB,
+    Anderson,
+    Broyden,
+    Implicit,
+    ImplicitNetwork,
+    Neumann,
+    NormalCG,
+    Picard,
+    Tolerance,
+    Unroll,
+    diagnose,
+)
 from banach.backward import Mode
 
 TIGHT = Tolerance(atol=1e-13, max_steps=999)
@@ -177,15 +190,84 @@ class Recurrent(nn.Module):
         return 0.5 * found
 
 
-@pytest.mark.parametrize("kind", [Cell, Checkpointed, Recurrent])
-def test_what_torch_func_does_not_take_is_said_in_a_sentence(kind: Any) -> None:
-    net, x = network(kind(), Implicit()).float(), images().float()
-    net.tolerance = Tolerance()
-    if kind is Cell:
-        net.R.register_full_backward_hook(lambda *_: None)
-    loss = net(x).square().sum()
-    with pytest.raises(RuntimeError, match=r"by torch\.func, which does not take what T holds"):
-        loss.backward()
+class OldSine(torch.autograd.Function):
+    """Without setup_context, which torch.func asks for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class OnceSine(OldSine):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Sine(Cell):
+    function: Any = OldSine
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * self.function.apply(self.linear(u) + v)
+
+
+class Once(Sine):
+    function: Any = OnceSine
+
+
+METHODS = [NormalCG(), GMRES(), Picard(), Anderson(), Broyden()]
+ADJOINT = Tolerance(atol=0, rtol=1e-10, max_steps=200)
+
+
+def hooked(calls: list[int]) -> nn.Module:
+    cell = Cell()
+    cell.register_full_backward_hook(lambda *_: calls.append(1))
+    return cell
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("kind", ["hook", "LSTM", "old function"])
+def test_what_torch_func_does_not_take_is_differentiated_by_plain_autograd(kind: str, method: Any) -> None:
+    calls: list[int] = []
+    makers: dict[str, Any] = {"hook": lambda: hooked(calls), "LSTM": Recurrent, "old function": Sine}
+    found = []
+    for mode in (Implicit(method, ADJOINT), Unroll(100)):
+        torch.manual_seed(0)
+        net = network(makers[kind](), mode)
+        calls.clear()
+        net(images()).square().sum().backward()
+        found.append(gradient(net))
+        assert bool(calls) is (kind == "hook")
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+def test_a_hook_is_called_once_per_product() -> None:
+    """And once by the backward pass itself."""
+    calls: list[int] = []
+    made: list[int] = []
+    net = network(hooked(calls), Implicit(GMRES(), ADJOINT, report=lambda products, *_: made.append(products)))
+    net(images()).square().sum().backward()
+    assert len(calls) == made[0] // 8 + 1
+
+
+def test_normal_cg_names_gmres_where_there_is_no_second_derivative() -> None:
+    net = network(Once(), Implicit(NormalCG(), ADJOINT))
+    with pytest.raises(RuntimeError, match=r"second derivatives of T, .* use Implicit\(GMRES\(\)\)"):
+        net(images()).square().sum().backward()
+    net.backward = Implicit(GMRES(), ADJOINT)
+    net(images()).square().sum().backward()
+
+
+def test_a_checkpoint_in_R_is_refused_in_a_sentence() -> None:
+    net, x = network(Checkpointed(), Implicit()), images()
+    with pytest.raises(RuntimeError, match="T holds a checkpoint"):
+        net(x).square().sum().backward()
     net.backward = JFB()
     net(x).square().sum().backward()
 

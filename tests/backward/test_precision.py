@@ -28,6 +28,7 @@ from banach import (
 from problems import contraction, normal
 
 METHODS: list[Any] = [NormalCG(), GMRES(), Picard(), Anderson(), Broyden()]
+UNREACHABLE = Tolerance(atol=0, rtol=1e-6, max_steps=500)
 LOOSE = Tolerance(atol=0, rtol=2e-2, max_steps=100)
 MODES: list[Mode] = [*(Implicit(method, LOOSE) for method in METHODS), *PLAIN, Unroll(3, checkpoint=True)]
 every = pytest.mark.parametrize("mode", MODES, ids=name)
@@ -107,7 +108,7 @@ def test_an_unreachable_tolerance_does_not_burn_steps(method: Any, kind: str) ->
     W, x = layer(torch.bfloat16 if kind == "bfloat16" else torch.float32, gamma=0.9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = run(Implicit(method, report=told), W, x, forward=kind == "autocast")
+        found = run(Implicit(method, UNREACHABLE, report=told), W, x, forward=kind == "autocast")
     assert len(caught) == 1
     assert "rounding of T allows no better" in str(caught[0].message)
     assert told.products[0] <= 4 * 150
@@ -139,9 +140,10 @@ def test_a_part_of_T_that_is_kept_out_of_autocast_stays_out(method: Any) -> None
             return torch.tanh(torch.nn.functional.linear(z, W) + x)
 
     u, g = normal(4, 16, seed=74).float(), normal(4, 16, seed=75).float()
+    tolerance = Tolerance(atol=0, rtol=1e-6, max_steps=500)
 
     def w() -> Tensor:
-        return torch.autograd.grad(Implicit(method).attach(T, u, (x,)), x, g)[0]
+        return torch.autograd.grad(Implicit(method, tolerance).attach(T, u, (x,)), x, g)[0]
 
     with autocast():
         under = w()

@@ -1,4 +1,4 @@
-"""The adjoint equation (I - J') w = g, one system per row: its residual, its stopping test, how it ended."""
+"""The adjoint equation (I - J') w = g, one system per row: its residual, its stopping test, the best w so far."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ class Adjoint:
     unit: Tensor  # (samples,)
     known: tuple[Tensor, Tensor] | None = None  # a w, and its residual
 
+    def __post_init__(self) -> None:
+        self.best = self.g  # per row the w of the least Euclidean residual, if host checks are on
+        self.least = torch.full_like(self.unit, torch.inf)  # (samples,): that residual
+        self.start: Tensor | None = None  # (samples,): the Euclidean residual of w = g, once it is known
+
+    @cached_property
+    def every(self) -> int:
+        """Steps between two host checks; 0: no checks."""
+        return checks(self.tolerance, self.g.device)
+
     @cached_property
     def threshold(self) -> Tensor:
         """(samples,): what the residual must come down to; the relative part is relative to g."""
@@ -40,7 +50,38 @@ class Adjoint:
         """g - A w, from a product and not from a recursion. The same w again costs nothing."""
         if self.known is None or self.known[0] is not w:
             self.known = w, self.g - w + self.jacobian.transposed(w, record=record)
+            self.observe(w, self.known[1], first=w is self.g)
         return self.known[1]
+
+    def observe(self, w: Tensor, r: Tensor, *, first: bool = False) -> None:
+        """Compare w, whose true residual is r, with the best so far. `first`: w is g."""
+        if not self.every:
+            return
+        length = _length(r)
+        if first and self.start is None:
+            self.start = length
+        self.best = torch.where((length < self.least)[:, None], w, self.best)
+        self.least = torch.minimum(length, self.least)
+
+    def safeguarded(self, w: Tensor) -> Tensor:
+        """Return w, but the best w in rows that missed the tolerance; g in all rows if any is worse than g.
+
+        Residuals are true and Euclidean. The last test is for samples that T mixes although `coupled` is False:
+        there the residual of a row changes with the other rows. Costs at most one product more than measuring w,
+        and another one where the solver never measured g.
+        """
+        if self.start is None:
+            self.residual(self.g)
+        assert self.start is not None
+        r = self.residual(w)
+        met, last = self.size(r) <= self.threshold, _length(r)
+        keep = (last < torch.inf) & (last <= torch.where(met, self.start, self.least))
+        if bool(keep.all()):
+            return w
+        w = torch.where(keep[:, None], w, self.best)
+        # The same row measured twice may differ by rounding, which must not cost the other rows their w.
+        worse = _length(self.residual(w)) > self.start * (1 + 10 * self.eps)
+        return self.g if bool(worse.any()) else w
 
     def size(self, rows: Tensor) -> Tensor:
         """(samples,): the norm of the tolerance."""
@@ -56,8 +97,7 @@ class Adjoint:
 
     def idle(self, active: Tensor, step: int = 0) -> bool:
         """Ask the host, at checks only, whether nobody is active any more."""
-        every = self.tolerance.check_every
-        return bool(every) and step % every == 0 and not bool(active.any())
+        return bool(self.every) and step % self.every == 0 and not bool(active.any())
 
     def ends(self, w: Tensor) -> tuple[Status, ...]:
         """How every row ended, by its true residual. Asks the host."""
@@ -65,6 +105,12 @@ class Adjoint:
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()
         return tuple(_ENDS[i] for i in torch.where(size < torch.inf, code, 3).tolist())
+
+
+def checks(tolerance: Tolerance, device: torch.device) -> int:
+    """Return the steps between two host checks: 0 for none, and a number where `check_every` is None."""
+    resolve = getattr(tolerance, "checks", None)
+    return int(resolve(device) if resolve is not None else tolerance.check_every)
 
 
 def units(cotangent: Tensor) -> Tensor:
@@ -79,3 +125,8 @@ def units(cotangent: Tensor) -> Tensor:
     largest = torch.maximum(largest, largest.amax() * 2.0**-60)
     power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
     return torch.where(largest > 0, power, 1.0)
+
+
+def _length(rows: Tensor) -> Tensor:
+    """(samples,): the Euclidean norm, infinity where it is not a number."""
+    return torch.linalg.vector_norm(rows, dim=1).nan_to_num(nan=torch.inf, posinf=torch.inf)

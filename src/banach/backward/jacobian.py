@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from banach.latent import Latent, Space, leaves_like, rebuild
+from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
 from banach.solve import Map
 
 
@@ -53,39 +54,110 @@ class Jacobian:
 
 
 _ADVICE = "use ImplicitNetwork, which keeps them, or eval mode"
-# Of torch.func, about hooks and old autograd.Functions, checkpoints, LSTMs.
-_REFUSED = ("functorch transforms", "saved tensor hooks", "Expected a proper Tensor but got None")
+# What torch.func says of hooks and old autograd.Functions, and of LSTMs; plain autograd takes them.
+_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
 
 
 class Pullbacks:
     """f(x), the pullback J' of f at x, and that of J', which is J, once `record` has recorded a product with J'.
 
-    Torch's fast attentions have no second derivative: where J needs one, f is evaluated anew with the plain one.
+    By torch.func; by plain autograd where f holds what torch.func refuses, such as an LSTM or a full backward hook,
+    which is then called once per product. Torch's fast attentions have no second derivative: where J needs one, f
+    is evaluated again with the plain one.
     """
 
     def __init__(self, f: Callable[[Any], Latent], x: Latent) -> None:
         self.f, self.x = f, x
         self.value: Latent
-        self.pull: Callable[..., Any]
         self.push: Callable[..., Any] | None = None
-        self.value, self.pull = torch.func.vjp(f, x)[:2]
+        self._vjp: Callable[..., Any] = torch.func.vjp
+        self._retried(self._evaluate)
+
+    def pull(self, w: Latent) -> Any:
+        """(J' w,)."""
+        return self._retried(lambda: self._pull(w))
 
     def record(self, w: Latent) -> Any:
-        product, self.push = torch.func.vjp(self.pull, w)[:2]
+        """(J' w,), and keep what `forward` needs."""
+
+        def recorded() -> Any:
+            product, self.push = self._vjp(self._pull, w)[:2]
+            return product
+
+        with _twice():
+            product = self._retried(recorded)
+            if self._vjp is plain_vjp:
+                self._check_forward(w, product[0])
         return product
 
     def forward(self, v: Latent) -> Latent:
+        """J v."""
         assert self.push is not None, "a product with J' is recorded first"
-        try:
-            found: Latent = self.push((v,))[0]
-        except RuntimeError as error:
-            if "scaled_dot_product" not in str(error):
-                raise
+        with _twice():
+            try:
+                return self.push((v,))[0]
+            except RuntimeError as error:
+                if "scaled_dot_product" not in str(error):
+                    raise
             with sdpa_kernel(SDPBackend.MATH), eagerly():
-                self.value, self.pull = torch.func.vjp(self.f, self.x)[:2]
+                self._evaluate()
                 self.record(self.value)
-            found = self.push((v,))[0]
-        return found
+            return self.push((v,))[0]
+
+    def _check_forward(self, w: Latent, product: Latent) -> None:
+        """Refuse a J that is not the transpose of J': <J p, w> is <p, p> for p = J' w.
+
+        Plain autograd takes what it cannot differentiate, such as a product of a once_differentiable function, for
+        a constant, without a word.
+        """
+        own, other = _inner(product, product), _inner(self.forward(product), w)
+        if abs(own - other) > 0.1 * abs(own):
+            raise RuntimeError("J, by double backward, is not implemented for an operation in T")
+
+    def _evaluate(self) -> None:
+        self.value, self._pull = self._vjp(self.f, self.x)[:2]
+
+    def _retried(self, action: Callable[[], Any]) -> Any:
+        """Run it, and once more with plain autograd if torch.func refuses what f holds."""
+        try:
+            return action()
+        except RuntimeError as error:
+            if self._vjp is plain_vjp or not any(words in str(error) for words in _REFUSED):
+                raise
+        self._vjp = plain_vjp
+        with eagerly():
+            self._evaluate()
+        return action()
+
+
+def plain_vjp(f: Callable[[Any], Latent], x: Latent) -> tuple[Latent, Callable[[Latent], tuple[Latent]]]:
+    """Return f(x) and its pullback, as torch.func.vjp does, by plain autograd."""
+    with torch.enable_grad():
+        x = map_leaves(lambda leaf: leaf.detach().requires_grad_(), x)
+        value = f(x)
+    outputs = leaves(value)
+    recorded = [output.requires_grad for output in outputs]
+
+    def pull(w: Latent) -> tuple[Latent]:
+        cotangents = leaves_like(value, w, "the cotangent")
+        if not any(recorded):
+            return (map_leaves(torch.zeros_like, x),)
+        found = torch.autograd.grad(
+            list(compress(outputs, recorded)),
+            leaves(x),
+            list(compress(cotangents, recorded)),
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled() and any(part.requires_grad for part in cotangents),
+            materialize_grads=True,
+        )
+        return (rebuild(x, found),)
+
+    return detach(value), pull
+
+
+def _inner(a: Latent, b: Latent) -> float:
+    pairs = zip(leaves(a), leaves_like(a, b, "T"), strict=True)
+    return sum(float((x.double() * y.double()).sum()) for x, y in pairs)
 
 
 _stances: list[Any] = []
@@ -111,7 +183,7 @@ def eagerly() -> Iterator[None]:
 
 @contextmanager
 def explained(advice: str) -> Iterator[None]:
-    """Say in our words why torch.func cannot differentiate a map."""
+    """Say in our words why a map cannot be differentiated."""
     try:
         yield
     except RuntimeError as error:
@@ -120,10 +192,27 @@ def explained(advice: str) -> Iterator[None]:
                 "T writes to a tensor that it closes over, such as the running statistics of a batch norm in "
                 f"train mode: {advice}"
             ) from error
-        if any(words in str(error) for words in _REFUSED):
+        if "saved tensor hooks" in str(error):
             raise RuntimeError(
-                "products with the Jacobian of T are made by torch.func, which does not take what T holds: a full "
-                "backward hook, a checkpoint, an autograd.Function without setup_context, or an LSTM; take it "
+                "T holds a checkpoint, which cannot be recomputed at every product with its Jacobian: take it "
                 "out, or train with JFB(), Neumann() or Unroll(), which need no such product"
+            ) from error
+        raise
+
+
+# What torch says of an operation without a second derivative.
+_ONCE = ("is not implemented", "once_differentiable", "ouble backward")
+
+
+@contextmanager
+def _twice() -> Iterator[None]:
+    """Name the methods that need no second derivative, where T has none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(words in str(error) for words in _ONCE):
+            raise RuntimeError(
+                "products with J, which NormalCG() needs, take second derivatives of T, and an operation in T has "
+                "none: use Implicit(GMRES()), or Anderson() as its method, which take products with J' alone"
             ) from error
         raise

@@ -185,7 +185,7 @@ def _counting(work: Work) -> Iterator[None]:
     """
     net: Any = work.net
     mode = net.backward if work.implicit else None
-    if not isinstance(mode, Implicit) or not mode.tolerance.check_every:
+    if not isinstance(mode, Implicit) or not mode.checked:
         yield
         return
 

@@ -1,0 +1,136 @@
+"""The linear problem of `Implicit` at z*: w = (I - J')^-1 g by the chosen method, safeguarded and reported."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from banach.backward.adjoint import Adjoint, checks, units
+from banach.backward.jacobian import Jacobian
+from banach.backward.krylov import LinearSolver
+from banach.backward.reads import Reads
+from banach.latent import Latent, Space, rebuild
+from banach.solve import Map, Solver, Status, Tolerance, solve
+from banach.solve.mixing import mixes_samples
+from banach.solve.warning import AdjointWarning
+
+Report = Callable[[int, Tensor, tuple[Status, ...]], None]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything the backward pass needs: it solves for w at z*, whatever the cotangent."""
+
+    T: Map
+    z_star: Latent
+    inputs: tuple[Any, ...]
+    space: Space
+    method: LinearSolver | Solver
+    tolerance: Tolerance
+    report: Report | None
+    eps: float  # the rounding of T's arithmetic, and the type it is in: autocast may be gone by now
+    computed_in: torch.dtype
+    reads: Reads
+
+    def solve(self, g: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return w for the cotangent g."""
+        with torch.no_grad(), _without_autocast(self.space.device.type):
+            cotangent = [part.detach().to(self.space.dtype) for part in g]
+            w = self._rows(self.space.rows(rebuild(self.z_star, cotangent), "the cotangent"))
+            return tuple(a.to(b.dtype) for a, b in zip(self.space.parts(w), g, strict=True))
+
+    def _rows(self, g: Tensor) -> Tensor:
+        checked = checks(self.tolerance, g.device) > 0
+        told = checked or self.report is not None
+        if not self.tolerance.max_steps and not told:
+            return g  # nothing is asked for: w = g, which is JFB
+        self.reads.check()
+        finite = g.isfinite().all(1)
+        right = torch.where(finite[:, None], g, 0.0)
+        unit = units(right)
+        common = unit.amax() if len(unit) else 1.0
+        jacobian = Jacobian(self.T, self.z_star, self.inputs, self.space, unit / common)
+        equation = Adjoint(jacobian, self.tolerance, self.eps, right / unit[:, None], unit)
+        w = self.method.solve(equation) if hasattr(self.method, "solve") else self._iterate(equation)
+        if checked:
+            w = equation.safeguarded(w)
+        if told:
+            self._tell(equation, w, finite)
+        return torch.where(finite[:, None], w * unit[:, None], g)
+
+    def _iterate(self, equation: Adjoint) -> Tensor:
+        """Iterate w <- J' w + g by a fixed-point solver."""
+        limits, kind, method = self.tolerance, self.space.device.type, cast(Solver, self.method)
+        norm = _InThresholds.of(equation)
+        tolerance = Tolerance(atol=1.0, max_steps=limits.max_steps, norm=norm, check_every=limits.check_every)
+
+        def step(w: Tensor) -> Tensor:
+            with _without_autocast(kind):
+                Tw = equation.g + equation.jacobian.transposed(w)
+                equation.observe(w, Tw - w, first=equation.start is None)
+                return Tw
+
+        # The loop calls a sample stalled by the rounding of T, and autocast is how it is told of a short type.
+        short = self.computed_in in (torch.bfloat16, torch.float16)
+        with torch.autocast(kind, dtype=self.computed_in) if short else nullcontext():
+            return solve(step, equation.g, method, tolerance=tolerance).value
+
+    def _tell(self, equation: Adjoint, w: Tensor, finite: Tensor) -> None:
+        """Report how the equation was solved, and warn where that is short of the tolerance."""
+        ends = list(zip(finite.tolist(), equation.ends(w), strict=True))
+        if self.report is not None:
+            space = self.space
+            status = tuple(end if sound else Status.NONFINITE for sound, end in ends)
+            status = status * space.batch if space.coupled else status
+            true = torch.where(finite, equation.size(equation.residual(w)) * equation.unit, torch.nan)
+            self.report(equation.jacobian.products, space.spread(true), status)
+        missed = [end for sound, end in ends if sound and end is not Status.CONVERGED]
+        if missed:
+            text = f"the adjoint equation missed its tolerance: {self._advice(missed)}"
+            warnings.warn(text, AdjointWarning, stacklevel=2)
+
+    def _advice(self, missed: Sequence[Status]) -> str:
+        """Constant for every cause, so that Python shows each warning once."""
+        if set(missed) == {Status.STALLED}:
+            return "the rounding of T allows no better, so loosen rtol or compute T in higher precision"
+        if not self.space.coupled and mixes_samples(self.T, self.z_star, self.inputs):
+            return "T mixes samples: pass coupled=True"
+        if Status.NONFINITE in missed:
+            return "check that T and its derivative are finite at z*"
+        if hasattr(self.method, "solve"):
+            return "allow more max_steps, loosen rtol, or check that T contracts (banach.contraction_factor)"
+        return "allow more max_steps, or use GMRES() or NormalCG(), which do not need a T that contracts"
+
+
+@dataclass(frozen=True)
+class _InThresholds:
+    """The norm of every row in units of its own threshold, since the loop has one tolerance for all rows.
+
+    A threshold of zero becomes one that rounding cannot reach, except by an exact hit.
+    """
+
+    equation: Adjoint
+    unit: Tensor
+
+    @staticmethod
+    def of(equation: Adjoint) -> _InThresholds:
+        least = torch.finfo(equation.g.dtype).eps ** 2 * equation.size(equation.g)
+        unit = torch.maximum(equation.threshold, least)
+        return _InThresholds(equation, torch.where(unit > 0, unit, 1.0))
+
+    def measure(self, rows: Tensor, space: Space) -> Tensor:
+        return self.equation.size(rows) / self.unit
+
+    def scale(self, space: Space) -> float:
+        return 1.0
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """The backward pass may run under an autocast that the forward pass did not: T keeps that of its own."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

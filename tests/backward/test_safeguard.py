@@ -1,0 +1,272 @@
+"""Implicit never uses a w worse than g: on random maps, and where a gradient of -2.7e87 was found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backward.systems_backward import Told, cotangents, expanding, solve_adjoint, spectrum
+from banach import (
+    GMRES,
+    AdjointWarning,
+    Anderson,
+    Broyden,
+    Euclidean,
+    Implicit,
+    ImplicitNetwork,
+    NormalCG,
+    Picard,
+    Status,
+    Tolerance,
+    fixed_point,
+)
+from banach.latent import Space
+from problems import contraction, normal
+
+METHODS: list[Any] = [NormalCG(), GMRES(), Picard(), Anderson(), Broyden()]
+every = pytest.mark.parametrize("method", METHODS, ids=str)
+missed = pytest.mark.filterwarnings("ignore:the adjoint equation missed:banach.AdjointWarning")
+TIGHT = Tolerance(atol=1e-13, max_steps=500)
+MAPS, MIXING, WIDTH, BATCH = 250, 125, 5, 3  # of each kind, in float32 and float64: 1,000 in all
+
+
+def weights(count: int, n: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Random matrices of norm from .2 to 20: some contract, most do not."""
+    W = normal(count, n, n, seed=seed)
+    scale = torch.logspace(-0.7, 1.3, count, dtype=torch.float64) / torch.linalg.matrix_norm(W, 2)
+    return (W * scale[:, None, None]).to(dtype)
+
+
+def lengths(J: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    """|g - (I - J') w| per sample, in float64; J is that of the whole batch, (samples, width) twice."""
+    J, g, w = J.double(), g.double(), w.double()
+    return torch.linalg.vector_norm(g - w + torch.einsum("ikjl,ik->jl", J, w), dim=1)
+
+
+def check_no_worse(J: Tensor, g: Tensor, w: Tensor) -> None:
+    """Up to rounding: of the products, and of the terms that cancel in the residual."""
+    eps, J = torch.finfo(g.dtype).eps, J.double()
+    terms = torch.linalg.vector_norm(w.double()) * (1 + torch.linalg.matrix_norm(J.flatten(2).flatten(0, 1), 2))
+    assert w.isfinite().all()
+    assert (lengths(J, g, w) <= lengths(J, g, g) * (1 + 20 * eps) + 20 * eps * terms).all()
+
+
+@missed
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_random_maps_of_independent_samples(method: Any, dtype: torch.dtype) -> None:
+    """One map per sample: tanh(W z + x), at any point. Those that contract are solved all the same."""
+    W, x, z = weights(MAPS, WIDTH, dtype, 120), normal(MAPS, WIDTH, seed=121), normal(MAPS, WIDTH, seed=122)
+    z, x, g = z.to(dtype), x.to(dtype).requires_grad_(), normal(MAPS, WIDTH, seed=123).to(dtype)
+
+    def T(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(torch.bmm(W, z[..., None])[..., 0]) + x
+
+    told = Told()
+    mode = Implicit(method, Tolerance(atol=0, rtol=1e-4, max_steps=30), report=told)
+    (w,) = torch.autograd.grad(mode.attach(T, z, (x,)), x, g)
+    slope = 1 - torch.tanh(torch.bmm(W, z[..., None])) ** 2
+    for i, J in enumerate(slope * W):
+        check_no_worse(J[None, :, None], g[i : i + 1], w[i : i + 1])
+    assert all(status is Status.CONVERGED for status in told.status[0][: MAPS // 5])
+
+
+@missed
+@every
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_random_maps_that_mix_samples(method: Any, dtype: torch.dtype, coupled: bool) -> None:
+    n = BATCH * WIDTH
+    for i, W in enumerate(weights(MIXING, n, dtype, 124 + coupled)):
+        x = torch.zeros(BATCH, WIDTH, dtype=dtype, requires_grad=True)
+        z, g = (normal(BATCH, WIDTH, seed=1000 * s + i).to(dtype) for s in (1, 2))
+        mode = Implicit(method, Tolerance(atol=0, rtol=1e-3, max_steps=4 + i % 5))
+
+        def T(z: Tensor, x: Tensor, W: Tensor = W) -> Tensor:
+            return torch.tanh(W @ z.view(n)).view(z.shape) + x
+
+        value = mode.attach(T, z, (x,), coupled=coupled)
+        (w,) = torch.autograd.grad(value, x, g)
+        J = ((1 - torch.tanh(W @ z.view(n)) ** 2)[:, None] * W).view(BATCH, WIDTH, BATCH, WIDTH)
+        if coupled:  # one system, whose residual is that of the whole batch
+            J, w, g = J.reshape(1, n, 1, n), w.view(1, n), g.view(1, n)
+        check_no_worse(J, g, w)
+
+
+def test_a_diverged_adjoint_was_minus_2_7e87() -> None:
+    """J has one eigenvalue -1.5: Anderson finds the fixed point, and Picard's adjoint diverges."""
+    J = spectrum(torch.tensor([-1.5, 0.5, 0.3, -0.2, 0.1, 0.0], dtype=torch.float64))
+    theta, b = torch.ones((), dtype=torch.float64, requires_grad=True), normal(1, 6, seed=125)
+
+    def gradient(backward: Implicit) -> Tensor:
+        z = fixed_point(
+            lambda z: theta * z @ J.T + b,
+            torch.zeros_like(b),
+            solver=Anderson(),
+            tolerance=TIGHT,
+            backward=backward,
+        )
+        return torch.autograd.grad(z.sum(), theta)[0]
+
+    A = torch.eye(6, dtype=torch.float64) - J
+    exact = torch.linalg.solve(A, J @ torch.linalg.solve(A, b[0])).sum()
+    told = Told()
+    with pytest.warns(AdjointWarning, match=r"use GMRES\(\) or NormalCG\(\)"):
+        diverged = gradient(Implicit(Picard(), report=told))
+    assert abs(diverged) <= abs(exact)
+    assert told.status == [(Status.MAX_STEPS,)]
+    assert float(told.residual[0]) <= float(J.T.sum(1).square().mean().sqrt()) * (1 + 1e-12)  # that of g, all ones
+    for method in (NormalCG(), GMRES(), Anderson(), Broyden()):
+        assert torch.allclose(gradient(Implicit(method)), exact, rtol=1e-6)
+
+
+def network(width: int = 16, scale: float = 0.5, dtype: torch.dtype = torch.float32) -> Any:
+    class R(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return torch.tanh(scale * self.second(torch.relu(self.first(u))) + v)
+
+    torch.manual_seed(0)
+    return ImplicitNetwork(nn.Linear(4, width), R(), nn.Linear(width, 2)).to(dtype)
+
+
+def test_an_mlp_whose_adjoint_anderson_does_not_solve() -> None:
+    """Found as a residual of 4.1e4 |g| that was given to the optimizer."""
+    net, told = network(width=64, scale=10.0, dtype=torch.float64), Told()
+    x = normal(8, 4, seed=126)
+    T, v = net.R, net.Q(x).detach()
+    z, g = normal(8, 64, seed=127), normal(8, 64, seed=128)
+    e = torch.zeros_like(z).requires_grad_()
+    mode = Implicit(Anderson(), Tolerance(atol=0, rtol=1e-4, max_steps=50, norm=Euclidean()), report=told)
+    with pytest.warns(AdjointWarning, match="missed its tolerance"):
+        (w,) = torch.autograd.grad(mode.attach(lambda z, v, e: T(z, v) + e, z, (v, e)), e, g)
+    J = torch.func.vmap(torch.func.jacrev(T))(z, v)
+    start = torch.linalg.vector_norm(torch.einsum("bij,bi->bj", J, g), dim=1)
+    assert (told.residual[0] <= start * (1 + 1e-12)).all()
+    assert (told.residual[0] > 1e-4 * torch.linalg.vector_norm(g, dim=1)).any()
+    assert torch.allclose(told.residual[0], _residual(J, g, w), rtol=1e-8)
+
+
+def _residual(J: Tensor, g: Tensor, w: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(g - w + torch.einsum("bij,bi->bj", J, w), dim=1)
+
+
+@every
+def test_a_forgotten_coupled_is_named(method: Any) -> None:
+    """A 1-d latent is ten samples; the gradient was -2.8e5 for 88, and the warning blamed contraction."""
+    A, b = contraction(10, 0.95), normal(10, seed=129)
+    theta = torch.ones((), dtype=torch.float64, requires_grad=True)
+    eye, start = torch.eye(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+    z = torch.linalg.solve(eye - A, b)
+    exact = float(torch.linalg.solve(eye - A, A @ z).sum())
+    mode = Implicit(method, Tolerance(atol=0, rtol=1e-8, max_steps=20))
+
+    def gradient(mode: Implicit, coupled: bool) -> float:
+        value = mode.attach(lambda z: theta * (A @ z) + b, z + start, coupled=coupled)
+        return float(torch.autograd.grad(value.sum(), theta)[0])
+
+    with pytest.warns(AdjointWarning, match="T mixes samples: pass coupled=True"):
+        found = gradient(mode, coupled=False)
+    assert abs(found) <= 10 * abs(exact)
+    assert gradient(Implicit(GMRES()), coupled=True) == pytest.approx(exact, rel=1e-6)
+
+
+def test_default_tolerance_follows_the_type_of_the_computation() -> None:
+    def rtol(z: Tensor) -> float:
+        tolerance = Implicit().tolerance_for(Space.of(z))
+        assert (tolerance.atol, tolerance.max_steps) == (0, 500)
+        return tolerance.rtol
+
+    z = torch.zeros(2, 3)
+    assert [rtol(z.double()), rtol(z), rtol(z.bfloat16()), rtol(z.half())] == [1e-8, 1e-5, 1e-2, 1e-2]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [rtol(z.double()), rtol(z)] == [1e-8, 1e-2]
+    mine = Tolerance(rtol=1e-3)
+    assert Implicit(tolerance=mine).tolerance_for(Space.of(z)) is mine
+
+
+@pytest.mark.parametrize("method", [NormalCG(), GMRES()], ids=str)
+def test_training_in_float32_does_not_warn(method: Any) -> None:
+    """Found as 50 warnings in 15 epochs: the default asked float32 for 1e-6."""
+    net = network()
+    net.backward, net.tolerance = Implicit(method), Tolerance(atol=1e-5, max_steps=200)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+
+def test_the_text_of_a_warning_is_constant() -> None:
+    """So that Python's default filter shows it once, whatever the numbers."""
+    texts = set()
+    for seed in range(4):
+        J, g = expanding().expand(3, 8, 8), cotangents(3, 8, seed=seed)
+        with pytest.warns(AdjointWarning) as caught:
+            solve_adjoint(Picard(), (1 + seed) * J, g, max_steps=5 + seed)
+        texts |= {str(one.message) for one in caught}
+    assert len(texts) == 1
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for seed in range(4):
+            solve_adjoint(Picard(), J, cotangents(3, 8, seed=seed), max_steps=5 + seed)
+    assert len(shown) == 1
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Products of a backward pass, with the safeguard and without."""
+    from banach.backward.adjoint import Adjoint
+
+    def products(safe: bool, method: Any, J: Tensor, g: Tensor, **tolerance: Any) -> int:
+        told = Told()
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if not safe:
+                patch.setattr(Adjoint, "safeguarded", lambda self, w: w)
+            solve_adjoint(method, J, g, told, **tolerance)
+        return told.products[0]
+
+    return products
+
+
+@every
+def test_the_safeguard_costs_at_most_one_product_and_none_in_a_solve_that_converges(
+    method: Any, counted: Callable[..., int]
+) -> None:
+    J, g = contraction(6, 0.7).expand(4, 6, 6), cotangents(4, 6)
+    assert counted(True, method, J, g, rtol=1e-8) == counted(False, method, J, g, rtol=1e-8)
+    wild = expanding(6).expand(4, 6, 6)
+    more = counted(True, method, wild, g, max_steps=3) - counted(False, method, wild, g, max_steps=3)
+    assert more in (0, 4)  # of four samples
+
+
+def test_rows_that_converge_keep_their_w_beside_one_that_does_not() -> None:
+    J, g, told = torch.stack([contraction(6, 0.5), -1.5 * torch.eye(6).double()]), cotangents(2, 6), Told()
+    with pytest.warns(AdjointWarning, match="missed its tolerance"):
+        w = solve_adjoint(Picard(), J, g, told, rtol=1e-9)
+    assert told.status == [(Status.CONVERGED, Status.MAX_STEPS)]
+    assert torch.equal(w[1], g[1])
+
+
+def test_a_linear_solver_of_ones_own_is_safeguarded_too() -> None:
+    class Wrong:
+        def solve(self, equation: Any) -> Tensor:
+            return 100 * equation.g
+
+    J, g = contraction(6, 0.5).expand(2, 6, 6), cotangents(2, 6)
+    with pytest.warns(AdjointWarning):
+        assert torch.equal(solve_adjoint(Wrong(), J, g), g)
+    assert torch.equal(solve_adjoint(Wrong(), J, g, check_every=0), 100 * g)
