@@ -22,7 +22,6 @@ from banach.solve import (
     WorstPixel,
     solve,
 )
-from banach.solve.warning import AdjointWarning
 
 __version__ = "0.1.0"
 
