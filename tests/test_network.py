@@ -22,7 +22,7 @@ from banach import (
     Tolerance,
     Unroll,
 )
-from networks import LinearR, conv_network, gradients, images, linear_network
+from networks import conv_network, gradients, images, linear_network
 
 TIGHT = Tolerance(atol=1e-14, max_steps=500)
 
