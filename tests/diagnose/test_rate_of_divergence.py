@@ -79,7 +79,7 @@ def test_a_nonlinear_expansion_by_hand(gain: float) -> None:
 @pytest.mark.parametrize("scale", [1e-2, 1e-5, 1e-7, 1e-8])
 @pytest.mark.parametrize("near", [True, False])
 def test_a_circle_of_two_that_begins_small(scale: float, near: bool) -> None:
-    """From near the fixed point it diverges to a circle, and the best iterate is its start; else it is a circle."""
+    """From near the fixed point it diverges, and the best iterate is its start; from elsewhere it circles."""
 
     class Circle(nn.Module):
         def forward(self, u: Tensor, v: Tensor) -> Tensor:
