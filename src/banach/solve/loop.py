@@ -98,8 +98,13 @@ def solve(
         state, steps = run_exported(run, state), range(0)
     else:
         steps = range(1, tolerance.max_steps + 1)
+    quick = watched and trace is None and on_step is None
     with without_autocast(space):
-        for k in steps:
+        k = 0
+        while k < len(steps):
+            k += 1
+            if quick:
+                k = run.sprint(state, k, len(steps))
             run.step(state, k, k)
             if trace is not None:
                 trace.append(run.residual(state))
