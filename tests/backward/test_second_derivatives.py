@@ -354,6 +354,13 @@ def test_derivatives_beyond_order_are_refused_and_those_up_to_it_exact(ways: str
     assert error(repeated(ours(3), ways)(case.theta[0]), wanted) <= 1e-9
 
 
+def test_with_order_2_no_step_is_jfb_too() -> None:
+    case = layer()
+    mode = Implicit(tolerance=Tolerance(max_steps=0, check_every=0), order=2)
+    assert mode.products == 0
+    assert error(gradient(mode, case), gradient(JFB(), case)) <= 1e-12
+
+
 def test_a_third_double_backward_is_refused() -> None:
     case = layer()
     (W, *rest) = case.fresh()

@@ -110,11 +110,11 @@ class Adjoint:
         return torch.nan_to_num(10 * self.eps * self.size(w), posinf=0.0)
 
     def idle(self, active: Tensor, step: int = 0) -> bool:
-        """Ask the host, at checks only, whether nobody is active any more."""
+        """Return True if no row is active any more. Syncs with the host, at checks only."""
         return bool(self.every) and step % self.every == 0 and not bool(active.any())
 
     def ends(self, w: Tensor) -> tuple[Status, ...]:
-        """How every row ended, by its true residual. Asks the host."""
+        """How every row ended, by its true residual. Syncs with the host."""
         size = self.size(self.residual(w))
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()

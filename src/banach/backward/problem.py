@@ -40,7 +40,7 @@ class Problem:
     computed_in: torch.dtype
     reads: Reads
     order: int = 1  # derivatives beyond this one are refused
-    zero: bool = False  # w must not be worse than zero, rather than than g
+    zero: bool = False  # w must not be worse than zero, instead of g
 
     def solve(
         self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...], *, tangent: bool = False
@@ -58,9 +58,9 @@ class Problem:
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
         checked = checks(self.tolerance, g.device) > 0
-        told = checked or self.report is not None
-        if not self.tolerance.max_steps and not told:
-            return g  # nothing is asked for: w = g, which is JFB
+        reported = checked or self.report is not None
+        if not self.tolerance.max_steps and not reported:
+            return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
         self.reads.check()
         finite = g.isfinite().all(1)
         right = torch.where(finite[:, None], g, 0.0)
@@ -73,7 +73,7 @@ class Problem:
         w = self.method.solve(equation) if hasattr(self.method, "solve") else self._iterate(equation)
         if checked:
             w = equation.safeguarded(w)
-        if told:
+        if reported:
             self._tell(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
 
@@ -89,7 +89,7 @@ class Problem:
                 equation.observe(w, Tw - w, first=equation.start is None)
                 return Tw
 
-        # The loop calls a sample stalled by the rounding of T, and autocast is how it is told of a short type.
+        # The loop calls a sample stalled by the rounding of T, and sees a short type by autocast alone.
         short = self.computed_in in (torch.bfloat16, torch.float16)
         with torch.autocast(kind, dtype=self.computed_in) if short else nullcontext():
             return solve(step, equation.g, method, tolerance=tolerance).value
