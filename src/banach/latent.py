@@ -7,11 +7,12 @@ for a nest the way there is one concatenation and the way back is views.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -113,27 +114,22 @@ class Space:
 
     @staticmethod
     def of(z0: Latent, *, coupled: bool = False) -> Space:
+        if isinstance(z0, Tensor):
+            kind = z0.device.type
+            autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
+            make = _space.__wrapped__ if torch.compiler.is_compiling() else _space
+            return make(z0.shape, z0.dtype, z0.device, _is_channels_last(z0), coupled, autocast)
         parts = leaves(z0)
         if not parts:
             raise ValueError("z0 must hold at least one tensor, got an empty nest")
-        first, shapes = parts[0], tuple([tuple(leaf.shape) for leaf in parts])
-        for leaf in parts:
+        first = Space.of(parts[0], coupled=coupled or any(not leaf.dim() for leaf in parts))
+        for leaf in parts[1:]:
             _check_leaf(leaf, first)
-        coupled = coupled or () in shapes
-        if not coupled and len(parts) > 1 and any(shape[0] != shapes[0][0] for shape in shapes):
-            sizes = ", ".join(map(str, shapes))
-            raise ValueError(f"the tensors of z0 must share their first (batch) axis, got shapes {sizes}")
-        kind = first.device.type
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
-        empty = first.new_empty(0)  # not a view: it would keep z0 alive
-        return Space(
-            template=empty if first is z0 else rebuild(z0, [empty] * len(parts)),
-            shapes=shapes,
-            last=tuple([_is_channels_last(leaf) for leaf in parts]),
-            dtype=torch.float32 if autocast and first.dtype in _SHORT else first.dtype,
-            device=first.device,
-            coupled=coupled,
-            autocast=autocast,
+        return replace(
+            first,
+            template=rebuild(z0, [cast(Tensor, first.template)] * len(parts)),
+            shapes=tuple(tuple(leaf.shape) for leaf in parts),
+            last=tuple(_is_channels_last(leaf) for leaf in parts),
         )
 
     @property
@@ -224,17 +220,34 @@ class Space:
             )
 
 
-def _check_leaf(leaf: Tensor, first: Tensor) -> None:
-    if not leaf.is_floating_point():
-        raise TypeError(f"z0 must be of a floating-point dtype, got {_name(leaf.dtype)}; call z0.float()")
-    if leaf is first:
-        return
-    if leaf.dtype != first.dtype:
-        raise TypeError(
-            f"the tensors of z0 must share one dtype, got {_name(first.dtype)} and {_name(leaf.dtype)}"
-        )
+@functools.lru_cache(maxsize=256)
+def _space(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, last: bool, coupled: bool, autocast: bool
+) -> Space:
+    """Return the space of one tensor. Cached, since every pass of a network has the same."""
+    if not dtype.is_floating_point:
+        raise TypeError(f"z0 must be of a floating-point dtype, got {_name(dtype)}; call z0.float()")
+    return Space(
+        template=torch.empty(0, dtype=dtype, device=device),
+        shapes=(tuple(shape),),
+        last=(last,),
+        dtype=torch.float32 if autocast and dtype in _SHORT else dtype,
+        device=device,
+        coupled=coupled or not shape,
+        autocast=autocast,
+    )
+
+
+def _check_leaf(leaf: Tensor, first: Space) -> None:
+    if leaf.dtype != cast(Tensor, first.template).dtype:
+        names = f"{_name(cast(Tensor, first.template).dtype)} and {_name(leaf.dtype)}"
+        raise TypeError(f"the tensors of z0 must share one dtype, got {names}")
     if leaf.device != first.device:
         raise ValueError(f"the tensors of z0 must share one device, got {first.device} and {leaf.device}")
+    if not first.coupled and leaf.shape[0] != first.batch:
+        raise ValueError(
+            f"the tensors of z0 must share their first (batch) axis, got {first.batch} and {leaf.shape[0]} rows"
+        )
 
 
 def _is_channels_last(leaf: Tensor) -> bool:

@@ -15,7 +15,14 @@ from banach.kernels.known import is_hooked
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
 from banach.nn.hidden import check_hidden
-from banach.nn.passes import Pass, uses_batch_statistics
+from banach.nn.passes import (
+    Pass,
+    PlainPass,
+    forward_pass,
+    modules_of,
+    special_layers,
+    uses_batch_statistics,
+)
 from banach.solve import ConvergenceWarning, Fault, Map, Picard, Solution, Solver, Status, Tolerance, solve
 from banach.solve.mixing import probe
 from banach.solve.warning import warn_user
@@ -57,7 +64,8 @@ def fixed_point(
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
     _clear_caches(found)
-    warn_unconverged(found, T, tuple(inputs), coupled=coupled)
+    if found.failures:
+        warn_unconverged(found, T, tuple(inputs), coupled=coupled)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z
 
@@ -139,28 +147,38 @@ class ImplicitNetwork(nn.Module):
     def _latent(self, d: tuple[Any, ...], z0: Latent | None, *, throw: bool = False) -> tuple[Latent, Solution]:
         R, mode, coupled = self.R, self.backward, self.coupled
         _check_mode(mode)
-        check_hidden(R)
-        modules = list(R.modules()) if isinstance(R, nn.Module) else []
-        check_dropout(R, modules)
+        modules = modules_of(R)
+        special = special_layers(modules)
+        if not modules:
+            check_hidden(R)
+        if special:
+            check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:
-            coupled = uses_batch_statistics(R, modules)
-        with Pass(R, modules, later=_evaluates_later(mode), once=type(mode) is JFB) as one:
+            coupled = bool(special) and uses_batch_statistics(R, special)
+        later, once = _evaluates_later(mode), type(mode) is JFB
+        with forward_pass(R, modules, special, later=later, once=once) as one:
             found = self._solve(one, v, z0, coupled=coupled, compact=self.compact and not coupled, throw=throw)
             _clear_caches(found)
-            warn_unconverged(found, one.map, (v,), coupled=coupled, owner=R)
+            if found.failures:
+                warn_unconverged(found, one.iterate, (v,), coupled=coupled, owner=R)
             u = mode.attach(one.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
-    def _solve(self, one: Pass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any) -> Solution:
+    def _solve(
+        self, one: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
+    ) -> Solution:
         own = z0 is None and self.start is zeros
         try:
             z0 = self._start(v, z0)
             # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
             inputs = (v, _numbers(z0)) if compact and one.masks is not None else (v,)
-            return solve(one.map, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how)
+            return solve(
+                one.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
+            )
         except (TypeError, ValueError) as error:
-            if own and str(error).startswith(("T must keep the s", "z0 must be of a floating")):
+            unlike = ("T must keep the s", "z0 must be of a floating", "the tensors of z0 must share")
+            if own and str(error).startswith(unlike):
                 raise type(error)(
                     f"{error}; here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, "
                     "a function that makes z0 from Q(d)"
@@ -239,7 +257,7 @@ _independent: weakref.WeakSet[Any] = weakref.WeakSet()
 def warn_unconverged(
     found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
 ) -> None:
-    """Warn if host checks saw samples that did not converge. Without a host sync, and in constant words.
+    """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
 
     Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
     fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.

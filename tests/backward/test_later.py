@@ -273,5 +273,5 @@ def test_a_checkpoint_in_R_is_refused_in_a_sentence() -> None:
 
 
 def test_vmap_is_refused_in_a_sentence() -> None:
-    with pytest.raises(RuntimeError, match="what is mapped over on the first axis"):
+    with pytest.raises(RuntimeError, match=r"put what is mapped over on the first \(batch\) axis"):
         torch.func.vmap(network(Cell(), JFB()))(images()[None].expand(2, 8, 3))

@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode: the surrogate's for the plain modes, refused by Implicit, however asked."""
+"""Second derivatives: the surrogate's for the plain modes; of Implicit refused, or with order=2 exact."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from backward.contracts_backward import EXACT, attach, error, flat_grad, gradient, name, sensitivity
-from backward.maps_backward import Case, all_cases, layer
-from banach import GMRES, JFB, Anderson, Implicit, Mode, Neumann, Picard, Unroll
+from backward.maps_backward import Case, all_cases, layer, scalar
+from banach import GMRES, JFB, Anderson, Implicit, Mode, Neumann, Picard, Tolerance, Unroll
 
 CASES = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 METHODS = pytest.mark.parametrize("mode", EXACT, ids=name)
@@ -190,20 +190,6 @@ def test_a_second_derivative_that_needs_only_a_first_of_implicit() -> None:
     assert error(flat_grad(first, theta), gradient(Implicit(), case)) <= 1e-12
 
 
-def forward_mode(f: Callable[..., Tensor], theta: tuple[Tensor, ...]) -> None:
-    torch.func.jvp(f, tuple(t.detach() for t in theta), tuple(torch.ones_like(t) for t in theta))
-
-
-def forward_mode_without_grad_mode(f: Callable[..., Tensor], theta: tuple[Tensor, ...]) -> None:
-    with torch.no_grad():
-        forward_mode(f, theta)
-
-
-def forward_mode_of_leaves(f: Callable[..., Tensor], theta: tuple[Tensor, ...]) -> None:
-    with torch.autograd.forward_ad.dual_level():
-        f(*(torch.autograd.forward_ad.make_dual(t, torch.ones_like(t)) for t in theta))
-
-
 def forward_over_reverse(f: Callable[..., Tensor], theta: tuple[Tensor, ...]) -> None:
     t, first = theta[0].detach(), torch.func.grad(lambda t: f(t, *theta[1:]).sum())
     torch.func.jvp(first, (t,), (torch.ones_like(t),))
@@ -216,22 +202,20 @@ def reverse_over_forward(f: Callable[..., Tensor], theta: tuple[Tensor, ...]) ->
     torch.func.grad(slope)(theta[0].detach())
 
 
-FORWARD: list[Asked] = [
-    forward_mode,
-    forward_mode_without_grad_mode,
-    forward_mode_of_leaves,
-    forward_over_reverse,
-    reverse_over_forward,
-]
+def forward_over_forward(f: Callable[..., Tensor], theta: tuple[Tensor, ...]) -> None:
+    def slope(t: Tensor) -> Tensor:
+        return torch.func.jvp(lambda t: f(t, *theta[1:]).sum(), (t,), (torch.ones_like(t),))[1]
+
+    torch.func.jvp(slope, (theta[0].detach(),), (torch.ones_like(theta[0]),))
 
 
 @jit
-@pytest.mark.parametrize("ask", FORWARD, ids=lambda way: way.__name__)
-def test_implicit_refuses_forward_mode(ask: Asked) -> None:
-    """Found as a tangent that was JFB's: the Function was passed by, since nothing wanted a gradient."""
+@METHODS
+@pytest.mark.parametrize("ask", [forward_over_reverse, reverse_over_forward, forward_over_forward])
+def test_implicit_refuses_with_forward_mode(mode: Implicit, ask: Asked) -> None:
     case = layer()
-    with pytest.raises(RuntimeError, match=r"no forward-mode derivative"):
-        ask(lambda *theta: case.vector(attach(Implicit(), case, theta)), case.fresh())
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        ask(lambda *theta: case.vector(attach(mode, case, theta)), case.fresh())
 
 
 @jit
@@ -243,3 +227,158 @@ def test_forward_mode_of_the_others(mode: Mode, case: Case) -> None:
     slope = torch.func.jvp(lambda *theta: case.vector(attach(mode, case, theta)), case.theta, tangents)[1]
     _, S = sensitivity(mode, case)
     assert error(slope, S @ torch.cat([t.reshape(-1) for t in tangents])) <= 1e-12
+
+
+# With `order`: exact, against backpropagation through a long loop, which is recorded whole.
+Scalar = Callable[[Tensor], Tensor]
+SECOND = [Implicit(mode.method, mode.tolerance, order=2) for mode in EXACT]
+# (torch's own batch norm has wrong second derivatives in some of these, also without banach.)
+PLAIN_MAPS = [case for case in all_cases() if case.name != "batch norm"]
+
+
+def flat_theta(case: Case) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in case.theta])
+
+
+def loss_of(case: Case, value: Callable[..., Tensor]) -> Scalar:
+    """A loss that is not linear in the value, of theta as one vector."""
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = flat.split([t.numel() for t in case.theta])
+        u = value(*(part.view_as(t) for part, t in zip(parts, case.theta, strict=True)))
+        return (u * u.sin()).sum()
+
+    return loss
+
+
+def loop(case: Case) -> Callable[..., Tensor]:
+    def value(*theta: Tensor) -> Tensor:
+        z = torch.zeros_like(case.vector(case.z_star))
+        for _ in range(150):
+            z = case.flat(z, *theta)
+        return z
+
+    return value
+
+
+def implicit(mode: Implicit, case: Case) -> Scalar:
+    return loss_of(case, lambda *theta: case.vector(attach(mode, case, theta)))
+
+
+def double_backward(loss: Scalar, at: Tensor, v: Tensor) -> Tensor:
+    at = at.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(at), at, create_graph=True)
+    return torch.autograd.grad(first @ v, at)[0]
+
+
+def slope_of(f: Callable[[Tensor], Tensor], v: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda at: torch.func.jvp(f, (at,), (v,))[1]
+
+
+PRODUCTS: dict[str, Callable[[Scalar, Tensor, Tensor], Tensor]] = {
+    "double backward": double_backward,
+    "reverse over reverse": lambda f, x, v: torch.func.grad(lambda x: torch.func.grad(f)(x) @ v)(x),
+    "forward over reverse": lambda f, x, v: slope_of(torch.func.grad(f), v)(x),
+    "reverse over forward": lambda f, x, v: torch.func.grad(slope_of(f, v))(x),
+    "hessian": lambda f, x, v: torch.func.hessian(f)(x) @ v,
+    "functional.hessian": lambda f, x, v: torch.autograd.functional.hessian(f, x) @ v,
+    "jacrev twice": lambda f, x, v: torch.func.jacrev(torch.func.jacrev(f))(x) @ v,
+    "jacfwd twice": lambda f, x, v: torch.func.jacfwd(torch.func.jacfwd(f))(x) @ v,
+}
+
+
+@CASES
+@pytest.mark.parametrize("mode", SECOND, ids=name)
+def test_of_implicit_with_order_2(mode: Implicit, case: Case) -> None:
+    at = flat_theta(case)
+    v = torch.linspace(-1, 1, len(at), dtype=at.dtype)
+    wanted = double_backward(loss_of(case, loop(case)), at, v)
+    assert error(double_backward(implicit(mode, case), at, v), wanted) <= 1e-9
+
+
+@jit
+@pytest.mark.parametrize("way", PRODUCTS)
+@pytest.mark.parametrize("case", PLAIN_MAPS, ids=lambda case: case.name)
+def test_of_implicit_in_every_mixture_of_modes(case: Case, way: str) -> None:
+    if way == "jacfwd twice" and len(flat_theta(case)) > 30:
+        pytest.skip("slow, and shown by the smaller maps")
+    at = flat_theta(case)
+    v = torch.linspace(-1, 1, len(at), dtype=at.dtype)
+    wanted = double_backward(loss_of(case, loop(case)), at, v)
+    for mode in (SECOND[0], SECOND[3]):  # NormalCG and Picard
+        assert error(PRODUCTS[way](implicit(mode, case), at, v), wanted) <= 1e-9
+
+
+@CASES
+@pytest.mark.parametrize("mode", SECOND, ids=name)
+def test_order_changes_neither_the_value_nor_the_first_derivative(mode: Implicit, case: Case) -> None:
+    first = Implicit(mode.method, mode.tolerance)
+    assert torch.equal(
+        case.vector(attach(mode, case, case.fresh())), case.vector(attach(first, case, case.fresh()))
+    )
+    assert error(gradient(mode, case), gradient(first, case)) <= 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("ask", WAYS, ids=lambda way: way.__name__)
+def test_every_way_to_ask_is_answered_with_order_2(ask: Asked) -> None:
+    case = layer()
+    ask(lambda *theta: case.vector(attach(SECOND[1], case, theta)), case.fresh())
+
+
+def repeated(f: Callable[[Tensor], Tensor], ways: str) -> Callable[[Tensor], Tensor]:
+    """Derivatives of a function of one number, by grad (g) or jvp (j), the last letter first."""
+    for way in reversed(ways):
+        f = torch.func.grad(f) if way == "g" else slope_of(f, torch.ones((), dtype=torch.float64))
+    return f
+
+
+@jit
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("ways", ["ggg", "jgg", "gjg", "ggj", "jjg", "jgj", "gjj", "jjj"])
+def test_derivatives_beyond_order_are_refused_and_those_up_to_it_exact(ways: str, linear: bool) -> None:
+    """Also where the loss is linear: there no cotangent depends on anything."""
+    case = scalar()
+    d = case.theta[1]
+
+    def loss(value: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda a: value(a, d).sum() if linear else value(a, d).sin().sum()
+
+    def ours(order: int) -> Callable[[Tensor], Tensor]:
+        mode = Implicit(SECOND[1].method, SECOND[1].tolerance, order=order)
+        return loss(lambda *theta: case.vector(attach(mode, case, theta)))
+
+    with pytest.raises(RuntimeError, match=r"order=2. gives no higher derivatives: write Implicit.order=3."):
+        repeated(ours(2), ways)(case.theta[0])
+    wanted = repeated(loss(loop(case)), "ggg")(case.theta[0])
+    assert error(repeated(ours(3), ways)(case.theta[0]), wanted) <= 1e-9
+
+
+def test_with_order_2_no_step_is_jfb_too() -> None:
+    case = layer()
+    mode = Implicit(tolerance=Tolerance(max_steps=0, check_every=0), order=2)
+    assert mode.products == 0
+    assert error(gradient(mode, case), gradient(JFB(), case)) <= 1e-12
+
+
+def test_a_third_double_backward_is_refused() -> None:
+    case = layer()
+    (W, *rest) = case.fresh()
+    value = case.vector(attach(SECOND[0], case, (W, *rest))).sum()
+    for _ in range(2):
+        (g,) = torch.autograd.grad(value, W, create_graph=True)
+        value = g.sum()
+    with pytest.raises(RuntimeError, match="gives no higher derivatives"):
+        torch.autograd.grad(value, W)
+
+
+@pytest.mark.filterwarnings("ignore:the adjoint equation missed:banach.AdjointWarning")
+def test_with_order_2_a_diverging_adjoint_is_no_worse_than_g_either() -> None:
+    """The second linear solve corrects the first, and must not spoil it."""
+    J, x = -1.5 * torch.eye(4, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+    g = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    value = Implicit(Picard(), Tolerance(atol=0, rtol=1e-8, max_steps=9), order=2).attach(
+        lambda z, x: z @ J.T + x, torch.zeros_like(g), (x,)
+    )
+    (w,) = torch.autograd.grad(value, x, g)
+    assert torch.linalg.vector_norm(g - w + w @ J) <= torch.linalg.vector_norm(g @ J)

@@ -1,4 +1,4 @@
-"""The adjoint equation (I - J') w = g, one system per row: its residual, its stopping test, the best w so far."""
+"""The equation (I - J') w = g, one system per row: its residual, its stopping test, the best w so far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 
 @dataclass
 class Adjoint:
-    """A w = g with A = I - J', every row in units of its own cotangent."""
+    """A w = g with A = I - J', or for tangents I - J, every row in units of its own cotangent.
+
+    `fallback` is what w must not be worse than: g, which is JFB, or zero.
+    """
 
     jacobian: Jacobian
     tolerance: Tolerance
@@ -24,11 +27,16 @@ class Adjoint:
     g: Tensor  # (samples, width), in units
     unit: Tensor  # (samples,)
     known: tuple[Tensor, Tensor] | None = None  # a w, and its residual
+    tangent: bool = False
+    zero: bool = False
 
     def __post_init__(self) -> None:
-        self.best = self.g  # per row the w of the least Euclidean residual, if host checks are on
+        self.fallback = torch.zeros_like(self.g) if self.zero else self.g
+        self.best = self.fallback  # per row the w of the least Euclidean residual, if host checks are on
         self.least = torch.full_like(self.unit, torch.inf)  # (samples,): that residual
-        self.start: Tensor | None = None  # (samples,): the Euclidean residual of w = g, once it is known
+        self.start: Tensor | None = None  # (samples,): the Euclidean residual of the fallback, once it is known
+        if self.zero:
+            self.start = self.least = _length(self.g)
 
     @cached_property
     def every(self) -> int:
@@ -41,20 +49,24 @@ class Adjoint:
         return self.tolerance.atol / self.unit + self.tolerance.rtol * self.size(self.g)
 
     def A(self, w: Tensor) -> Tensor:
-        return w - self.jacobian.transposed(w)
+        return w - self.product(w)
 
     def At(self, v: Tensor) -> Tensor:
-        return v - self.jacobian.forward(v)
+        return v - (self.jacobian.transposed(v) if self.tangent else self.jacobian.forward(v))
+
+    def product(self, w: Tensor, *, record: bool = False) -> Tensor:
+        """J' w, or J w for tangents. `record=True` keeps what a product with J needs."""
+        return self.jacobian.forward(w) if self.tangent else self.jacobian.transposed(w, record=record)
 
     def residual(self, w: Tensor, *, record: bool = False) -> Tensor:
         """g - A w, from a product and not from a recursion. The same w again costs nothing."""
         if self.known is None or self.known[0] is not w:
-            self.known = w, self.g - w + self.jacobian.transposed(w, record=record)
-            self.observe(w, self.known[1], first=w is self.g)
+            self.known = w, self.g - w + self.product(w, record=record)
+            self.observe(w, self.known[1], first=w is self.fallback)
         return self.known[1]
 
     def observe(self, w: Tensor, r: Tensor, *, first: bool = False) -> None:
-        """Compare w, whose true residual is r, with the best so far. `first`: w is g."""
+        """Compare w, whose true residual is r, with the best so far. `first`: w is the fallback."""
         if not self.every:
             return
         length = _length(r)
@@ -66,12 +78,14 @@ class Adjoint:
     def safeguarded(self, w: Tensor) -> Tensor:
         """Return w, but the best w in rows that missed the tolerance; g in all rows if any is worse than g.
 
+        (Or zero for g: the fallback.)
+
         Residuals are true and Euclidean. The last test is for samples that T mixes although `coupled` is False:
         there the residual of a row changes with the other rows. Costs at most one product more than measuring w,
         and another one where the solver never measured g.
         """
         if self.start is None:
-            self.residual(self.g)
+            self.residual(self.fallback)
         assert self.start is not None
         r = self.residual(w)
         met, last = self.size(r) <= self.threshold, _length(r)
@@ -81,12 +95,12 @@ class Adjoint:
         w = torch.where(keep[:, None], w, self.best)
         # The same row measured twice may differ by rounding, which must not cost the other rows their w.
         worse = _length(self.residual(w)) > self.start * (1 + 10 * self.eps)
-        return self.g if bool(worse.any()) else w
+        return self.fallback if bool(worse.any()) else w
 
     def size(self, rows: Tensor) -> Tensor:
         """(samples,): the norm of the tolerance."""
-        norm, space = self.tolerance.norm, self.jacobian.space
-        return norm.measure(rows, space) * norm.scale(space)
+        norm, space, axes = self.tolerance.norm, self.jacobian.space, self.jacobian.axes
+        return axes.plain(norm.measure(axes.mapped(rows), space)) * norm.scale(space)
 
     def rounding(self, w: Tensor) -> Tensor:
         """(samples,): a residual of this size may be rounding and nothing else.
@@ -96,11 +110,11 @@ class Adjoint:
         return torch.nan_to_num(10 * self.eps * self.size(w), posinf=0.0)
 
     def idle(self, active: Tensor, step: int = 0) -> bool:
-        """Ask the host, at checks only, whether nobody is active any more."""
+        """Return True if no row is active any more. Syncs with the host, at checks only."""
         return bool(self.every) and step % self.every == 0 and not bool(active.any())
 
     def ends(self, w: Tensor) -> tuple[Status, ...]:
-        """How every row ended, by its true residual. Asks the host."""
+        """How every row ended, by its true residual. Syncs with the host."""
         size = self.size(self.residual(w))
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()

@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from banach.backward.attached import Attached
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import carries_tangent
+from banach.backward.mode import check_count, is_differentiated
+from banach.backward.neumann import carrying
 from banach.backward.problem import Problem, Report
 from banach.backward.reads import Reads
-from banach.latent import Latent, Space, detach, leaves_like, rebuild
+from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
 from banach.solve.precision import rounding, with_autocast_of
 
 
 @dataclass(frozen=True)
 class Implicit:
-    """w = (I - J')^-1 g, by a matrix-free linear solve: `NormalCG()` (the paper's), `GMRES()`, or the
-    fixed-point iteration w <- J' w + g by `Picard()`, `Anderson()` or `Broyden()`. All start at w = g, which
-    is JFB: so that is what `max_steps=0` gives. The tolerance is relative to g.
+    """w = (I - J')^-1 g by a matrix-free linear solve, in forward mode t = (I - J)^-1 dT.
 
-    `report(products, residual, status)` is called after every backward pass with the true number of
-    J-products, and per sample the residual |g - (I - J') w| and its `Status`. An unmet tolerance warns.
-    `Tolerance(max_steps=k, check_every=0)` makes k steps whatever they come to, without asking the host, so that a
-    training step can be captured: with `Picard()` that is the Neumann series, by k products and one evaluation.
-    A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it. A backward pass evaluates T once, and
-    is refused where an input, or a weight that T closes over, was changed in place meanwhile. (What cannot be seen
-    from here, such as a number that T reads off an object, must not change.)
-    Second derivatives are refused: they would need T recorded at a z* that moves with the parameters, which
-    doubles the memory of every first derivative. `Unroll` from z0 has them.
+    All methods start at w = g, which is JFB. With host checks on, w is never worse than g: a sample that misses
+    the tolerance gets the best w seen, by the Euclidean norm of its true residual; if any sample of the result is
+    worse than g, as it can be where T mixes samples, all get g. An unmet tolerance issues an `AdjointWarning`.
+
+    A backward pass evaluates T once, and is refused where an input, or a weight that T closes over, was changed in
+    place meanwhile. (What cannot be seen from here, such as a number that T reads off an object, must not change.)
+    Products with J come from torch.func. Where T holds what that refuses (an LSTM, a full backward hook) they come
+    from plain autograd, and a hook is called once per product. A nonfinite cotangent stays nonfinite, so that a
+    gradient scaler sees it.
+
+    Args:
+        method: `NormalCG()` (the paper's, two products per step), `GMRES()`, or the iteration w <- J' w + g by
+            `Picard()`, `Anderson()` or `Broyden()`.
+        tolerance: relative to g. None: max_steps=500, atol=0 and rtol by the arithmetic of T: float64 1e-8,
+            float32 1e-5, TF32, bfloat16 and float16 1e-2. `Tolerance(max_steps=k, check_every=0)` makes k steps
+            without a host sync, a safeguard or a warning, so that a training step can be captured.
+        report: called after every linear solve as report(products, residual, status): the true number of
+            J-products, and per sample the residual |g - (I - J') w| and its `Status`.
+        order: derivatives up to this order are exact, in every mixture of forward and reverse mode; higher ones
+            are refused. Each order above 1 costs the memory of one more evaluation of T and one more linear
+            solve in every derivative.
     """
 
     method: LinearSolver | Solver = NormalCG()
     tolerance: Tolerance | None = None
     report: Report | None = None
+    order: int = 1
 
     def __post_init__(self) -> None:
+        check_count("order", self.order, 1)
         if isinstance(self.method, type) or not (hasattr(self.method, "solve") or hasattr(self.method, "step")):
             raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or Anderson(), got {self.method!r}")
         if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):
@@ -64,8 +79,8 @@ class Implicit:
             return None
         steps, count = self.tolerance.max_steps, getattr(self.method, "products", None)
         if hasattr(self.method, "solve"):
-            return None if count is None else int(count(steps))
-        return steps  # a fixed-point solver: one each
+            return None if count is None else self.order * int(count(steps))
+        return self.order * steps  # a fixed-point solver: one each
 
     def tolerance_for(self, space: Space) -> Tolerance:
         """Return the tolerance; by default one that the arithmetic of T in this space, as it is now, can meet."""
@@ -84,7 +99,7 @@ class Implicit:
         with torch.no_grad():
             space.rows(value)  # refuses another shape or dtype now, rather than in the backward pass
         parts: Any = leaves_like(z_star, value, "T")
-        if _differentiated(parts):
+        if is_differentiated(parts):
             problem = Problem(
                 T=with_autocast_of(space, T),
                 z_star=z_star,
@@ -96,9 +111,30 @@ class Implicit:
                 eps=rounding(space),
                 computed_in=_type_of(space),
                 reads=reads,
+                order=self.order,
             )
-            parts = _Backward.apply(problem, *parts)
+            parts = self._corrected(T, problem, Attached.apply(self._inner(problem, 1), *parts))
         return rebuild(z_star, parts)
+
+    def _corrected(self, T: Map, problem: Problem, u: Sequence[Tensor]) -> Sequence[Tensor]:
+        """u, whose first derivative is exact, with `order` exact ones.
+
+        u <- z + A^-1 (T(z) - z) at z = u, the chord method, with A = I - J at z* a constant. Values stay what they
+        are, at the solution; every such step makes one derivative more exact.
+        """
+        z_star = problem.z_star
+        for exact in range(2, self.order + 1):
+            z = carrying(z_star, rebuild(z_star, u))
+            pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
+            steps = [_derivative(b.to(a.dtype) - a) for a, b in pairs]
+            steps = Attached.apply(self._inner(problem, exact), *steps)
+            moves = [_derivative(a) + step for (a, _), step in zip(pairs, steps, strict=True)]
+            u = [old.detach() + move.to(old.dtype) for old, move in zip(u, moves, strict=True)]
+        return u
+
+    def _inner(self, problem: Problem, exact: int) -> Problem:
+        """A backward pass meets the last correction first: those before it may only improve on that."""
+        return problem if exact == self.order else replace(problem, zero=True)
 
 
 # By the rounding of T's arithmetic: float64, float32; then TF32, bfloat16 and float16.
@@ -106,61 +142,11 @@ _RTOL = ((2.0**-52, 1e-8), (2.0**-23, 1e-5))
 _SHORT_RTOL = 1e-2
 
 
-def _differentiated(parts: list[Tensor]) -> bool:
-    """Is a gradient recorded here, or a tangent carried along? Forward mode asks for no grad mode."""
-    recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    return recorded or carries_tangent(parts)
+def _derivative(part: Tensor) -> Tensor:
+    """Zero, with the derivative of the part."""
+    return part - part.detach()
 
 
 def _type_of(space: Space) -> torch.dtype:
     """The type of T's arithmetic."""
     return torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype
-
-
-class _Backward(torch.autograd.Function):
-    """The identity, whose backward pass puts w in place of the cotangent."""
-
-    @staticmethod
-    def forward(problem: Problem, *parts: Tensor) -> tuple[Tensor, ...]:
-        # A copy, not a view: S may begin with an in-place activation.
-        return tuple(part.clone() for part in parts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.problem = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.problem.solve(g)
-        if torch.is_grad_enabled():  # a graph of this backward pass is being recorded
-            found = _Refuse.apply(len(found), *found, *g, *ctx.saved_tensors)
-        return (None, *found)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
-        # Passed by, the tangent would be that of one evaluation: JFB's, which is not what was asked for.
-        raise RuntimeError("Implicit has no forward-mode derivative: use torch.func.vjp or grad, or Unroll(steps)")
-
-
-class _Refuse(torch.autograd.Function):
-    """w, tied to all that it depends on, so that a second derivative cannot pass it by unnoticed.
-
-    `once_differentiable` would not do: where the cotangent is a constant it takes w for one too.
-    """
-
-    @staticmethod
-    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.clone() for tensor in tensors[:count])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "Implicit gives no second derivatives: differentiate once, or use Unroll(steps) from z0 "
-            "(max_steps=0), whose second derivatives are exact for those steps. (NormalCG around an R that holds "
-            "an Implicit network needs them; GMRES() and Anderson() do not.)"
-        )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
 from banach.solve import Map
 
@@ -22,16 +23,19 @@ class Jacobian:
     `products` counts one for every sample of a batched product. J' is the pullback of T, and J the pullback
     of that: J' is linear, so one recorded product with it is enough, at any vector. (Forward mode would
     evaluate T again for every product.) Call it without gradients, or T's graph is recorded once more.
-    Rows come and go in units of their own, `unit` (samples,); T sees them in common ones.
+    Rows come and go in units of their own, `unit` (samples,); T sees them in common ones. They are plain; T sees
+    them with the axes that vmap put on z or on a cotangent.
     """
 
-    def __init__(self, T: Map, z: Latent, inputs: tuple[Any, ...], space: Space, unit: Tensor) -> None:
+    def __init__(
+        self, T: Map, z: Latent, inputs: tuple[Any, ...], space: Space, unit: Tensor, axes: Axes = Axes()
+    ) -> None:
         def fixed(z: Latent) -> Latent:
             """T at fixed inputs, in the structure of z; under autocast in its type too."""
             parts = leaves_like(space.template, T(z, *inputs), "T")
             return rebuild(space.template, [part.to(space.dtype) for part in parts])
 
-        self.space, self.products, self.unit = space, 0, unit[:, None]
+        self.space, self.axes, self.products, self.unit = space, axes, 0, unit[:, None]
         with eagerly(), explained(_ADVICE):
             self._pullbacks = Pullbacks(fixed, z)
 
@@ -40,17 +44,20 @@ class Jacobian:
         nest = self._hand_over(w)
         with explained(_ADVICE):
             product = self._pullbacks.record(nest) if record else self._pullbacks.pull(nest)
-        return self.space.rows(product[0], "J'") / self.unit
+        return self._take_back(product[0], "J'")
 
     def forward(self, v: Tensor) -> Tensor:
         """J v."""
         if self._pullbacks.push is None:
             self.transposed(v, record=True)
-        return self.space.rows(self._pullbacks.forward(self._hand_over(v)), "J") / self.unit
+        return self._take_back(self._pullbacks.forward(self._hand_over(v)), "J")
 
     def _hand_over(self, rows: Tensor) -> Latent:
-        self.products += self.space.batch
-        return self.space.nest(rows * self.unit)
+        self.products += self.space.batch * self.axes.count
+        return self.space.nest(self.axes.mapped(rows * self.unit))
+
+    def _take_back(self, product: Latent, what: str) -> Tensor:
+        return self.axes.plain(self.space.rows(product, what)) / self.unit
 
 
 _ADVICE = "use ImplicitNetwork, which keeps them, or eval mode"
@@ -61,9 +68,9 @@ _REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
 class Pullbacks:
     """f(x), the pullback J' of f at x, and that of J', which is J, once `record` has recorded a product with J'.
 
-    By torch.func; by plain autograd where f holds what torch.func refuses, such as an LSTM or a full backward hook,
-    which is then called once per product. Torch's fast attentions have no second derivative: where J needs one, f
-    is evaluated again with the plain one.
+    By torch.func; by plain autograd where f holds what torch.func refuses, such as an LSTM or a full backward
+    hook, which is then called once per product. Torch's fast attentions have no second derivative: where J needs
+    one, f is evaluated again with the plain one.
     """
 
     def __init__(self, f: Callable[[Any], Latent], x: Latent) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from banach.backward.transforms import is_functorch_wrapped_tensor
 from banach.latent import Latent
 from banach.solve import Map
 
@@ -29,6 +32,16 @@ def check_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
-def carries_tangent(parts: list[Tensor]) -> bool:
+def is_differentiated(parts: Sequence[Tensor]) -> bool:
+    """Is a gradient recorded here, or a tangent carried along? Forward mode asks for no grad mode.
+
+    Inside of torch.func transforms perhaps: what an outer one records does not show.
+    """
+    recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    wrapped = not torch.compiler.is_compiling() and any(map(is_functorch_wrapped_tensor, parts))
+    return recorded or wrapped or carries_tangent(parts)
+
+
+def carries_tangent(parts: Sequence[Tensor]) -> bool:
     """Is this part of a forward-mode derivative? Also under no_grad."""
     return any(unpack_dual(part).tangent is not None for part in parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,8 +15,10 @@ from banach.backward.adjoint import Adjoint, checks, units
 from banach.backward.jacobian import Jacobian
 from banach.backward.krylov import LinearSolver
 from banach.backward.reads import Reads
-from banach.latent import Latent, Space, rebuild
+from banach.backward.transforms import Axes, present
+from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
+from banach.solve.derivatives import without_tangents
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning
 
@@ -37,30 +39,41 @@ class Problem:
     eps: float  # the rounding of T's arithmetic, and the type it is in: autocast may be gone by now
     computed_in: torch.dtype
     reads: Reads
+    order: int = 1  # derivatives beyond this one are refused
+    zero: bool = False  # w must not be worse than zero, instead of g
 
-    def solve(self, g: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return w for the cotangent g."""
-        with torch.no_grad(), _without_autocast(self.space.device.type):
-            cotangent = [part.detach().to(self.space.dtype) for part in g]
-            w = self._rows(self.space.rows(rebuild(self.z_star, cotangent), "the cotangent"))
-            return tuple(a.to(b.dtype) for a, b in zip(self.space.parts(w), g, strict=True))
+    def solve(
+        self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...], *, tangent: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Return w = (I - J')^-1 g for the cotangent g of the parts T(z*), or (I - J)^-1 g for a tangent g."""
+        autocast = _without_autocast(self.space.device.type)
+        with torch.no_grad(), without_tangents(), autocast, present(leaves(self.z_star)) as now:
+            axes = Axes.of((*g, *parts))
+            given = [part.detach().to(self.space.dtype) for part in g]
+            rows = self.space.rows(rebuild(self.z_star, given), "the cotangent")
+            here = replace(self, T=now.seen_by(self.T), z_star=map_leaves(now.see, self.z_star))
+            w = axes.mapped(here._rows(axes.plain(rows), axes, tangent))
+            found = [a.to(b.dtype) for a, b in zip(self.space.parts(w), g, strict=True)]
+        return tuple(map(now.see, found))
 
-    def _rows(self, g: Tensor) -> Tensor:
+    def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
         checked = checks(self.tolerance, g.device) > 0
-        told = checked or self.report is not None
-        if not self.tolerance.max_steps and not told:
-            return g  # nothing is asked for: w = g, which is JFB
+        reported = checked or self.report is not None
+        if not self.tolerance.max_steps and not reported:
+            return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
         self.reads.check()
         finite = g.isfinite().all(1)
         right = torch.where(finite[:, None], g, 0.0)
         unit = units(right)
         common = unit.amax() if len(unit) else 1.0
-        jacobian = Jacobian(self.T, self.z_star, self.inputs, self.space, unit / common)
-        equation = Adjoint(jacobian, self.tolerance, self.eps, right / unit[:, None], unit)
+        jacobian = Jacobian(self.T, self.z_star, self.inputs, self.space, unit / common, axes)
+        equation = Adjoint(
+            *(jacobian, self.tolerance, self.eps, right / unit[:, None], unit), tangent=tangent, zero=self.zero
+        )
         w = self.method.solve(equation) if hasattr(self.method, "solve") else self._iterate(equation)
         if checked:
             w = equation.safeguarded(w)
-        if told:
+        if reported:
             self._tell(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
 
@@ -72,11 +85,11 @@ class Problem:
 
         def step(w: Tensor) -> Tensor:
             with _without_autocast(kind):
-                Tw = equation.g + equation.jacobian.transposed(w)
+                Tw = equation.g + equation.product(w)
                 equation.observe(w, Tw - w, first=equation.start is None)
                 return Tw
 
-        # The loop calls a sample stalled by the rounding of T, and autocast is how it is told of a short type.
+        # The loop calls a sample stalled by the rounding of T, and sees a short type by autocast alone.
         short = self.computed_in in (torch.bfloat16, torch.float16)
         with torch.autocast(kind, dtype=self.computed_in) if short else nullcontext():
             return solve(step, equation.g, method, tolerance=tolerance).value
@@ -87,19 +100,22 @@ class Problem:
         if self.report is not None:
             space = self.space
             status = tuple(end if sound else Status.NONFINITE for sound, end in ends)
-            status = status * space.batch if space.coupled else status
             true = torch.where(finite, equation.size(equation.residual(w)) * equation.unit, torch.nan)
-            self.report(equation.jacobian.products, space.spread(true), status)
+            if space.coupled:
+                status = tuple(end for end in status for _ in range(space.batch))
+                true = true.repeat_interleave(space.batch)
+            self.report(equation.jacobian.products, true, status)
         missed = [end for sound, end in ends if sound and end is not Status.CONVERGED]
         if missed:
-            text = f"the adjoint equation missed its tolerance: {self._advice(missed)}"
+            text = f"the adjoint equation missed its tolerance: {self._advice(missed, equation)}"
             warnings.warn(text, AdjointWarning, stacklevel=2)
 
-    def _advice(self, missed: Sequence[Status]) -> str:
+    def _advice(self, missed: Sequence[Status], equation: Adjoint) -> str:
         """Constant for every cause, so that Python shows each warning once."""
         if set(missed) == {Status.STALLED}:
             return "the rounding of T allows no better, so loosen rtol or compute T in higher precision"
-        if not self.space.coupled and mixes_samples(self.T, self.z_star, self.inputs):
+        single = self.space.coupled or equation.jacobian.axes.levels  # what vmap maps over cannot be looked at
+        if not single and mixes_samples(self.T, self.z_star, self.inputs):
             return "T mixes samples: pass coupled=True"
         if Status.NONFINITE in missed:
             return "check that T and its derivative are finite at z*"

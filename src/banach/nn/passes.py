@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from banach.backward.reads import Reads
+from banach.kernels.known import is_hooked
 from banach.latent import Latent
 from banach.nn.watch import first_watch, is_compiled
 from banach.solve.precision import is_transformed
@@ -51,12 +52,12 @@ class Pass:
     ) -> None:
         known = isinstance(R, nn.Module)
         if modules is None:
-            modules = list(R.modules()) if known else []
-        buffers = _training_buffers(R, modules)
+            modules = modules_of(R)
+        buffers, special = _training_buffers(R, modules), special_layers(modules)
         self.R = R
         # A plain function may call layers that nobody can see from here: it gets masks in case it does.
-        self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
-        self.norms = _batch_norms(modules, buffers)
+        self.masks: Masks | None = {} if not known or any(map(draws_masks, special)) else None
+        self.norms = _batch_norms(special, buffers) if buffers else None
         self.writes = once and self.norms is not None and _writable(modules, buffers.values())
         self.snapshot = {} if self.writes else {name: part.detach().clone() for name, part in buffers.items()}
         recorded = later and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -91,12 +92,6 @@ class Pass:
             self._write_back(self.latest)
         self.latest = self.scratch = None
         self.made = {}
-
-    @property
-    def map(self) -> Callable[..., Latent]:
-        """`iterate`, or R itself where a pass has nothing to keep."""
-        bare = self.masks is None and self.norms is None and not self.snapshot
-        return self.R if bare else self.iterate
 
     def evaluate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """R(u, v). `index` says which samples of the batch these are, when some have left it."""
@@ -179,6 +174,36 @@ class Pass:
             _current.running, self.index = before, None
 
 
+class PlainPass:
+    """A pass of an R that has neither masks nor buffers: there is nothing to keep, and R is called as it is."""
+
+    masks = None
+
+    def __init__(self, R: Any) -> None:
+        self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
+
+    def __enter__(self) -> PlainPass:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _calls_forward(R: nn.Module) -> bool:
+    """Return True if R(u, v) is R.forward(u, v): nothing hooks it or compiles it."""
+    plain = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None
+    return plain and not is_hooked(R) and not torch.compiler.is_compiling()
+
+
+def forward_pass(
+    R: Any, modules: list[nn.Module], special: list[nn.Module], *, later: bool, once: bool
+) -> Pass | PlainPass:
+    """Return the pass that R, with these modules and special layers, needs."""
+    if later or special or not modules or any(module._buffers for module in modules) or first_watch(R) is not None:
+        return Pass(R, modules, later=later, once=once)
+    return PlainPass(R)
+
+
 class Then:
     """R in a forward pass: its parameters, and the mode of every module."""
 
@@ -218,6 +243,45 @@ class Then:
         finally:
             for module, mode in now:
                 module.training = mode
+
+
+def modules_of(R: Any) -> list[nn.Module]:
+    """Return the modules of R, each once. Every pass needs them, and `R.modules()` also makes their names."""
+    if not isinstance(R, nn.Module):
+        return []
+    if torch.compiler.is_compiling():
+        return list(R.modules())
+    found: dict[nn.Module, None] = {}
+    waiting = [R]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [part for part in module._modules.values() if part is not None]
+    return list(found)
+
+
+def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules that normalise by the batch or draw at random. Of most networks there are none."""
+    if torch.compiler.is_compiling():
+        return modules
+    return [module for module in modules if _special.get(type(module)) or _is_special(type(module))]
+
+
+_special: dict[type, bool] = {}  # classes that were looked at
+_SPECIAL = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RReLU,
+)
+
+
+def _is_special(kind: type) -> bool:
+    if kind not in _special:
+        _special[kind] = issubclass(kind, _SPECIAL) or hasattr(kind, "one_mask_per_pass")
+    return _special[kind]
 
 
 def _training_buffers(R: Any, modules: list[nn.Module]) -> dict[str, Tensor]:
@@ -303,9 +367,7 @@ def draws_masks(module: nn.Module) -> bool:
 
 def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> bool:
     """Does R mix the samples of a batch, in the state it is in? Batch norm does, unless it uses its buffers."""
-    if modules is None:
-        modules = list(R.modules()) if isinstance(R, nn.Module) else []
-    for module in modules:
+    for module in modules_of(R) if modules is None else modules:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
             module.training or (module.running_mean is None and module.running_var is None)
         ):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach, leaves
+from banach.solve.derivatives import without_tangents
 from banach.solve.exported import run_exported
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
@@ -20,12 +21,11 @@ from banach.solve.solver import Solver
 from banach.solve.tolerance import Tolerance
 from banach.solve.watched import Watched
 
-_is_vmapped: Callable[[Tensor], bool]
-try:
-    from torch._C._functorch import is_batchedtensor as _is_vmapped
+try:  # not public, so perhaps not there in every version
+    from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 except ImportError:
 
-    def _is_vmapped(tensor: Tensor) -> bool:
+    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
         return False
 
 
@@ -80,10 +80,11 @@ def solve(
     _check(T, solver, inputs, tolerance)
     space = Space.of(z0, coupled=coupled)
     compiling = torch.compiler.is_compiling()
-    if not compiling and any(map(_is_vmapped, leaves(z0))):
+    if tolerance.max_steps and not compiling and any(map(_is_vmapped, leaves(z0))):
         raise RuntimeError(
-            "torch.func.vmap cannot see through a solve, whose length follows the data; it is batched itself: put "
-            "what is mapped over on the first axis"
+            "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on "
+            "the first (batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and "
+            "max_steps=0"
         )
     if compact:
         _check_compact(space, inputs)
@@ -98,8 +99,13 @@ def solve(
         state, steps = run_exported(run, state), range(0)
     else:
         steps = range(1, tolerance.max_steps + 1)
-    with without_autocast(space):
-        for k in steps:
+    quick = watched and trace is None and on_step is None
+    with without_autocast(space), without_tangents():
+        k = 0
+        while k < len(steps):
+            k += 1
+            if quick:
+                k = run.sprint(state, k, len(steps))
             run.step(state, k, k)
             if trace is not None:
                 trace.append(run.residual(state))
@@ -131,6 +137,14 @@ def _probed(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
         failures=found.failures | {Status.MAX_STEPS},
         fault=fault,
     )
+
+
+def _is_vmapped(tensor: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)  # of torch.func.grad
+    return False
 
 
 @torch.compiler.disable(recursive=False)

@@ -6,6 +6,7 @@ small kernels a step, each of which costs as much as one of T's; here it is arit
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from banach.solve.precision import is_transformed
 from banach.solve.run import Base, check_measured
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point
-from banach.solve.state import DIVERGED, IDLE, STEADY, all_on_device, on_device, to_numpy
+from banach.solve.state import DIVERGED, IDLE, all_on_device, on_device, rises_alone, to_numpy
 from banach.solve.tolerance import RMS, Euclidean, WorstPixel
 
 Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for each
@@ -28,8 +29,9 @@ Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for ea
 @dataclass
 class HostState:
     """One row per sample, whose numbers stop changing when it freezes. Arrays are replaced, never written to,
-    so that tensors may share their memory. While no sample differs from another in what has to be done, which is
-    most of the time, little is computed: `active` and `stalled` are None, `steps` and `least_at` one number.
+    so that tensors may share their memory. Little is computed while all residuals fall (`falling`): then `least`
+    is `residual`, `least_at` is `steps`, and every sample is finite. While all samples are active, `active` is
+    None and `steps` one number.
     """
 
     z: Tensor  # (samples, width)
@@ -44,12 +46,15 @@ class HostState:
     mask: Tensor | None = None  # `active` on the device
     Tz: Tensor | None = None
     memory: Memory = ()
-    now: np.ndarray | None = None  # what is compared with atol, at the last evaluation, of frozen samples too
-    after: np.ndarray | None = None  # the same at the first evaluation after a sample froze
+    now: np.ndarray | None = None  # the residual at the last evaluation, of frozen samples too
+    now_test: np.ndarray | None = None  # and what was compared with atol
+    after: np.ndarray | None = None  # the residual at the first evaluation after a sample froze
+    falling: bool = True  # at every evaluation so far, every active sample had its least residual
+    pending: tuple[Tensor, Tensor, np.ndarray] | None = None  # an evaluation at z: T(z) - z and its norms
 
     @staticmethod
     def start(z: Tensor, memory: Memory, *, relative: bool) -> HostState:
-        unknown = np.full(len(z), np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
+        unknown = _infinite(len(z), z.dtype)
         return HostState(z, z, unknown, unknown, unknown if relative else None, memory=memory)
 
     @property
@@ -64,21 +69,18 @@ class HostState:
 
     def observe(self, k: int, residual: np.ndarray, excess: np.ndarray | None) -> None:
         """Record the residual of z at evaluation k for the active samples; keep z where it is the least so far."""
-        self.now = residual if excess is None else excess
-        # Not below `least`: NaN and, since nothing is below it twice, infinity.
-        if self.active is None and np.count_nonzero(residual < self.least) == len(residual):
-            self.residual = self.least = residual
-            self.excess = excess
-            self.steps = self.least_at = k
-            self.best_z = self.z
+        self.now, self.now_test = residual, residual if excess is None else excess
+        if self.active is not None:
+            self.after = self.now if self.after is None else np.where(self.steps == k - 1, self.now, self.after)
+        if self.falling and self._falls(k, residual, excess):
             return
+        self.falling = False
         # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
         finite = residual < np.inf
         if np.count_nonzero(finite) < len(residual):
             residual = np.where(finite, residual, np.nan)
             excess = None if excess is None else np.where(finite, excess, np.nan)
         if self.active is not None:
-            self.after = self.now if self.after is None else np.where(self.steps == k - 1, self.now, self.after)
             residual = np.where(self.active, residual, self.residual)
             excess = None if excess is None else np.where(self.active, excess, cast(np.ndarray, self.excess))
         better = residual < self.least
@@ -86,6 +88,24 @@ class HostState:
         self.steps = k if self.active is None else np.where(self.active, k, self.steps)
         self.least, self.least_at = np.where(better, residual, self.least), np.where(better, k, self.least_at)
         self._keep_best(better)
+
+    def _falls(self, k: int, residual: np.ndarray, excess: np.ndarray | None) -> bool:
+        """Record the residuals if those of all active samples are below their least; else return False.
+
+        Not below: NaN and, since nothing is below it twice, infinity.
+        """
+        active, better = self.active, residual < self.least
+        if active is not None:
+            better |= ~active
+        if np.count_nonzero(better) < len(better):
+            return False
+        if active is None:
+            self.residual, self.excess, self.steps = residual, excess, k
+        else:
+            self.residual, self.steps = np.where(active, residual, self.residual), np.where(active, k, self.steps)
+            self.excess = None if excess is None else np.where(active, excess, cast(np.ndarray, self.excess))
+        self.least, self.least_at, self.best_z = self.residual, self.steps, self.z
+        return True
 
     def _keep_best(self, better: np.ndarray) -> None:
         """By reference where it can be: frozen samples do not need their best iterate."""
@@ -113,19 +133,14 @@ class HostState:
         self.z = torch.where(self.mask, proposal, self.z)
 
     def risen(self, atol: float) -> np.ndarray | None:
-        """Return which samples converged and froze, but are above the tolerance at the last evaluation.
-
-        A sample does that on its own where T expands. Its residual is then the same at every later evaluation, and
-        such samples are left out.
-        """
-        if self.now is None or self.after is None:
+        """Return which samples converged and froze, but are above the tolerance at the last evaluation."""
+        if self.now is None or self.now_test is None or self.after is None:
             return None
-        risen = (self.test <= atol) & ~(self.now <= atol)
+        risen = (self.test <= atol) & ~(self.now_test <= atol)
         if not np.count_nonzero(risen):
             return None
-        long_frozen = self.steps < np.max(self.steps) - 1
-        steady = np.abs(self.now - self.after) <= STEADY * np.abs(self.after)
-        return cast(np.ndarray, risen & ~(long_frozen & steady))
+        known = np.where(self.steps < np.max(self.steps) - 1, self.after, np.nan)
+        return cast(np.ndarray, risen & ~rises_alone(self.now, self.now_test, known, atol))
 
     def settle(self, active: np.ndarray) -> None:
         """Set which samples are active from now on."""
@@ -146,7 +161,7 @@ class HostState:
             name: None if old is None else old[chosen] for name, old in self._numbers().items()
         }
         z, best_z, *memory = (part.index_select(0, index) for part in (self.z, self.best_z, *self.memory))
-        left = HostState(z, best_z, **kept, memory=tuple(memory))
+        left = HostState(z, best_z, **kept, memory=tuple(memory), falling=False)
         left.settle(cast(np.ndarray, left.active))
         return left
 
@@ -174,8 +189,15 @@ class HostState:
             "active": np.ones(count, bool) if self.active is None else self.active,
             "stalled": np.zeros(count, bool) if self.stalled is None else self.stalled,
             "now": self.now,
+            "now_test": self.now_test,
             "after": self.after,
         }
+
+
+@functools.lru_cache(maxsize=64)
+def _infinite(count: int, dtype: torch.dtype) -> np.ndarray:
+    """Return an array of infinities. Cached: nobody writes to the arrays of a state."""
+    return np.full(count, np.inf, np.float64 if dtype == torch.float64 else np.float32)
 
 
 class Watched(Base[HostState]):
@@ -187,23 +209,46 @@ class Watched(Base[HostState]):
         rows = self.space.rows(z0, "start").contiguous()
         return HostState.start(rows, self.solver.start(rows), relative=self.tolerance.rtol > 0)
 
+    def sprint(self, state: HostState, k: int, most: int) -> int:
+        """Take Picard steps from evaluation k on while there is nothing to decide; return where that ended.
+
+        The common case of `step` and `check` in a few lines, for small networks on a CPU: all samples are active,
+        better than before and above the tolerance. `step` finishes the evaluation that ended it.
+        """
+        plain = type(self.solver) is Picard and self.fresh and not self.tolerance.rtol
+        if not plain or not state.falling or state.active is not None:
+            return k
+        z, least, count, damping = state.z, state.least, len(state.least), cast(Picard, self.solver).damping
+        while True:
+            Tz = self.evaluate(z, first=k == 1)
+            r = Tz - z
+            residual = self.measure(r, self.space)
+            seen = to_numpy(residual)
+            done = np.count_nonzero(seen <= self.atol) or np.count_nonzero(seen < least) < count
+            if done or k >= most:
+                break
+            state.best_z, least, k = z, seen, k + 1
+            z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write its next value into Tz
+        if least is not state.least:
+            state.residual = state.least = state.now = state.now_test = least
+            state.steps = state.least_at = k - 1
+        state.z, state.Tz, state.pending = z, Tz, (r, residual, seen)
+        return k
+
     def step(self, state: HostState, k: int, turn: int) -> None:
         """Evaluate T once, look at the residual, move every sample that is still active."""
-        z = state.z
-        state.Tz = Tz = self.evaluate(z, first=turn == 1)
-        r = Tz - z
-        residual = self.measure(r, self.space)
-        if turn == 1:
-            check_measured(residual, r)
-        rtol, excess = self.tolerance.rtol, None
-        if rtol:
-            both = torch.stack((residual, torch.sub(residual, self.size(Tz), alpha=float(rtol))))
-            seen, excess = np.array(to_numpy(both), state.residual.dtype)
-        elif self.fresh:
-            seen = to_numpy(residual)
-        else:  # a copy: a norm may write its next value into the same memory
-            seen = np.array(to_numpy(residual), state.residual.dtype)
+        z, excess = state.z, None
+        if state.pending is None:
+            state.Tz = self.evaluate(z, first=turn == 1)
+            r = state.Tz - z
+            residual = self.measure(r, self.space)
+            if turn == 1:
+                check_measured(residual, r)
+            seen, excess = self._numbers(state, residual)
+        else:
+            (r, residual, seen), state.pending = state.pending, None
         state.observe(k, seen, excess)
+        Tz = cast(Tensor, state.Tz)
         if type(self.solver) is Picard:
             proposal = self.solver.propose(z, Tz)
         else:
@@ -211,11 +256,25 @@ class Watched(Base[HostState]):
             proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal)
 
+    def _numbers(self, state: HostState, residual: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the residuals on the host and, with a relative tolerance, what exceeds it."""
+        rtol = self.tolerance.rtol
+        if rtol:
+            size = self.size(cast(Tensor, state.Tz))
+            both = torch.stack((residual, torch.sub(residual, size, alpha=float(rtol))))
+            seen, excess = np.array(to_numpy(both), state.residual.dtype)
+            return seen, excess
+        # A copy if the norm is not ours: it may write its next value into the same memory.
+        seen = to_numpy(residual)
+        return seen if self.fresh else np.array(seen, state.residual.dtype), None
+
     def check(self, state: HostState, k: int, *, compact: bool) -> HostState:
         """Find which samples are done; judge stalling; let done samples leave the batch."""
-        if state.active is None and state.least_at is k and not np.count_nonzero(state.test <= self.atol):
-            return state  # all samples are active, finite, and better than before
         active = state.test > self.atol
+        if state.falling and not compact:  # nobody has stalled, and all are finite
+            state.settle(active)
+            self.busy = bool(np.count_nonzero(active))
+            return state
         if state.stalled is not None:
             active &= ~state.stalled
         idle = active & (state.least_at <= k - IDLE) if k > IDLE else None
@@ -233,7 +292,8 @@ class Watched(Base[HostState]):
 
     def finish(self, state: HostState, trace: list[Tensor] | None) -> Solution:
         """Return the solution a state stands for: scaled residuals, and the best iterate where that is kept."""
-        self.risen = self.present(state.risen(self.atol))
+        if state.after is not None:
+            self.risen = self.present(state.risen(self.atol))
         state, space = self.everyone(state), self.space_of_all
         met = state.test <= self.atol
         none = stalled = nonfinite = diverged = np.zeros(len(met), bool)

@@ -1,0 +1,152 @@
+"""The autograd Functions of `Implicit`: the derivative (I - J)^-1, forwards and backwards, under vmap too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from banach.backward.mode import is_differentiated
+from banach.backward.problem import Problem
+
+Parts = tuple[Tensor, ...]
+
+
+class Attached(torch.autograd.Function):
+    """The identity, whose derivative is (I - J)^-1: tangents are solved with I - J, cotangents with I - J'."""
+
+    @staticmethod
+    def forward(problem: Problem, *parts: Tensor) -> Parts:
+        # A copy, not a view: S may begin with an in-place activation.
+        return tuple(part.clone() for part in parts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Parts) -> None:
+        ctx.problem = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *_solved(ctx.problem, g, ctx.saved_tensors, tangent=False, depth=1))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *t: Tensor | None) -> Parts:
+        parts = _primals(ctx.saved_tensors)
+        return _solved(ctx.problem, _filled(t, parts), parts, tangent=True, depth=1)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], problem: Problem, *parts: Tensor) -> Any:
+        return Outside.apply(*parts), in_dims[1:]
+
+
+class Outside(torch.autograd.Function):
+    """The identity without a derivative: when that is asked for, what T closes over is no longer mapped over."""
+
+    @staticmethod
+    def forward(*parts: Tensor) -> Parts:
+        return tuple(part.clone() for part in parts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Parts, output: Parts) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *g: Any) -> Any:
+        raise RuntimeError(
+            "Implicit cannot be differentiated from outside of a vmap: differentiate inside, as vmap(grad(f)), or "
+            "put what is mapped over on the first (batch) axis"
+        )
+
+    jvp = backward
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *parts: Tensor) -> Any:
+        return Outside.apply(*parts), in_dims
+
+
+class Inverse(torch.autograd.Function):
+    """(I - J)^-1 g, or with the transpose, found before. It is linear in g; the linear map itself is a constant.
+
+    `depth` is the order of the derivative that it is part of. Beyond `problem.order` none is exact, so none is
+    given: the result is tied to the parts, on which J depends too, so that no derivative passes it by unnoticed.
+    (`once_differentiable` would not do: where the cotangent is a constant it takes the result for one too.)
+    """
+
+    @staticmethod
+    def forward(problem: Problem, tangent: bool, depth: int, *tensors: Tensor) -> Parts:
+        return tuple(tensor.clone() for tensor in tensors[: len(tensors) // 3])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Parts) -> None:
+        ctx.problem, ctx.tangent, ctx.depth, *tensors = inputs
+        parts = tensors[2 * len(output) :]
+        ctx.save_for_backward(*parts)
+        ctx.save_for_forward(*parts)
+
+    @staticmethod
+    def backward(ctx: Any, *c: Tensor) -> tuple[Tensor | None, ...]:
+        _check_order(ctx)
+        problem, parts, n = ctx.problem, ctx.saved_tensors, len(c)
+        g: Any = (None,) * n
+        if any(ctx.needs_input_grad[3 + n : 3 + 2 * n]):
+            g = _solved(problem, c, parts, tangent=not ctx.tangent, depth=ctx.depth + 1)
+        zeros = tuple(torch.zeros_like(part) for part in parts)
+        tied = _tied(problem, zeros, zeros, parts, tangent=ctx.tangent, depth=ctx.depth + 1)
+        return (None, None, None, *(None,) * n, *g, *tied)
+
+    @staticmethod
+    def jvp(ctx: Any, *t: Any) -> Parts:
+        _check_order(ctx)
+        parts = _primals(ctx.saved_tensors)
+        n = len(parts)
+        t = _filled(t[3 + n : 3 + 2 * n], parts)
+        return _solved(ctx.problem, t, parts, tangent=ctx.tangent, depth=ctx.depth + 1)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        """One after the other, each with a derivative of its own; with none where T itself is mapped over."""
+        n = len(inputs) // 3 - 1
+        if any(dim is not None for dim in in_dims[3 + 2 * n :]):
+            return Outside.apply(*inputs[3:])[:n], in_dims[3 : 3 + n]
+        columns = [
+            [given] * info.batch_size if dim is None else given.unbind(dim)
+            for given, dim in zip(inputs, in_dims, strict=True)
+        ]
+        rows = [Inverse.apply(*row) for row in zip(*columns, strict=True)]
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * n
+
+
+def _solved(problem: Problem, g: Parts, parts: Parts, *, tangent: bool, depth: int) -> Parts:
+    found = problem.solve(g, parts, tangent=tangent)
+    return _tied(problem, found, g, parts, tangent=tangent, depth=depth)
+
+
+def _tied(problem: Problem, found: Parts, g: Parts, parts: Parts, *, tangent: bool, depth: int) -> Parts:
+    """`found`, which depends on g and on the parts, where that is recorded."""
+    if not is_differentiated((*g, *parts)):
+        return found
+    tied: Parts = Inverse.apply(problem, tangent, depth, *found, *g, *parts)
+    return tied
+
+
+def _check_order(ctx: Any) -> None:
+    order = ctx.problem.order
+    if ctx.depth >= order:
+        kind = "second" if order == 1 else "higher"
+        raise RuntimeError(
+            f"Implicit(order={order}) gives no {kind} derivatives: write Implicit(order={order + 1}), or use "
+            "Unroll(steps) from z0 (max_steps=0). (NormalCG around an R that holds an Implicit network needs "
+            "second derivatives; GMRES() and Anderson() do not.)"
+        )
+
+
+def _primals(parts: Parts) -> Parts:
+    """Without the tangent that is being computed."""
+    return tuple(unpack_dual(part).primal for part in parts)
+
+
+def _filled(tangents: Any, parts: Parts) -> Parts:
+    return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, parts, strict=True))

@@ -1,0 +1,138 @@
+"""Inside of torch.func: the axes of vmap as plain axes, and tensors of a transform that is not running."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from banach.latent import Latent
+from banach.solve import Map
+
+try:  # not public, so perhaps not there in every version; without them torch.func refuses what follows the data
+    from torch._C._functorch import (
+        _add_batch_dim,
+        _remove_batch_dim,
+        get_unwrapped,
+        is_batchedtensor,
+        is_functorch_wrapped_tensor,
+        maybe_get_bdim,
+        maybe_get_level,
+        peek_interpreter_stack,
+    )
+    from torch._functorch.eager_transforms import grad_increment_nesting
+except ImportError:
+
+    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The vmaps that some tensors are in. What is mapped over becomes more rows of one plain matrix, and back."""
+
+    levels: tuple[int, ...] = ()  # of the outermost vmap first
+    sizes: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tensors: Iterable[Tensor]) -> Axes:
+        found: dict[int, int] = {}
+        for tensor in tensors:
+            while is_functorch_wrapped_tensor(tensor):
+                inner = get_unwrapped(tensor)
+                if is_batchedtensor(tensor):
+                    found[maybe_get_level(tensor)] = inner.shape[maybe_get_bdim(tensor)]
+                tensor = inner
+        levels = tuple(sorted(found))
+        return Axes(levels, tuple(found[level] for level in levels))
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    def plain(self, rows: Tensor) -> Tensor:
+        """One plain tensor, all that is mapped over along its first axis. It carries no derivative."""
+        if not self.levels:
+            return rows
+        for level, size in reversed(tuple(zip(self.levels, self.sizes, strict=True))):
+            rows = _remove_batch_dim(_without_derivative(rows), level, size, 0)
+        return _without_derivative(rows).flatten(0, len(self.levels))
+
+    def mapped(self, rows: Tensor) -> Tensor:
+        """What `plain` was given."""
+        if not self.levels:
+            return rows
+        rows = rows.reshape(*self.sizes, len(rows) // self.count, *rows.shape[1:])
+        rows = _without_derivative(rows)  # an operation inside of grad wraps what it gives, derivative or not
+        for level in self.levels:
+            rows = _add_batch_dim(rows, 0, level)
+        return rows
+
+
+def _without_derivative(tensor: Tensor) -> Tensor:
+    """The tensor inside the wrappers of grad, vjp and jvp, down to the next one of vmap."""
+    while is_functorch_wrapped_tensor(tensor) and not is_batchedtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+_ENDED = -2  # torch's number for a transform that has ended
+
+
+@contextmanager
+def present(tensors: Iterable[Tensor]) -> Iterator[Present]:
+    """Let T be evaluated although these, and what it closes over, may be of transforms that are not running now.
+
+    The derivative of an outer transform is computed while an inner one is set aside, or after it has ended. What T
+    closes over is then seen without the inner one, of which nothing is asked.
+    """
+    levels = [level for tensor in tensors for level in _levels(tensor)]
+    running = peek_interpreter_stack() if levels else None
+    now = 0 if running is None else running.level()
+    highest = max((now, *levels))
+    with ExitStack() as stack:
+        for _ in range(now, highest):  # so that levels made from here on have other numbers
+            stack.enter_context(grad_increment_nesting())
+        yield Present(now, highest, needed=highest > now or _ENDED in levels)
+
+
+class Present(TorchFunctionMode):
+    """Every tensor as it is at level `now`; those above `highest` were made since."""
+
+    def __init__(self, now: int, highest: int, *, needed: bool) -> None:
+        super().__init__()
+        self.now, self.highest, self.needed = now, highest, needed
+
+    def seen_by(self, T: Map) -> Map:
+        """T, called with what it closes over as it is at that level."""
+
+        def seeing(*given: Any) -> Latent:
+            with self:
+                return T(*given)
+
+        return seeing if self.needed else T
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, self.see, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def see(self, tensor: Tensor) -> Tensor:
+        while is_functorch_wrapped_tensor(tensor) and not is_batchedtensor(tensor):
+            level = maybe_get_level(tensor)
+            if level != _ENDED and not self.now < level <= self.highest:
+                break
+            tensor = get_unwrapped(tensor)
+        return tensor
+
+
+def _levels(tensor: Tensor) -> Iterator[int]:
+    """Of the transforms that it is in."""
+    while is_functorch_wrapped_tensor(tensor):
+        yield maybe_get_level(tensor)
+        tensor = get_unwrapped(tensor)

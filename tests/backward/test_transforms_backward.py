@@ -1,0 +1,290 @@
+"""torch.func through Implicit, against dense algebra: jvp, vjp, jacrev, jacfwd, and gradients per sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+
+from backward.contracts_backward import EXACT, METHODS, TIGHT, attach, error, name, sensitivity
+from backward.maps_backward import Case, all_cases, layer
+from backward.systems_backward import Told
+from banach import (
+    GMRES,
+    JFB,
+    AdjointWarning,
+    Anderson,
+    Broyden,
+    Implicit,
+    ImplicitNetwork,
+    Mode,
+    Neumann,
+    NormalCG,
+    Picard,
+    Tolerance,
+    Unroll,
+    WorstPixel,
+    fixed_point,
+)
+from problems import contraction, normal
+
+# torch's own forward mode, when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+cases = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+exact = pytest.mark.parametrize("mode", EXACT, ids=name)
+methods = pytest.mark.parametrize("method", METHODS, ids=str)
+
+
+def tangents(case: Case) -> tuple[Tensor, ...]:
+    return tuple(torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) for t in case.theta)
+
+
+def flat(parts: Any) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def matrix(blocks: Any, rows: int) -> Tensor:
+    return torch.cat([block.reshape(rows, -1) for block in blocks], 1)
+
+
+@cases
+@exact
+def test_products_and_matrices(mode: Implicit, case: Case) -> None:
+    _, S = sensitivity(mode, case)
+    which, t, g = tuple(range(len(case.theta))), tangents(case), case.cotangent()
+
+    def value(*theta: Tensor) -> Tensor:
+        return case.vector(attach(mode, case, theta))
+
+    assert error(jvp(value, case.theta, t)[1], S @ flat(t)) <= 1e-9
+    assert error(flat(vjp(value, *case.theta)[1](g)), S.T @ g) <= 1e-9
+    assert error(matrix(jacrev(value, which)(*case.theta), len(S)), S) <= 1e-9
+    assert error(matrix(jacfwd(value, which)(*case.theta), len(S)), S) <= 1e-9
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_forward_mode_of_leaves(enabled: bool) -> None:
+    """Found as a tangent that was JFB's: the Function was passed by, since nothing wanted a gradient."""
+    case, mode = layer(), Implicit(GMRES(), TIGHT)
+    _, S = sensitivity(mode, case)
+    with torch.set_grad_enabled(enabled), forward.dual_level():
+        duals = tuple(forward.make_dual(*pair) for pair in zip(case.theta, tangents(case), strict=True))
+        found = forward.unpack_dual(case.vector(attach(mode, case, duals))).tangent
+    assert found is not None
+    assert error(found, S @ flat(tangents(case))) <= 1e-9
+
+
+@methods
+def test_one_linear_solve_each(method: Any) -> None:
+    """For all columns of a Jacobian at once: the axis of vmap is more rows."""
+    told, case = Told(), layer()
+    mode = Implicit(method, TIGHT, report=told)
+
+    def value(x: Tensor) -> Tensor:
+        return case.vector(attach(mode, case, (*case.theta[:2], x)))
+
+    x = case.theta[2]
+    jvp(value, (x,), (torch.ones_like(x),))
+    vjp(value, x)[1](case.cotangent())
+    assert [len(status) for status in told.status] == [3, 3]
+    jacrev(value)(x)
+    jacfwd(value)(x)
+    assert [len(status) for status in told.status] == [3, 3, 15 * 3, 15 * 3]
+    assert all(products % 3 == 0 for products in told.products)
+
+
+def test_the_report_of_coupled_samples_under_vmap() -> None:
+    mix, x, told = contraction(3, 0.8), normal(3, 2, seed=140), Told()
+    mode = Implicit(GMRES(), Tolerance(atol=0, rtol=1e-12, max_steps=50, norm=WorstPixel()), report=told)
+
+    def value(x: Tensor) -> Tensor:
+        return mode.attach(lambda z, x: mix @ z + x, torch.zeros_like(x), (x,), coupled=True)
+
+    found = jacrev(value)(x).reshape(6, 6)
+    inverse = torch.linalg.inv(torch.eye(3, dtype=torch.float64) - mix).contiguous()
+    wanted = torch.kron(inverse, torch.eye(2, dtype=torch.float64))
+    assert error(found, wanted) <= 1e-9
+    assert [len(status) for status in told.status] == [6 * 3]
+    assert told.residual[0].shape == (18,)
+
+
+def test_an_unmet_tolerance_warns_in_forward_mode_too() -> None:
+    case = layer(gamma=0.95)
+    mode = Implicit(Picard(), Tolerance(atol=0, rtol=1e-12, max_steps=2))
+    with pytest.warns(AdjointWarning, match="allow more max_steps"):
+        jvp(lambda *theta: case.vector(attach(mode, case, theta)), case.theta, tangents(case))
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.7 * torch.tanh(self.linear(u) + v)
+
+
+def network(mode: Mode) -> Any:
+    torch.manual_seed(0)
+    Q, S = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
+    return ImplicitNetwork(Q, Cell(), S, tolerance=Tolerance(atol=1e-14, max_steps=500), backward=mode)
+
+
+def by_hand(net: Any, d: Tensor) -> Tensor:
+    v = net.Q(d)
+    u = torch.zeros_like(v)
+    for _ in range(150):
+        u = net.R(u, v)
+    return net.S(u)
+
+
+class ByHand(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, d: Tensor) -> Tensor:
+        return by_hand(self.net, d)
+
+
+@methods
+def test_a_network_forwards_and_backwards(method: Any) -> None:
+    """Through the solve: z* is found without a derivative, whatever the transform."""
+    net, d, t = network(Implicit(method, TIGHT)), normal(4, 3, seed=141), normal(4, 3, seed=142)
+    assert error(jvp(net, (d,), (t,))[1], jvp(lambda d: by_hand(net, d), (d,), (t,))[1]) <= 1e-9
+    assert error(jacrev(net)(d), jacrev(lambda d: by_hand(net, d))(d)) <= 1e-9
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden()], ids=str)
+def test_forward_mode_in_the_weights(solver: Any) -> None:
+    """Found as an error of Anderson's: the loop carried along the tangents of what R closes over."""
+    net, d = network(Implicit(GMRES(), TIGHT)), normal(4, 3, seed=148)
+    net.solver = solver
+    weights = {key: p.detach() for key, p in net.named_parameters()}
+    t = {key: torch.full_like(p, 0.3) for key, p in weights.items()}
+
+    def hand(weights: dict[str, Tensor]) -> Tensor:
+        return functional_call(ByHand(net), {f"net.{key}": p for key, p in weights.items()}, (d,))
+
+    found = jvp(lambda weights: functional_call(net, weights, (d,)), (weights,), (t,))[1]
+    assert error(found, jvp(hand, (weights,), (t,))[1]) <= 1e-9
+
+
+# Per sample: solve first, then vmap(grad(...)) with z0=z* and max_steps=0.
+
+
+def per_sample(net: Any, d: Tensor) -> dict[str, Tensor]:
+    weights = {key: p.detach() for key, p in net.named_parameters()}
+    with torch.no_grad():
+        z = net.latent(d)[1].value
+    usual, net.tolerance = net.tolerance, Tolerance(max_steps=0)
+
+    def loss(weights: dict[str, Tensor], d: Tensor, z: Tensor) -> Tensor:
+        y: Tensor = functional_call(net, weights, (d[None],), {"z0": z[None]})
+        return y.square().sum()
+
+    try:
+        return vmap(grad(loss), (None, 0, 0))(weights, d, z)
+    finally:
+        net.tolerance = usual
+
+
+PER_SAMPLE: list[Mode] = [
+    *(Implicit(method, TIGHT) for method in METHODS),
+    Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-12, max_steps=30, check_every=0)),
+    JFB(),
+    Neumann(3),
+    Unroll(4),
+]
+
+
+@pytest.mark.parametrize("mode", PER_SAMPLE, ids=str)
+def test_gradients_per_sample(mode: Mode) -> None:
+    """Against one backward pass for every sample, and for Implicit against a loop that is recorded whole."""
+    net, d = network(mode), normal(6, 3, seed=143)
+    found = per_sample(net, d)
+    for i in range(6):
+        loss = by_hand(net, d[i : i + 1]) if isinstance(mode, Implicit) else net(d[i : i + 1])
+        wanted = torch.autograd.grad(loss.square().sum(), list(net.parameters()))
+        for key, value in zip(found, wanted, strict=True):
+            assert error(found[key][i], value) <= 1e-9
+
+
+@methods
+def test_jacobians_per_sample(method: Any) -> None:
+    """Two vmaps in each other."""
+    net, d = network(Implicit(method, TIGHT)), normal(4, 3, seed=144)
+    with torch.no_grad():
+        z = net.latent(d)[1].value
+    wanted = vmap(jacrev(lambda d: by_hand(net, d[None])[0]))(d)
+    net.tolerance = Tolerance(max_steps=0)
+    for way in (jacrev, jacfwd):
+        found = vmap(way(lambda d, z: net(d[None], z0=z[None])[0]))(d, z)
+        assert error(found, wanted) <= 1e-9
+
+
+def test_hessians_per_sample() -> None:
+    net, d = network(Implicit(GMRES(), TIGHT, order=2)), normal(3, 3, seed=149)
+    with torch.no_grad():
+        z = net.latent(d)[1].value
+    net.tolerance = Tolerance(max_steps=0)
+    found = vmap(torch.func.hessian(lambda d, z: net(d[None], z0=z[None]).sin().sum()))(d, z)
+    wanted = vmap(torch.func.hessian(lambda d: by_hand(net, d[None]).sin().sum()))(d)
+    assert error(found, wanted) <= 1e-9
+
+    def outside(scale: Tensor) -> Tensor:
+        return vmap(grad(lambda d, z: (scale * net(d[None], z0=z[None])).sum()))(d, z).sum()
+
+    with pytest.raises(RuntimeError, match="from outside of a vmap"):
+        grad(outside)(torch.ones((), dtype=torch.float64))
+
+
+def test_the_recipe_for_fixed_point() -> None:
+    W, x = contraction(4, 0.6), normal(5, 4, seed=145)
+    z = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - W, x.T).T
+
+    def loss(W: Tensor, x: Tensor, z: Tensor) -> Tensor:
+        backward = Implicit(Anderson(), TIGHT)
+        u = fixed_point(lambda z: z @ W.T + x, z[None], tolerance=Tolerance(max_steps=0), backward=backward)
+        return u.sum()
+
+    found = vmap(grad(loss), (None, 0, 0))(W, x, z)
+    w = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - W.T, torch.ones(4, dtype=torch.float64))
+    assert error(found, w[None, :, None] * z[:, None]) <= 1e-9
+
+
+@pytest.mark.parametrize("mode", [JFB(), Implicit()], ids=name)
+@pytest.mark.parametrize("check_every", [0, 1])
+def test_vmap_of_grad_through_a_solve_is_refused_in_a_sentence(mode: Mode, check_every: int) -> None:
+    """Found as "Cannot access data pointer of Tensor": grad hid from the loop that it was mapped over."""
+    net, d = network(mode), normal(4, 3, seed=146)
+    net.tolerance = Tolerance(check_every=check_every)
+    says = r"solve first, then vmap\(grad\(...\)\) with z0=z\* and max_steps=0"
+    with pytest.raises(RuntimeError, match=says):
+        vmap(grad(lambda d: net(d[None]).sum()))(d)
+    with pytest.raises(RuntimeError, match=says):
+        vmap(lambda d: net(d[None]))(d)
+
+
+def test_a_derivative_from_outside_of_a_vmap_is_refused_in_a_sentence() -> None:
+    net, d = network(Implicit()), normal(4, 3, seed=147)
+    with torch.no_grad():
+        z = net.latent(d)[1].value
+    net.tolerance = Tolerance(max_steps=0)
+
+    def values(d: Tensor) -> Tensor:
+        return vmap(lambda d, z: net(d[None], z0=z[None])[0])(d, z)
+
+    value = values(d)  # the value itself is given
+    assert error(value, by_hand(net, d)) <= 1e-9
+    for ask in (
+        lambda: value.sum().backward(),
+        lambda: grad(lambda d: values(d).sum())(d),
+        lambda: jvp(values, (d,), (d,)),
+    ):
+        with pytest.raises(RuntimeError, match=r"from outside of a vmap: .* as vmap\(grad\(f\)\)"):
+            ask()
