@@ -66,6 +66,7 @@ def test_implicit_words(word: str, method: Any, rtol: float) -> None:
     mode = words.backward(word)
     assert isinstance(mode, Implicit)
     assert mode.method == method
+    assert mode.tolerance is not None
     assert (mode.tolerance.atol, mode.tolerance.rtol) == (0, rtol)
 
 

@@ -189,6 +189,7 @@ def test_cg_has_the_cap_of_the_forward_pass_and_both_tolerances() -> None:
             assert isinstance(job.backward, Implicit)
             assert isinstance(job.backward.method, ReleasedCG if way is table2_ways.CG_ABSOLUTE else NormalCG)
             assert job.tolerance is not None
+            assert job.backward.tolerance is not None
             assert job.backward.tolerance.max_steps == job.tolerance.max_steps
             assert not job.settings.fast
             assert job.settings.precision == "fp32"
@@ -196,6 +197,7 @@ def test_cg_has_the_cap_of_the_forward_pass_and_both_tolerances() -> None:
     assert caps == [50, 50, 200, 200, 500, 500]
     absolute = table2_ways.CG_ABSOLUTE.job(table2.FULL[0]).backward
     assert isinstance(absolute, Implicit)
+    assert absolute.tolerance is not None
     assert (absolute.tolerance.atol, absolute.tolerance.rtol) == (0.1, 0)
 
 

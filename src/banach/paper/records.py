@@ -19,12 +19,13 @@ from banach.paper.kept import read, reading
 from banach.paper.study import Options
 from banach.provenance import Summary, plain, write_json
 from banach.solve import Status
-from banach.train import Epoch
+from banach.train import Epoch, Settings
 from banach.train.checkpoint import checkpoints
 from banach.train.run import CHECKPOINTS, SETTINGS, RunError
 
 HEARD, RECORD = "heard.json", "record.json"
 _CONTENT = "marks"  # the key in the files that are kept
+_LATER = ("jacobian_penalty", "finite_difference", "correction", "correction_steps")  # settings
 
 
 class Adjoints(Counter[str]):
@@ -159,7 +160,18 @@ def _pairs(kept: Any, asked: Any) -> Iterator[tuple[str, str]]:
 
 
 def _identity(job: Job) -> Any:
-    return plain({"settings": job.settings.to_dict(), "job": repr(job)})
+    """What names a job. Settings that came after the first records are left out at their defaults."""
+    own, default = job.settings.to_dict(), Settings().to_dict()
+    settings = {name: value for name, value in own.items() if name not in _LATER or value != default[name]}
+    return plain({"settings": settings, "job": in_first_words(job)})
+
+
+def in_first_words(made: Any) -> str:
+    """Return the repr as it was when the first records were made, so that they are still found."""
+    words = repr(made).replace("check_every=None", "check_every=1").replace(", order=1)", ")")
+    for name in _LATER:
+        words = words.replace(f"{name}={getattr(Settings(), name)!r}, ", "")
+    return words
 
 
 def _kind(message: str) -> str:

@@ -54,6 +54,8 @@ class ReleasedCG:
                 break
             power, before = vecdot(r, r), power
             p = r + ratio(power, before) * p
+        # As released: w is used as it is, so the residual of w = g is not measured to compare it with.
+        equation.start = torch.full_like(equation.unit, torch.inf)
         return w
 
     def __repr__(self) -> str:  # how the last solve went is no part of a job's identity

@@ -16,7 +16,7 @@ from banach.paper import theory_dense, theory_measure, theory_perturb
 from banach.paper.common import Place, place_of
 from banach.paper.kept import reading
 from banach.paper.rebuild import rebuild
-from banach.paper.records import read_kept, write_kept
+from banach.paper.records import in_first_words, read_kept, write_kept
 from banach.paper.study import Options
 from banach.paper.theory_cases import Case, Moment, Trained
 from banach.paper.theory_measure import Reading, measure
@@ -129,9 +129,9 @@ def _source(moment: Moment, trained: Trained) -> Source:
 def _settings(net: Any) -> dict[str, str]:
     """Those that the job's own do not tell."""
     return {
-        "tolerance": repr(net.tolerance),
-        "tight": repr(theory_measure.TIGHT),
-        "limit": repr(theory_dense.LIMIT),
+        "tolerance": in_first_words(net.tolerance),
+        "tight": in_first_words(theory_measure.TIGHT),
+        "limit": in_first_words(theory_dense.LIMIT),
         "columns": repr(theory_dense.OTHERS),
         "distances": repr(theory_perturb.DISTANCES),
         "directions": repr(theory_perturb.DIRECTIONS),
