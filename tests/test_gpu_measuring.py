@@ -344,10 +344,12 @@ def test_further_benchmarks_run_at_tiny_sizes(tmp_path: Path) -> None:
     small = inference.Settings(
         model="digits", batches=(1, 3), repeats=2, precision="fp32", train_steps=2, device="cpu", compile=False
     )
-    predicted = inference.run(small)
+    with pytest.warns(banach.ConvergenceWarning):  # bf16 cannot meet 1e-4
+        predicted = inference.run(small)
     assert {row["path"] for row in predicted.rows} >= {"implicit, fast", "explicit, fast"}
     assert [target.what[-1] for target in predicted.targets] == ["1", "1"]
-    taken = epoch.run(epoch.Settings(batch=256, epochs=2, compile=False, model="digits", device="cpu"))
+    with pytest.warns(banach.ConvergenceWarning):
+        taken = epoch.run(epoch.Settings(batch=256, epochs=2, compile=False, model="digits", device="cpu"))
     assert [row["epoch"] for row in taken.rows] == [1, 2]
     assert taken.rows[1]["loss"] < taken.rows[0]["loss"]
     learned = curves.run(

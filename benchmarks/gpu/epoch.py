@@ -82,7 +82,8 @@ def memory(settings: MemorySettings = MemorySettings()) -> Result:
 def _peak(settings: MemorySettings, depth: int) -> Row:
     torch.manual_seed(0)
     model = models.get(settings.model)
-    net = models.build(settings.model, tolerance=Tolerance(atol=0.0, max_steps=depth)).cuda().train()
+    fixed = Tolerance(atol=0.0, max_steps=depth, check_every=0)
+    net = models.build(settings.model, tolerance=fixed).cuda().train()
     assert isinstance(net, ImplicitNetwork)
     d = torch.randn(settings.batch, *model.image, device="cuda")
     y = torch.randint(model.classes, (settings.batch,), device="cuda")
