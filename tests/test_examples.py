@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(*command: str) -> str:
     found = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-W", "error::RuntimeWarning", *command],  # every fixed point is found
         cwd=ROOT,
         env={"PYTHONPATH": "src", "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
