@@ -78,6 +78,17 @@ def test_every_path_says_nonfinite(solver: Solver, way: str, dtype: torch.dtype)
     assert (residual <= 1.0001).all(), "no worse than z0, whose residual is 1"
 
 
+@pytest.mark.parametrize("every", [1, 3, 0])
+def test_a_sample_that_is_not_finite_is_not_called_diverged_as_well(every: int) -> None:
+    """By a relative tolerance T(z) overflows while the residual is finite: host checks and the device differed."""
+    g = gains(torch.float32)
+    tolerance = Tolerance(atol=0, rtol=1e-5, max_steps=200, check_every=every)
+    here = solve(T, torch.zeros_like(g), Picard(0.3), inputs=(g,), tolerance=tolerance)
+    assert here.status == (Status.CONVERGED,) * 2 + (Status.NONFINITE,) * 40
+    assert here.diverged is not None
+    assert not bool(here.diverged.any())
+
+
 @dtypes
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_picard_by_hand(way: str, dtype: torch.dtype) -> None:

@@ -161,8 +161,8 @@ def finish(
     scale = tolerance.norm.scale(space)
     nonfinite = state.nonfinite
     stalled = torch.zeros_like(nonfinite) if state.stalled is None else state.stalled
-    converged = (state.test <= tolerance.atol / scale) & ~nonfinite
-    diverged = (state.residual > DIVERGED * state.least) & ~(converged | stalled)
+    met = state.test <= tolerance.atol / scale  # minus infinity, too, which is not finite
+    converged, diverged = met & ~nonfinite, (state.residual > DIVERGED * state.least) & ~(met | stalled)
     best = nonfinite | diverged
     return Solution(
         value=space.nest(torch.where(best[:, None], state.best_z, state.z)),
