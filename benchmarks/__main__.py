@@ -22,6 +22,7 @@ from benchmarks import (
     modes,
     onestep,
     overhead,
+    penalty,
     starts,
     steps,
 )
@@ -48,6 +49,7 @@ BENCHMARKS = {
     "starts": Benchmark(starts.run, starts.Settings(), starts.QUICK),
     "ladder": Benchmark(ladder.run, ladder.Settings(), ladder.QUICK),
     "layout": Benchmark(layout.run, layout.Settings(), layout.QUICK),
+    "penalty": Benchmark(penalty.run, penalty.Settings(), penalty.QUICK),
     "looptime": Benchmark(looptime.run, looptime.Settings(), looptime.QUICK),
 }
 

@@ -22,6 +22,7 @@ from benchmarks import (
     modes,
     onestep,
     overhead,
+    penalty,
     rival,
     starts,
     steps,
@@ -55,8 +56,12 @@ SMALL = {
     "starts": (starts.run, starts.Settings(epochs=1, frames=2, images=16, levels=(1e-2,))),
     "ladder": (ladder.run, ladder.Settings((ladder.Case("digits", 1e-1, 1e-3, 12),), seeds=2, batch=20)),
     "layout": (layout.run, layout.QUICK),
+    "penalty": (penalty.run, penalty.Settings(epochs=1, seeds=2, images=64, repeats=1)),
     "looptime": (looptime.run, looptime.Settings(shapes=((2, 8),), depth=12, repeats=1)),
 }
+
+
+ALONE = ("modes", "starts", "ladder", "layout", "penalty")  # measured against banach itself
 
 
 @functools.cache
@@ -91,7 +96,7 @@ def test_what_was_promised_holds(name: str) -> None:
     assert not missed
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("modes", "starts", "ladder", "layout")])
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ALONE])
 def test_without_torchdeq_the_rest_still_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rival, "available", lambda: False)
     run, settings = SMALL[name]

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Picard, Status, Tolerance, Unroll
+from banach import (
+    JFB,
+    Anderson,
+    ConvergenceWarning,
+    Implicit,
+    ImplicitNetwork,
+    Neumann,
+    Picard,
+    Status,
+    Tolerance,
+    Unroll,
+)
 from networks import LinearR, conv_network, gradients, images, linear_network
 
 TIGHT = Tolerance(atol=1e-14, max_steps=500)
@@ -34,9 +45,9 @@ def test_signatures_are_the_public_ones() -> None:
     names = list(inspect.signature(ImplicitNetwork.__init__).parameters)[1:]
     assert names == ["Q", "R", "S", "solver", "tolerance", "backward", "start", "coupled", "compact"]
     assert list(inspect.signature(banach.fixed_point).parameters) == [
-        "T", "z0", "inputs", "solver", "tolerance", "backward", "coupled",
+        "T", "z0", "inputs", "solver", "tolerance", "backward", "coupled", "solution", "throw",
     ]  # fmt: skip
-    assert list(inspect.signature(ImplicitNetwork.forward).parameters) == ["self", "d", "z0", "solution"]
+    assert list(inspect.signature(ImplicitNetwork.forward).parameters) == ["self", "d", "z0", "solution", "throw"]
 
 
 def test_a_first_network_learns() -> None:
@@ -191,8 +202,9 @@ def test_nan_in_data_is_said_and_spares_the_other_samples() -> None:
     x = data()
     clean = net(x)
     x[2, 0] = torch.nan
-    with pytest.warns(RuntimeWarning, match=r"1 of 4 samples: T gave NaN or infinity.*check the data for NaN"):
+    with pytest.warns(ConvergenceWarning, match="T gave NaN or infinity"):
         y, found = net(x, solution=True)
+    assert "check the data for NaN" in found.summary()
     assert found.status[2] is Status.NONFINITE
     others = [0, 1, 3]
     assert torch.allclose(y[others], clean[others])

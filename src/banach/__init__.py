@@ -3,13 +3,15 @@
 from banach import diagnose as diagnose
 from banach import nn as nn
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
-from banach.diagnose import ContractionMonitor, contraction_factor, descent_check
+from banach.diagnose import ContractionMonitor, ContractionWarning, contraction_factor, descent_check
 from banach.fast import compile
 from banach.network import ImplicitNetwork, fixed_point
 from banach.solve import (
     RMS,
+    AdjointWarning,
     Anderson,
     Broyden,
+    ConvergenceWarning,
     Euclidean,
     NotConverged,
     Picard,
@@ -20,7 +22,6 @@ from banach.solve import (
     WorstPixel,
     solve,
 )
-from banach.solve.warning import AdjointWarning
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,8 @@ __all__ = [
     "Anderson",
     "Broyden",
     "ContractionMonitor",
+    "ContractionWarning",
+    "ConvergenceWarning",
     "Euclidean",
     "Implicit",
     "ImplicitNetwork",

@@ -7,11 +7,12 @@ for a nest the way there is one concatenation and the way back is views.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 # A nest of tensors. Recursive types gain nothing here: every function below walks it in the same way.
 Latent = Any
 
+_SHORT = (torch.bfloat16, torch.float16)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -59,7 +61,11 @@ def map_leaves(function: Callable[..., Tensor], nest: Latent, *others: Latent) -
 
 
 def detach(nest: Latent) -> Latent:
-    """The same values, carrying no gradient."""
+    """Return the same values without a gradient."""
+    if isinstance(nest, Tensor):
+        return nest.detach()
+    if type(nest) is tuple:
+        return tuple([detach(part) for part in nest])
     return map_leaves(Tensor.detach, nest)
 
 
@@ -108,27 +114,22 @@ class Space:
 
     @staticmethod
     def of(z0: Latent, *, coupled: bool = False) -> Space:
+        if isinstance(z0, Tensor):
+            kind = z0.device.type
+            autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
+            make = _space.__wrapped__ if torch.compiler.is_compiling() else _space
+            return make(z0.shape, z0.dtype, z0.device, _is_channels_last(z0), coupled, autocast)
         parts = leaves(z0)
         if not parts:
             raise ValueError("z0 must hold at least one tensor, got an empty nest")
-        first = parts[0]
-        for leaf in parts:
+        first = Space.of(parts[0], coupled=coupled or any(not leaf.dim() for leaf in parts))
+        for leaf in parts[1:]:
             _check_leaf(leaf, first)
-        coupled = coupled or any(leaf.dim() == 0 for leaf in parts)
-        if not coupled and any(leaf.shape[0] != first.shape[0] for leaf in parts):
-            sizes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
-            raise ValueError(f"the tensors of z0 must share their first (batch) axis, got shapes {sizes}")
-        kind = first.device.type
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
-        low = first.dtype in (torch.bfloat16, torch.float16)
-        return Space(
-            template=rebuild(z0, [first.new_empty(0)] * len(parts)),  # not a view: it would keep z0 alive
+        return replace(
+            first,
+            template=rebuild(z0, [cast(Tensor, first.template)] * len(parts)),
             shapes=tuple(tuple(leaf.shape) for leaf in parts),
             last=tuple(_is_channels_last(leaf) for leaf in parts),
-            dtype=torch.float32 if autocast and low else first.dtype,
-            device=first.device,
-            coupled=coupled,
-            autocast=autocast,
         )
 
     @property
@@ -148,8 +149,14 @@ class Space:
         return tuple(math.prod(shape[start:]) for shape in self.shapes)
 
     @property
+    def is_matrix(self) -> bool:
+        """True if the latent is a matrix of rows already."""
+        one = len(self.shapes) == 1 and isinstance(self.template, Tensor)
+        return one and len(self.shapes[0]) == 2 and not self.coupled and self.dtype not in _SHORT
+
+    @property
     def rows_dtype(self) -> torch.dtype:
-        return torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else self.dtype
+        return torch.float32 if self.dtype in _SHORT else self.dtype
 
     def rows(self, nest: Latent, what: str = "T") -> Tensor:
         """The nest as a matrix (samples, width); a view where that is possible."""
@@ -189,15 +196,17 @@ class Space:
     def _flatten(self, leaf: Tensor, last: bool) -> Tensor:
         if last:
             leaf = leaf.movedim(1, -1)
-        return leaf.reshape(1, -1) if self.coupled else leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+        if self.coupled:
+            return leaf.reshape(1, -1)
+        return leaf if leaf.dim() == 2 else leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
 
     def _unflatten(self, columns: Tensor, shape: tuple[int, ...], last: bool) -> Tensor:
         if not last:
-            return columns.view(shape)
+            return columns if len(shape) == 2 and not self.coupled else columns.view(shape)
         return columns.view((shape[0], *shape[2:], shape[1])).movedim(-1, 1)
 
     def _check_same(self, leaf: Tensor, shape: tuple[int, ...], what: str) -> None:
-        if tuple(leaf.shape) != shape:
+        if leaf.shape != shape:
             raise ValueError(f"{what} must keep the shape of its input: {shape} became {tuple(leaf.shape)}")
         if leaf.dtype != self.dtype and not self.autocast:
             raise TypeError(
@@ -211,15 +220,34 @@ class Space:
             )
 
 
-def _check_leaf(leaf: Tensor, first: Tensor) -> None:
-    if not leaf.is_floating_point():
-        raise TypeError(f"z0 must be of a floating-point dtype, got {_name(leaf.dtype)}; call z0.float()")
-    if leaf.dtype != first.dtype:
-        raise TypeError(
-            f"the tensors of z0 must share one dtype, got {_name(first.dtype)} and {_name(leaf.dtype)}"
-        )
+@functools.lru_cache(maxsize=256)
+def _space(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, last: bool, coupled: bool, autocast: bool
+) -> Space:
+    """Return the space of one tensor. Cached, since every pass of a network has the same."""
+    if not dtype.is_floating_point:
+        raise TypeError(f"z0 must be of a floating-point dtype, got {_name(dtype)}; call z0.float()")
+    return Space(
+        template=torch.empty(0, dtype=dtype, device=device),
+        shapes=(tuple(shape),),
+        last=(last,),
+        dtype=torch.float32 if autocast and dtype in _SHORT else dtype,
+        device=device,
+        coupled=coupled or not shape,
+        autocast=autocast,
+    )
+
+
+def _check_leaf(leaf: Tensor, first: Space) -> None:
+    if leaf.dtype != cast(Tensor, first.template).dtype:
+        names = f"{_name(cast(Tensor, first.template).dtype)} and {_name(leaf.dtype)}"
+        raise TypeError(f"the tensors of z0 must share one dtype, got {names}")
     if leaf.device != first.device:
         raise ValueError(f"the tensors of z0 must share one device, got {first.device} and {leaf.device}")
+    if not first.coupled and leaf.shape[0] != first.batch:
+        raise ValueError(
+            f"the tensors of z0 must share their first (batch) axis, got {first.batch} and {leaf.shape[0]} rows"
+        )
 
 
 def _is_channels_last(leaf: Tensor) -> bool:

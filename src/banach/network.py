@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +15,17 @@ from banach.kernels.known import is_hooked
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
 from banach.nn.hidden import check_hidden
-from banach.nn.passes import Pass, uses_batch_statistics
-from banach.solve import Map, Picard, Solution, Solver, Status, Tolerance, solve
+from banach.nn.passes import (
+    Pass,
+    PlainPass,
+    forward_pass,
+    modules_of,
+    special_layers,
+    uses_batch_statistics,
+)
+from banach.solve import ConvergenceWarning, Fault, Map, Picard, Solution, Solver, Status, Tolerance, solve
+from banach.solve.mixing import probe
+from banach.solve.warning import warn_user
 
 _CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
 
@@ -30,28 +39,66 @@ def fixed_point(
     tolerance: Tolerance = Tolerance(),
     backward: Mode = JFB(),
     coupled: bool = False,
-) -> Latent:
-    """z = T(z, *inputs) from z0, differentiable by `backward` in everything T reads but z0."""
+    solution: bool = False,
+    throw: bool = False,
+) -> Any:
+    """Return z with z = T(z, *inputs), differentiable by `backward` in everything T reads but z0.
+
+    Args:
+        T: the map, called as T(z, *inputs); must keep z's shape.
+        z0: starting latent, a tensor or a nest of tensors that share axis 0 (the batch).
+        inputs: tensors for T, besides what it closes over.
+        solver: `Picard()`, `Anderson()` or `Broyden()`.
+        tolerance: when to stop.
+        backward: `JFB()`, `Neumann(k)`, `Unroll(k)` or `Implicit()`.
+        coupled: T mixes the samples of a batch, which then stops as one.
+        solution: also return the `Solution`.
+        throw: raise unless every sample converged.
+    Returns:
+        The latent, or (latent, Solution).
+    Raises:
+        NotConverged: if `throw` is True and a sample did not converge.
+    Warns:
+        ConvergenceWarning: if host checks saw samples that did not converge.
+    """
     _check_mode(backward)
-    found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled)
-    _forget(found)
-    _warn_nonfinite(found)
-    return backward.attach(T, found.value, tuple(inputs), coupled=coupled)
+    found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
+    _clear_caches(found)
+    if found.failures:
+        warn_unconverged(found, T, tuple(inputs), coupled=coupled)
+    z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
+    return (z, found) if solution else z
+
+
+def as_inputs(d: Any) -> tuple[Any, ...]:
+    """Return the arguments of Q: a tuple is several inputs, anything else is one."""
+    return d if type(d) is tuple else (d,)
 
 
 def zeros(v: Latent) -> Latent:
     """The start of the paper's Algorithm 1: a latent of zeros, shaped like Q(d)."""
-    return map_leaves(torch.zeros_like, v)
+    return torch.zeros_like(v) if isinstance(v, Tensor) else map_leaves(torch.zeros_like, v)
 
 
 class ImplicitNetwork(nn.Module):
     """N(d) = S(u*),  u* = R(u*, Q(d)).
 
-    Q(d) is computed once per pass. The fixed point is found without recording, then `backward` attaches the
-    gradient. Whether one is attached follows `torch.is_grad_enabled()`, never `training`. Batch norm in R
-    updates its statistics once per pass, and in train mode couples the batch (`coupled=None` looks for it).
-    `start(Q(d))` gives z0, and so does `z0=`: no gradient reaches either. With `tolerance.max_steps = 0` this
-    is the explicit twin S(R(z0, Q(d))).
+    Q(d) is computed once per pass; with several inputs, `net(tokens, mask)` calls Q(tokens, mask). The fixed point
+    is found without autograd, then `backward` attaches the gradient. Whether one is attached follows
+    `torch.is_grad_enabled()`, never `training`. Batch norm in R updates its statistics once per pass, and in train
+    mode couples the batch. No gradient reaches `start` or `z0`. With `tolerance.max_steps = 0` this is the
+    explicit twin S(R(z0, Q(d))).
+
+    Args:
+        Q: module or function from data to latent.
+        R: module or function of (u, Q(d)), whose fixed point in u is found.
+        S: module or function from latent to output.
+        solver, tolerance, backward: as for `fixed_point`; all three may be assigned later.
+        start: start(Q(d)) gives z0. The default is zeros shaped like Q(d).
+        coupled: samples share statistics, so the batch stops as one. None: look for batch norm in R.
+        compact: converged samples leave the batch (ignored where samples are coupled).
+    Warns:
+        ConvergenceWarning: if host checks saw samples that did not converge.
     """
 
     Q: Any  # modules or plain functions
@@ -80,42 +127,70 @@ class ImplicitNetwork(nn.Module):
         self.solver, self.tolerance, self.backward = solver, tolerance, backward
         self.coupled, self.compact = coupled, compact
 
-    def forward(self, d: Any, z0: Latent | None = None, *, solution: bool = False) -> Any:
-        u, found = self.latent(d, z0)
+    def forward(self, *d: Any, z0: Latent | None = None, solution: bool = False, throw: bool = False) -> Any:
+        """Return S(u*), or (S(u*), Solution).
+
+        Args:
+            d: the inputs of Q, called as Q(*d).
+            z0: starting latent; None: `start(Q(*d))`.
+            solution: also return the `Solution`.
+            throw: raise `NotConverged` unless every sample converged.
+        """
+        u, found = self._latent(d, z0, throw=throw)
         y = self.S(u)
         return (y, found) if solution else y
 
-    def latent(self, d: Any, z0: Latent | None = None) -> tuple[Latent, Solution]:
-        """u = R(u*, Q(d)) carrying its gradient, and what the solve found."""
-        _check_mode(self.backward)
-        check_dropout(self.R)
-        check_hidden(self.R)
-        v = self.Q(d)
-        coupled = uses_batch_statistics(self.R) if self.coupled is None else self.coupled
-        compact = self.compact and not coupled
-        z0 = self._start(v, z0)
-        later, once = _evaluates_later(self.backward), type(self.backward) is JFB
-        with Pass(self.R, later=later, once=once) as one:
-            # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
-            inputs = (v, _numbers(z0)) if compact and one.masks is not None else (v,)
-            found = solve(
-                one.iterate,
-                z0,
-                self.solver,
-                inputs=inputs,
-                tolerance=self.tolerance,
-                coupled=coupled,
-                compact=compact,
-            )
-            _forget(found)
-            u = self.backward.attach(one.evaluate, found.value, (v,), coupled=coupled)
-        _warn_nonfinite(found)
+    def latent(self, *d: Any, z0: Latent | None = None) -> tuple[Latent, Solution]:
+        """Return u = R(u*, Q(*d)) with its gradient, and the `Solution`."""
+        return self._latent(d, z0)
+
+    def _latent(self, d: tuple[Any, ...], z0: Latent | None, *, throw: bool = False) -> tuple[Latent, Solution]:
+        R, mode, coupled = self.R, self.backward, self.coupled
+        _check_mode(mode)
+        modules = modules_of(R)
+        special = special_layers(modules)
+        if not modules:
+            check_hidden(R)
+        if special:
+            check_dropout(R, special)
+        v = self.Q(*d)
+        if coupled is None:
+            coupled = bool(special) and uses_batch_statistics(R, special)
+        later, once = _evaluates_later(mode), type(mode) is JFB
+        with forward_pass(R, modules, special, later=later, once=once) as one:
+            found = self._solve(one, v, z0, coupled=coupled, compact=self.compact and not coupled, throw=throw)
+            _clear_caches(found)
+            if found.failures:
+                warn_unconverged(found, one.iterate, (v,), coupled=coupled, owner=R)
+            u = mode.attach(one.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
+    def _solve(
+        self, one: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
+    ) -> Solution:
+        own = z0 is None and self.start is zeros
+        try:
+            z0 = self._start(v, z0)
+            # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
+            inputs = (v, _numbers(z0)) if compact and one.masks is not None else (v,)
+            return solve(
+                one.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
+            )
+        except (TypeError, ValueError) as error:
+            if own and str(error).startswith(("T must keep the s", "z0 must be of a floating")):
+                raise type(error)(
+                    f"{error}; here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, "
+                    "a function that makes z0 from Q(d)"
+                ) from error
+            raise
+
     def _start(self, v: Latent, z0: Latent | None) -> Latent:
-        with torch.no_grad():
-            own = self.start(detach(v)) if z0 is None else z0
-        if z0 is not None and isinstance(v, Tensor) and not torch.is_autocast_enabled(v.device.type):
+        if z0 is None and self.start is zeros:
+            return zeros(detach(v))
+        if z0 is None:
+            with torch.no_grad():
+                return self.start(detach(v))
+        if isinstance(v, Tensor) and not torch.is_autocast_enabled(v.device.type):
             for leaf in leaves(z0):
                 if leaf.shape[:1] != v.shape[:1]:
                     raise ValueError(
@@ -127,7 +202,7 @@ class ImplicitNetwork(nn.Module):
                         f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "
                         f"{v.dtype} on {v.device}; write z0.to(dtype, device)"
                     )
-        return own
+        return z0
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
@@ -137,7 +212,7 @@ def is_as_written(net: object) -> bool:
     """Does it answer by `ImplicitNetwork`'s own methods, without hooks? Else no one may call its parts for it."""
     if not isinstance(net, ImplicitNetwork) or is_hooked(net):
         return False
-    names = ("__call__", "forward", "latent", "_start")
+    names = ("__call__", "forward", "latent", "_latent", "_solve", "_start")
     own = all(getattr(type(net), name) is getattr(ImplicitNetwork, name) for name in names)
     return own and vars(net).keys().isdisjoint(names)
 
@@ -157,10 +232,10 @@ def _evaluates_later(backward: Mode) -> bool:
     return not (type(backward) in (JFB, Neumann) or (type(backward) is Unroll and not backward.checkpoint))
 
 
-def _forget(found: Solution) -> None:
-    """What was computed from weights without recording, and is remembered: R would get no gradient.
+def _clear_caches(found: Solution) -> None:
+    """Drop cached values that were computed from weights without autograd: R would get no gradient.
 
-    Autocast remembers casts before torch 2.11; `parametrize.cached()` remembers parametrised weights.
+    Autocast caches casts before torch 2.11; `parametrize.cached()` caches parametrised weights.
     """
     if not torch.is_grad_enabled():
         return
@@ -174,8 +249,33 @@ def _recorded(kept: Tensor | None) -> bool:
     return kept is not None and kept.requires_grad
 
 
-def _warn_nonfinite(found: Solution) -> None:
-    """Said only where the host already knows: this asks the device for nothing."""
-    if found.nonfinite_seen:
-        count, total = found.nonfinite_seen, len(found.steps)
-        warnings.warn(f"{count} of {total} samples: {Status.NONFINITE.value}", RuntimeWarning, stacklevel=3)
+# R and T that were probed after a failed solve, and do not mix samples: they are not probed again.
+_independent: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def warn_unconverged(
+    found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
+) -> None:
+    """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
+
+    Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
+    fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
+    """
+    fault = found.fault
+    if fault is None and not coupled and type(found.solver) is not Picard:
+        fault = _probed_once(T, found.value, inputs, T if owner is None else owner)
+    causes = "; ".join(status.value for status in Status if status in found.failures)
+    text = fault.value if fault is not None else f"{causes}; print Solution.summary() (solution=True) for advice"
+    warn_user(f"the fixed point was not found for all samples: {text}", ConvergenceWarning)
+
+
+def _probed_once(T: Map, z: Latent, inputs: tuple[Any, ...], owner: Any) -> Fault | None:
+    try:
+        if owner in _independent:
+            return None
+        fault = probe(T, z, inputs)
+        if fault is None:
+            _independent.add(owner)
+        return fault
+    except TypeError:  # an owner that cannot be referenced weakly
+        return probe(T, z, inputs)

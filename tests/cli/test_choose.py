@@ -117,6 +117,22 @@ def test_a_model_without_a_fixed_point_is_given_none() -> None:
     assert not isinstance(assemble.network(settings), ImplicitNetwork)
     with pytest.raises(ValueError, match="resnet56 has no fixed point"):
         choose({"data": "cifar10", "model": "resnet56", "backward": "jfb"})
+    for key, value in (("jacobian_penalty", 0.1), ("correction", 0.1), ("correction_steps", "2,5")):
+        with pytest.raises(
+            ValueError, match=f"resnet56 has no fixed point to find; leave out {key.replace('_', '-')}"
+        ):
+            choose({"data": "cifar10", "model": "resnet56", key: value})
+
+
+def test_penalties_by_file_and_flag(tmp_path: Path) -> None:
+    file = write(tmp_path, "jacobian-penalty = 0.5\ncorrection = 1\ncorrection-steps = [1, 4]")
+    settings = choose({}, file)
+    assert (settings.jacobian_penalty, settings.correction, settings.correction_steps) == (0.5, 1, (1, 4))
+    assert choose({"correction_steps": "2,3"}, file).correction_steps == (2, 3)
+    with pytest.raises(ValueError, match="'2,x' needs a whole number, got 'x'"):
+        choose({"correction_steps": "2,x"})
+    with pytest.raises(ValueError, match="explicit twin, without a fixed point to penalise"):
+        choose({"max_steps": 0, "jacobian_penalty": 0.5})
 
 
 def test_another_optimizer_forgets_the_recipe_momentum() -> None:

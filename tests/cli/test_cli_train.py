@@ -285,3 +285,23 @@ def test_a_run_of_ones_own_network_by_the_library_is_evaluated_by_the_command(he
     train.fit(models.build("digits"), images, data.load("digits", "validation"), settings, run=run)
     for command in ("evaluate", "diagnose"):
         assert main([command, "runs/mine", "--device", "cpu"]) == 0
+
+
+PENALTIES = ["--jacobian-penalty", "0.5", "--correction", "0.3", "--correction-steps", "1,3"]
+
+
+def test_penalties_by_flags_reach_the_run_and_resume_bit_by_bit(here: Path, capsys: Any) -> None:
+    assert main([*SMALL, *PENALTIES, "--epochs", "2", "--out", "whole"]) == 0
+    made = Run.open(here / "whole").settings
+    assert (made.jacobian_penalty, made.correction, made.correction_steps) == (0.5, 0.3, (1, 3))
+    assert not made.finite_difference
+    assert main([*SMALL, *PENALTIES, "--epochs", "2", "--out", "other", "--finite-difference"]) == 0
+    assert Run.open(here / "other").settings.finite_difference
+    assert not same(Path("whole"), Path("other"))
+    (here / "part").mkdir()
+    for name in ("settings.json", "environment.json"):
+        (here / "part" / name).write_bytes((here / "whole" / name).read_bytes())
+    assert main(["train", "--resume", "part", "--correction-steps", "1,3", "--no-tensorboard"]) == 0
+    assert same(Path("whole"), Path("part"))
+    assert main(["train", "--resume", "part", "--correction-steps", "1,4", "--no-tensorboard"]) == 2
+    assert "was begun with correction_steps=[1, 3], got [1, 4]" in " ".join(capsys.readouterr().err.split())

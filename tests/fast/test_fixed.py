@@ -138,8 +138,8 @@ class Slow(Picard):
 
 
 class Doubled(ImplicitNetwork):
-    def forward(self, d: Any, z0: Any = None, *, solution: bool = False) -> Any:
-        return super().forward(2 * d, z0, solution=solution)
+    def forward(self, *d: Any, **how: Any) -> Any:
+        return super().forward(2 * d[0], **how)
 
 
 def _with(**changes: Any) -> Any:

@@ -41,8 +41,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (deep, r"R.inner.1.1 is Dropout, .* use banach.nn.Dropout, or banach.nn.convert_dropout\(R\)"),
     "alpha": (lambda: nn.AlphaDropout(0.1), "R.inner is AlphaDropout"),
     "channels": (lambda: nn.Dropout2d(0.1), "R.inner is Dropout2d"),
-    "attention": (lambda: Attention(0.1), "R.inner.attention is MultiheadAttention, .* set its dropout to 0"),
-    "recurrent": (lambda: nn.LSTM(6, 6, num_layers=2, dropout=0.1), "R.inner is LSTM, .* set its dropout to 0"),
+    "attention": (lambda: Attention(0.1), r"R.inner.attention is MultiheadAttention, .*convert_dropout\(R\)"),
+    "recurrent": (
+        lambda: nn.LSTM(6, 6, num_layers=2, dropout=0.1),
+        "R.inner is LSTM, .* set its dropout to 0, and put",
+    ),
     "slopes": (lambda: nn.RReLU(), "R.inner is RReLU, .* use nn.LeakyReLU"),
 }
 
@@ -121,9 +124,10 @@ def test_a_converted_map_has_a_fixed_point_in_train_mode() -> None:
     assert not torch.equal(net(normal(5, 4)), y)
 
 
-def test_a_transformer_layer_converts_but_for_its_attention() -> None:
-    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.1, batch_first=True)
-    with pytest.raises(RuntimeError, match=r"R.inner.self_attn is MultiheadAttention"):
-        check_dropout(Around(convert_dropout(layer)))
-    layer.self_attn.dropout = 0.0
-    check_dropout(Around(layer))
+def test_a_subclass_of_attention_is_refused_with_other_advice() -> None:
+    class Own(nn.MultiheadAttention):
+        pass
+
+    with pytest.raises(RuntimeError, match=r"R is Own, .* derive it from banach.nn.MultiheadAttention"):
+        check_dropout(convert_dropout(Own(6, 2, dropout=0.1)))
+    check_dropout(Own(6, 2))

@@ -115,7 +115,7 @@ def test_bad_nests(T: Any, message: str) -> None:
         ((), ValueError, "z0 must hold at least one tensor, got an empty nest"),
         ((Z, Z.double()), TypeError, "the tensors of z0 must share one dtype, got float32 and float64"),
         ((Z, Z.to("meta")), ValueError, "the tensors of z0 must share one device, got cpu and meta"),
-        ((Z, Z[:1]), ValueError, r"must share their first \(batch\) axis, got shapes \(2, 3\), \(1, 3\)"),
+        ((Z, Z[:1]), ValueError, r"must share their first \(batch\) axis, got 2 and 1 rows"),
     ],
 )
 def test_bad_starts(z0: Any, kind: type[Exception], message: str) -> None:
@@ -168,7 +168,6 @@ def test_bad_settings_of_solve(settings: dict[str, Any], kind: type[Exception], 
         ({"max_steps": True}, TypeError, "max_steps must be a whole number, got True"),
         ({"max_steps": -1}, ValueError, "max_steps must be at least 0, got -1"),
         ({"check_every": -2}, ValueError, "check_every must be at least 0, got -2"),
-        ({"check_every": None}, TypeError, "check_every must be a whole number, got None"),
         (
             {"norm": RMS},
             TypeError,

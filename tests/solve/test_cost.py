@@ -97,6 +97,7 @@ def test_no_step_reads_a_value(solver: Solver, rtol: float) -> None:
 @solvers
 def test_cost_of_a_step_does_not_grow(solver: Solver) -> None:
     z0 = torch.ones(1, 400)
+    measure(solver, 1, z0, check_every=0)  # the space of a latent is made once
     counts = [measure(solver, n, z0, check_every=0).kernels for n in (21, 31, 41)]
     assert counts[2] - counts[1] == counts[1] - counts[0]
 
@@ -113,7 +114,7 @@ def test_a_fixed_depth_needs_no_data_at_all(solver: Solver, coupled: bool) -> No
 
 
 @pytest.mark.parametrize("solver", [Picard(), Anderson()], ids=repr)
-@pytest.mark.parametrize(("every", "asked"), [(1, 20), (4, 5), (7, 2), (0, 0), (50, 0)])
+@pytest.mark.parametrize(("every", "asked"), [(1, 20), (4, 5), (7, 3), (0, 0), (50, 1)])
 def test_the_host_is_asked_at_checks_alone(
     monkeypatch: pytest.MonkeyPatch, solver: Solver, every: int, asked: int
 ) -> None:

@@ -40,7 +40,7 @@ def test_signatures() -> None:
     required = inspect.Parameter.empty
     assert defaults(solve) == {"T": required, "z0": required, "solver": Picard(), **options}
     assert keyword_only(solve) == list(options)
-    settings = {"atol": 1e-4, "rtol": 0.0, "max_steps": 50, "norm": RMS(), "check_every": 1}
+    settings = {"atol": 1e-4, "rtol": 0.0, "max_steps": 50, "norm": RMS(), "check_every": None}
     assert defaults(Tolerance) == settings
     assert keyword_only(Tolerance) == list(settings)
     assert defaults(Picard) == {"damping": 0.0}

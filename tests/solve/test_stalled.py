@@ -61,7 +61,7 @@ def test_judged_at_checks_only(every: int, steps: int) -> None:
 
 def test_never_without_checks() -> None:
     assert run([1] * 40, check_every=0) == (Status.MAX_STEPS, 40)
-    assert run([1] * 40, check_every=41) == (Status.MAX_STEPS, 40)
+    assert run([1] * 40, check_every=41) == (Status.STALLED, 40), "the last step is checked"
 
 
 def test_convergence_comes_first() -> None:

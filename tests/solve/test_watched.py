@@ -75,9 +75,9 @@ def check(
     host, seen = once()
     patch.setattr(loop, "Watched", Run)
     device, seen_there = once()
-    for name in ("value", "residual", "converged", "steps", "stalled", "nonfinite", "trace"):
+    for name in ("value", "residual", "converged", "steps", "stalled", "nonfinite", "diverged", "trace"):
         equal(getattr(host, name), getattr(device, name))
-    assert host.nonfinite_seen == device.nonfinite_seen
+    assert host.failures == device.failures
     for here, there in zip(seen, seen_there, strict=True):
         equal(here, there)
     return host

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,11 @@ def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
     assert work.tally.read().loss > 0
 
 
+PENALTIES: tuple[dict[str, Any], ...] = (
+    {"jacobian_penalty": 0.7},
+    {"jacobian_penalty": 0.7, "finite_difference": True},
+    {"correction": 0.4, "correction_steps": (1, 2)},
+)
 FIXED = Tolerance(max_steps=3, check_every=0)
 MODES = (JFB(), Neumann(2), Unroll(2), Implicit(Picard(), FIXED), Implicit(NormalCG(), FIXED))
 
@@ -107,6 +113,31 @@ def test_captured_steps_learn_what_plain_ones_learn(solver: Solver, mode: Mode, 
     assert fast_history.last.products == plain_history.last.products
     assert fast_history.last.converged is not None
     assert fast_history.last.converged >= 0.95
+
+
+@pytest.mark.parametrize("penalties", PENALTIES)
+def test_captured_steps_have_the_penalties_of_plain_ones(penalties: dict[str, Any]) -> None:
+    """The same signs are drawn, so the weights agree; warnings are errors here, so the steps are captured."""
+    made = settings(device="cuda", **penalties)
+    trained = []
+    for fast in (True, False):
+        net = plain_network()
+        fit(net, images(96), images(20, "validation"), replace(made, fast=fast))
+        trained.append(net)
+    for a, b in zip(*(net.parameters() for net in trained), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    without = plain_network()
+    fit(without, images(96), images(20, "validation"), replace(settings(device="cuda")))
+    assert not torch.allclose(without.R.inner.weight, trained[0].R.inner.weight, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_penalties_with_batch_norm_and_dropout(precision: str) -> None:
+    net: Any = network(tolerance=Tolerance(atol=3e-2, max_steps=20))
+    made = settings(device="cuda", precision=precision, jacobian_penalty=1.0, correction=0.5)
+    history = fit(net, images(96), images(20, "validation"), made)
+    assert history.last.loss < history.epochs[0].loss
+    assert int(net.R.blocks[0].norm.num_batches_tracked) == 12
 
 
 def test_captured_steps_draw_what_plain_ones_draw() -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from banach.backward.adjoint import Adjoint, checks, units
+from banach.backward.adjoint import Adjoint, units
 from banach.backward.jacobian import Jacobian
 from banach.backward.krylov import LinearSolver
 from banach.backward.reads import Reads
@@ -57,7 +57,7 @@ class Problem:
         return tuple(map(now.see, found))
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
-        checked = checks(self.tolerance, g.device) > 0
+        checked = self.tolerance.checks(g.device) > 0
         reported = checked or self.report is not None
         if not self.tolerance.max_steps and not reported:
             return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB

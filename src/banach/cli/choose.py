@@ -18,6 +18,7 @@ from banach.network import ImplicitNetwork
 from banach.train import Settings
 from banach.train.schedule import nearest, schedule_from_dict
 
+PENALTIES = ("jacobian_penalty", "finite_difference", "correction", "correction_steps")
 FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
 _SMALL = 16 * 16  # pixels: below, a second CPU thread costs more than it brings
 
@@ -74,7 +75,7 @@ def _fixed_point(recipe: Recipe) -> dict[str, Any]:
 
 
 def _no_fixed_point(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    for key in FIXED_POINT:
+    for key in (*FIXED_POINT, *PENALTIES):
         if given.get(key) is not None:
             raise ValueError(f"{model} has no fixed point to find; leave out {key.replace('_', '-')}")
     return dict.fromkeys(FIXED_POINT)
@@ -88,6 +89,8 @@ def _ready(given: Mapping[str, Any]) -> dict[str, Any]:
         values["schedule"] = words.schedule(schedule)
     elif schedule is not None:
         values["schedule"] = schedule_from_dict(schedule)
+    if isinstance(values.get("correction_steps"), str):
+        values["correction_steps"] = words.whole_numbers(values["correction_steps"])
     if values.get("optimizer") not in (None, "sgd"):
         values.setdefault("momentum", 0.0)  # the recipe's, if it is of SGD, has no meaning here
     return values
@@ -101,6 +104,8 @@ def _check(settings: Settings) -> None:
     words.solver(settings.solver)
     words.backward(settings.backward)
     words.norm(settings.norm or "rms")
+    if settings.max_steps == 0 and (settings.jacobian_penalty or settings.correction):
+        raise ValueError("max-steps 0 is the explicit twin, without a fixed point to penalise; leave that out")
     if settings.max_steps == 0 and settings.backward != "jfb":
         raise ValueError(
             f"max-steps 0 is the explicit twin, whose gradient is exact by jfb, got backward {settings.backward}; "

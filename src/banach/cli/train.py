@@ -18,6 +18,7 @@ from banach.train import Run, RunError
 EPILOG = """\b
 Further flags: --recipe --whole --augment --batch-norm/--no-batch-norm --rtol --optimizer
   --momentum --weight-decay --schedule --label-smoothing --clip --ema --accumulate
+  --jacobian-penalty --finite-difference --correction --correction-steps
   --monitor/--no-monitor --checkpoint-every --threads --fast/--no-fast --compile
   --tensorboard/--no-tensorboard
 A settings file holds the same names: epochs = 5, schedule = "steps:10,15:0.1"
@@ -70,6 +71,10 @@ def train(
     weight_decay: Annotated[Real, flag(hidden=True)] = None,
     schedule: Annotated[Text, flag(hidden=True)] = None,
     label_smoothing: Annotated[Real, flag(hidden=True)] = None,
+    jacobian_penalty: Annotated[Real, flag(hidden=True)] = None,
+    finite_difference: Annotated[Switch, flag("--finite-difference/--no-finite-difference", hidden=True)] = None,
+    correction: Annotated[Real, flag(hidden=True)] = None,
+    correction_steps: Annotated[Text, flag(hidden=True)] = None,
     clip: Annotated[Real, flag(hidden=True)] = None,
     ema: Annotated[Real, flag(hidden=True)] = None,
     accumulate: Annotated[Whole, flag(hidden=True)] = None,
@@ -123,8 +128,9 @@ def _resumed(path: Path, flags: dict[str, Any], data_dir: Path | None) -> Sessio
     """Flags that say what the run says already are welcome; only the device may differ."""
     opened = Run.open(path)
     given: dict[str, Any] = dict(flags)
-    if "schedule" in given:
-        given["schedule"] = words.schedule(given["schedule"])
+    for name, meant in (("schedule", words.schedule), ("correction_steps", words.whole_numbers)):
+        if name in given:
+            given[name] = meant(given[name])
     settings = replace(opened.settings, **given)
     opened.check(settings)
     return Session.on(Run(opened.path, settings), data_dir)

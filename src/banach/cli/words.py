@@ -75,9 +75,7 @@ def schedule(word: str) -> Schedule:
         "constant": Constant,
         "cosine": Cosine,
         "one-cycle": lambda: OneCycle(),
-        "steps": lambda at, factor="0.1": Steps(
-            tuple(_whole(word, epoch) for epoch in at.split(",")), _number(word, factor)
-        ),
+        "steps": lambda at, factor="0.1": Steps(whole_numbers(at), _number(word, factor)),
     }
     made: Schedule = _made("schedule", word, makers, SCHEDULES)
     return made
@@ -96,6 +94,11 @@ def augment(word: str) -> Augmentation | None:
     parts = [_made("augment", part, makers, AUGMENTS) for part in word.split("+")]
     kept = [part for part in parts if part is not None]
     return Chain(*kept) if len(kept) > 1 else (kept[0] if kept else None)
+
+
+def whole_numbers(word: str) -> tuple[int, ...]:
+    """`2,5`."""
+    return tuple(_whole(word, part) for part in word.split(","))
 
 
 def _made(what: str, word: str, makers: Mapping[str, Callable[..., Any]], grammar: str) -> Any:

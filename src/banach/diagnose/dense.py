@@ -13,6 +13,7 @@ from banach.backward import JFB
 from banach.diagnose.descent import gradient, tight_implicit
 from banach.diagnose.still import Still, check_network, plain, undisturbed
 from banach.latent import Latent, Space, leaves_like, rebuild
+from banach.network import as_inputs
 
 LIMIT = 2**24  # entries of M and J~ together: 128 MiB in float64
 
@@ -65,7 +66,7 @@ def linearise(net: Any, d: Any, loss: Callable[[Any], Tensor], z0: Latent | None
     with undisturbed(net, d):
         still = Still(net)
         with torch.enable_grad():
-            v = still.Q(plain(d))
+            v = still.Q(*plain(as_inputs(d)))
         z0, found = still.find(v, z0)
         u = still.find(v, found.value, tolerance=still.tight(z0))[1].value
         with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from banach.backward import Implicit, Mode
 from banach.diagnose.still import Still, close, plain, undisturbed
 from banach.latent import Latent, Space, detach
+from banach.network import as_inputs
 from banach.solve import Solution, Tolerance
 
 
@@ -76,7 +77,7 @@ def descent_checks(
     with undisturbed(net, d):
         still = Still(net)
         with torch.enable_grad():
-            v = still.Q(plain(d))
+            v = still.Q(*plain(as_inputs(d)))
         z0, found = still.find(v, z0)
         final = still.find(v, found.value, tolerance=tolerance or still.tight(z0))[1]
         exact = exact or tight_implicit(found.value, still.coupled)

@@ -13,6 +13,7 @@ from banach.diagnose.convergence import error_bound
 from banach.diagnose.jacobian import Jacobian, largest_singular_value, shaped_like
 from banach.diagnose.still import Still, close, plain, undisturbed
 from banach.latent import Latent, leaves
+from banach.network import as_inputs
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Anderson, Tolerance, solve
 
@@ -52,7 +53,7 @@ def measure_sensitivity(
     with undisturbed(net, d), torch.no_grad():
         still = Still(net)
         d = plain(d)
-        v = still.Q(d)
+        v = still.Q(*as_inputs(d))
         z0, found = still.find(v, z0)
         u = still.find(v, found.value, tolerance=still.tight(z0))[1].value
         still.T(u, v)  # draws the masks, had the solves evaluated nothing
@@ -60,7 +61,10 @@ def measure_sensitivity(
         J = Jacobian.of_map(still.T, u, (v,), coupled=coupled)
         # In the layout of J: the two are multiplied below.
         K = Jacobian.of(
-            lambda x: shaped_like(u, still.T(u, still.Q(x)), J.source), d, coupled=coupled, target=J.source
+            lambda x: shaped_like(u, still.T(u, still.Q(*as_inputs(x))), J.source),
+            d,
+            coupled=coupled,
+            target=J.source,
         )
         options: dict[str, Any] = {"max_steps": max_steps, "rtol": rtol, "seed": seed}
         L, gamma = (largest_singular_value(which, **options) for which in (K, J))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.latent import Latent, Space, detach, map_leaves
+from banach.network import as_inputs
 from banach.nn.dropout import check_dropout
 from banach.nn.passes import Pass, uses_batch_statistics
 from banach.solve import Map, Solution, Tolerance, solve
@@ -37,7 +38,7 @@ def network_map(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
     """The map that `net(d, z0)` iterates, and where it ends, without a trace left in the network."""
     with undisturbed(net, d), torch.no_grad():
         still = Still(net)
-        v = still.Q(plain(d))
+        v = still.Q(*plain(as_inputs(d)))
         z0, found = still.find(v, z0)
         still.T(found.value, v)  # draws the masks, had the solve evaluated nothing
     return NetworkMap(still.T, found.value, (v,), still.coupled, z0, found)

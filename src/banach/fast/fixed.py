@@ -16,7 +16,7 @@ from banach.fast.twin import has_traceless_twin, traceless_twin
 from banach.fast.whole import WholeSolve
 from banach.fast.windows import products_in_tf32, wants_windows, with_windows
 from banach.latent import Latent, Space, detach, leaves, map_leaves
-from banach.network import ImplicitNetwork, is_as_written
+from banach.network import ImplicitNetwork, as_inputs, is_as_written
 from banach.nn.passes import uses_batch_statistics
 from banach.solve import Picard, Tolerance
 
@@ -86,7 +86,7 @@ class FixedDepth:
             self.half.collect()
 
     def _bare(self, d: Any, depth: int) -> tuple[Any, Reached]:
-        v = self.Q(d)
+        v = self.Q(*as_inputs(d))
         if self.whole is not None:
             found = self.whole(detach(v))
             reached = Reached(found.residual, found.converged, found.nonfinite, found.steps, None)
@@ -126,7 +126,7 @@ class FixedDepth:
         net, tolerance = self.net, self.tolerance
         net.tolerance = replace(tolerance, max_steps=depth, check_every=0)
         try:
-            output, found = net(d, solution=True)
+            output, found = net(*as_inputs(d), solution=True)
         finally:
             net.tolerance = tolerance
         # It is known at which step every sample froze, so the excess of that depth is 1.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -22,8 +21,9 @@ from banach.fast.whole import WholeSolve
 from banach.latent import Space
 from banach.network import ImplicitNetwork, is_as_written, zeros
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import Picard, Status
+from banach.solve import ConvergenceWarning, Picard, Status
 from banach.solve.stages import stage
+from banach.solve.warning import warn_user
 
 
 class CompiledNetwork:
@@ -70,28 +70,30 @@ class CompiledNetwork:
         self._stages: dict[tuple[Any, ...], tuple[list[Tensor], Found, Callable[[], None]]] = {}
 
     @torch.no_grad()
-    def __call__(self, d: Tensor, z0: Tensor | None = None, *, solution: bool = False) -> Any:
-        """The output, or (output, Solution). `z0` starts the iteration: the `value` of the frame before, say.
+    def __call__(self, *inputs: Any, z0: Tensor | None = None, solution: bool = False) -> Any:
+        """Return the output, or (output, Solution).
 
-        The output alone does not tell of samples that are not finite: where the host asked, a warning does.
+        Args:
+            inputs: the inputs of Q, or one tuple of them; tensors with one row per sample.
+            z0: starting latent, such as the `value` of the frame before.
+            solution: also return the `Solution`.
         """
         self._check()
-        _one_tensor("d", d)
-        if not d.dim():
-            raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
+        d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
+        batch = _batch_of(d)
         if z0 is not None and not isinstance(z0, Tensor):
             raise TypeError(f"z0 must be a tensor, such as the value of a Solution, got a {_name(z0)}")
-        if z0 is not None and len(z0) != len(d):
-            raise ValueError(f"z0 must hold one latent for each of {len(d)} inputs, got {len(z0)}")
-        if not len(d) and d.is_cuda:  # there is no sample to fill a batch up with
-            return self.net(d, z0, solution=solution)
+        if z0 is not None and len(z0) != batch:
+            raise ValueError(f"z0 must hold one latent for each of {batch} inputs, got {len(z0)}")
+        if not batch and d[0].is_cuda:  # there is no sample to fill a batch up with
+            return self.net(*d, z0=z0, solution=solution)
         most = self.net.tolerance.max_steps
         steps = range(most if self.whole is not None else min(self.first, most))
-        found = self._run(self._enter, steps, d) if z0 is None else self._run(self._enter_from, steps, d, z0)
+        found = self._run(self._enter, steps, *d) if z0 is None else self._run(self._enter_from, steps, z0, *d)
         if steps.stop == most and not solution:
             self._remember(found)
             return found.y.clone()  # the next call writes over it
-        whole, here, lost = found.copy(), torch.arange(len(d), device=d.device), 0
+        whole, here, lost = found.copy(), torch.arange(batch, device=d[0].device), 0
         while steps.stop < most:
             late, nonfinite = found.ask()
             lost += nonfinite
@@ -104,7 +106,9 @@ class CompiledNetwork:
         if solution:
             return whole.y, whole.solution()
         if lost:
-            warnings.warn(f"{lost} of {len(d)} samples: {Status.NONFINITE.value}", RuntimeWarning, stacklevel=3)
+            warn_user(
+                f"the fixed point was not found for all samples: {Status.NONFINITE.value}", ConvergenceWarning
+            )
         return whole.y
 
     def _continued(self, found: Found, steps: range) -> Found:
@@ -118,18 +122,18 @@ class CompiledNetwork:
         if self.neighbours is not None:
             self.neighbours.remember(found.v, found.z, found.converged)
 
-    def _enter(self, steps: range, d: Tensor) -> Found:
+    def _enter(self, steps: range, *d: Tensor) -> Found:
         v = self._injected(d)
         z0 = None if self.net.start is zeros else self.net.start(v)
         if self.neighbours is not None:
             z0 = self.neighbours(v, torch.zeros_like(v) if z0 is None else z0)
         return self._from(steps, v, z0)
 
-    def _enter_from(self, steps: range, d: Tensor, z0: Tensor) -> Found:
+    def _enter_from(self, steps: range, z0: Tensor, *d: Tensor) -> Found:
         return self._from(steps, self._injected(d), z0)
 
-    def _injected(self, d: Tensor) -> Tensor:
-        return _by_sample("Q(d)", _one_tensor("Q(d)", self.Q(d)), d)
+    def _injected(self, d: tuple[Tensor, ...]) -> Tensor:
+        return _by_sample("Q(d)", _one_tensor("Q(d)", self.Q(*d)), d[0])
 
     def _from(self, steps: range, v: Tensor, z0: Tensor | None) -> Found:
         if self.whole is not None:
@@ -248,6 +252,18 @@ def compile(
     the tolerance, with what was asked before. See `CompiledNetwork`.
     """
     return CompiledNetwork(net, first=first, then=then, bf16=bf16, compile=compile, neighbours=neighbours)
+
+
+def _batch_of(d: tuple[Any, ...]) -> int:
+    """Return the number of samples that all inputs have a row for."""
+    if not d:
+        raise TypeError("a compiled network takes the inputs of Q, got none")
+    for one in d:
+        if not _one_tensor("d", one).dim():
+            raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
+        if len(one) != len(d[0]):
+            raise ValueError(f"all inputs must have one row per sample, got {len(d[0])} and {len(one)} rows")
+    return len(d[0])
 
 
 def _one_tensor(name: str, value: Any) -> Tensor:

@@ -15,12 +15,13 @@ from banach.fast.fixed import FixedDepth, Reached
 from banach.fast.fuse import wrapped
 from banach.fast.graph import unchanged, why_not_captured
 from banach.fast.programs import Programs, optimizer_tensors, reset_optimizer
-from banach.network import ImplicitNetwork
+from banach.network import ImplicitNetwork, as_inputs
 
 
 class TrainStep:
-    """step(images, labels) -> loss: forward, loss, backward and optimizer as one CUDA graph.
+    """step(inputs, targets) -> loss: forward, loss, backward and optimizer as one CUDA graph.
 
+    `inputs` is a tensor, or a tuple of tensors for a Q that takes several.
     The depth is chosen from the residuals of earlier steps, so that the tolerance of the network is met in nearly
     all of them, or found by a kernel that knows R; `reached` is what the last one came to. The tensors it returns
     belong to the graph: the next step writes over them. The batch must keep its shape and type. Give an optimizer
@@ -51,30 +52,34 @@ class TrainStep:
         if not any(p.is_cuda for p in net.parameters()):
             self._refuse("a step is captured on a CUDA GPU alone, and no weight is on one")
 
-    def __call__(self, d: Tensor, y: Tensor) -> Tensor:
-        for name, value in (("images", d), ("labels", y)):
+    def __call__(self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        d = as_inputs(inputs)
+        for name, value in (*(("inputs", one) for one in d), ("targets", targets)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
         if self.reason is None and self.programs is None:
-            self.programs = self._begin(d, y)
+            self.programs = self._begin(d, targets)
         if self.programs is None:
-            return self._plainly(d, y)
-        _check("images", d, self.d)
-        _check("labels", y, self.y)
+            return self._plainly(d, targets)
+        if len(d) != len(self.d):
+            raise ValueError(f"a captured step takes {len(self.d)} inputs, as at its first call, got {len(d)}")
         self.rates.follow()
-        self.d.copy_(d)
-        self.y.copy_(y)
+        pairs = list(zip((*d, targets), (*self.d, self.y), strict=True))
+        for number, (value, kept) in enumerate(pairs):
+            _check("inputs" if number < len(d) else "targets", value, kept)
+        for value, kept in pairs:
+            kept.copy_(value)
         loss, self.reached = self.result[self.programs.run()]
         return loss
 
-    def _begin(self, d: Tensor, y: Tensor) -> Programs | None:
-        self.d, self.y = d.clone(), y.clone()
-        self.rates = _Rates(self.optimizer, d.device)
+    def _begin(self, d: tuple[Tensor, ...], y: Tensor) -> Programs | None:
+        self.d, self.y = tuple(one.clone() for one in d), y.clone()
+        self.rates = _Rates(self.optimizer, d[0].device)
         fresh = not self.optimizer.state
         after: Callable[[], None] = (lambda: reset_optimizer(self.optimizer)) if fresh else (lambda: None)
         try:
             control = first_control(self.network, d, self._autocast)
-            made = Programs(d.device, self._body, control, self._changing, after)
+            made = Programs(d[0].device, self._body, control, self._changing, after)
             made.prepare()
         except Exception as error:  # whatever a user's network does that a capture cannot hold
             self._refuse(why_not_captured(error))
@@ -99,10 +104,10 @@ class TrainStep:
         self.result[depth] = (loss.detach(), reached)
         return reached.excess
 
-    def _plainly(self, d: Tensor, y: Tensor) -> Tensor:
+    def _plainly(self, d: tuple[Tensor, ...], y: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            output, found = self.net(d, solution=True)
+            output, found = self.net(*d, solution=True)
         loss = self._loss(output, y)
         loss.backward()
         self.optimizer.step()
@@ -168,5 +173,5 @@ def first_control(network: FixedDepth, d: Any, autocast: Callable[[], Any]) -> D
     if net.tolerance.max_steps == 0 or network.whole is not None:
         return None
     with torch.no_grad(), autocast(), unchanged(net.buffers()):
-        found = net(d, solution=True)[1]
+        found = net(*as_inputs(d), solution=True)[1]
     return DepthControl(Ladder.up_to(net.tolerance.max_steps), int(found.steps.max()) + 1)

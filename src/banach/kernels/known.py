@@ -6,14 +6,19 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Is something else called with it, by hooks of its own or by those of all modules?"""
-    everywhere = nn.modules.module
-    own = any(getattr(module, kind) for kind in _HOOKS)
-    return own or any(getattr(everywhere, f"_global{kind}", None) for kind in _HOOKS)
+    """Return True if hooks of this module, or hooks of all modules, are called with it."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(getattr(nn.modules.module, name, None) for name in _GLOBAL_HOOKS)
 
 
 def says(part: Any, name: str) -> bool:

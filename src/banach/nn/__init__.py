@@ -1,9 +1,12 @@
-"""Pieces people build Q, R and S from: layers that behave inside a fixed point."""
+"""Pieces people build Q, R and S from: layers that behave inside a fixed point, and penalties."""
 
 from banach.nn.affine import operator_norm
+from banach.nn.attention import MultiheadAttention, scaled_dot_product_attention
 from banach.nn.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d, convert_dropout
-from banach.nn.lipschitz import Lipschitz
+from banach.nn.lipschitz import Lipschitz, lipschitz_
 from banach.nn.monotone import ForwardBackward, MonotoneLinear
+from banach.nn.observe import Observed, fixed_point_correction, observe
+from banach.nn.penalty import finite_difference_penalty, jacobian_penalty
 from banach.nn.scaled import Scaled, ScaledInput
 from banach.nn.streams import TwoStream
 
@@ -15,9 +18,17 @@ __all__ = [
     "ForwardBackward",
     "Lipschitz",
     "MonotoneLinear",
+    "MultiheadAttention",
+    "Observed",
     "Scaled",
     "ScaledInput",
     "TwoStream",
     "convert_dropout",
+    "finite_difference_penalty",
+    "fixed_point_correction",
+    "jacobian_penalty",
+    "lipschitz_",
+    "observe",
     "operator_norm",
+    "scaled_dot_product_attention",
 ]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from banach.nn.passes import draws_masks, running_pass
+from banach.nn.attention import MultiheadAttention
+from banach.nn.masks import masked, pass_of
 
 
 class _OneMask:
     """x * m / (1 - p), with m drawn once per pass; outside a pass like PyTorch's own.
 
     The mask belongs to the layer: called at two places in R, it drops the same entries at both, so give each
-    place a layer of its own.
+    place its own layer.
     """
 
     one_mask_per_pass = True
@@ -24,38 +24,13 @@ class _OneMask:
     inplace: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        now = running_pass()
+        now = pass_of(self)
         if now is None:
-            _refuse_recomputation(self)
-        if now is None or not self.training or self.p == 0:
             return super().forward(x)  # type: ignore[misc]
-        _remember(self)
-        mask = now.mask(self, self.shape(x), 1 - self.p, x.device)  # type: ignore[arg-type]
-        # At p = 1 nothing is kept and the scale would be infinite.
-        return torch.where(mask, x / (1 - self.p) if self.p < 1 else x, x.new_zeros(()))
+        return masked(x, self, now, self.shape(x))
 
     def shape(self, x: Tensor) -> torch.Size:
         return x.shape
-
-
-# Layers that were evaluated inside a pass.
-_inside: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _remember(layer: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _inside.add(layer)
-
-
-def _refuse_recomputation(layer: Any) -> None:
-    """A checkpoint inside R recomputes in the backward pass, where the mask is not known."""
-    if torch.compiler.is_compiling() or not draws_masks(layer) or layer not in _inside:
-        return
-    if torch._C._current_graph_task_id() != -1:  # the backward pass is running
-        raise RuntimeError(
-            "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask: "
-            "use Unroll(checkpoint=True) instead"
-        )
 
 
 class _OneMaskPerChannel(_OneMask):
@@ -96,10 +71,24 @@ _TWINS: dict[type, type] = {
     nn.Dropout2d: Dropout2d,
     nn.Dropout3d: Dropout3d,
 }
+_ATTENTION = {
+    True: "call banach.nn.convert_dropout(R)",
+    False: "derive it from banach.nn.MultiheadAttention, or use banach.nn.scaled_dot_product_attention in it",
+}
 
 
 def convert_dropout(module: nn.Module) -> nn.Module:
-    """The module with every plain dropout in it replaced by its one-mask-per-pass twin (in place)."""
+    """Give every dropout layer and nn.MultiheadAttention in the module one mask per pass, in place.
+
+    Reaches the layers inside nn.TransformerEncoderLayer and other containers. Weights, hooks and state_dict stay
+    as they are. Subclasses of the layers are left alone, since their forward is not known.
+
+    Returns:
+        The module; if it is itself a dropout layer, the layer that replaces it.
+    """
+    if type(module) is nn.MultiheadAttention:
+        module.__class__ = MultiheadAttention  # the same object: its weights may be shared, or in an optimizer
+        return module
     if type(module) in _TWINS:
         twin = _TWINS[type(module)](module.p, module.inplace)
         return twin.train(module.training)
@@ -109,9 +98,11 @@ def convert_dropout(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_dropout(R: Any) -> None:
-    """Refuse a train-mode layer in R that would draw at random anew at every evaluation."""
+def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
+    """Refuse a train-mode layer in R that draws at random at every evaluation. `modules`: those of R, if known."""
     if not isinstance(R, nn.Module):
+        return
+    if not any(module.training and draws_anew(module) for module in modules or R.modules()):
         return
     for name, module in R.named_modules():
         advice = _advice(module) if module.training else None
@@ -132,8 +123,10 @@ def _advice(module: nn.Module) -> str | None:
     """What to use instead of a module that draws at random, or None if it does not."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and not isinstance(module, _OneMask) and module.p > 0:
         return "use banach.nn.Dropout, or banach.nn.convert_dropout(R)"
-    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
-        return "set its dropout to 0 and use banach.nn.Dropout outside it"
+    if isinstance(module, nn.MultiheadAttention) and not isinstance(module, MultiheadAttention):
+        return _ATTENTION[type(module) is nn.MultiheadAttention] if module.dropout > 0 else None
+    if isinstance(module, nn.RNNBase) and module.dropout > 0:
+        return "set its dropout to 0, and put banach.nn.Dropout between modules of one layer each"
     if isinstance(module, nn.RReLU) and module.lower < module.upper:
         return "use nn.LeakyReLU"
     return None

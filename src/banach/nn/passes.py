@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from banach.backward.reads import Reads
+from banach.kernels.known import is_hooked
 from banach.latent import Latent
-from banach.solve.loop import is_called_by_dynamo
+from banach.nn.watch import first_watch, is_compiled
+from banach.solve.precision import is_transformed
 
 Result = TypeVar("Result")
 Masks = dict[Any, Any]
@@ -45,14 +47,17 @@ class Pass:
     entered writes nothing at all.
     """
 
-    def __init__(self, R: Any, *, later: bool = False, once: bool = False) -> None:
+    def __init__(
+        self, R: Any, modules: list[nn.Module] | None = None, *, later: bool = False, once: bool = False
+    ) -> None:
         known = isinstance(R, nn.Module)
-        modules = list(R.modules()) if known else []
-        buffers = dict(R.named_buffers()) if any(module.training for module in modules) else {}
+        if modules is None:
+            modules = modules_of(R)
+        buffers, special = _training_buffers(R, modules), special_layers(modules)
         self.R = R
         # A plain function may call layers that nobody can see from here: it gets masks in case it does.
-        self.masks: Masks | None = {} if not known or any(map(draws_masks, modules)) else None
-        self.norms = _batch_norms(modules, buffers)
+        self.masks: Masks | None = {} if not known or any(map(draws_masks, special)) else None
+        self.norms = _batch_norms(special, buffers) if buffers else None
         self.writes = once and self.norms is not None and _writable(modules, buffers.values())
         self.snapshot = {} if self.writes else {name: part.detach().clone() for name, part in buffers.items()}
         recorded = later and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -65,8 +70,11 @@ class Pass:
         self.index: Tensor | None = None
         self.open = False
         self.outer: Pass | None = None
+        self.watch = first_watch(R)
 
     def __enter__(self) -> Pass:
+        if self.watch is not None:
+            self.watch.__enter__()
         self.open, self.outer, _current.running = True, _running(), self
         if self.masks is not None and self.outer is not None and self.outer.masks is not None:
             # R of the outer pass holds this network: its masks must last as long as the outer pass.
@@ -75,6 +83,8 @@ class Pass:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.watch is not None:
+            self.watch.__exit__(kind, error, trace)
         self.open, _current.running = False, self.outer
         if self.reads is not None:
             self.reads.leave_out_changed()
@@ -164,6 +174,36 @@ class Pass:
             _current.running, self.index = before, None
 
 
+class PlainPass:
+    """A pass of an R that has neither masks nor buffers: there is nothing to keep, and R is called as it is."""
+
+    masks = None
+
+    def __init__(self, R: Any) -> None:
+        self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
+
+    def __enter__(self) -> PlainPass:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _calls_forward(R: nn.Module) -> bool:
+    """Return True if R(u, v) is R.forward(u, v): nothing hooks it or compiles it."""
+    plain = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None
+    return plain and not is_hooked(R) and not torch.compiler.is_compiling()
+
+
+def forward_pass(
+    R: Any, modules: list[nn.Module], special: list[nn.Module], *, later: bool, once: bool
+) -> Pass | PlainPass:
+    """Return the pass that R, with these modules and special layers, needs."""
+    if later or special or not modules or any(module._buffers for module in modules) or first_watch(R) is not None:
+        return Pass(R, modules, later=later, once=once)
+    return PlainPass(R)
+
+
 class Then:
     """R in a forward pass: its parameters, and the mode of every module."""
 
@@ -205,6 +245,52 @@ class Then:
                 module.training = mode
 
 
+def modules_of(R: Any) -> list[nn.Module]:
+    """Return the modules of R, each once. Every pass needs them, and `R.modules()` also makes their names."""
+    if not isinstance(R, nn.Module):
+        return []
+    if torch.compiler.is_compiling():
+        return list(R.modules())
+    found: dict[nn.Module, None] = {}
+    waiting = [R]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [part for part in module._modules.values() if part is not None]
+    return list(found)
+
+
+def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules that normalise by the batch or draw at random. Of most networks there are none."""
+    if torch.compiler.is_compiling():
+        return modules
+    return [module for module in modules if _special.get(type(module)) or _is_special(type(module))]
+
+
+_special: dict[type, bool] = {}  # classes that were looked at
+_SPECIAL = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RReLU,
+)
+
+
+def _is_special(kind: type) -> bool:
+    if kind not in _special:
+        _special[kind] = issubclass(kind, _SPECIAL) or hasattr(kind, "one_mask_per_pass")
+    return _special[kind]
+
+
+def _training_buffers(R: Any, modules: list[nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers of R, if a module of it is in train mode and may write to them."""
+    if not any(module._buffers for module in modules) or not any(module.training for module in modules):
+        return {}
+    return dict(R.named_buffers())
+
+
 def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[nn.Module] | None:
     """The batch norms that track, if all buffers are theirs; None if others have some, or there are none."""
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -213,21 +299,11 @@ def _batch_norms(modules: list[nn.Module], buffers: dict[str, Tensor]) -> list[n
     return norms if norms and all(id(buffer) in own for buffer in buffers.values()) else None
 
 
-_is_transformed: Callable[[], bool]
-try:  # not public, so perhaps not there in every version
-    from torch._C import _are_functorch_transforms_active as _is_transformed
-except ImportError:
-
-    def _is_transformed() -> bool:
-        return True
-
-
 def _writable(modules: list[nn.Module], buffers: Iterable[Tensor]) -> bool:
     """Can R be called as it is, buffers and all? Not inside torch.func, nor where Dynamo compiles some of it."""
-    if torch.compiler.is_compiling() or is_called_by_dynamo() or _is_transformed():
+    if torch.compiler.is_compiling() or is_transformed() or is_compiled(modules):
         return False
-    compiled = (type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) for m in modules)
-    return not any(compiled) and not any(buffer.is_inference() for buffer in buffers)
+    return not any(buffer.is_inference() for buffer in buffers)
 
 
 def _bare() -> bool:
@@ -289,15 +365,14 @@ def draws_masks(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, "one_mask_per_pass", False)) and bool(getattr(module, "p", 0))
 
 
-def uses_batch_statistics(R: Any) -> bool:
+def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> bool:
     """Does R mix the samples of a batch, in the state it is in? Batch norm does, unless it uses its buffers."""
-    if not isinstance(R, nn.Module):
-        return False
-    return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or (module.running_mean is None and module.running_var is None))
-        for module in R.modules()
-    )
+    for module in modules_of(R) if modules is None else modules:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or (module.running_mean is None and module.running_var is None)
+        ):
+            return True
+    return False
 
 
 def _copy_all(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:

@@ -3,17 +3,22 @@
 from banach.solve.anderson import Anderson
 from banach.solve.broyden import Broyden
 from banach.solve.loop import solve
+from banach.solve.mixing import Fault, mixes_samples
 from banach.solve.picard import Picard
 from banach.solve.run import Map
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Memory, Point, Solver
 from banach.solve.tolerance import RMS, Euclidean, Norm, Tolerance, WorstPixel
+from banach.solve.warning import AdjointWarning, ConvergenceWarning
 
 __all__ = [
     "RMS",
+    "AdjointWarning",
     "Anderson",
     "Broyden",
+    "ConvergenceWarning",
     "Euclidean",
+    "Fault",
     "Map",
     "Memory",
     "Norm",
@@ -25,5 +30,6 @@ __all__ = [
     "Status",
     "Tolerance",
     "WorstPixel",
+    "mixes_samples",
     "solve",
 ]

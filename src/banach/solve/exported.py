@@ -61,4 +61,4 @@ def _pack(state: State) -> tuple[Tensor, ...]:
 def _unpack(carried: tuple[Tensor, ...]) -> State:
     """The state these tensors hold. Copies: a body of `while_loop` may not write to what it is handed."""
     z, best_z, active, stats, *memory = (tensor.detach().clone() for tensor in carried)
-    return State(z, best_z, active, stats, torch.empty_like(stats[0]), tuple(memory))
+    return State(z, best_z, active, stats, tuple(memory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from banach.latent import Latent, Space, detach, leaves
 from banach.solve.derivatives import without_tangents
 from banach.solve.exported import run_exported
+from banach.solve.mixing import probe
 from banach.solve.picard import Picard
 from banach.solve.precision import without_autocast
 from banach.solve.run import Map, Run
-from banach.solve.solution import NotConverged, Solution
+from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
 from banach.solve.tolerance import Tolerance
 from banach.solve.watched import Watched
@@ -50,18 +52,35 @@ def solve(
     on_step: Callable[[int, Latent], None] | None = None,
     throw: bool = False,
 ) -> Solution:
-    """Find z = T(z, *inputs), starting at z0, without recording a gradient.
+    """Find z with z = T(z, *inputs), starting at z0, without recording a gradient.
 
-    A converged sample is frozen, so its answer does not depend on who else is in the batch; with
-    `compact=True` it leaves the batch instead (then all that belongs to a sample must be in `inputs`).
-    `coupled=True`: the samples share statistics, and the batch stops as one. `record=True` keeps the
-    residuals (`Solution.trace`). `on_step(k, z)` sees every iterate. `throw=True` raises `NotConverged`
-    unless every sample converged. T must write neither to z nor to `inputs`: it is refused if its first
-    evaluation does, but tensors made in inference mode show a write only where T gives z's own memory back.
+    A sample stops when its residual meets `tolerance`, and keeps its value from then on. So its answer does not
+    depend on the other samples of the batch. `solve` never warns: look at the `Solution`.
+
+    Args:
+        T: the map, called as T(z, *inputs) once per step. It must keep z's shape and must not write to z or to
+            `inputs`. (A write to a tensor made in inference mode is noticed only where T returns z's own memory.)
+        z0: starting latent, a tensor or a nest of tensors that share axis 0 (the batch).
+        solver: `Picard()`, `Anderson()` or `Broyden()`.
+        inputs: per-sample tensors for T.
+        tolerance: when to stop.
+        coupled: samples share statistics, such as those of train-mode batch norm; the batch stops as one.
+        compact: converged samples leave the batch instead of staying in it frozen. All that belongs to a sample
+            must then be in `inputs`.
+        record: keep the residuals of every step (`Solution.trace`).
+        on_step: called as on_step(k, z) with every iterate.
+        throw: raise unless every sample converged.
+    Returns:
+        Solution, with one entry per sample. With host checks on, a frozen sample that does not stay converged
+        shows that T may mix samples although `coupled` is False. Then a few more evaluations probe T; if it does
+        mix samples, none counts as converged, and `Solution.fault` says why.
+    Raises:
+        NotConverged: if `throw` is True and a sample did not converge.
     """
     _check(T, solver, inputs, tolerance)
     space = Space.of(z0, coupled=coupled)
-    if tolerance.max_steps and not torch.compiler.is_compiling() and any(map(_is_vmapped, leaves(z0))):
+    compiling = torch.compiler.is_compiling()
+    if tolerance.max_steps and not compiling and any(map(_is_vmapped, leaves(z0))):
         raise RuntimeError(
             "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on "
             "the first (batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and "
@@ -71,31 +90,53 @@ def solve(
         _check_compact(space, inputs)
     # torch 2.11 says so under torch.compile as well; there the loop is Python's.
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    parts = (T, solver, tolerance, space, detach(tuple(inputs)))
-    watched = tolerance.check_every == 1 and not exporting and not torch.compiler.is_compiling()
-    watched = watched and not is_called_by_dynamo()
-    run: Any = Watched(*parts) if watched else Run(*parts)
+    every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
+    watched = every == 1 and not exporting and not compiling and not is_called_by_dynamo()
+    run: Any = (Watched if watched else Run)(T, solver, tolerance, space, inputs)
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
     if exporting:
         state, steps = run_exported(run, state), range(0)
     else:
         steps = range(1, tolerance.max_steps + 1)
+    quick = watched and trace is None and on_step is None
     with without_autocast(space), without_tangents():
-        for k in steps:
+        k = 0
+        while k < len(steps):
+            k += 1
+            if quick:
+                k = run.sprint(state, k, len(steps))
             run.step(state, k, k)
             if trace is not None:
                 trace.append(run.residual(state))
             if on_step is not None:
                 on_step(k, space.nest(run.everyone(state).z))
-            if tolerance.check_every and k % tolerance.check_every == 0:
+            if every and (k % every == 0 or k == tolerance.max_steps):
                 state = run.check(state, k, compact=compact)
                 if not run.busy:
                     break
-        solution: Solution = run.finish(state, trace)
-    if throw and not bool(solution.converged.all()):
-        raise NotConverged(solution)
-    return solution
+        found: Solution = run.finish(state, trace)
+    if run.risen is not None and not space.coupled:
+        found = _probed(run, T, found, inputs)
+    if throw and not bool(found.converged.all()):
+        raise NotConverged(found)
+    return found
+
+
+def _probed(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
+    """Return the solution as it is, or with what is wrong with T: then no sample has converged."""
+    fault = probe(T, found.value, inputs, int(run.risen[0]))
+    if fault is None:
+        return found
+    space, norm = run.space_of_all, run.tolerance.norm
+    rows = space.rows(T(found.value, *inputs)) - space.rows(found.value)
+    return replace(
+        found,
+        converged=torch.zeros_like(found.converged),
+        residual=norm.measure(rows, space) * norm.scale(space),
+        failures=found.failures | {Status.MAX_STEPS},
+        fault=fault,
+    )
 
 
 def _is_vmapped(tensor: Tensor) -> bool:

@@ -1,36 +1,76 @@
-"""Does T mix samples? A probe of two evaluations that record nothing."""
+"""Does T mix the samples of a batch, or draw at random? A probe of two or three evaluations."""
 
 from __future__ import annotations
 
+import enum
+from typing import TYPE_CHECKING, Any
+
 import torch
+from torch import Tensor
 
-from banach.latent import Latent, leaves, leaves_like, map_leaves
-from banach.solve.run import Map
+from banach.latent import Latent, Space, detach
+from banach.solve.precision import rounding
+
+if TYPE_CHECKING:
+    from banach.solve.run import Map
 
 
-@torch.no_grad()
-def mixes_samples(T: Map, z: Latent, inputs: tuple = ()) -> bool:
-    """Return True if changing the first sample of z changes T(z) of another sample.
+class Fault(enum.Enum):
+    """What is wrong with a T whose samples were taken to be independent."""
+
+    MIXES = "T mixes samples: pass coupled=True, so that the batch stops as one"
+    RANDOM = (
+        "T gives another value each time it is evaluated at the same z: it draws at random; "
+        "use banach.nn.Dropout or banach.nn.convert_dropout(R)"
+    )
+
+
+def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
+    """Return True if the value of T at one sample depends on another sample of z.
+
+    Two evaluations without autograd: every second row of z is changed, and the rows between must not change. The
+    probe cannot see a dependence between rows of one parity only; `banach.diagnose.is_coupled` can.
 
     Args:
         T: the map, called as T(z, *inputs).
-        z: a latent; axis 0 is the batch.
-        inputs: further arguments of T.
+        z: a latent, a tensor or a nest of tensors that share axis 0 (the batch).
+        inputs: further tensors for T.
     """
-    if any(leaf.dim() == 0 or leaf.shape[0] < 2 for leaf in leaves(z)):
-        return False
-    before = leaves_like(z, T(z, *inputs), "T")
-    after = leaves_like(z, T(map_leaves(_with_another_first_row, z), *inputs), "T")
-    return any(_rest_differs(a, b) for a, b in zip(before, after, strict=True))
+    return probe(T, z, inputs) is Fault.MIXES
 
 
-def _with_another_first_row(leaf: torch.Tensor) -> torch.Tensor:
-    changed = leaf.clone()
-    changed[0] = 0.5 * leaf[0] + 1.0
-    return changed
+@torch.no_grad()
+def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = None) -> Fault | None:
+    """Return what keeps the samples of T from being independent, None if nothing was found.
+
+    With `row`, all other rows are changed, and this one must not change. A third evaluation, made only where a
+    row did change, tells random numbers from mixing.
+    """
+    z, inputs = detach(z), detach(tuple(inputs))
+    space = Space.of(z)
+    if space.samples < 2:
+        return None
+    rows = space.rows(z, "z")
+    number = torch.arange(len(rows), device=rows.device)
+    watched = number % 2 == 1 if row is None else number == row
+    before = space.rows(T(z, *inputs))
+    after = space.rows(T(space.nest(torch.where(watched[:, None], rows, _moved(rows))), *inputs))
+    if not _differ(before, after, watched, space):
+        return None
+    again = space.rows(T(space.nest(rows.clone()), *inputs))
+    return Fault.RANDOM if _differ(before, again, watched, space) else Fault.MIXES
 
 
-def _rest_differs(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a[1:], b[1:]
-    allowed = 100 * torch.finfo(a.dtype).eps * a.abs().amax() if a.numel() else 0.0
-    return bool(((a - b).abs() > allowed).any())
+def _moved(rows: Tensor) -> Tensor:
+    """Return rows far from these, but of their size: small changes can vanish in a ReLU or in rounding."""
+    size = torch.linalg.vector_norm(rows, dim=1, keepdim=True) / max(rows.shape[1], 1) ** 0.5
+    wave = torch.cos(torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)) + 1.5
+    return torch.nan_to_num(rows + size.clamp(min=1.0) * wave)
+
+
+def _differ(before: Tensor, after: Tensor, watched: Tensor, space: Space) -> bool:
+    """Do watched rows, finite in both, differ by more than rounding?"""
+    finite = before.isfinite().all(1) & after.isfinite().all(1) & watched
+    allowed = min(100 * rounding(space), 1e-2) * before.abs().amax(1).clamp(min=1e-30) if before.numel() else 0.0
+    change = (after - before).abs().amax(1) if before.numel() else before.new_zeros(len(before))
+    return bool((finite & (change > allowed)).any())

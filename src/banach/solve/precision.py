@@ -12,6 +12,14 @@ from banach.latent import Space
 
 TF32_EPS = 2.0**-10
 
+is_transformed: Callable[[], bool]  # is this inside a torch.func transform?
+try:  # not public, so perhaps not there in every version
+    from torch._C import _are_functorch_transforms_active as is_transformed
+except ImportError:
+
+    def is_transformed() -> bool:
+        return True
+
 
 def rounding(space: Space) -> float:
     """eps of the type T computes in: autocast's, TF32's where that is allowed, else the latent's own."""

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, select
 from banach.solve.precision import rounding, with_autocast_of
-from banach.solve.solution import Solution
+from banach.solve.solution import Solution, Status
 from banach.solve.solver import Memory, Point, Solver
-from banach.solve.state import State, finish, on_device, to_numpy
+from banach.solve.state import STEADY, Seen, State, finish, on_device, to_numpy
 from banach.solve.tolerance import Tolerance
 
 Map = Callable[..., Latent]
+Versions = list[int | None]
 
 
 class Samples(Protocol):
@@ -44,20 +45,42 @@ class Base(Generic[S]):
         self.T, self.solver, self.tolerance = with_autocast_of(space, T), solver, tolerance
         self.space, self.inputs = space, inputs
         self.space_of_all = space
-        self.eps = rounding(space)
+        self.plain = space.is_matrix  # a latent that is its own rows
         self.busy = True
+        self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
-        most = torch.finfo(space.rows_dtype).max
-        self.atol = min(float(tolerance.atol / tolerance.norm.scale(space)), most)
+        self.atol = float(tolerance.atol / self.scale)
+        if self.atol > 1e30:
+            self.atol = min(self.atol, torch.finfo(space.rows_dtype).max)
         self.whole: S | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
-        self.nonfinite = self.nonfinite_left = 0  # samples the host knows of: in all, and among those gone
+        # What host checks have seen: how often nonfinite (here, and among those that left), how samples failed,
+        # and which ones converged but were above the tolerance later.
+        self.nonfinite = self.nonfinite_left = 0
+        self.failures: frozenset[Status] = frozenset()
+        self.failures_left: frozenset[Status] = frozenset()
+        self.risen: np.ndarray | None = None
+        self.after: np.ndarray | None = None  # what was tested at the first check at which a sample was frozen
 
     def evaluate(self, z: Tensor, *, first: bool) -> Tensor:
-        """The rows of T(z). The first evaluation also looks for the mistakes that a T may make."""
-        if not first:
+        """Return the rows of T(z). The first evaluation also looks for mistakes that a T may make."""
+        if first:
+            return self._evaluate_first(z)
+        if not self.plain:
             return self.space.rows(self.T(self.space.nest(z), *self.inputs))
-        before = self._versions(z)
+        value = self.T(z, *self.inputs)
+        if (
+            type(value) is Tensor
+            and value.shape == z.shape
+            and value.dtype == z.dtype
+            and value.device == z.device
+        ):
+            return value
+        return self.space.rows(value)
+
+    def _evaluate_first(self, z: Tensor) -> Tensor:
+        given = (z, *leaves(self.inputs))
+        before = _versions(given)
         try:
             value = self.T(self.space.nest(z), *self.inputs)
         except RuntimeError as error:
@@ -68,21 +91,18 @@ class Base(Generic[S]):
                 ) from error
             raise
         rows = self.space.rows(value)
-        self._check_unwritten(z, value, before)
+        self._check_unwritten(z, value, before, _versions(given))
         return rows
 
-    def _versions(self, z: Tensor) -> list[int | None]:
-        """Of z, and of every tensor of `inputs`."""
-        return [_version(tensor) for tensor in (z, *leaves(self.inputs))]
+    def _check_unwritten(self, z: Tensor, value: Latent, before: Versions, after: Versions) -> None:
+        """Refuse a T that has written to what it was given.
 
-    def _check_unwritten(self, z: Tensor, value: Latent, before: list[int | None]) -> None:
-        """Refuse a T that has written to what it was given, which its version tells.
-
-        A tensor made in inference mode has none: of those a write to z is seen where T gives z's own memory back,
+        A tensor made in inference mode has no version: a write to z is noticed where T returns z's own memory,
         and a write to `inputs` is not.
         """
-        after = self._versions(z)
-        if after[0] != before[0] or (_shares_memory(z, value) and self._writes_to(z)):
+        if not after or (after == before and after[0] is not None):  # not counted while compiling
+            return
+        if after[0] != before[0] or (after[0] is None and _shares_memory(z, value) and self._writes_to(z)):
             raise ValueError("T must not change its input in place: begin with an operation that is not in place")
         if after != before:
             raise ValueError(
@@ -99,7 +119,7 @@ class Base(Generic[S]):
         return copy._version != before
 
     def size(self, rows: Tensor) -> Tensor:
-        return self.tolerance.norm.measure(rows, self.space)
+        return self.measure(rows, self.space)
 
     def flat(self, idle: np.ndarray, residual: np.ndarray, Tz: Tensor) -> np.ndarray:
         """Of the idle samples, those whose residual is no more than rounding.
@@ -107,7 +127,23 @@ class Base(Generic[S]):
         In a divergence the norm of T(z) may overflow before that of the residual: then it tells nothing.
         """
         size = to_numpy(self.size(Tz))
-        return idle & (residual <= self.eps * size) & (size < np.inf)
+        return idle & (residual <= rounding(self.space) * size) & (size < np.inf)
+
+    def present(self, risen: np.ndarray | None) -> np.ndarray | None:
+        """Return the numbers, in the whole batch, of the samples in this mask; None if there are none."""
+        if risen is None or not risen.any():
+            return None
+        here = np.flatnonzero(risen)
+        return here if self.index is None else self.index[here]
+
+    def count_failures(self, met: np.ndarray, stalled: np.ndarray, nonfinite: np.ndarray) -> None:
+        """Record how samples failed, for warnings that need no host sync."""
+        kinds = set()
+        if not met.all():
+            kinds |= {Status.NONFINITE} if nonfinite.any() else set()
+            kinds |= {Status.STALLED} if stalled.any() else set()
+            kinds |= {Status.MAX_STEPS} if not (met | nonfinite | stalled).all() else set()
+        self.failures = self.failures_left | kinds
 
     def everyone(self, state: S) -> S:
         """The whole batch: the samples that are here put back among those that have left."""
@@ -118,11 +154,11 @@ class Base(Generic[S]):
 
     def looked(self, state: S, active: np.ndarray, nonfinite: np.ndarray, *, compact: bool) -> S:
         """The end of a look: T never sees NaN again; is there more to do, and for whom?"""
-        count = int(nonfinite.sum()) + self.nonfinite_left
+        count = int(np.count_nonzero(nonfinite)) + self.nonfinite_left
         if count > self.nonfinite:
             self.nonfinite = count
             state.scrub()
-        self.busy = bool(active.any())
+        self.busy = bool(np.count_nonzero(active))
         return self.without(state, ~active) if compact and self.busy else state
 
     def without(self, state: S, done: np.ndarray) -> S:
@@ -134,7 +170,8 @@ class Base(Generic[S]):
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite_left = self.nonfinite
+        self.nonfinite_left, self.failures_left = self.nonfinite, self.failures - {Status.MAX_STEPS}
+        self.after = None
         left = state.take(stay)
         self.whole.memory = ()
         return left
@@ -182,24 +219,36 @@ class Run(Base[State]):
             if flat.any():
                 state.stall(flat)
                 active = active & ~flat
+        self.risen = self.present(seen.risen & ~self._steady(seen))
+        stalled = np.zeros_like(active) if state.stalled is None else to_numpy(state.stalled)
+        self.count_failures(~active & ~seen.nonfinite & ~stalled, stalled, seen.nonfinite)
         return self.looked(state, active, seen.nonfinite, compact=compact)
+
+    def _steady(self, seen: Seen) -> np.ndarray:
+        """Return the samples whose residual has not changed since an earlier check: nobody moves them."""
+        before = np.full_like(seen.now, np.nan) if self.after is None else self.after
+        self.after = np.where(seen.active | ~np.isnan(before), before, seen.now)
+        return np.abs(seen.now - before) <= STEADY * np.abs(before)
 
     def residual(self, state: State) -> Tensor:
         """Of everyone, as it is now: a copy."""
         return self.everyone(state).reached[0].clone()
 
     def finish(self, state: State, trace: list[Tensor] | None) -> Solution:
-        return finish(self.everyone(state), self.space_of_all, self.tolerance, trace, self.nonfinite)
+        known = {"solver": self.solver, "failures": self.failures}
+        return finish(self.everyone(state), self.space_of_all, self.tolerance, trace, **known)
 
 
-def _version(z: Tensor) -> int | None:
-    """How often z was written to, where that can be known: it costs nothing to ask."""
-    return None if torch.compiler.is_compiling() or z.is_inference() else z._version
+def _versions(tensors: tuple[Tensor, ...]) -> Versions:
+    """Return how often each tensor was written to; None where that is not counted."""
+    if torch.compiler.is_compiling():
+        return []
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _shares_memory(z: Tensor, value: Latent) -> bool:
-    """Is a z without a version where a part of the value is? A T that is not in place makes new memory."""
-    if torch.compiler.is_compiling() or not z.is_inference():
+    """Return True if a part of the value is where z is. A T that is not in place makes new memory."""
+    if torch.compiler.is_compiling():
         return False
     try:
         where = z.untyped_storage().data_ptr()

@@ -5,30 +5,32 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from banach.latent import Latent
+from banach.solve.mixing import Fault
+from banach.solve.picard import Picard
+from banach.solve.solver import Solver
+from banach.solve.tolerance import Tolerance
 
 
 class Status(enum.Enum):
-    """Why a sample stopped; the value is the sentence a user reads."""
+    """Why a sample stopped; the value is a sentence about it. Advice is in `Solution.summary()`."""
 
     CONVERGED = "converged: the residual met the tolerance"
-    MAX_STEPS = "stopped at max_steps above the tolerance: allow more steps, loosen the tolerance or use Anderson"
-    STALLED = (
-        "stalled at the rounding of the arithmetic, above the tolerance: "
-        "loosen the tolerance or compute in higher precision (TF32 and bfloat16 cannot meet 1e-4)"
-    )
-    NONFINITE = (
-        "T gave NaN or infinity: the best finite iterate is kept; "
-        "check the data for NaN, and whether T contracts (banach.contraction_factor)"
-    )
+    MAX_STEPS = "stopped at max_steps above the tolerance"
+    STALLED = "stalled above the tolerance, at the rounding error of the arithmetic"
+    NONFINITE = "T gave NaN or infinity; the best finite iterate is kept"
+
+
+_BY_CODE = (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
 
 
 class NotConverged(RuntimeError):
-    """Raised by `solve(..., throw=True)`; `solution` holds what was found."""
+    """Raised by `throw=True` if a sample did not converge; `solution` holds what was found."""
 
     def __init__(self, solution: Solution) -> None:
         super().__init__(solution.summary())
@@ -38,21 +40,27 @@ class NotConverged(RuntimeError):
         return type(self), (self.solution,)  # an exception is otherwise rebuilt from its message
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Solution:
     """After n steps `value` is z_n and `residual` is the norm of T(z_{n-1}) - z_{n-1}, per sample.
 
-    The tensors stay on the device and cost no host round trip; `status` and `trace` ask the host.
+    Where a sample did not converge and its residual ended above 10 times its least one, or was not finite, `value`
+    is its best iterate and `residual` the least one. The tensors stay on the device and cost no host sync;
+    `status`, `trace`, `summary()` and `print` sync with the host.
     """
 
     value: Latent
     residual: Tensor
     converged: Tensor
     steps: Tensor
-    stalled: Tensor = field(repr=False)
-    nonfinite: Tensor = field(repr=False)
-    residuals: tuple[Tensor, ...] | None = field(default=None, repr=False)
-    nonfinite_seen: int = field(default=0, repr=False)  # how many the host knows of: costs no round trip
+    stalled: Tensor
+    nonfinite: Tensor
+    diverged: Tensor | None = None  # ended above 10 times its least residual; None: not known
+    residuals: tuple[Tensor, ...] | None = None
+    solver: Solver | None = None
+    tolerance: Tolerance | None = None
+    failures: frozenset[Status] = frozenset()  # those that host checks saw: no sync is needed to know them
+    fault: Fault | None = field(default=None)  # what host checks found to be wrong with T
 
     @property
     def status(self) -> tuple[Status, ...]:
@@ -60,8 +68,7 @@ class Solution:
         code = torch.where(self.converged, 0, 1)
         code = torch.where(self.stalled, 2, code)
         code = torch.where(self.nonfinite, 3, code)
-        kinds = (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
-        return tuple(kinds[c] for c in code.tolist())
+        return tuple(_BY_CODE[c] for c in code.tolist())
 
     @property
     def trace(self) -> Tensor | None:
@@ -73,9 +80,46 @@ class Solution:
             return self.residual.new_empty((0, len(self.residual)))
         return torch.stack(self.residuals[:length])
 
+    def __repr__(self) -> str:
+        counts = Counter(status.name for status in self.status)
+        ends = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no samples"
+        if not len(self.steps):
+            return f"Solution({ends})"
+        steps, worst = self.steps.aminmax(), float(self.residual.max())
+        return f"Solution({ends}; steps {int(steps.min)} to {int(steps.max)}; worst residual {worst:.3g})"
+
     def summary(self) -> str:
-        """One sentence per kind of end that is not convergence."""
-        counts = Counter(status for status in self.status if status is not Status.CONVERGED)
-        total = len(self.steps)
+        """Return a few lines: how many samples ended how, the worst residual, and what to try next."""
+        status, total = self.status, len(self.steps)
+        counts = Counter(status)
+        if total == counts[Status.CONVERGED]:
+            return f"all {total} samples converged"
         lines = [f"{count} of {total} samples: {kind.value}" for kind, count in counts.items()]
-        return "; ".join(lines) or f"all {total} samples converged"
+        unmet = self.residual[~self.converged]
+        lines.append(f"worst residual of those that did not converge: {float(unmet.max()):.3g}")
+        return "\n".join([*lines, *(f"try: {advice}" for advice in self._advice(counts))])
+
+    def _advice(self, counts: Counter[Status]) -> list[str]:
+        """What to try that was not tried."""
+        if self.fault is not None:
+            return [self.fault.value]
+        advice = []
+        diverged = 0 if self.diverged is None else int(self.diverged.sum())
+        if diverged:
+            advice.append(
+                f"the iteration diverges for {diverged} samples, whose best iterate is kept: "
+                "check that T contracts (banach.contraction_factor)" + _other_solver(self.solver)
+            )
+        elif counts[Status.MAX_STEPS]:
+            advice.append("more max_steps, or a larger tolerance" + _other_solver(self.solver))
+        if counts[Status.STALLED]:
+            advice.append("a larger tolerance or a higher precision (TF32 and bfloat16 cannot meet 1e-4)")
+        if counts[Status.NONFINITE]:
+            advice.append("check the data for NaN, and that T contracts (banach.contraction_factor)")
+        return advice
+
+
+def _other_solver(solver: Any) -> str:
+    if type(solver) is not Picard:
+        return ""
+    return ", or Anderson()" if solver.damping else ", or Anderson(), or Picard(damping=0.5)"

@@ -1,4 +1,4 @@
-"""A solve in stages: some steps at a time, of which nothing is asked, and what the next ones need to go on."""
+"""A solve in stages: some steps at a time without a host sync, and what the next steps need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from banach.solve.solver import Solver
 from banach.solve.state import State, finish
 from banach.solve.tolerance import Tolerance
 
-Carried = tuple[Tensor, ...]  # of the samples that go on: each has the sample as its first axis
+Carried = tuple[Tensor, ...]  # the state of the samples that go on; axis 0 is the sample
 
 
 @torch.no_grad()
@@ -29,15 +29,15 @@ def stage(
     tolerance: Tolerance,
     carried: Carried = (),
 ) -> tuple[Solution, Carried]:
-    """The steps that `solve` would take as its steps.start + 1 to steps.stop, of independent samples.
+    """Take the steps steps.start + 1 to steps.stop of `solve`, for independent samples.
 
-    A sample that has converged stays where it is. `z` and `carried` are what the stage before gave, or some
-    samples of it; without them this is the first one. The host is asked nothing, so it can be captured.
+    A converged sample stays where it is. The first stage starts at `z`; a later one at `carried`, which the stage
+    before it returned, or at some samples of that. There is no host sync, so a stage can be captured.
     """
     tolerance, space = replace(tolerance, check_every=0), Space.of(z)
     run = Run(T, solver, tolerance, space, inputs)
-    state = State.carried(space.rows(z).contiguous(), *carried) if carried else run.start(z)
+    state = State.carried(*carried) if carried else run.start(z)
     with without_autocast(space):
         for k in steps:
             run.step(state, k + 1, k + 1)
-        return finish(state, space, tolerance, None, 0), state.to_carry()
+        return finish(state, space, tolerance, solver=solver), state.to_carry()

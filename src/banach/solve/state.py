@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,58 +15,62 @@ from banach.solve.solution import Solution
 from banach.solve.solver import Memory
 from banach.solve.tolerance import Tolerance
 
+DIVERGED = 10  # times its least residual: the end of an iteration that diverges
+STEADY = 1e-3  # relative change of a residual that may be rounding
 IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
 
 
 class Seen(NamedTuple):
-    """What one look from the host tells: masks over the samples."""
+    """What one host check sees: masks over the samples."""
 
     active: np.ndarray
     nonfinite: np.ndarray
     idle: np.ndarray  # active, and no new least residual in the last IDLE evaluations
+    risen: np.ndarray  # converged, frozen, and above the tolerance at the last evaluation
+    now: np.ndarray  # what is compared with atol, at the last evaluation
     residual: np.ndarray
 
 
 @dataclass
 class State:
     """One row per sample. The numbers of a sample stand in columns, so one kernel moves all of them:
-    `reached` and `best` have rows (residual, step) and, with a relative tolerance, (excess): residual minus
-    its relative part. `reached` stops changing when a sample freezes; `best` is at the least residual.
+    `reached`, `best` and `now` have rows (residual, step) and, with a relative tolerance, (excess): residual minus
+    its relative part. `reached` stops changing when a sample freezes; `best` is at the least residual; `now` is
+    the last evaluation, of frozen samples too.
     """
 
     z: Tensor  # (samples, width)
     best_z: Tensor  # the iterate whose own residual is least
     active: Tensor  # (samples,)
-    stats: Tensor  # (2, 2 or 3, samples): reached, best
-    now: Tensor  # (2 or 3, samples): workspace for the current evaluation
+    stats: Tensor  # (3, 2 or 3, samples): reached, best, now
     memory: Memory
     stalled: Tensor | None = None
     Tz: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # Views, made once: `stats` and `now` are only ever written in place.
-        self.reached, self.best = self.stats[0], self.stats[1]
+        # Views, made once: `stats` is only ever written in place.
+        self.reached, self.best, self.now = self.stats[0], self.stats[1], self.stats[2]
         self.residual, self.least, self.least_at = self.reached[0], self.best[0], self.best[1]
         self.test = self.reached[2 if self.stats.shape[1] == 3 else 0]  # what is compared with atol
         self.better, self.z_before = self.active, self.z  # of the last evaluation: new least residual; where
 
     @staticmethod
     def start(z: Tensor, memory: Memory, *, relative: bool) -> State:
-        stats = z.new_full((2, 3 if relative else 2, z.shape[0]), torch.inf)
+        stats = z.new_full((3, 3 if relative else 2, z.shape[0]), torch.inf)
         stats[:, 1] = 0
         active = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
-        return State(z, z.clone(), active, stats, torch.empty_like(stats[0]), memory)
+        return State(z, z.clone(), active, stats, memory)
 
     def to_carry(self) -> tuple[Tensor, ...]:
-        """What `carried` makes this state of, but for z: tensors whose first axis is the sample."""
-        return (self.best_z, self.active, self.stats.permute(2, 0, 1).contiguous(), *self.memory)
+        """Return the tensors that `carried` makes this state of; their first axis is the sample."""
+        return (self.z, self.best_z, self.active, self.stats.permute(2, 0, 1).contiguous(), *self.memory)
 
     @staticmethod
     def carried(z: Tensor, best_z: Tensor, active: Tensor, stats: Tensor, *memory: Tensor) -> State:
-        """The state again, from the tensors of `to_carry` or from some samples of them, which stay as they are."""
+        """Return the state again, from the tensors of `to_carry` or from some samples of them."""
         best_z, active, *memory_now = (part.clone() for part in (best_z, active, *memory))
         stats = stats.permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
-        return State(z, best_z, active, stats, torch.empty_like(stats[0]), tuple(memory_now))
+        return State(z, best_z, active, stats, tuple(memory_now))
 
     @property
     def nonfinite(self) -> Tensor:
@@ -103,12 +107,13 @@ class State:
     def on_host(self, step: int, atol: float) -> Seen:
         """Copy the few numbers per sample to the host, once: one round trip whatever is asked of them."""
         stats = to_numpy(self.stats)
-        residual, best_step, test = stats[0, 0], stats[1, 1], stats[0, 2 if len(stats[0]) == 3 else 0]
+        tested = 2 if len(stats[0]) == 3 else 0
+        residual, best_step, test, now = stats[0, 0], stats[1, 1], stats[0, tested], stats[2, tested]
         active = test > atol
         if self.stalled is not None:
             active &= ~to_numpy(self.stalled)
         idle = active & (best_step <= step - IDLE)
-        return Seen(active, ~(test > -np.inf), idle, residual)
+        return Seen(active, ~(test > -np.inf), idle, (test <= atol) & ~(now <= atol), now, residual)
 
     def stall(self, flat: np.ndarray) -> None:
         """Freeze these samples where they are: they move no more, and not because they met the tolerance."""
@@ -128,7 +133,6 @@ class State:
             self.best_z.index_select(0, index),
             self.active.index_select(0, index),
             self.stats.index_select(2, index),
-            self.now.index_select(1, index),
             tuple(part.index_select(0, index) for part in self.memory),
             None if self.stalled is None else self.stalled.index_select(0, index),
         )
@@ -147,29 +151,37 @@ class State:
 
 
 def finish(
-    state: State, space: Space, tolerance: Tolerance, trace: list[Tensor] | None, nonfinite_seen: int
+    state: State, space: Space, tolerance: Tolerance, trace: list[Tensor] | None = None, **known: Any
 ) -> Solution:
-    """The solution a state stands for: scaled residuals, and the best iterate where T was not finite."""
+    """Return the solution a state stands for: scaled residuals, and the best iterate where that is kept.
+
+    `known` are the fields that the host sets.
+    """
     scale = tolerance.norm.scale(space)
     nonfinite = state.nonfinite
     stalled = torch.zeros_like(nonfinite) if state.stalled is None else state.stalled
-    residual = torch.where(nonfinite, state.best[0], state.reached[0]) * scale
-    value = torch.where(nonfinite[:, None], state.best_z, state.z)
+    converged = (state.test <= tolerance.atol / scale) & ~nonfinite
+    diverged = (state.residual > DIVERGED * state.least) & ~(converged | stalled)
+    best = nonfinite | diverged
     return Solution(
-        value=space.nest(value),
-        residual=space.spread(residual),
-        converged=space.spread((state.test <= tolerance.atol / scale) & ~nonfinite),
+        value=space.nest(torch.where(best[:, None], state.best_z, state.z)),
+        residual=space.spread(torch.where(best, state.least, state.residual) * scale),
+        converged=space.spread(converged),
         steps=space.spread(state.reached[1].long()),
         stalled=space.spread(stalled),
         nonfinite=space.spread(nonfinite),
+        diverged=space.spread(diverged),
         residuals=None if trace is None else tuple(space.spread(row * scale) for row in trace),
-        nonfinite_seen=nonfinite_seen,
+        tolerance=tolerance,
+        **known,
     )
 
 
 def on_device(values: np.ndarray, like: Tensor) -> Tensor:
     """The array where `like` is. It may share the array's memory: do not write to that again."""
     tensor = torch.from_numpy(values)
+    if like.is_cpu:
+        return tensor
     if like.is_cuda:  # from pinned memory, so that nobody waits for the copy
         return tensor.pin_memory().to(like.device, non_blocking=True)
     return tensor.to(like.device)
@@ -177,7 +189,9 @@ def on_device(values: np.ndarray, like: Tensor) -> Tensor:
 
 def all_on_device(arrays: Sequence[np.ndarray], like: Tensor) -> list[Tensor]:
     """The arrays where `like` is, by one copy if that is not here."""
-    if like.is_cpu or not any(map(len, arrays)):
+    if like.is_cpu:
+        return [torch.from_numpy(array) for array in arrays]
+    if not any(map(len, arrays)):
         return [on_device(array, like) for array in arrays]
     return together(arrays, like)
 
@@ -194,7 +208,7 @@ def together(arrays: Sequence[np.ndarray], like: Tensor) -> list[Tensor]:
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """The tensor on the host."""
+    """Return the tensor on the host, on a CPU without a copy."""
     try:
         return tensor.cpu().numpy()
     except RuntimeError:  # inside a torch.func transform a tensor has no storage of its own

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from banach.latent import Space
 
+CHECK_EVERY_ON_GPU = 1  # steps; a host check there costs about as much as one step of a small network
+
 
 class Norm(Protocol):
     """A norm per sample, as `scale(space) * measure(rows, space)`.
@@ -70,15 +72,21 @@ class WorstPixel:
 class Tolerance:
     """A sample has converged when its residual is finite and at most `atol + rtol * norm(T(z))`.
 
-    `check_every`: ask the host whether all samples are done at every so many steps; 0 never asks, so
-    exactly `max_steps` steps run (samples still freeze as they converge) and the loop can be captured.
+    Args:
+        atol: absolute tolerance.
+        rtol: tolerance relative to the norm of T(z).
+        max_steps: evaluations of T at most; 0 evaluates nothing.
+        norm: `RMS()`, `Euclidean()` or `WorstPixel()`.
+        check_every: steps between two host checks that end the loop once all samples are done. 0: no check, so
+            exactly `max_steps` steps run and the loop can be captured. None: chosen by device. Samples freeze at
+            the right step in every case.
     """
 
     atol: float = 1e-4
     rtol: float = 0.0
     max_steps: int = 50
     norm: Norm = RMS()
-    check_every: int = 1
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("atol", "rtol"):
@@ -89,9 +97,17 @@ class Tolerance:
                 raise ValueError(f"{name} must be finite and at least 0, got {value}")
         for name in ("max_steps", "check_every"):
             value = getattr(self, name)
+            if value is None and name == "check_every":
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be a whole number, got {value!r}")
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
         if isinstance(self.norm, type) or not hasattr(self.norm, "measure"):
             raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")
+
+    def checks(self, device: torch.device) -> int:
+        """Return the steps between two host checks on this device, 0 for none."""
+        if self.check_every is None:
+            return 1 if device.type == "cpu" else CHECK_EVERY_ON_GPU
+        return self.check_every

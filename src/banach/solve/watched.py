@@ -1,11 +1,12 @@
-"""A solve under the eyes of the host: it sees every residual, and so keeps all numbers itself.
+"""A solve whose host sees every residual: the host keeps all numbers, as NumPy arrays.
 
-The device evaluates T and one norm a step, and moves the samples. What `State` computes there with several small
-kernels a step, of which each costs as much as one of T's, is arithmetic on a few numbers here.
+The device evaluates T and one norm a step, and moves the samples. `State` computes the rest there with several
+small kernels a step, each of which costs as much as one of T's; here it is arithmetic on a few numbers.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from banach.latent import Latent
 from banach.solve.picard import Picard
+from banach.solve.precision import is_transformed
 from banach.solve.run import Base, check_measured
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point
-from banach.solve.state import IDLE, all_on_device, on_device, to_numpy
+from banach.solve.state import DIVERGED, IDLE, STEADY, all_on_device, on_device, to_numpy
+from banach.solve.tolerance import RMS, Euclidean, WorstPixel
 
 Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for each
 
@@ -26,8 +29,9 @@ Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for ea
 @dataclass
 class HostState:
     """One row per sample, whose numbers stop changing when it freezes. Arrays are replaced, never written to,
-    so that tensors may share their memory. While no sample differs from another in what has to be done, which is
-    most of the time, little is computed: `active` and `stalled` are None, `steps` and `least_at` one number.
+    so that tensors may share their memory. Little is computed while all residuals fall (`falling`): then `least`
+    is `residual`, `least_at` is `steps`, and every sample is finite. While all samples are active, `active` is
+    None and `steps` one number.
     """
 
     z: Tensor  # (samples, width)
@@ -42,10 +46,14 @@ class HostState:
     mask: Tensor | None = None  # `active` on the device
     Tz: Tensor | None = None
     memory: Memory = ()
+    now: np.ndarray | None = None  # what is compared with atol, at the last evaluation, of frozen samples too
+    after: np.ndarray | None = None  # the same at the first evaluation after a sample froze
+    falling: bool = True  # at every evaluation so far, every active sample had its least residual
+    pending: tuple[Tensor, Tensor, np.ndarray] | None = None  # an evaluation at z: T(z) - z and its norms
 
     @staticmethod
     def start(z: Tensor, memory: Memory, *, relative: bool) -> HostState:
-        unknown = np.full(len(z), np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
+        unknown = _infinite(len(z), z.dtype)
         return HostState(z, z, unknown, unknown, unknown if relative else None, memory=memory)
 
     @property
@@ -60,35 +68,54 @@ class HostState:
 
     def observe(self, k: int, residual: np.ndarray, excess: np.ndarray | None) -> None:
         """Record the residual of z at evaluation k for the active samples; keep z where it is the least so far."""
-        better = residual < self.least  # false for NaN and, since nothing is below it twice, for infinity
-        if self.active is None and better.all():
-            self.residual = self.least = residual
-            self.excess = excess
-            self.steps = self.least_at = k
-            self.best_z = self.z
-            return
-        # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
-        now = np.where(residual < np.inf, residual, np.nan)
-        excess = None if excess is None else np.where(residual < np.inf, excess, np.nan)
+        self.now = residual if excess is None else excess
         if self.active is not None:
-            now = np.where(self.active, now, self.residual)
+            self.after = self.now if self.after is None else np.where(self.steps == k - 1, self.now, self.after)
+        if self.falling and self._falls(k, residual, excess):
+            return
+        self.falling = False
+        # Infinity becomes NaN: then `<=`, `<` and `>` are all false for a nonfinite residual.
+        finite = residual < np.inf
+        if np.count_nonzero(finite) < len(residual):
+            residual = np.where(finite, residual, np.nan)
+            excess = None if excess is None else np.where(finite, excess, np.nan)
+        if self.active is not None:
+            residual = np.where(self.active, residual, self.residual)
             excess = None if excess is None else np.where(self.active, excess, cast(np.ndarray, self.excess))
-        better = now < self.least
-        self.residual, self.excess = now, excess
+        better = residual < self.least
+        self.residual, self.excess = residual, excess
         self.steps = k if self.active is None else np.where(self.active, k, self.steps)
-        self.least, self.least_at = np.where(better, now, self.least), np.where(better, k, self.least_at)
+        self.least, self.least_at = np.where(better, residual, self.least), np.where(better, k, self.least_at)
         self._keep_best(better)
 
-    def _keep_best(self, better: np.ndarray) -> None:
-        """By reference where it can be: only a sample that leaves the finite numbers will need its own again."""
-        waiting = better if self.active is None else better | ~self.active
-        if waiting.all() and not self.nonfinite.any():
-            self.best_z = self.z
-        elif better.any():
-            self.best_z = torch.where(on_device(better, self.z)[:, None], self.z, self.best_z)
+    def _falls(self, k: int, residual: np.ndarray, excess: np.ndarray | None) -> bool:
+        """Record the residuals if those of all active samples are below their least; else return False.
 
-    def told(self, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For a solver: residual, least residual and where that was. `residual` is what was just measured."""
+        Not below: NaN and, since nothing is below it twice, infinity.
+        """
+        active, better = self.active, residual < self.least
+        if active is not None:
+            better |= ~active
+        if np.count_nonzero(better) < len(better):
+            return False
+        if active is None:
+            self.residual, self.excess, self.steps = residual, excess, k
+        else:
+            self.residual, self.steps = np.where(active, residual, self.residual), np.where(active, k, self.steps)
+            self.excess = None if excess is None else np.where(active, excess, cast(np.ndarray, self.excess))
+        self.least, self.least_at, self.best_z = self.residual, self.steps, self.z
+        return True
+
+    def _keep_best(self, better: np.ndarray) -> None:
+        """By reference where it can be: frozen samples do not need their best iterate."""
+        waiting = better if self.active is None else better | ~self.active
+        if np.count_nonzero(waiting) == len(better) and not np.count_nonzero(self.nonfinite):
+            self.best_z = self.z
+        elif np.count_nonzero(better):
+            self.best_z = torch.where(on_device(better[:, None], self.z), self.z, self.best_z)
+
+    def numbers_for_solver(self, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return residual, least residual and its evaluation as tensors. `residual` is what was just measured."""
         if isinstance(self.least_at, int):  # then all samples are active, and none was ever better
             return residual, residual, residual.new_full(residual.shape, self.least_at)
         numbers = all_on_device((self.residual, self.least, self.least_at), self.z)
@@ -101,19 +128,30 @@ class HostState:
             self.z = proposal.clone() if proposal is self.Tz else proposal
             return
         if self.mask is None:
-            self.mask = on_device(self.active, self.z)[:, None]
+            self.mask = on_device(self.active[:, None], self.z)
         self.z = torch.where(self.mask, proposal, self.z)
 
-    def goes_on(self, k: int, atol: float) -> bool:
-        """Was evaluation k such that nothing has to be decided? All are active, finite, and better than before."""
-        uniform = self.active is None and isinstance(self.least_at, int) and self.least_at == k
-        return uniform and len(self.test) > 0 and bool(self.test.min() > atol)
+    def risen(self, atol: float) -> np.ndarray | None:
+        """Return which samples converged and froze, but are above the tolerance at the last evaluation.
+
+        A sample does that on its own where T expands. Its residual is then the same at every later evaluation, and
+        such samples are left out.
+        """
+        if self.now is None or self.after is None:
+            return None
+        risen = (self.test <= atol) & ~(self.now <= atol)
+        if not np.count_nonzero(risen):
+            return None
+        long_frozen = self.steps < np.max(self.steps) - 1
+        steady = np.abs(self.now - self.after) <= STEADY * np.abs(self.after)
+        return cast(np.ndarray, risen & ~(long_frozen & steady))
 
     def settle(self, active: np.ndarray) -> None:
-        """These are active from now on."""
-        if active.all():
+        """Set which samples are active from now on."""
+        count = np.count_nonzero(active)
+        if count == len(active):
             self.active = self.mask = None
-        elif self.active is None or not np.array_equal(active, self.active):
+        elif self.active is None or count != np.count_nonzero(self.active):  # those active never become more
             self.active, self.mask = active, None
 
     def scrub(self) -> None:
@@ -127,7 +165,7 @@ class HostState:
             name: None if old is None else old[chosen] for name, old in self._numbers().items()
         }
         z, best_z, *memory = (part.index_select(0, index) for part in (self.z, self.best_z, *self.memory))
-        left = HostState(z, best_z, **kept, memory=tuple(memory))
+        left = HostState(z, best_z, **kept, memory=tuple(memory), falling=False)
         left.settle(cast(np.ndarray, left.active))
         return left
 
@@ -154,45 +192,96 @@ class HostState:
             "least_at": np.broadcast_to(self.least_at, count),
             "active": np.ones(count, bool) if self.active is None else self.active,
             "stalled": np.zeros(count, bool) if self.stalled is None else self.stalled,
+            "now": self.now,
+            "after": self.after,
         }
 
 
+@functools.lru_cache(maxsize=64)
+def _infinite(count: int, dtype: torch.dtype) -> np.ndarray:
+    """Return an array of infinities. Cached: nobody writes to the arrays of a state."""
+    return np.full(count, np.inf, np.float64 if dtype == torch.float64 else np.float32)
+
+
 class Watched(Base[HostState]):
-    """A solve whose host looks at every step."""
+    """A solve with a host check at every step."""
 
     def start(self, z0: Latent) -> HostState:
+        # Norms of our own give new memory each time, in the type of the rows; not inside a torch.func transform.
+        self.fresh = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
         rows = self.space.rows(z0, "start").contiguous()
         return HostState.start(rows, self.solver.start(rows), relative=self.tolerance.rtol > 0)
 
+    def sprint(self, state: HostState, k: int, most: int) -> int:
+        """Take Picard steps from evaluation k on while there is nothing to decide; return where that ended.
+
+        The common case of `step` and `check` in a few lines, for small networks on a CPU: all samples are active,
+        better than before and above the tolerance. `step` finishes the evaluation that ended it.
+        """
+        plain = type(self.solver) is Picard and self.fresh and not self.tolerance.rtol
+        if not plain or not state.falling or state.active is not None:
+            return k
+        z, least, count, damping = state.z, state.least, len(state.least), cast(Picard, self.solver).damping
+        while True:
+            Tz = self.evaluate(z, first=k == 1)
+            r = Tz - z
+            residual = self.measure(r, self.space)
+            seen = to_numpy(residual)
+            done = np.count_nonzero(seen <= self.atol) or np.count_nonzero(seen < least) < count
+            if done or k >= most:
+                break
+            state.best_z, least, k = z, seen, k + 1
+            z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write its next value into Tz
+        if least is not state.least:
+            state.residual = state.least = state.now = least
+            state.steps = state.least_at = k - 1
+        state.z, state.Tz, state.pending = z, Tz, (r, residual, seen)
+        return k
+
     def step(self, state: HostState, k: int, turn: int) -> None:
         """Evaluate T once, look at the residual, move every sample that is still active."""
-        rtol = float(self.tolerance.rtol)
-        state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
-        r = Tz - state.z
-        residual = self.size(r)
-        if turn == 1:
-            check_measured(residual, r)
-        if rtol:
-            both = torch.stack((residual, torch.sub(residual, self.size(Tz), alpha=rtol)))
-            state.observe(k, *np.array(to_numpy(both), state.residual.dtype))
-        else:  # a copy: a norm may write its next value into the same memory
-            state.observe(k, np.array(to_numpy(residual), state.residual.dtype), None)
-        if type(self.solver) is Picard:
-            proposal = self.solver.propose(state.z, Tz)
+        z, excess = state.z, None
+        if state.pending is None:
+            state.Tz = self.evaluate(z, first=turn == 1)
+            r = state.Tz - z
+            residual = self.measure(r, self.space)
+            if turn == 1:
+                check_measured(residual, r)
+            seen, excess = self._numbers(state, residual)
         else:
-            told = Point(turn, state.z, Tz, r, *state.told(residual), k)
-            proposal, state.memory = self.solver.step(state.memory, told)
+            (r, residual, seen), state.pending = state.pending, None
+        state.observe(k, seen, excess)
+        Tz = cast(Tensor, state.Tz)
+        if type(self.solver) is Picard:
+            proposal = self.solver.propose(z, Tz)
+        else:
+            point = Point(turn, z, Tz, r, *state.numbers_for_solver(residual), k)
+            proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal)
 
+    def _numbers(self, state: HostState, residual: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the residuals on the host and, with a relative tolerance, what exceeds it."""
+        rtol = self.tolerance.rtol
+        if rtol:
+            size = self.size(cast(Tensor, state.Tz))
+            both = torch.stack((residual, torch.sub(residual, size, alpha=float(rtol))))
+            seen, excess = np.array(to_numpy(both), state.residual.dtype)
+            return seen, excess
+        # A copy if the norm is not ours: it may write its next value into the same memory.
+        seen = to_numpy(residual)
+        return seen if self.fresh else np.array(seen, state.residual.dtype), None
+
     def check(self, state: HostState, k: int, *, compact: bool) -> HostState:
-        """Which samples are done; judge stalling; let done samples leave the batch."""
-        if state.goes_on(k, self.atol):
-            return state
+        """Find which samples are done; judge stalling; let done samples leave the batch."""
         active = state.test > self.atol
+        if state.falling and not compact:  # nobody has stalled, and all are finite
+            state.settle(active)
+            self.busy = bool(np.count_nonzero(active))
+            return state
         if state.stalled is not None:
             active &= ~state.stalled
-        idle = active & (state.least_at <= k - IDLE)
-        if idle.any() and state.Tz is not None:
+        idle = active & (state.least_at <= k - IDLE) if k > IDLE else None
+        if idle is not None and idle.any() and state.Tz is not None:
             flat = self.flat(idle, state.residual, state.Tz)
             if flat.any():
                 state.stalled = flat if state.stalled is None else state.stalled | flat
@@ -201,34 +290,44 @@ class Watched(Base[HostState]):
         return self.looked(state, active, state.nonfinite, compact=compact)
 
     def residual(self, state: HostState) -> Tensor:
-        """Of everyone, as it is now."""
+        """Return the residuals of the whole batch, as they are now."""
         return on_device(self.everyone(state).residual, state.z)
 
     def finish(self, state: HostState, trace: list[Tensor] | None) -> Solution:
-        """The solution a state stands for: scaled residuals, and the best iterate where T was not finite."""
+        """Return the solution a state stands for: scaled residuals, and the best iterate where that is kept."""
+        if state.after is not None:
+            self.risen = self.present(state.risen(self.atol))
         state, space = self.everyone(state), self.space_of_all
-        scale = float(self.tolerance.norm.scale(space))
-        nonfinite = state.nonfinite
-        if nonfinite.any():
-            state.scrub()
-        else:
-            state.z = state.z.clone()  # the value shares its memory with nobody
-        count = len(nonfinite)
-        numbers = (
-            np.where(nonfinite, state.least, state.residual) * scale,
-            (state.test <= self.atol) & ~nonfinite,
-            np.full(count, state.steps),
-            np.zeros(count, bool) if state.stalled is None else state.stalled,
-            nonfinite,
-        )
-        residual, converged, steps, stalled, nonfinite_now = map(space.spread, all_on_device(numbers, state.z))
+        met = state.test <= self.atol
+        none = stalled = nonfinite = diverged = np.zeros(len(met), bool)
+        residual = state.residual
+        if state.excess is not None or np.count_nonzero(met) < len(met):
+            nonfinite, stalled = state.nonfinite, none if state.stalled is None else state.stalled
+            diverged = (residual > DIVERGED * state.least) & ~(met | stalled)
+            best = nonfinite | diverged
+            met, residual = met & ~nonfinite, np.where(best, state.least, residual)
+            state.z = torch.where(on_device(best, state.z)[:, None], state.best_z, state.z)
+            if self.tolerance.max_steps:
+                self.count_failures(met, stalled, nonfinite)
+        if state.Tz is None or trace is not None:  # the value shares its memory with z0, or with what was shown
+            state.z = state.z.clone()
+        steps = np.full(len(met), state.steps) if isinstance(state.steps, int) else state.steps
+        numbers = (residual * residual.dtype.type(self.scale), met, steps)
+        flags = (none,) if diverged is none else (stalled, nonfinite, diverged)
+        shown = all_on_device((*numbers, *flags), state.z)
+        if space.coupled:
+            shown = [space.spread(number) for number in shown]
+        flagged = shown[3:] if len(flags) == 3 else shown[3:] * 3  # one tensor where no sample has a flag
         return Solution(
             value=space.nest(state.z.detach()),
-            residual=residual.to(state.z.dtype),
-            converged=converged,
-            steps=steps,
-            stalled=stalled,
-            nonfinite=nonfinite_now,
-            residuals=None if trace is None else tuple(space.spread(row * scale) for row in trace),
-            nonfinite_seen=self.nonfinite,
+            residual=shown[0],
+            converged=shown[1],
+            steps=shown[2],
+            stalled=flagged[0],
+            nonfinite=flagged[1],
+            diverged=flagged[2],
+            residuals=None if trace is None else tuple(space.spread(row * self.scale) for row in trace),
+            solver=self.solver,
+            tolerance=self.tolerance,
+            failures=self.failures,
         )

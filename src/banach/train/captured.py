@@ -20,6 +20,7 @@ from banach.fast import (
     wrapped,
 )
 from banach.network import ImplicitNetwork
+from banach.train.penalties import observing
 from banach.train.precision import at_least_fp32, autocast
 from banach.train.work import Work
 
@@ -84,7 +85,8 @@ class CapturedSteps:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             align_state(self.work.optimizer)
         if isinstance(net, ImplicitNetwork):
-            return FixedDepth(net, wrap, half=settings.precision == "bf16")
+            with observing(net, settings):  # a pass that is observed goes through the network itself
+                return FixedDepth(net, wrap, half=settings.precision == "bf16")
         return wrap(net)
 
     def _begin_epoch(self) -> None:

@@ -17,6 +17,7 @@ from banach.train.captured import why_not
 from banach.train.checkpoint import Position
 from banach.train.evaluate import evaluate
 from banach.train.history import Epoch, History
+from banach.train.penalties import check_penalties
 from banach.train.precision import arithmetic
 from banach.train.run import Run
 from banach.train.scorer import Scorer
@@ -48,6 +49,7 @@ def fit(
     """
     device = settings.torch_device
     _check_splits(train, validation)
+    check_penalties(net, settings)
     batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
     held = None if validation is None else validation.to(device)
     work = Work(net.to(device), batches, held, settings)

@@ -28,7 +28,14 @@ class Settings:
     `batch_size` images make one step of the optimizer; `accumulate` parts of a batch go through the network one
     after the other, for less memory and the same gradient (but batch norm sees the parts). `weight_decay` is
     added to the gradient by "adam" and "sgd", and taken from the weights by "adamw". `ema` is the decay d of the
-    averaged weights, a <- d a + (1 - d) w at every step. `clip` bounds the norm of the gradient. A run is
+    averaged weights, a <- d a + (1 - d) w at every step. `clip` bounds the norm of the gradient.
+
+    `jacobian_penalty` times |dT/du|_F^2 / n at the fixed point is added to the loss, estimated by one product with
+    the Jacobian or, with `finite_difference`, by a difference, for an R without second derivatives. `correction`
+    times the losses at the iterates of `correction_steps` is added, see `banach.nn.fixed_point_correction`. The
+    loss that is reported is without them.
+
+    A run is
     checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. `fast` captures steps on a
     GPU, where that can be done: the same mathematics, at a depth that is chosen from earlier residuals; on a CPU
     the command line lays weights out as oneDNN likes them. `compile` also compiles Q, R and S on a GPU, which
@@ -57,6 +64,10 @@ class Settings:
     momentum: float = 0.0
     schedule: Schedule = Constant()
     label_smoothing: float = 0.0
+    jacobian_penalty: float = 0.0
+    finite_difference: bool = False
+    correction: float = 0.0
+    correction_steps: tuple[int, ...] = (2, 5)
     clip: float | None = None
     ema: float | None = None
     precision: str = "fp32"
@@ -84,6 +95,9 @@ class Settings:
             _check_number(name, getattr(self, name), 0, math.inf)
             if getattr(self, name) > MOST_RATE:  # the arithmetic of a step is in fp32
                 raise ValueError(f"{name} must be at most {MOST_RATE:g}, got {getattr(self, name)!r}")
+        for name in ("jacobian_penalty", "correction"):
+            _check_number(name, getattr(self, name), 0, math.inf)
+        self._check_correction_steps()
         _check_number("momentum", self.momentum, 0, 1)
         _check_number("label_smoothing", self.label_smoothing, 0, 1)
         for name, most in (("clip", math.inf), ("ema", 1.0), ("eps", math.inf), ("rtol", math.inf)):
@@ -97,17 +111,28 @@ class Settings:
                 raise ValueError(f"{name} must be a name, or None, got {getattr(self, name)!r}")
         nearest("optimizer", self.optimizer, OPTIMIZERS)
         nearest("precision", self.precision, PRECISIONS)
-        for name in ("whole", "monitor", "batch_norm", "fast", "compile"):
+        for name in ("whole", "monitor", "batch_norm", "fast", "compile", "finite_difference"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not callable(getattr(self.schedule, "multiplier", None)) or isinstance(self.schedule, type):
             raise ValueError(f"schedule must be an object such as Constant() or Cosine(), got {self.schedule!r}")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum is a setting of sgd, got {self.momentum!r} for {self.optimizer}; use 0")
+        if self.finite_difference and not self.jacobian_penalty:
+            raise ValueError("finite_difference is a way to compute jacobian_penalty, which is 0; give both")
         if self.clip == 0:
             raise ValueError("clip=0 would stop all learning; give a positive norm, or None for no clipping")
         if not isinstance(self.device, str) or (self.device != "auto" and not _is_device(self.device)):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+    def _check_correction_steps(self) -> None:
+        """JSON and TOML have lists: they become a tuple."""
+        steps = self.correction_steps
+        if not isinstance(steps, (tuple, list)) or not steps:
+            raise ValueError(f"correction_steps must be numbers of iterates such as (2, 5), got {steps!r}")
+        for step in steps:
+            _check_whole("every one of correction_steps", step, 1)
+        object.__setattr__(self, "correction_steps", tuple(steps))
 
     @property
     def torch_device(self) -> torch.device:
@@ -137,6 +162,7 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["correction_steps"] = list(self.correction_steps)
         return {**values, "schedule": schedule_to_dict(self.schedule)}
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from banach.data import counter
 from banach.fast.graph import why_not_captured
 from banach.train.captured import CapturedSteps, why_not
 from banach.train.evaluate import scores
+from banach.train.penalties import added, explained, observing, products
 from banach.train.work import Work
 
 _DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1
@@ -45,7 +47,7 @@ class Steps:
         else:
             self._take_plainly()
         count = min(work.settings.batch_size, len(work.batches.images) - work.step * work.settings.batch_size)
-        work.products += count * _products_per_sample(work.net)
+        work.products += count * (_products_per_sample(work.net) + products(work.settings))
 
     def _take_plainly(self) -> None:
         work, batches = self.work, self.work.batches
@@ -62,10 +64,14 @@ class Steps:
         work, settings = self.work, self.work.settings
         work.optimizer.zero_grad()
         for x, y in zip(images.chunk(settings.accumulate), labels.chunk(settings.accumulate), strict=True):
-            output, found = forward(x)
-            loss = F.cross_entropy(output, y, label_smoothing=settings.label_smoothing)
+            with observing(work.net, settings) as seen:
+                output, found = forward(x)
+            cross_entropy = partial(F.cross_entropy, target=y, label_smoothing=settings.label_smoothing)
+            loss = cross_entropy(output)
             work.tally.add(loss, output, y, found)
-            (loss * (len(y) / len(labels))).backward()
+            total = loss if seen is None else loss + added(seen, settings, cross_entropy)
+            with explained(settings):
+                (total * (len(y) / len(labels))).backward()
         after()
         if settings.clip is not None:
             nn.utils.clip_grad_norm_(work.net.parameters(), settings.clip)

@@ -1,0 +1,103 @@
+"""What is measured between epochs: the test set by two protocols, and the contraction. Nothing here changes a run.
+
+Clean: eval mode, clean images, at the tolerance of the settings. Released, as the authors' code does it: training
+mode (so dropout and batch statistics are on), batches of 400, on CIFAR-10 with augmented test images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from banach import ImplicitNetwork
+from banach.data import Images
+from banach.diagnose import measure_contraction
+from banach.fast import unchanged
+from banach.train import Scorer, evaluate
+from banach.train.evaluate import measure
+from reproduction.jobs import Job
+
+BATCH = 400  # of the released code's evaluation: in training mode the scores depend on it
+WATCHED = 100  # training images on which the contraction is measured: as many as a training batch has
+FINE, FINE_STEPS = 1e-4, 500  # a second, tighter tolerance for the last epoch
+
+
+class Measure:
+    """Measures a network in training. `scorer` captures CUDA graphs once, so keep one object per process."""
+
+    def __init__(self, job: Job, net: nn.Module, train: Images, test: Images) -> None:
+        self.job, self.net, self.test = job, net, test
+        self.scorer = Scorer(net, job.precision)
+        self.images = train.take(range(min(WATCHED, len(train)))).to(test.device)
+
+    def both(self, epoch: int) -> dict[str, Any]:
+        """Return the test set's totals by the clean and by the released protocol, in the training's precision."""
+        clean = evaluate(self.net, self.test, batch_size=BATCH, precision=self.job.precision, scorer=self.scorer)
+        return {"epoch": epoch, "clean": asdict(clean), "released": asdict(self._released(epoch))}
+
+    def contraction(self, epoch: int) -> dict[str, Any] | None:
+        """Return sigma_max(dT/du), rate and residual on fixed training images; None for explicit networks.
+
+        `eval`: the map as it predicts, per image. `train`: with batch statistics, one map for the whole batch.
+        """
+        net: Any = self.net
+        if not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
+            return None
+        x = self.images.normalise(self.images.pixels)
+        return {
+            "epoch": epoch,
+            "images": len(x),
+            **{mode: self._contraction(x, mode) for mode in ("eval", "train")},
+        }
+
+    def final(self, epoch: int) -> dict[str, Any]:
+        """Return the clean totals in fp32, at the settings' tolerance and at 1e-4, and the released ones."""
+        net: Any = self.net
+        scorer = Scorer(net)
+        values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
+        values |= {"parameters": sum(p.numel() for p in net.parameters())}
+        values |= {"clean": asdict(evaluate(net, self.test, batch_size=BATCH, scorer=scorer)), "fine": None}
+        values |= {"released": asdict(self._released(epoch))}
+        if isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0:
+            own = net.tolerance
+            net.tolerance = replace(own, atol=FINE, max_steps=FINE_STEPS)
+            try:
+                values["fine"] = asdict(evaluate(net, self.test, batch_size=BATCH, scorer=scorer))
+            finally:
+                net.tolerance = own
+        return values
+
+    def _released(self, epoch: int) -> Any:
+        begin = partial(torch.manual_seed, 0)
+        with in_training_mode(self.net, self.test.device):
+            augment = self.job.released_augmentation
+            return measure(self.scorer, self.test, BATCH, begin, augment=augment, epoch=epoch)
+
+    def _contraction(self, x: torch.Tensor, mode: str) -> dict[str, Any]:
+        training = self.net.training
+        self.net.train(mode == "train")
+        try:
+            found = measure_contraction(self.net, x, rtol=1e-3, seed=0)
+        finally:
+            self.net.train(training)
+        shown = slice(1) if found.coupled else slice(None)  # coupled samples share one value
+        values = {name: getattr(found, name)[shown] for name in ("sigma", "rate", "residual")}
+        return {**values, "violations": found.violations, "coupled": found.coupled}
+
+
+@contextmanager
+def in_training_mode(net: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the network in training mode; afterwards its mode, buffers and the random state are as before."""
+    training = net.training
+    net.train()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), unchanged(net.buffers()):
+            yield
+    finally:
+        net.train(training)

@@ -1,0 +1,137 @@
+"""One forward pass of a network, observed: its map and its iterates, for penalties and losses on iterates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from banach.backward import Mode
+from banach.latent import Latent, Space, leaves
+from banach.solve import Map, Solver
+from banach.solve.solver import Memory, Point, check_count
+
+
+@dataclass(eq=False)
+class Observed:
+    """What `observe` saw of the last pass in its block: T, the fixed point z, and the iterates that were chosen.
+
+    T has the dropout masks of the pass and starts from the same buffers; evaluating it writes nothing.
+    `jacobian_penalty(seen.T, seen.z, seen.inputs, coupled=seen.coupled)` penalises the pass.
+    """
+
+    S: Callable[..., Any] = field(repr=False)
+    steps: frozenset[int]
+    T: Map = field(init=False, repr=False)
+    z: Latent = field(init=False, repr=False)
+    inputs: tuple[Any, ...] = field(init=False, repr=False)
+    coupled: bool = field(init=False, repr=False)
+    _rows: list[Tensor] = field(init=False, repr=False, default_factory=list)
+
+    @property
+    def iterates(self) -> list[Latent]:
+        """The chosen iterates that the solver went on from, in order. One that converged stays as it is."""
+        space = Space.of(self.z, coupled=self.coupled)
+        return [space.nest(rows) for rows in self._rows]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("T", "z", "inputs", "coupled"):
+            raise AttributeError("no pass was observed: call the network inside the block of observe()")
+        raise AttributeError(name)
+
+
+@contextmanager
+def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
+    """Observe the forward pass of a network inside the block, which gives the same output and gradient.
+
+        with observe(net, steps=(2, 5)) as seen:
+            y = net(d)
+        loss = cross_entropy(y, labels)
+        loss = loss + jacobian_penalty(seen.T, seen.z, seen.inputs, coupled=seen.coupled).mean()
+        loss = loss + fixed_point_correction(seen, lambda y: cross_entropy(y, labels))
+
+    Args:
+        net: the ImplicitNetwork; of a wrapped one the inner network (`ddp.module`), and call the wrapper.
+        steps: numbers of iterates to keep, z_k after k steps. Those that a solve does not reach are left out.
+    """
+    if not all(hasattr(net, name) for name in ("R", "S", "solver", "backward")):
+        raise TypeError(
+            f"net must be an ImplicitNetwork, got {type(net).__name__}; of a wrapped one give the inner"
+        )
+    for step in steps:
+        check_count("every step", step)
+    if steps and net.compact:
+        raise ValueError("expected a network whose batch stays whole, got compact=True; set net.compact = False")
+    solver, backward = net.solver, net.backward
+    seen = Observed(net.S, frozenset(steps))
+    net.backward = _Shown(backward, seen)
+    if steps:
+        net.solver = _Recorded(solver, seen)
+    try:
+        yield seen
+    finally:
+        net.solver, net.backward = solver, backward
+
+
+def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gamma: float = 0.8) -> Tensor:
+    """Return the losses at the chosen iterates z_1 .. z_n of a pass, weighted by their distance from the end.
+
+        sum_i gamma^(n + 1 - i) loss(S(T(z_i))),   to be added to loss(S(u*)), which has the weight 1
+
+    Each has the gradient of its one evaluation of T, as JFB. It teaches T to be near the answer after few steps.
+    S runs on copies of its buffers; its dropout draws masks for every iterate. (Bai et al., CVPR 2022.)
+
+    Args:
+        seen: a pass observed with `steps`.
+        loss: of an output, the mean over the batch.
+        gamma: above 0, at most 1.
+
+    Returns:
+        A tensor without axes; zero if the solve reached none of the steps.
+    """
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma must be above 0 and at most 1, got {gamma}")
+    iterates = seen.iterates
+    total = leaves(seen.z)[0].new_zeros(())
+    for distance, z in zip(range(len(iterates), 0, -1), iterates, strict=True):
+        total = total + gamma**distance * loss(_on_copies(seen.S, seen.T(z, *seen.inputs)))
+    return total
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A backward mode that shows the map, the fixed point and the inputs of the pass before it attaches."""
+
+    mode: Mode
+    seen: Observed
+
+    def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
+        self.seen.T, self.seen.z, self.seen.inputs, self.seen.coupled = T, z_star, tuple(inputs), coupled
+        return self.mode.attach(T, z_star, inputs, coupled=coupled)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A solver that keeps the chosen iterates. At evaluation k + 1 it is shown z_k."""
+
+    solver: Solver
+    seen: Observed
+
+    def start(self, z: Tensor) -> Memory:
+        self.seen._rows.clear()
+        return self.solver.start(z)
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        if at.step - 1 in self.seen.steps:
+            self.seen._rows.append(at.z)
+        return self.solver.step(memory, at)
+
+
+def _on_copies(S: Callable[..., Any], u: Latent) -> Any:
+    """S(u), leaving the buffers of S as they are: the pass itself has updated them once."""
+    buffers = {name: part.clone() for name, part in S.named_buffers()} if isinstance(S, nn.Module) else {}
+    return torch.func.functional_call(S, buffers, (u,)) if buffers else S(u)  # type: ignore[arg-type]

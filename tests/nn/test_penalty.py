@@ -1,0 +1,283 @@
+"""Penalties: estimates of |J|_F^2 against dense Jacobians in float64, their gradients, bias and variance."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach import ImplicitNetwork, Tolerance
+from banach.nn import convert_dropout, finite_difference_penalty, jacobian_penalty, observe
+from nn.parts_nn import NormR, network, normal, same, state
+
+PENALTIES: dict[str, Callable[..., Tensor]] = {
+    "product": jacobian_penalty,
+    "difference": finite_difference_penalty,
+}
+
+
+class Smooth(nn.Module):
+    """T(z, v) = sin(A z) + v: curved, so that a difference has a bias."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.A = nn.Parameter(0.7 * normal(width, width, seed=1))
+
+    def forward(self, z: Tensor, v: Tensor) -> Tensor:
+        return torch.sin(z @ self.A.T) * v
+
+
+def dense(T: Any, z: Tensor, v: Tensor) -> Tensor:
+    """(batch,): |J_i|_F^2 / n by the whole Jacobian of every sample."""
+    rows = zip(z, v, strict=True)
+    J = [torch.func.jacrev(lambda x, c=c: T(x[None], c[None])[0])(one) for one, c in rows]
+    return torch.stack([Ji.square().sum() / one.numel() for Ji, one in zip(J, z, strict=True)])
+
+
+def mean_over_signs(width: int, monkeypatch: pytest.MonkeyPatch, estimate: Callable[[], Tensor]) -> Tensor:
+    """The exact mean over all 2^width vectors of signs, the same for every sample."""
+    grid = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * width)
+    total = torch.zeros((), dtype=torch.float64)
+    for e in grid:
+        monkeypatch.setattr("banach.nn.penalty._signs", lambda like, e=e: e.to(like).expand_as(like).clone())
+        total = total + estimate()
+    return total / len(grid)
+
+
+def test_the_mean_over_all_draws_is_the_dense_value_and_so_is_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    T, z, v = Smooth(), normal(3, 4, seed=2), normal(3, 4, seed=3).requires_grad_()
+    mean = mean_over_signs(4, monkeypatch, lambda: jacobian_penalty(T, z, (v,)))
+    exact = dense(T, z, v)
+    assert torch.allclose(mean, exact, rtol=1e-12)
+    weights = normal(3, seed=4)
+    got = torch.autograd.grad(mean @ weights, [T.A, v])
+    expected = torch.autograd.grad(exact @ weights, [T.A, v])
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_many_draws_from_the_generator_have_the_dense_mean_and_variance(kind: str) -> None:
+    T, z, v = Smooth(), normal(1, 4, seed=2), normal(1, 4, seed=3)
+    exact = dense(T, z, v)[0].detach()
+    torch.manual_seed(0)
+    many = 20_000
+    with torch.no_grad():
+        draws = PENALTIES[kind](T, z.expand(many, -1), (v.expand(many, -1),))
+    J = torch.func.jacrev(lambda x: T(x[None], v)[0])(z[0]).detach()
+    A = J @ J.T if kind == "product" else J.T @ J  # |J' e|^2 there, |J e|^2 here
+    variance = 2 * (A.square().sum() - A.diagonal().square().sum()) / 16
+    error = (variance / many).sqrt()
+    assert abs(float(draws.mean() - exact)) < 4 * float(error)
+    assert float(draws.var()) == pytest.approx(float(variance), rel=0.1)
+    gaussian = 2 * A.square().sum() / 16
+    assert float(variance) < float(gaussian)
+
+
+def test_the_difference_has_a_bias_of_second_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One draw is O(h) off, their mean O(h^2)."""
+    T, z, v = Smooth(), normal(3, 4, seed=2), normal(3, 4, seed=3)
+    exact = dense(T, z, v)
+    off = []
+    for h in (4e-2, 2e-2, 1e-2):
+        mean = mean_over_signs(4, monkeypatch, lambda h=h: finite_difference_penalty(T, z, (v,), h=h))  # type: ignore[misc]
+        off.append(float((mean - exact).abs().max().detach()))
+    assert off[0] / off[1] == pytest.approx(4, rel=0.05)
+    assert off[1] / off[2] == pytest.approx(4, rel=0.05)
+    monkeypatch.setattr("banach.nn.penalty._signs", torch.ones_like)
+    at_once = [finite_difference_penalty(T, z, (v,), h=h) for h in (2e-4, 1e-4, 1e-8)]
+    ratio = (at_once[0] - at_once[2]) / (at_once[1] - at_once[2])
+    assert torch.allclose(ratio, torch.full_like(ratio, 2.0), rtol=0.02)
+
+
+def test_the_gradient_of_the_difference_at_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    T, z, v = Smooth(), normal(3, 4, seed=2), normal(3, 4, seed=3).requires_grad_()
+    mean = mean_over_signs(4, monkeypatch, lambda: finite_difference_penalty(T, z, (v,)))
+    exact = dense(T, z, v)
+    got = torch.autograd.grad(mean.sum(), [T.A, v])
+    expected = torch.autograd.grad(exact.sum(), [T.A, v])
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.float32, 3e-3), (torch.float64, 1e-7), (torch.bfloat16, 0.3)]
+)
+def test_the_step_follows_the_type(dtype: torch.dtype, allowed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    T = Smooth()
+    z, v = 5 * normal(3, 4, seed=2), normal(3, 4, seed=3)
+    exact = dense(T, z, v)
+    T.to(dtype)
+    low, inputs = z.to(dtype), (v.to(dtype),)
+    mean = mean_over_signs(4, monkeypatch, lambda: finite_difference_penalty(T, low, inputs).double())
+    off = (mean - exact).abs() / exact
+    assert float(off.max().detach()) < allowed
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_the_scale_is_that_of_a_multiple_of_the_identity(kind: str) -> None:
+    for shape in ((5, 3), (5, 7, 2), (2, 3, 4, 4)):
+        z = normal(*shape)
+        for coupled in (False, True):
+            found = PENALTIES[kind](lambda u: 0.6 * u, z, coupled=coupled)
+            assert found.shape == shape[:1]
+            assert torch.allclose(found, torch.full_like(found, 0.36), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_coupled_samples_have_the_jacobian_of_the_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    A = normal(6, 6, seed=8)
+
+    def T(z: Tensor) -> Tensor:  # mixes the samples
+        return (A @ z.flatten()).view_as(z)
+
+    z = normal(3, 2)
+    options: dict[str, Any] = {} if kind == "product" else {"h": 1e-3}
+    mean = mean_over_signs(6, monkeypatch, lambda: PENALTIES[kind](T, z, coupled=True, **options))
+    assert torch.allclose(mean, (A.square().sum() / 6).expand(3), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_nests_and_channels_last(kind: str) -> None:
+    a, b = normal(3, 2), normal(3, 4, 2, 2, seed=1)
+    nest = {"a": a, "b": (b.contiguous(memory_format=torch.channels_last),)}
+
+    def T(z: Any) -> Any:
+        return {"b": (0.5 * z["b"][0],), "a": 2.0 * z["a"]}
+
+    found = PENALTIES[kind](T, nest)
+    assert torch.allclose(found, torch.full((3,), (2 * 4 + 16 * 0.25) / 18).double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_no_gradient_reaches_z_and_none_is_recorded_without_grad_mode(kind: str) -> None:
+    T, z, v = Smooth(), normal(3, 4).requires_grad_(), normal(3, 4)
+    found = PENALTIES[kind](T, z, (v,)).sum()
+    assert torch.autograd.grad(found, [z, T.A], allow_unused=True)[0] is None
+    with torch.no_grad():
+        quiet = PENALTIES[kind](T, z, (v,))
+    assert not quiet.requires_grad
+    assert not PENALTIES[kind](lambda u: torch.ones_like(u), z).any()
+
+
+def test_bad_steps_and_shapes_are_refused() -> None:
+    for h in (0.0, -1.0, float("inf")):
+        with pytest.raises(ValueError, match="h must be above 0"):
+            finite_difference_penalty(torch.sin, normal(2, 3), h=h)
+    with pytest.raises(ValueError, match="T must keep the shape of its input"):
+        jacobian_penalty(lambda u: u[:, :2], normal(2, 3))
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 6)
+    z = torch.randn(4, 6)
+    for penalty in PENALTIES.values():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = penalty(layer, z)
+        assert found.dtype == torch.float32
+        (g,) = torch.autograd.grad(found.mean(), layer.weight)
+        # Of a linear map the estimate is quadratic in W: by Euler, <gradient, W> is twice the value.
+        assert float((g * layer.weight.detach()).sum() / found.mean().detach()) == pytest.approx(2, rel=0.1)
+
+
+def test_the_difference_needs_no_double_backward_and_the_product_does() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * ctx.saved_tensors[0].cos()
+
+    layer = nn.Linear(4, 4).double()
+
+    def T(z: Tensor) -> Tensor:
+        return Once.apply(layer(z))
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        jacobian_penalty(T, normal(3, 4)).mean().backward()
+    finite_difference_penalty(T, normal(3, 4)).mean().backward()
+    assert layer.weight.grad is not None
+    assert torch.isfinite(layer.weight.grad).all()
+
+
+# In a network.
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_a_penalty_of_a_pass_leaves_batch_norm_alone(kind: str) -> None:
+    """Its buffers are updated once per pass, penalty or not, and the output is the same."""
+    plain, d = network(NormR()), normal(6, 4)
+    y = plain(d)
+    after_one_pass = state(plain)
+    net = network(NormR())
+    with observe(net) as seen:
+        y_seen = net(d)
+    found = PENALTIES[kind](seen.T, seen.z, seen.inputs, coupled=seen.coupled)
+    found.mean().backward()
+    assert torch.allclose(y_seen, y, rtol=0, atol=1e-13)
+    assert same(state(net), after_one_pass)
+    assert seen.coupled
+    assert net.R.linear.weight.grad is not None
+    v = seen.inputs[0].detach()
+
+    def T(flat: Tensor) -> Tensor:  # batch norm written out
+        x = net.R.linear(flat.view(6, 6))
+        x = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+        return (0.4 * torch.tanh(x) + v).flatten()
+
+    J = torch.func.jacrev(T)(seen.z.flatten())
+    torch.manual_seed(0)
+    values = torch.stack(
+        [PENALTIES[kind](seen.T, seen.z, seen.inputs, coupled=True)[0].detach() for _ in range(200)]
+    )
+    error = float(values.std() / len(values) ** 0.5)
+    assert abs(float(values.mean() - J.square().sum().detach() / 36)) < 4 * error
+    assert same(state(net), after_one_pass)
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_a_penalty_of_a_pass_has_its_dropout_masks(kind: str) -> None:
+    class R(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.3 * self.drop(u) + v
+
+    torch.manual_seed(1)
+    net = network(convert_dropout(R()))
+    with observe(net) as seen:
+        net(normal(5, 4))
+    assert torch.allclose(seen.T(seen.z, *seen.inputs), seen.z, atol=1e-12)  # other masks: another fixed point
+    found = PENALTIES[kind](seen.T, seen.z, seen.inputs)
+    with torch.no_grad():
+        kept = (seen.T(torch.ones_like(seen.z), torch.zeros_like(seen.z)) > 0).double().mean(1)
+    assert torch.allclose(found, 0.36 * kept, rtol=1e-6)  # a diagonal J has no variance
+
+
+def test_a_penalty_makes_a_map_contract() -> None:
+    class R(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.A = nn.Parameter(0.35 * normal(6, 6, seed=1))
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return torch.tanh(u @ self.A.T + v)
+
+    net = ImplicitNetwork(nn.Linear(4, 6).double(), R(), nn.Identity(), tolerance=Tolerance(max_steps=300))
+    optimizer = torch.optim.SGD(net.R.parameters(), lr=1.0)
+    before = float(torch.linalg.matrix_norm(net.R.A.detach(), 2))
+    for _ in range(30):
+        with observe(net) as seen:
+            net(normal(8, 4))
+        optimizer.zero_grad()
+        jacobian_penalty(seen.T, seen.z, seen.inputs).mean().backward()
+        optimizer.step()
+    assert float(torch.linalg.matrix_norm(net.R.A.detach(), 2)) < 0.5 * before

@@ -1,0 +1,256 @@
+"""Tests of `python -m reproduction train`: stop in time, resume, pack, records, errors. On digits, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from banach.train import Epoch, Run, RunError
+from reproduction import jobs, records, train
+from reproduction.__main__ import main
+from reproduction.pack import MOST, newest, pack, unpack
+from reproduction.train import Options, Trainer
+
+NAME = "digits-jfb-seed0"
+JOB = jobs.get(NAME)
+
+
+def options(tmp_path: Path, **changes: object) -> Options:
+    values = {"runs": tmp_path / "runs", "device": "cpu", "say": lambda line: None, **changes}
+    return Options(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a training without interruption."""
+    made = options(tmp_path_factory.mktemp("whole"))
+    assert train.train([JOB], made)
+    return made.runs / NAME
+
+
+def timeless(epochs: tuple[Epoch, ...]) -> list[dict[str, object]]:
+    return [{**epoch.to_dict(), "seconds": 0.0, "warm_up": False} for epoch in epochs]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Bit by bit, apart from times."""
+    assert timeless(Run.open(one).metrics()) == timeless(Run.open(other).metrics())
+    for name in (records.TEST, records.CONTRACTION, records.FINAL):
+        assert (one / name).read_text() == (other / name).read_text(), name
+    last = "snapshots/epoch-00004.safetensors"
+    assert (one / last).read_bytes() == (other / last).read_bytes()
+
+
+def test_a_job_that_travels_in_segments_is_the_same_bit_by_bit(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tars"
+    for number in range(JOB.settings.epochs):
+        runs = tmp_path / f"machine{number}"  # a new machine each time
+        given = options(tmp_path, minutes=0, runs=runs, pack=folder, unpack=folder, resume=number > 0)
+        assert train.train([JOB], given) is (number == JOB.settings.epochs - 1)
+    assert_same_run(runs / NAME, whole)
+    segments = records.read_lines(runs / NAME / records.SEGMENTS)
+    assert [(s["first_epoch"], s["last_epoch"]) for s in segments] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert [s["stopped"] for s in segments] == ["out of time"] * 3 + ["finished"]
+    assert {s["sources"] for s in segments} == {records.source_hash()}
+
+
+def test_a_finished_job_is_not_trained_again(whole: Path, tmp_path: Path) -> None:
+    before = (whole / "metrics.jsonl").stat().st_mtime_ns
+    assert train.train([JOB], options(tmp_path, runs=whole.parent, pack=tmp_path))
+    assert (whole / "metrics.jsonl").stat().st_mtime_ns == before
+    assert newest(tmp_path / f"{NAME}.tar") == "epoch-00004-step-0000000"
+
+
+def test_what_is_recorded(whole: Path) -> None:
+    points = records.read_lines(whole / records.TEST)
+    assert [point["epoch"] for point in points] == [1, 2, 3, 4]
+    assert points[-1]["clean"]["accuracy"] > 0.95
+    assert points[-1]["clean"]["residual"] < 1e-4
+    contraction = records.read_lines(whole / records.CONTRACTION)
+    assert [line["epoch"] for line in contraction] == [1, 3, 4]
+    assert len(contraction[0]["eval"]["sigma"]) == 100
+    assert len(contraction[0]["train"]["sigma"]) == 1
+    assert contraction[0]["train"]["coupled"]
+    snapshots = sorted(path.name for path in (whole / records.SNAPSHOTS).iterdir())
+    assert snapshots == [f"epoch-0000{number}.safetensors" for number in (1, 3, 4)]
+    final = json.loads((whole / records.FINAL).read_text())
+    assert final["clean"]["accuracy"] == points[-1]["clean"]["accuracy"]  # fp32 both
+
+
+def test_the_last_snapshot_holds_the_weights_of_the_last_checkpoint(whole: Path) -> None:
+    snapshot = load_file(whole / "snapshots/epoch-00004.safetensors")
+    latest = Run.open(whole).latest()
+    assert latest is not None
+    weights = latest.under("net")
+    assert snapshot.keys() == weights.keys()
+    assert all(torch.equal(snapshot[name], weights[name]) for name in weights)
+
+
+def test_a_process_killed_between_record_and_checkpoint_leaves_no_epoch_twice(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records are one epoch ahead of the newest checkpoint then."""
+    made = options(tmp_path)
+
+    class Killed(BaseException):
+        pass
+
+    def save(run: Run, position: object, *rest: object) -> None:
+        if getattr(position, "epoch", 0) == 2:
+            raise Killed
+        real(run, position, *rest)  # type: ignore[arg-type]
+
+    real = Run.save
+    monkeypatch.setattr(Run, "save", save)
+    with pytest.raises(Killed):
+        train.train([JOB], made)
+    monkeypatch.undo()
+    assert [point["epoch"] for point in records.read_lines(made.runs / NAME / records.TEST)] == [1, 2]
+    assert train.train([JOB], made)
+    assert_same_run(made.runs / NAME, whole)
+    segments = records.read_lines(made.runs / NAME / records.SEGMENTS)
+    assert [(s["first_epoch"], s["last_epoch"], s["stopped"]) for s in segments] == [
+        (1, 1, None),
+        (2, 4, "finished"),
+    ]
+
+
+def test_a_signal_packs_what_is_done_and_the_run_goes_on(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, real = options(tmp_path, pack=tmp_path / "tars"), Trainer._after
+
+    def after(self: Trainer, epoch: Epoch) -> None:
+        real(self, epoch)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_after", after)
+    assert not train.train([JOB], made)
+    monkeypatch.undo()
+    assert newest(tmp_path / "tars" / f"{NAME}.tar") == "epoch-00001-step-0000000"
+    assert train.train([JOB], made)
+    assert_same_run(made.runs / NAME, whole)
+
+
+@pytest.mark.parametrize(("seconds", "epochs"), [(305, 2), (320, 3)])
+def test_the_run_stops_before_an_epoch_that_does_not_fit(
+    seconds: int, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that only epochs move, by 100 s each: a third one needs 300 s and some for packing."""
+    now, real = [0.0], Trainer._after
+
+    def after(self: Trainer, epoch: Epoch) -> None:
+        now[0] += 100.0
+        real(self, epoch)
+
+    monkeypatch.setattr(Trainer, "_after", after)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(train, "STARTED", 0.0)
+    made = options(tmp_path, minutes=seconds / 60)
+    assert not train.train([JOB], made)
+    assert len(Run.open(made.runs / NAME).metrics()) == epochs
+
+
+def test_later_jobs_start_only_while_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(train, "STARTED", time.monotonic())
+    assert not train.train([JOB, JOB], options(tmp_path, minutes=0, say=said.append))
+    assert any("not started" in line for line in said)
+
+
+def test_packing_holds_the_newest_checkpoint_only_and_comes_back(whole: Path, tmp_path: Path) -> None:
+    (only,) = pack(whole, tmp_path / "tars")
+    with tarfile.open(only) as tar:
+        names = tar.getnames()
+    assert sum(name.endswith("tensors.safetensors") for name in names) == 1
+    assert not any("/." in name for name in names)
+    unpack(only, tmp_path / "runs")
+    assert_same_run(tmp_path / "runs" / NAME, whole)
+
+
+def test_large_snapshots_go_to_files_that_stay_below_the_limit(tmp_path: Path) -> None:
+    run = tmp_path / "job"
+    (run / "snapshots").mkdir(parents=True)
+    (run / "settings.json").write_text("{}")
+    for number in range(7):
+        (run / "snapshots" / f"epoch-{number}.safetensors").write_bytes(bytes(3_400_000))
+    files = pack(run, tmp_path / "tars")
+    assert [file.name for file in files] == ["job.tar", "job.snapshots-1.tar", "job.snapshots-2.tar"]
+    assert all(file.stat().st_size <= MOST + 10240 for file in files)
+    for file in files[1:]:
+        with tarfile.open(file) as tar:
+            tar.extractall(tmp_path / "back", filter="data")
+    assert len(list((tmp_path / "back/job/snapshots").iterdir())) == 7
+
+
+def test_an_older_tar_does_not_replace_a_run(whole: Path, tmp_path: Path) -> None:
+    tars = tmp_path / "tars"
+    assert not train.train([JOB], options(tmp_path, minutes=0, runs=tmp_path / "old", pack=tars))
+    train.fetch(JOB, options(tmp_path, runs=whole.parent, unpack=tars))
+    assert newest(whole) == "epoch-00004-step-0000000"
+
+
+def test_other_sources_are_refused_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not train.train([JOB], options(tmp_path, minutes=0))
+    monkeypatch.setattr(records, "source_hash", lambda: "0" * 64)
+    with pytest.raises(RunError, match="--changed-sources"):
+        train.train([JOB], options(tmp_path, minutes=0))
+    assert not train.train([JOB], options(tmp_path, minutes=0, changed_sources=True))
+    assert len(records.read_lines(tmp_path / "runs" / NAME / records.SEGMENTS)) == 2
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"epoch": 1}\n{"epo')
+    assert records.read_lines(path) == [{"epoch": 1}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["cifar10-jfb-sed0"], "did you mean 'cifar10-jfb-seed0'"),
+        ([], "name at least one job"),
+        ([NAME, "--minutes", "-1"], "--minutes must be"),
+        ([NAME, "--minutes", "nan"], "--minutes must be"),
+        ([NAME, "--resume"], "no run to resume"),
+        ([NAME, "--device", "gpux"], "device must be"),
+        (["mnist-jfb-seed0", "--data-dir", "no-such-folder"], "no-such-folder is not a folder"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments, "--runs", str(tmp_path / "runs")]) == 2
+    shown = capsys.readouterr().err
+    assert sentence in shown
+    assert shown.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_tar_is_refused(tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}.tar").write_bytes(b"no tar")
+    with pytest.raises(RunError, match="copy it again"):
+        train.train([JOB], options(tmp_path, unpack=tmp_path))
+
+
+def test_the_jobs_have_the_released_settings() -> None:
+    job = jobs.get("cifar10-jfb-seed2").settings
+    assert (job.epochs, job.batch_size, job.lr, job.weight_decay, job.eps) == (1000, 100, 1e-3, 1e-3, 0.1)
+    assert (job.precision, job.seed, job.whole, job.fast) == ("bf16", 2, True, True)
+    printed = jobs.get("mnist-jfb-printed-seed4").settings
+    assert (printed.epochs, printed.lr, printed.eps, printed.precision) == (100, 1e-4, 1e-4, "fp32")
+    assert jobs.get("resnet56-seed0").settings.epochs == 182
+    twin: Any = jobs.get("svhn-twin-seed0").build()
+    assert twin.tolerance.max_steps == 0
+    assert len(jobs.JOBS) == 6 + 6 + 10 + 5 + 3 + 1
+    evaluated = [epoch for epoch in range(1, 1001) if jobs.get("cifar10-jfb-seed0").evaluates(epoch)]
+    assert evaluated[:3] == [1, 5, 10]
+    assert evaluated[-10:] == list(range(991, 1001))

@@ -1,0 +1,191 @@
+"""Penalties in fit: one step against dense derivatives, resuming bit by bit, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach import Anderson, ImplicitNetwork, Tolerance, models
+from banach.fast import FixedDepth
+from banach.train import Run, fit
+from banach.train.penalties import added, observing
+from train.parts_train import figures, images, network, plain_network, same_weights, settings
+
+ONE_STEP: dict[str, Any] = {"epochs": 1, "batch_size": 16, "optimizer": "sgd", "lr": 0.5, "monitor": False}
+KINDS: dict[str, dict[str, Any]] = {
+    "product": {"jacobian_penalty": 0.7},
+    "difference": {"jacobian_penalty": 0.7, "finite_difference": True},
+    "correction": {"correction": 0.4, "correction_steps": (1, 2)},
+    "all": {"jacobian_penalty": 0.7, "correction": 0.4, "correction_steps": (1, 2)},
+}
+
+
+def ones(like: Tensor) -> Tensor:
+    return torch.ones_like(like)
+
+
+def written_out(net: Any, x: Tensor, y: Tensor, kind: str) -> Tensor:
+    """The loss of JFB and what is added, by dense Jacobians and a plain loop."""
+    v, path = net.Q(x), [torch.zeros(len(x), 12, dtype=torch.float64)]
+    for _ in range(100):
+        path.append(net.R(path[-1], v).detach())
+    total = F.cross_entropy(net.S(net.R(path[-1], v)), y)
+    if kind in ("product", "difference", "all"):
+        J = torch.stack(
+            [torch.func.jacrev(lambda u, c=c: net.R(u, c))(u) for u, c in zip(path[-1], v, strict=True)]
+        )
+        product = J.sum(2) if kind == "difference" else J.sum(1)  # J e there, J' e here, e all ones
+        total = total + 0.7 * product.square().mean()
+    if kind in ("correction", "all"):
+        for k, weight in ((1, 0.8**2), (2, 0.8)):
+            total = total + 0.4 * weight * F.cross_entropy(net.S(net.R(path[k], v)), y)
+    return total
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_fit_is_that_of_the_written_out_loss(
+    kind: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banach.nn.penalty._signs", ones)
+    net, by_hand = plain_network(), plain_network()
+    data = images(16)
+    history = fit(net, data, None, settings(**ONE_STEP, **KINDS[kind], accumulate=accumulate))
+    x, y = data.normalise(data.pixels), data.labels
+    loss = written_out(by_hand, x, y, kind)
+    grads = torch.autograd.grad(loss, list(by_hand.parameters()))
+    for (name, now), before, g in zip(net.named_parameters(), by_hand.parameters(), grads, strict=True):
+        assert torch.allclose(now, before - 0.5 * g, rtol=0, atol=2e-7 if kind == "difference" else 1e-10), name
+    plain = F.cross_entropy(by_hand(x), y)  # the loss that is reported is without what was added
+    assert history.last.loss == pytest.approx(float(plain.detach()), rel=1e-9)
+    assert history.last.products == (16 if kind in ("product", "all") else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(kind: str, tmp_path: Path) -> None:
+    made = settings(**KINDS[kind], ema=0.9, checkpoint_every=2)
+    whole = network()
+    expected = fit(whole, images(), images(20, "validation"), made)
+    run = Run.create(tmp_path / "run", made)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(position: Any) -> None:
+        if (position.epoch, position.step) == (1, 3):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        fit(network(), images(), images(20, "validation"), made, run=run, on_step=stop)
+    again = network(seed=9)
+    opened = Run.open(run.path)
+    assert opened.settings == made
+    history = fit(again, images(), images(20, "validation"), opened.settings, run=opened)
+    assert same_weights(again, whole)
+    assert figures(history) == figures(expected)
+
+
+def test_a_penalty_makes_the_jacobian_smaller() -> None:
+    data, found = images(), []
+    for weight in (0.0, 1.0):
+        net = plain_network(solver=Anderson())
+        fit(net, data, None, settings(epochs=6, lr=1e-2, jacobian_penalty=weight))
+        v = net.Q(data.normalise(data.pixels)).detach()
+        u = net.latent(data.normalise(data.pixels))[0].detach()
+        J = torch.func.vmap(torch.func.jacrev(net.R))(u, v)
+        found.append(float(J.square().sum((1, 2)).mean().detach()))
+    assert found[1] < 0.5 * found[0]
+
+
+def test_a_pass_at_a_fixed_depth_is_observed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As captured steps have it: through the network itself, since only that can be observed."""
+    monkeypatch.setattr("banach.nn.penalty._signs", ones)
+    net, made = plain_network(), settings(**KINDS["all"])
+    data = images(16)
+    x, y = data.normalise(data.pixels), data.labels
+    with observing(net, made):
+        fixed = FixedDepth(net)
+    assert FixedDepth(net).bare
+    assert not fixed.bare
+    with observing(net, made) as seen:
+        output, reached = fixed(x, 60)
+    assert seen is not None
+    assert bool(reached.converged.all())
+    total = F.cross_entropy(output, y) + added(seen, made, lambda output: F.cross_entropy(output, y))
+    got = torch.autograd.grad(total, list(net.parameters()))
+    expected = torch.autograd.grad(written_out(net, x, y, "all"), list(net.parameters()))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(got, expected, strict=True))
+
+
+def test_batch_norm_is_updated_once_a_step() -> None:
+    net: Any = network()
+    fit(net, images(32), None, settings(epochs=1, jacobian_penalty=1.0, correction=1.0))
+    assert int(net.R.blocks[0].norm.num_batches_tracked) == 2
+    assert int(net.Q.norm1.num_batches_tracked) == 2
+
+
+def test_a_network_without_a_fixed_point_is_refused() -> None:
+    for net in (
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+        models.build("digits", tolerance=Tolerance(max_steps=0)),
+    ):
+        for key in ("jacobian_penalty", "correction"):
+            with pytest.raises(ValueError, match="need a network with a fixed point"):
+                fit(net, images(), None, settings(**{key: 0.1}))
+        fit(net, images(16), None, settings(epochs=1))
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Once(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12).double()
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return Sine.apply(0.3 * self.inner(u) + v)
+
+
+def test_an_r_without_second_derivatives_is_explained_and_the_difference_works() -> None:
+    plain = plain_network()
+    net = ImplicitNetwork(plain.Q, Once(), plain.S, tolerance=Tolerance(max_steps=100))
+    with pytest.raises(RuntimeError, match=r"set finite_difference=True \(--finite-difference\)"):
+        fit(net, images(), None, settings(jacobian_penalty=1.0))
+    fit(net, images(), None, settings(jacobian_penalty=1.0, finite_difference=True, epochs=1))
+
+
+def test_bf16() -> None:
+    net = network()
+    history = fit(net, images(32), None, settings(epochs=1, precision="bf16", **KINDS["all"]))
+    assert history.last.loss < 10
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"jacobian_penalty": -1.0}, "jacobian_penalty must be a number, at least 0"),
+        ({"correction": float("nan")}, "correction must be a number"),
+        ({"correction_steps": ()}, r"correction_steps must be numbers of iterates such as \(2, 5\), got \(\)"),
+        ({"correction_steps": (0,)}, "every one of correction_steps must be a whole number, at least 1, got 0"),
+        ({"correction_steps": "2,5"}, "correction_steps must be numbers"),
+        ({"finite_difference": True}, "finite_difference is a way to compute jacobian_penalty"),
+        ({"finite_difference": 1, "jacobian_penalty": 1.0}, "finite_difference must be true or false"),
+    ],
+)
+def test_settings_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)
