@@ -82,7 +82,7 @@ def _fitted(net: Any, known: Tensor, frames: list[Tensor]) -> float:
 def _followed(net: Any, frames: list[Tensor]) -> float:
     found = [net(frames[0], solution=True)[1]]
     for d in frames[1:]:
-        found.append(net(d, found[-1].value, solution=True)[1])
+        found.append(net(d, z0=found[-1].value, solution=True)[1])
     return _mean(found[1:])
 
 

@@ -22,7 +22,7 @@ from banach import (
     Tolerance,
     Unroll,
 )
-from networks import LinearR, conv_network, gradients, images, linear_network
+from networks import conv_network, gradients, images, linear_network
 
 TIGHT = Tolerance(atol=1e-14, max_steps=500)
 
@@ -51,8 +51,17 @@ def test_signatures_are_the_public_ones() -> None:
 
 
 def test_a_first_network_learns() -> None:
+    class R(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return torch.tanh(self.linear(u) + v)
+
     torch.manual_seed(0)
-    net = ImplicitNetwork(nn.Linear(2, 16), LinearR(16, dtype=torch.float32), nn.Linear(16, 2), solver=Anderson())
+    contraction = banach.nn.lipschitz_(R(), 0.9)
+    net = ImplicitNetwork(nn.Linear(2, 16), contraction, nn.Linear(16, 2), solver=Anderson())
     points = torch.randn(256, 2)
     labels = (points.prod(1) > 0).long()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
@@ -138,7 +147,8 @@ def test_solver_tolerance_and_backward_may_be_assigned() -> None:
     _, fast = net.latent(data())
     assert fast.steps.sum() < slow.steps.sum()
     net.tolerance = Tolerance(max_steps=3)
-    assert net.latent(data())[1].status == (Status.MAX_STEPS,) * 4
+    with pytest.warns(ConvergenceWarning, match="stopped at max_steps"):
+        assert net.latent(data())[1].status == (Status.MAX_STEPS,) * 4
 
 
 def test_coupling_is_looked_for() -> None:

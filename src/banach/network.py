@@ -177,7 +177,8 @@ class ImplicitNetwork(nn.Module):
                 one.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
             )
         except (TypeError, ValueError) as error:
-            if own and str(error).startswith(("T must keep the s", "z0 must be of a floating")):
+            unlike = ("T must keep the s", "z0 must be of a floating", "the tensors of z0 must share")
+            if own and str(error).startswith(unlike):
                 raise type(error)(
                     f"{error}; here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, "
                     "a function that makes z0 from Q(d)"
@@ -261,6 +262,8 @@ def warn_unconverged(
     Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
     fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
     """
+    if not found.failures:
+        return
     fault = found.fault
     if fault is None and not coupled and type(found.solver) is not Picard:
         fault = _probed_once(T, found.value, inputs, T if owner is None else owner)

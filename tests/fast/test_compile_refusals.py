@@ -76,7 +76,7 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
     fast, d = banach.compile(net), torch.ones(2, 3)
     found = fast(d, solution=True)[1]
     with pytest.raises(TypeError, match="z0 must be a tensor, such as the value of a Solution, got a Solution"):
-        fast(d, found)
+        fast(d, z0=found)
     with pytest.raises(ValueError, match="got a tensor without dimensions"):
         fast(torch.tensor(1.0))
 

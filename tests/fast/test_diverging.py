@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import ImplicitNetwork, Picard, Status, Tolerance
+from banach import ConvergenceWarning, ImplicitNetwork, Picard, Status, Tolerance
 from banach.fast import FixedDepth
 
 RELATIVE = Tolerance(atol=0, rtol=1e-3, max_steps=500)
@@ -40,8 +40,8 @@ def network(R: nn.Module, **options: Any) -> Any:
 
 def own_answer(net: Any, d: Tensor, z0: Tensor | None = None) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return net(d, z0, solution=True)
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return net(d, z0=z0, solution=True)
 
 
 @pytest.mark.parametrize("slope", [1.2, 3.0, -2.5])
@@ -87,7 +87,7 @@ def test_T_is_finite_at_what_is_kept() -> None:
     """A stage begins at 1, where T is infinite: what is kept is where an earlier one began."""
     net = network(Countdown(), tolerance=Tolerance(max_steps=9))
     d, z0 = torch.ones(2, 3), torch.tensor([[4.0], [40.0]]).expand(2, 3).contiguous()
-    y, found = banach.compile(net, first=3, then=2)(d, z0, solution=True)
+    y, found = banach.compile(net, first=3, then=2)(d, z0=z0, solution=True)
     assert found.status == (Status.NONFINITE, Status.MAX_STEPS)
     assert found.value.tolist() == [[4.0] * 3, [31.0] * 3]
     assert y.tolist() == [[3.0] * 3, [30.0] * 3]
@@ -104,10 +104,29 @@ def test_where_T_is_finite_nowhere_the_start_is_kept() -> None:
 
 def test_the_output_alone_warns() -> None:
     fast = banach.compile(network(Square()))
-    with pytest.warns(RuntimeWarning, match="1 of 2 samples: T gave NaN or infinity") as caught:
+    with pytest.warns(ConvergenceWarning, match="not found for all samples: T gave NaN or infinity") as caught:
         fast(torch.tensor([[9.0], [0.1]]))
     assert caught[0].filename == __file__
     fast(torch.tensor([[0.2], [0.1]]))
+
+
+@pytest.mark.parametrize("max_steps", [50, 9])
+def test_an_iteration_that_diverges_to_the_last_step_keeps_its_best_iterate_and_warns(max_steps: int) -> None:
+    """1.2^50 is finite, and not an answer."""
+    net = network(Slope(), tolerance=Tolerance(max_steps=max_steps))
+    fast, d = banach.compile(net), torch.tensor([[1.2, 1.2], [-1.5, -1.5], [0.1, 0.1]])
+    y, found = fast(d, solution=True)
+    wanted, own = own_answer(net, d)
+    assert found.status == own.status == (Status.MAX_STEPS, Status.MAX_STEPS, Status.CONVERGED)
+    assert own.diverged[:2].tolist() == [max_steps == 50, True]
+    torch.testing.assert_close(found.value[:2], own.value[:2])
+    torch.testing.assert_close(found.residual[:2], own.residual[:2])
+    torch.testing.assert_close(y[:2], wanted[:2])
+    with pytest.warns(ConvergenceWarning, match="stopped at max_steps above the tolerance; print") as caught:
+        torch.testing.assert_close(fast(d), y)
+    assert caught[0].filename == __file__
+    net.tolerance = Tolerance(max_steps=max_steps, check_every=0)
+    fast(d)  # a fixed depth is meant
 
 
 @pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])

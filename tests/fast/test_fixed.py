@@ -35,7 +35,7 @@ def test_output_gradient_and_statistics_are_the_networks(solver: Any, mode: Any,
     depth, d, y = 7, images(), torch.arange(6)
     own, fast = (paper_network(solver=solver, backward=mode).train(training) for _ in range(2))
     atol = 0.0 if isinstance(solver, Picard) and isinstance(mode, JFB) else 1e-3  # there no sample freezes
-    own.tolerance = Tolerance(atol=atol, max_steps=depth, norm=WorstPixel())
+    own.tolerance = Tolerance(atol=atol, max_steps=depth, norm=WorstPixel(), check_every=0)
     scores, found = own(d, solution=True)
     F.cross_entropy(scores, y).backward()
     output, reached = FixedDepth(fast)(d, depth)
@@ -73,7 +73,7 @@ class Mixing(torch.nn.Module):
 def test_damped_steps_of_nests_and_of_short_values() -> None:
     torch.manual_seed(0)
     parts: Any = (lambda d: (d, 2 * d), Mixing(), lambda u: u[0] + u[1])
-    net = ImplicitNetwork(*parts, solver=Picard(0.3), tolerance=Tolerance(atol=0.0, max_steps=9))
+    net = ImplicitNetwork(*parts, solver=Picard(0.3), tolerance=Tolerance(max_steps=9, atol=0, check_every=0))
     d = torch.randn(3, 4)
     torch.testing.assert_close(FixedDepth(net)(d, 9)[0], net(d))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -92,7 +92,7 @@ def test_a_relative_tolerance_is_relative() -> None:
     net = plain_network(Tolerance(atol=0.0, rtol=1e-3, max_steps=50))
     d = torch.randn(4, 1, 8, 8)
     reached: Any = FixedDepth(net)(d, 3)[1]
-    net.tolerance = Tolerance(atol=0.0, rtol=0.0, max_steps=3)
+    net.tolerance = Tolerance(atol=0.0, rtol=0.0, max_steps=3, check_every=0)
     size = net.latent(d)[1].value.norm(dim=1) / 12**0.5
     torch.testing.assert_close(
         reached.excess[0], (reached.residual.double() / (1e-3 * size)).max(), rtol=1e-5, atol=0

@@ -91,12 +91,12 @@ def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatc
     step, (d, y) = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch), batch()
     step(d, y)
     before = copy.deepcopy(net.state_dict())
-    words = r"takes images of one shape and type, \(6, 1, 8, 8\) of torch.float32, got \(1, 1, 8, 8\) of"
+    words = r"takes inputs of one shape and type, \(6, 1, 8, 8\) of torch.float32, got \(1, 1, 8, 8\) of"
     with pytest.raises(ValueError, match=words):
         step(d[:1], y[:1])
     with pytest.raises(ValueError, match=r"got .* of torch\.float64"):
         step(d.double(), y)
-    with pytest.raises(ValueError, match="labels of one shape"):
+    with pytest.raises(ValueError, match="targets of one shape"):
         step(d, y[:1])
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
@@ -137,9 +137,9 @@ def test_refusals() -> None:
     net = network()
     with pytest.warns(UserWarning, match="CUDA GPU alone"):
         step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
-    images: Any = [1.0]
-    with pytest.raises(TypeError, match="takes a tensor of images, got a list"):
-        step(images, torch.arange(1))
+    inputs: Any = [1.0]
+    with pytest.raises(TypeError, match="takes a tensor of inputs, got a list"):
+        step(inputs, torch.arange(1))
 
 
 def test_fit_says_why_its_steps_are_not_captured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

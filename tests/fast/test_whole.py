@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import banach
-from banach import RMS, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel, models
+from banach import RMS, ConvergenceWarning, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel, models
 from banach.fast import FixedDepth, first_control, whole
 from banach.fast.whole import WholeSolve, stop_of
 from banach.models.blocks import LatentResNet
@@ -68,7 +68,7 @@ def test_a_compiled_network_needs_one_stage() -> None:
     torch.testing.assert_close(fast(images()), own)
     assert torch.equal(found.steps, wanted.steps)
     assert bool(found.converged.all())
-    again = fast(images(), found.value, solution=True)[1]
+    again = fast(images(), z0=found.value, solution=True)[1]
     assert int(again.steps.max()) <= 2
 
 
@@ -156,7 +156,7 @@ def test_samples_that_leave_the_finite_numbers_are_told() -> None:
     with torch.no_grad():
         for p in net.R.parameters():
             p.mul_(1e3)
-    with pytest.warns(RuntimeWarning, match="NaN or infinity"):
+    with pytest.warns(ConvergenceWarning, match="NaN or infinity"):
         wanted = net(images().float(), solution=True)[1]
     assert bool(wanted.nonfinite.all())
     found = banach.compile(net)(images().float(), solution=True)[1]

@@ -9,6 +9,7 @@ from torch import nn
 from banach import ImplicitNetwork, Tolerance, models
 from models.reference_models import IMPLICIT, LATENT, REFERENCE, SMALL, count, images, network, parts
 
+FEW = Tolerance(max_steps=9, check_every=0)  # with fresh weights, R of svhn in eval mode is not a contraction
 PARAMETERS = {
     "mnist": (4_896, 36_992, 12_464, 54_352),
     "svhn": (74_640, 73_856, 14_992, 163_488),
@@ -91,7 +92,7 @@ def test_the_explicit_twin(name: str) -> None:
     mine = torch.autograd.grad(output.square().sum(), list(net.parameters()))
     torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-12)
     # An implicit network of the same weights answers otherwise, so this compares something.
-    other = network(name, image=SMALL[name]).eval()
+    other = network(name, image=SMALL[name], tolerance=FEW).eval()
     assert (other(d) - expected).abs().max() > 1e-3
 
 
@@ -122,7 +123,7 @@ def test_dropout_stands_where_the_paper_has_it_and_never_in_R() -> None:
 @pytest.mark.parametrize("name", IMPLICIT)
 @pytest.mark.parametrize("size", [(2, 14, 19), (3, 33, 12)])
 def test_other_images_and_classes(name: str, size: tuple[int, int, int]) -> None:
-    net = models.build(name, image=size, classes=7).eval()
+    net = models.build(name, image=size, classes=7, tolerance=FEW).eval()
     with torch.no_grad():
         assert net(torch.zeros(2, *size)).shape == (2, 7)
 

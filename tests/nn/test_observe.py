@@ -39,6 +39,7 @@ def test_output_gradient_and_buffers_are_those_of_a_plain_pass(mode: str, steps:
         assert torch.equal(seen.z, found_seen.value)
 
 
+@pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")  # it stops before it converges, checked or not
 @pytest.mark.parametrize("check_every", [1, 3, 0])
 def test_the_iterates_are_those_of_the_solver(check_every: int) -> None:
     tolerance = Tolerance(atol=1e-9, max_steps=12, check_every=check_every)
@@ -158,7 +159,8 @@ def test_losses_on_iterates_teach_a_map_to_be_near_its_answer_sooner() -> None:
     """With corrections the first iterate is nearer to the target."""
     off = []
     for weight in (0.0, 1.0):
-        net = network(Tanh(), tolerance=Tolerance(atol=1e-6, max_steps=100))
+        # A fixed depth, since nothing keeps this map a contraction while it learns.
+        net = network(Tanh(), tolerance=Tolerance(max_steps=30, check_every=0))
         optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
         d, target = normal(16, 4), normal(16, 2, seed=9).tanh()
 

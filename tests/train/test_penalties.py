@@ -168,7 +168,7 @@ def test_an_r_without_second_derivatives_is_explained_and_the_difference_works()
 
 
 def test_bf16() -> None:
-    net = network()
+    net = network(tolerance=Tolerance(atol=1e-2))  # bfloat16 cannot meet 1e-4
     history = fit(net, images(32), None, settings(epochs=1, precision="bf16", **KINDS["all"]))
     assert history.last.loss < 10
     assert all(torch.isfinite(p).all() for p in net.parameters())

@@ -35,7 +35,7 @@ class NetworkMap:
 
 
 def network_map(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
-    """The map that `net(d, z0)` iterates, and where it ends, without a trace left in the network."""
+    """The map that `net(d, z0=z0)` iterates, and where it ends, without a trace left in the network."""
     with undisturbed(net, d), torch.no_grad():
         still = Still(net)
         v = still.Q(*plain(as_inputs(d)))

@@ -15,8 +15,8 @@ from banach.solve import Solution
 class Found:
     """What a stage leaves, per sample: v = Q(d), iterate z, u = T(z), output, and what a `Solution` says of it.
 
-    `carried`: what the next stage needs to go on. By Picard that is the iterate to keep where a sample leaves the
-    finite numbers, and its residual.
+    `carried`: what the next stage needs to go on. By Picard that is the last iterate, the best one, to keep where
+    a sample diverges, and the residual of the best one.
     """
 
     v: Tensor

@@ -19,11 +19,11 @@ from banach.fast.starts import Neighbours
 from banach.fast.twin import traceless_twin
 from banach.fast.whole import WholeSolve
 from banach.latent import Space
-from banach.network import ImplicitNetwork, is_as_written, zeros
+from banach.network import ImplicitNetwork, is_as_written, warn_unconverged, zeros
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import ConvergenceWarning, Picard, Status
+from banach.solve import Picard, Status
 from banach.solve.stages import stage
-from banach.solve.warning import warn_user
+from banach.solve.state import DIVERGED
 
 
 class CompiledNetwork:
@@ -33,10 +33,10 @@ class CompiledNetwork:
     not meet the tolerance by then go on together, as a smaller batch, in stages of `then` steps, until they do or
     `max_steps` are made. The host asks once per stage. A sample's steps depend on no other sample; since they are
     counted in whole stages, its answer is at least as converged as the network's own. One that leaves the finite
-    numbers goes back to the best of the iterates that its stages began at. An R that the kernels know
-    needs one stage, and by a solver other than Picard, whose memory goes on from stage to stage, a sample stops in
-    the midst of one: there steps are the network's own. On a GPU a stage is a CUDA graph, one per size of batch
-    and type of input; elsewhere it runs as it is.
+    numbers, or diverges until `max_steps`, goes back to the best of the iterates that its stages began at. An R
+    that the kernels know needs one stage, and by a solver other than Picard, whose memory goes on from stage to
+    stage, a sample stops in the midst of one: there steps are the network's own. On a GPU a stage is a CUDA graph,
+    one per size of batch and type of input; elsewhere it runs as it is.
     """
 
     def __init__(
@@ -77,6 +77,8 @@ class CompiledNetwork:
             inputs: the inputs of Q, or one tuple of them; tensors with one row per sample.
             z0: starting latent, such as the `value` of the frame before.
             solution: also return the `Solution`.
+        Warns:
+            ConvergenceWarning: without `solution`, if samples did not converge in several stages.
         """
         self._check()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
@@ -93,11 +95,12 @@ class CompiledNetwork:
         if steps.stop == most and not solution:
             self._remember(found)
             return found.y.clone()  # the next call writes over it
-        whole, here, lost = found.copy(), torch.arange(batch, device=d[0].device), 0
-        while steps.stop < most:
+        whole, here = found.copy(), torch.arange(batch, device=d[0].device)
+        late, lost = here[:0], 0
+        while steps.stop < most or not solution:
             late, nonfinite = found.ask()
             lost += nonfinite
-            if not len(late):
+            if not len(late) or steps.stop == most:
                 break
             here, steps = here[late], range(steps.stop, min(steps.stop + self.then, most))
             found = self._continued(found.of(late), steps)
@@ -105,16 +108,20 @@ class CompiledNetwork:
         self._remember(whole)
         if solution:
             return whole.y, whole.solution()
-        if lost:
-            warn_user(
-                f"the fixed point was not found for all samples: {Status.NONFINITE.value}", ConvergenceWarning
-            )
+        self._warn(whole, stopped=len(late), lost=lost)
         return whole.y
+
+    def _warn(self, found: Found, *, stopped: int, lost: int) -> None:
+        """Warn as the network does. Samples are independent here, so R is not probed."""
+        if self.net.tolerance.check_every != 0:
+            counts = {Status.MAX_STEPS: stopped, Status.NONFINITE: lost}
+            failures = frozenset(status for status, count in counts.items() if count)
+            warn_unconverged(replace(found.solution(), failures=failures), self.R, (), coupled=True)
 
     def _continued(self, found: Found, steps: range) -> Found:
         if type(self.net.solver) is not Picard:  # what such a solver does depends on the number of the step
             return self._run(self._go_on, steps, found.v, found.z, *found.carried)
-        made = self._run(self._go_on, range(len(steps)), found.v, found.z, *found.carried)
+        made = self._run(self._go_on, range(len(steps)), found.v, *found.carried)
         made.steps.add_(steps.start)
         return made
 
@@ -157,9 +164,10 @@ class CompiledNetwork:
         residual, allowed = measure(Space.of(z), self.net.tolerance, before, z, self.net.solver.damping)
         finite, taken = are_finite(residual, allowed), torch.full_like(residual, steps.stop, dtype=torch.int64)
         # Once per stage: at every step it would cost as much as a layer of R.
-        z, met = _choose(finite, z, best), residual <= allowed
-        made = self._found(v, z, torch.where(finite, residual, least), met, ~finite, taken)
-        return replace(made, carried=(best, least))
+        met = residual <= allowed
+        kept = finite & (met | (residual <= DIVERGED * least))
+        made = self._found(v, _choose(kept, z, best), torch.where(kept, residual, least), met, ~finite, taken)
+        return replace(made, carried=(z, best, least))
 
     def _step(self, z: Tensor, v: Tensor) -> Tensor:
         Tz, damping = self.R(z, v), cast(Picard, self.net.solver).damping

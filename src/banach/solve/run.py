@@ -13,7 +13,7 @@ from banach.latent import Latent, Space, leaves, select
 from banach.solve.precision import rounding, with_autocast_of
 from banach.solve.solution import Solution, Status
 from banach.solve.solver import Memory, Point, Solver
-from banach.solve.state import STEADY, Seen, State, finish, on_device, to_numpy
+from banach.solve.state import State, finish, on_device, rises_alone, to_numpy
 from banach.solve.tolerance import Tolerance
 
 Map = Callable[..., Latent]
@@ -60,7 +60,7 @@ class Base(Generic[S]):
         self.failures: frozenset[Status] = frozenset()
         self.failures_left: frozenset[Status] = frozenset()
         self.risen: np.ndarray | None = None
-        self.after: np.ndarray | None = None  # what was tested at the first check at which a sample was frozen
+        self.after: np.ndarray | None = None  # the residual at the first check that found a sample frozen
 
     def evaluate(self, z: Tensor, *, first: bool) -> Tensor:
         """Return the rows of T(z). The first evaluation also looks for mistakes that a T may make."""
@@ -219,16 +219,12 @@ class Run(Base[State]):
             if flat.any():
                 state.stall(flat)
                 active = active & ~flat
-        self.risen = self.present(seen.risen & ~self._steady(seen))
+        before = np.full_like(seen.now, np.nan) if self.after is None else self.after
+        self.risen = self.present(seen.risen & ~rises_alone(seen.now, seen.now_test, before, self.atol))
+        self.after = np.where(seen.active | ~np.isnan(before), before, seen.now)
         stalled = np.zeros_like(active) if state.stalled is None else to_numpy(state.stalled)
         self.count_failures(~active & ~seen.nonfinite & ~stalled, stalled, seen.nonfinite)
         return self.looked(state, active, seen.nonfinite, compact=compact)
-
-    def _steady(self, seen: Seen) -> np.ndarray:
-        """Return the samples whose residual has not changed since an earlier check: nobody moves them."""
-        before = np.full_like(seen.now, np.nan) if self.after is None else self.after
-        self.after = np.where(seen.active | ~np.isnan(before), before, seen.now)
-        return np.abs(seen.now - before) <= STEADY * np.abs(before)
 
     def residual(self, state: State) -> Tensor:
         """Of everyone, as it is now: a copy."""

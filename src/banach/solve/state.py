@@ -16,7 +16,6 @@ from banach.solve.solver import Memory
 from banach.solve.tolerance import Tolerance
 
 DIVERGED = 10  # times its least residual: the end of an iteration that diverges
-STEADY = 1e-3  # relative change of a residual that may be rounding
 IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
 
 
@@ -27,7 +26,8 @@ class Seen(NamedTuple):
     nonfinite: np.ndarray
     idle: np.ndarray  # active, and no new least residual in the last IDLE evaluations
     risen: np.ndarray  # converged, frozen, and above the tolerance at the last evaluation
-    now: np.ndarray  # what is compared with atol, at the last evaluation
+    now: np.ndarray  # the residual at the last evaluation
+    now_test: np.ndarray  # what was compared with atol there
     residual: np.ndarray
 
 
@@ -108,12 +108,13 @@ class State:
         """Copy the few numbers per sample to the host, once: one round trip whatever is asked of them."""
         stats = to_numpy(self.stats)
         tested = 2 if len(stats[0]) == 3 else 0
-        residual, best_step, test, now = stats[0, 0], stats[1, 1], stats[0, tested], stats[2, tested]
+        residual, best_step, test, now_test = stats[0, 0], stats[1, 1], stats[0, tested], stats[2, tested]
         active = test > atol
         if self.stalled is not None:
             active &= ~to_numpy(self.stalled)
         idle = active & (best_step <= step - IDLE)
-        return Seen(active, ~(test > -np.inf), idle, (test <= atol) & ~(now <= atol), now, residual)
+        risen = (test <= atol) & ~(now_test <= atol)
+        return Seen(active, ~(test > -np.inf), idle, risen, stats[2, 0], now_test, residual)
 
     def stall(self, flat: np.ndarray) -> None:
         """Freeze these samples where they are: they move no more, and not because they met the tolerance."""
@@ -175,6 +176,16 @@ def finish(
         tolerance=tolerance,
         **known,
     )
+
+
+def rises_alone(now: np.ndarray, test: np.ndarray, before: np.ndarray, atol: float) -> np.ndarray:
+    """Return which frozen samples may be above the tolerance without any other sample.
+
+    Where T expands, the last step of a sample can raise its residual a little, to a value that then stays the same
+    at every evaluation. `before` is an earlier value, NaN if there is none.
+    """
+    steady = np.abs(now - before) <= 1e-3 * np.abs(before)
+    return steady & (now <= 10 * (now - test + atol))  # 10 times what the tolerance allows
 
 
 def on_device(values: np.ndarray, like: Tensor) -> Tensor:

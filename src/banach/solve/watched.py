@@ -20,7 +20,7 @@ from banach.solve.precision import is_transformed
 from banach.solve.run import Base, check_measured
 from banach.solve.solution import Solution
 from banach.solve.solver import Memory, Point
-from banach.solve.state import DIVERGED, IDLE, STEADY, all_on_device, on_device, to_numpy
+from banach.solve.state import DIVERGED, IDLE, all_on_device, on_device, rises_alone, to_numpy
 from banach.solve.tolerance import RMS, Euclidean, WorstPixel
 
 Numbers = int | np.ndarray  # of evaluations: one for all samples, or one for each
@@ -46,8 +46,9 @@ class HostState:
     mask: Tensor | None = None  # `active` on the device
     Tz: Tensor | None = None
     memory: Memory = ()
-    now: np.ndarray | None = None  # what is compared with atol, at the last evaluation, of frozen samples too
-    after: np.ndarray | None = None  # the same at the first evaluation after a sample froze
+    now: np.ndarray | None = None  # the residual at the last evaluation, of frozen samples too
+    now_test: np.ndarray | None = None  # and what was compared with atol
+    after: np.ndarray | None = None  # the residual at the first evaluation after a sample froze
     falling: bool = True  # at every evaluation so far, every active sample had its least residual
     pending: tuple[Tensor, Tensor, np.ndarray] | None = None  # an evaluation at z: T(z) - z and its norms
 
@@ -68,7 +69,7 @@ class HostState:
 
     def observe(self, k: int, residual: np.ndarray, excess: np.ndarray | None) -> None:
         """Record the residual of z at evaluation k for the active samples; keep z where it is the least so far."""
-        self.now = residual if excess is None else excess
+        self.now, self.now_test = residual, residual if excess is None else excess
         if self.active is not None:
             self.after = self.now if self.after is None else np.where(self.steps == k - 1, self.now, self.after)
         if self.falling and self._falls(k, residual, excess):
@@ -132,19 +133,14 @@ class HostState:
         self.z = torch.where(self.mask, proposal, self.z)
 
     def risen(self, atol: float) -> np.ndarray | None:
-        """Return which samples converged and froze, but are above the tolerance at the last evaluation.
-
-        A sample does that on its own where T expands. Its residual is then the same at every later evaluation, and
-        such samples are left out.
-        """
-        if self.now is None or self.after is None:
+        """Return which samples converged and froze, but are above the tolerance at the last evaluation."""
+        if self.now is None or self.now_test is None or self.after is None:
             return None
-        risen = (self.test <= atol) & ~(self.now <= atol)
+        risen = (self.test <= atol) & ~(self.now_test <= atol)
         if not np.count_nonzero(risen):
             return None
-        long_frozen = self.steps < np.max(self.steps) - 1
-        steady = np.abs(self.now - self.after) <= STEADY * np.abs(self.after)
-        return cast(np.ndarray, risen & ~(long_frozen & steady))
+        known = np.where(self.steps < np.max(self.steps) - 1, self.after, np.nan)
+        return cast(np.ndarray, risen & ~rises_alone(self.now, self.now_test, known, atol))
 
     def settle(self, active: np.ndarray) -> None:
         """Set which samples are active from now on."""
@@ -193,6 +189,7 @@ class HostState:
             "active": np.ones(count, bool) if self.active is None else self.active,
             "stalled": np.zeros(count, bool) if self.stalled is None else self.stalled,
             "now": self.now,
+            "now_test": self.now_test,
             "after": self.after,
         }
 
@@ -233,7 +230,7 @@ class Watched(Base[HostState]):
             state.best_z, least, k = z, seen, k + 1
             z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write its next value into Tz
         if least is not state.least:
-            state.residual = state.least = state.now = least
+            state.residual = state.least = state.now = state.now_test = least
             state.steps = state.least_at = k - 1
         state.z, state.Tz, state.pending = z, Tz, (r, residual, seen)
         return k

@@ -1,0 +1,303 @@
+"""Failure is visible: Solution, `throw=True` and the first warning agree; no wrong answer is marked converged."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach import (
+    Anderson,
+    Broyden,
+    ConvergenceWarning,
+    ImplicitNetwork,
+    NotConverged,
+    Picard,
+    Solution,
+    Solver,
+    Status,
+    Tolerance,
+    fixed_point,
+    solve,
+)
+from banach.solve import Fault, mixes_samples
+
+SOLVERS: list[Solver] = [Picard(), Picard(damping=0.3), Anderson(3), Broyden(4)]
+solvers = pytest.mark.parametrize("solver", SOLVERS, ids=str)
+every = pytest.mark.parametrize("every", [None, 1, 3])
+
+
+def shift(z: Tensor) -> Tensor:
+    """Each row takes the value of the row before it; the fixed point is all ones."""
+    return torch.cat([torch.ones_like(z[:1]), z[:-1]])
+
+
+def caught(T: Callable[..., Tensor], z0: Tensor, **how: Any) -> list[str]:
+    """Return the texts of the warnings of `fixed_point`."""
+    return caught_with_solution(T, z0, **how)[0]
+
+
+def caught_with_solution(T: Callable[..., Tensor], z0: Tensor, **how: Any) -> tuple[list[str], Solution]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _, found = fixed_point(T, z0, solution=True, **how)
+    assert all(issubclass(one.category, ConvergenceWarning) for one in seen)
+    return [str(one.message) for one in seen], found
+
+
+@every
+def test_a_forgotten_coupled_returned_a_wrong_answer_marked_converged(every: int | None) -> None:
+    tolerance = Tolerance(check_every=every)
+    found = solve(shift, torch.zeros(10), tolerance=tolerance)
+    assert not found.converged.any(), "it was [1, 0, ..., 0], all converged"
+    assert found.fault is Fault.MIXES
+    assert "T mixes samples: pass coupled=True" in found.summary()
+    assert "T mixes samples: pass coupled=True" in caught(shift, torch.zeros(10), tolerance=tolerance)[0]
+    with pytest.raises(NotConverged, match="T mixes samples"):
+        fixed_point(shift, torch.zeros(10), tolerance=tolerance, throw=True)
+    z, found = fixed_point(shift, torch.zeros(10), tolerance=tolerance, coupled=True, solution=True)
+    assert torch.equal(z, torch.ones(10))
+    assert found.fault is None
+
+
+def test_mixing_is_noticed_though_the_frozen_residual_stays_the_same() -> None:
+    """Row 0 moves by 1 and then by 0.0002: at the end the residual of row 1 has long been 1."""
+
+    def T(z: Tensor) -> Tensor:
+        return torch.stack([torch.where(z[0] < 0.5, 1.0, 1.0002 + 0 * z[0]), z[0]])
+
+    found = solve(T, torch.zeros(2, 1))
+    assert found.fault is Fault.MIXES
+    assert not found.converged.any()
+
+
+def test_a_sample_that_rises_on_its_own_stays_converged() -> None:
+    """T expands near 0: |T(z) - z| is below the tolerance at z = 0 and above it one step later."""
+
+    def T(z: Tensor, slow: Tensor) -> Tensor:
+        return torch.where(slow, 0.9 * z + 1, 3 * z + 0.9e-4)
+
+    slow = torch.tensor([[True], [False], [False]])
+    calls: list[int] = []
+
+    def counted(z: Tensor, slow: Tensor) -> Tensor:
+        calls.append(len(z))
+        return T(z, slow)
+
+    found = solve(counted, torch.zeros(3, 1), inputs=(slow,), tolerance=Tolerance(max_steps=200))
+    assert found.converged.all()
+    assert found.fault is None
+    assert len(calls) == int(found.steps.max()), "a steady residual needs no probe"
+    assert caught(T, torch.zeros(3, 1), inputs=(slow,), tolerance=Tolerance(max_steps=200)) == []
+
+
+def test_a_probe_finds_independent_samples_innocent() -> None:
+    """Both freeze at their first step; the second one rises at the very last evaluation, so T is probed."""
+
+    def T(z: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x > 0, 0.01 * z + x, 3 * z + 0.9e-4)
+
+    found = solve(T, torch.zeros(2, 1), inputs=(torch.tensor([[0.005], [-1.0]]),))
+    assert found.converged.all()
+    assert found.fault is None
+
+
+def test_random_numbers_in_T_are_named() -> None:
+    """The second sample converges by chance, and its residual is another one at every later evaluation."""
+    g = torch.Generator().manual_seed(0)
+
+    def T(z: Tensor) -> Tensor:
+        return torch.cat([0.9 * z[:1] + 1, torch.rand(1, 1, generator=g)])
+
+    found = solve(T, torch.zeros(2, 1), tolerance=Tolerance(atol=0.05, max_steps=200))
+    assert found.fault is Fault.RANDOM
+    assert not found.converged.any()
+    assert "draws at random" in found.summary()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_the_probe(rows: int) -> None:
+    z = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
+    before = torch.get_rng_state()
+    assert not mixes_samples(torch.tanh, z)
+    assert not mixes_samples(lambda u: torch.relu(-u.abs()), z), "a map that is flat here"
+    assert mixes_samples(lambda u: u - u.mean(0), z) == (rows > 1)
+    assert mixes_samples(shift, z) == (rows > 1)
+    assert not mixes_samples(lambda u, v: u + v, z, (z,))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_probe_of_a_nest_and_of_nonfinite_values() -> None:
+    nest = {"a": torch.zeros(3, 2), "b": torch.ones(3)}
+    assert not mixes_samples(lambda u: {"a": u["a"] / 2, "b": u["b"].cos()}, nest)
+    assert mixes_samples(lambda u: {"a": u["a"] / 2 + u["b"].sum(), "b": u["b"]}, nest)
+    assert not mixes_samples(lambda z: z / 0, torch.zeros(4, 2))
+
+
+@every
+@pytest.mark.parametrize(
+    ("T", "value", "text"),
+    [
+        (lambda x: 2 * x + 1, 0.0, "stopped at max_steps"),  # returned 2.25e15
+        (lambda x: 0.99 * x + 1, None, "stopped at max_steps"),  # returned 40, correct 100
+        (lambda x: x * x + 2, 0.0, "NaN or infinity"),
+    ],
+)
+def test_forward_failure_was_silent(T: Any, value: float | None, text: str, every: int | None) -> None:
+    z0, tolerance = torch.zeros(2, 3), Tolerance(check_every=every)
+    (message,) = caught(T, z0, tolerance=tolerance)
+    assert text in message
+    assert not any(letter.isdigit() for letter in message), "constant: Python shows it once per place"
+    with pytest.raises(NotConverged) as error:
+        fixed_point(T, z0, tolerance=tolerance, throw=True)
+    with pytest.warns(ConvergenceWarning):
+        z, found = fixed_point(T, z0, tolerance=tolerance, solution=True)
+    assert error.value.solution.status == found.status
+    if value is not None:
+        assert (found.value == value).all(), "the best iterate"
+        assert (z == T(found.value)).all()
+
+
+def test_a_warning_points_at_the_users_line_and_is_shown_once() -> None:
+    net = ImplicitNetwork(nn.Identity(), _Double(), nn.Identity())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            net(torch.ones(2, 2))
+    assert [one.filename for one in seen] == [__file__]
+
+
+class _Double(nn.Module):
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 2 * u + v
+
+
+def test_fixed_depth_and_max_steps_zero_only_record() -> None:
+    assert caught(lambda x: 2 * x + 1, torch.zeros(2, 3), tolerance=Tolerance(check_every=0)) == []
+    assert caught(lambda x: 2 * x + 1, torch.zeros(2, 3), tolerance=Tolerance(max_steps=0)) == []
+    found = solve(lambda x: 2 * x + 1, torch.zeros(2, 3), tolerance=Tolerance(check_every=0))
+    assert found.diverged is not None
+    assert found.diverged.all()
+    assert (found.value == 0).all()
+
+
+def test_a_network_throws_and_returns_its_solution() -> None:
+    net = ImplicitNetwork(nn.Identity(), _Double(), nn.Identity())
+    with pytest.raises(NotConverged, match="diverges for 2 samples"):
+        net(torch.ones(2, 2), throw=True)
+
+
+@pytest.mark.parametrize("every", [1, 3, 0])
+def test_the_best_iterate_of_an_iteration_that_diverges(every: int) -> None:
+    """Contracts first, then leaves: |r_k| falls to a least value and grows again."""
+    rate = torch.tensor([[0.5, 1.6], [0.5, 0.4]])
+    tolerance = Tolerance(atol=1e-9, max_steps=25, check_every=every)
+    start = torch.tensor([[1.0, 1e-5], [1.0, 1e-5]])
+    found = solve(lambda z: rate * z, start, tolerance=tolerance, record=True)
+    assert found.trace is not None
+    assert found.diverged is not None
+    assert found.diverged.tolist() == [True, False]
+    least = found.trace[:, 0].argmin()
+    assert torch.allclose(found.value[0], rate[0] ** int(least) * start[0])
+    assert torch.equal(found.residual[0], found.trace[:, 0].min())
+    assert torch.allclose(found.value[1], rate[1] ** 25 * start[1])
+    assert found.status == (Status.MAX_STEPS,) * 2
+
+
+def test_advice_knows_what_was_tried() -> None:
+    slow, tolerance = (lambda z: 0.999 * z + 1), Tolerance(max_steps=3)
+    by = {solver: solve(slow, torch.zeros(2, 1), solver, tolerance=tolerance).summary() for solver in SOLVERS}
+    assert "Anderson()" in by[Picard()]
+    assert "Anderson()" in by[Picard(damping=0.3)]
+    assert "Picard(damping" not in by[Picard(damping=0.3)]
+    rough = solve(torch.tanh, torch.ones(2, 1) * 3, Anderson(3), tolerance=Tolerance(atol=0, max_steps=2))
+    assert "Anderson" not in rough.summary()
+    assert all("Anderson" not in status.value for status in Status)
+    assert all("try" not in status.value for status in Status)
+
+
+def test_a_solution_prints_in_one_line() -> None:
+    found = solve(lambda z: z / 2 + 1, torch.zeros(500, 40))
+    assert (
+        str(found) == f"Solution(500 CONVERGED; steps 15 to 15; worst residual {float(found.residual.max()):.3g})"
+    )
+    assert str(solve(torch.tanh, torch.zeros(0, 3))) == "Solution(no samples)"
+    assert found.summary() == "all 500 samples converged"
+
+
+# 1,000 random maps. Each is affine, z -> A z + b, on 4 samples of 3 numbers, so its fixed point is known; A mixes
+# samples or not, and contracts, rotates or expands.
+KINDS = ("contracts", "diverges", "mixes", "mixes and diverges", "mixes a little")
+
+
+def matrix(kind: str, seed: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    blocks = torch.randn(4, 3, 3, generator=g, dtype=torch.float64)
+    size = (
+        (1.05 + torch.rand(4, 1, 1, generator=g)) if "diverges" in kind else 0.9 * torch.rand(4, 1, 1, generator=g)
+    )
+    blocks = size * blocks / torch.linalg.eigvals(blocks).abs().amax(-1)[:, None, None]
+    A = torch.block_diag(*blocks)
+    if "mixes" in kind:
+        other = torch.randn(12, 12, generator=g, dtype=torch.float64)
+        other = other * (torch.rand(12, 12, generator=g) < 0.3)
+        A = A + (0.02 if "little" in kind else 0.5) * other
+        radius = torch.linalg.eigvals(A).abs().max()
+        A = A * ((1.3 if "diverges" in kind else 0.8) / radius)
+    return A, torch.randn(12, generator=g, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_maps(kind: str) -> None:
+    counts = {"converged": 0, "warned": 0}
+    kinds = itertools.cycle(itertools.product(SOLVERS, (None, 3), (torch.float64, torch.float32)))
+    for seed, (solver, check, dtype) in zip(range(200), kinds, strict=False):
+        A, b = (part.to(dtype) for part in matrix(kind, seed))
+        tolerance = Tolerance(atol=1e-4, max_steps=60, check_every=check)
+
+        def T(z: Tensor, A: Tensor = A, b: Tensor = b) -> Tensor:
+            return (A @ z.flatten() + b).view(4, 3)
+
+        z0, how = torch.zeros(4, 3, dtype=dtype), {"solver": solver, "tolerance": tolerance}
+        texts, found = caught_with_solution(T, z0, **how)
+        converged = bool(found.converged.all())
+        assert (texts == []) == converged == _does_not_throw(T, z0, **how), (kind, seed)
+        counts["converged" if converged else "warned"] += 1
+        if converged:
+            _check_answer(found, A, b, tolerance)
+        elif found.fault is not None:
+            assert "mixes" in kind, (kind, seed)
+            assert "coupled=True" in texts[0]
+    if kind == "contracts":
+        assert counts["warned"] < 30, "those that contract slowly"
+    elif "diverges" in kind:
+        assert counts["converged"] < 100, "only what Anderson and Broyden solve all the same"
+    else:
+        assert counts["warned"] > 20, "or nothing was tested"
+
+
+def _does_not_throw(T: Any, z0: Tensor, **how: Any) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        try:
+            fixed_point(T, z0, throw=True, **how)
+        except NotConverged:
+            return False
+    return True
+
+
+def _check_answer(found: Solution, A: Tensor, b: Tensor, tolerance: Tolerance) -> None:
+    """The residual of the whole batch is near the tolerance, as a frozen sample's may be; the answer is right."""
+    A, b, z = A.double(), b.double(), found.value.double().flatten()
+    residual = (A @ z + b - z).view(4, 3).square().mean(1).sqrt()
+    reach = 1 + float(torch.linalg.matrix_norm(A, 2))
+    assert residual.max() <= 12 * reach * tolerance.atol
+    inverse = torch.linalg.inv(torch.eye(12, dtype=torch.float64) - A)
+    allowed = float(torch.linalg.matrix_norm(inverse, 2)) * 12 * reach * tolerance.atol * math.sqrt(12)
+    assert float((z - inverse @ b).norm()) <= allowed

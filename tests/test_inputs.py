@@ -1,0 +1,142 @@
+"""Several inputs: net(tokens, mask) calls Q(tokens, mask), in training, prediction and measurement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import banach
+from banach import ImplicitNetwork, Tolerance, contraction_factor, descent_check
+from banach.diagnose import measure_contraction, measure_sensitivity, network_map
+from banach.fast import TrainStep
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.table(tokens) * mask[..., None]
+
+
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.4 * torch.tanh(self.linear(u) + u.mean(1, keepdim=True) + v)
+
+
+class Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return self.head(u.mean(1))
+
+
+def network() -> ImplicitNetwork:
+    torch.manual_seed(0)
+    return ImplicitNetwork(Embed(), Mix(), Pool(), tolerance=Tolerance(atol=1e-6, max_steps=100))
+
+
+def batch(rows: int = 6) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(11, (rows, 5), generator=g)
+    return tokens, (torch.rand(rows, 5, generator=g) < 0.7).float()
+
+
+def by_hand(net: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    v = net.Q(tokens, mask)
+    u = torch.zeros_like(v)
+    for _ in range(200):
+        u = net.R(u, v)
+    return net.S(u)
+
+
+def test_a_network_calls_q_with_all_of_them() -> None:
+    net, d = network(), batch()
+    torch.testing.assert_close(net(*d), by_hand(net, *d), rtol=1e-4, atol=1e-5)
+    u, found = net.latent(*d)
+    again = net(*d, z0=found.value, solution=True)[1]
+    assert int(again.steps.max()) < int(found.steps.max())
+    assert torch.equal(net.S(u), net(*d))
+
+
+def test_z0_is_keyword_only() -> None:
+    net, (tokens, mask) = network(), batch()
+    with pytest.raises(TypeError):
+        net(tokens, mask, torch.zeros(6, 5, 8))
+    with pytest.raises(TypeError):
+        net.latent(tokens, mask, torch.zeros(6, 5, 8))
+
+
+@pytest.mark.filterwarnings("ignore:training steps run as they are")
+def test_a_training_step_takes_a_tuple() -> None:
+    net, d, y = network(), batch(), torch.tensor([0, 1, 2, 0, 1, 2])
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    losses = [float(step(d, y)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    with pytest.raises(TypeError, match="a training step takes a tensor of inputs, got a list"):
+        step(([1, 2], d[1]), y)  # type: ignore[arg-type]
+
+
+def test_compile_takes_a_tuple_or_several() -> None:
+    net, d = network().eval(), batch()
+    fast = banach.compile(net)
+    with torch.no_grad():
+        expected = net(*d)
+    for answer in (fast(*d), fast(d)):
+        torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-5)
+    found = fast(d, solution=True)[1]
+    again = fast(*d, z0=found.value, solution=True)[1]
+    assert again.converged.all()
+    with pytest.raises(ValueError, match="all inputs must have one row per sample, got 6 and 5 rows"):
+        fast(d[0], d[1][:5])
+    with pytest.raises(TypeError, match="takes the inputs of Q, got none"):
+        fast()
+
+
+def test_measurements_take_a_tuple() -> None:
+    net, d = network(), batch()
+    measured = network_map(net, d)
+    sigma = contraction_factor(measured.T, measured.u, measured.inputs)
+    torch.testing.assert_close(measure_contraction(net, d).sigma, sigma, rtol=1e-2, atol=1e-3)
+    assert descent_check(net, d, lambda y: y.square().mean()).cosine > 0.5
+    with pytest.raises(TypeError, match="floating-point data"):
+        measure_sensitivity(net, d)
+
+
+class Halves(nn.Module):
+    """u has half the width of v."""
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(u if u.shape[1] == 4 else u[:, :4]) + v[:, :4]
+
+
+def test_a_latent_unlike_q_needs_a_start() -> None:
+    net = ImplicitNetwork(nn.Linear(3, 8), Halves(), nn.Identity())
+    with pytest.raises(ValueError, match=r"\(2, 8\) became \(2, 4\); here z0 is zeros shaped like Q\(d\).*start="):
+        net(torch.zeros(2, 3))
+    made = ImplicitNetwork(nn.Linear(3, 8), Halves(), nn.Identity(), start=lambda v: torch.zeros_like(v[:, :4]))
+    assert made(torch.zeros(2, 3)).shape == (2, 4)
+
+
+def test_a_structure_unlike_q_needs_a_start() -> None:
+    def Q(d: Tensor) -> tuple[Tensor, Tensor]:
+        return d, d > 0
+
+    def R(u: Any, v: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.5 * u * v[1] + v[0]
+
+    with pytest.raises(TypeError, match=r"here z0 is zeros shaped like Q\(d\)"):
+        ImplicitNetwork(Q, R, nn.Identity())(torch.ones(2, 3))
+    net = ImplicitNetwork(Q, R, nn.Identity(), start=lambda v: torch.zeros_like(v[0]))
+    torch.testing.assert_close(net(torch.ones(2, 3)), torch.full((2, 3), 2.0), rtol=1e-3, atol=1e-3)
