@@ -248,6 +248,21 @@ def test_a_warning_is_one_line_without_code(here: Path, capsys: Any, monkeypatch
     assert capsys.readouterr().err == "warning: the sky is low\n"
 
 
+def test_fixed_points_that_are_not_found_are_said_once_a_command(here: Path, capsys: Any) -> None:
+    """Python's own filter would show the warning again whenever other code changes the filters."""
+    import warnings
+
+    said = (
+        "warning: the fixed point was not found for all samples: stopped at max_steps above the tolerance; "
+        "try more --max-steps, a larger --eps, or --solver anderson\n"
+    )
+    for command in ([*SMALL, "--epochs", "3", "--max-steps", "2"], ["evaluate", "runs/digits-1"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            assert main(command) == 0
+        assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     "command", [[], ["train"], ["evaluate"], ["diagnose"], ["predict"], ["compare"], ["models"], ["paper"]]
 )

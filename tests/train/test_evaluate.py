@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from banach import Tolerance
+from banach import ConvergenceWarning, Tolerance
 from banach.fast import CompiledNetwork
 from banach.train import evaluate, fit
 from banach.train.scorer import AT_A_TIME, Scorer
@@ -53,7 +54,10 @@ def test_an_r_that_they_do_not_know_goes_in_whole_stages(
     made: list[CompiledNetwork], tolerance: Tolerance
 ) -> None:
     net = plain_network(tolerance)
-    got, wanted = evaluate(net, images(60), scorer=Scorer(net)), by_hand(net, images(60), tolerance)
+    cut_off = pytest.warns(ConvergenceWarning, match="stopped at max_steps above the tolerance; try more")
+    with nullcontext() if tolerance is FINE else cut_off:
+        got = evaluate(net, images(60), scorer=Scorer(net))
+    wanted = by_hand(net, images(60), tolerance)
     assert made[0].whole is None
     assert got.accuracy == wanted.accuracy
     assert got.converged == wanted.converged

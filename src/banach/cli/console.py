@@ -45,17 +45,28 @@ def fits(made: Table) -> bool:
     return console.measure(made, options=console.options.update(width=10_000)).maximum <= console.width
 
 
+# What the library advises those who call it, and what to try on the command line.
+_LIBRARY = "print Solution.summary() (solution=True) for advice"
+_HERE = "try more --max-steps, a larger --eps, or --solver anderson"
+
+
 @contextmanager
 def spoken_warnings() -> Iterator[None]:
-    """Inside, a warning is one line on standard error, without the place in the code it came from."""
+    """Print each warning once inside, as one line on standard error without a place in the code.
+
+    Python's own filter forgets what it has shown whenever any code changes the filters.
+    """
+    said: set[str] = set()
+
+    def say(message: Any, *_: Any, **__: Any) -> None:
+        text = " ".join(str(message).split()).replace(_LIBRARY, _HERE)
+        if text not in said:
+            said.add(text)
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
     with warnings.catch_warnings():
-        warnings.showwarning = _say
+        warnings.showwarning = say
         yield
-
-
-def _say(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-    text = " ".join(str(message).split())
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _are_numbers(cells: Iterable[str]) -> bool:

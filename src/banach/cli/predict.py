@@ -68,7 +68,7 @@ def classify(opened: Opened, pixels: Tensor, top: int) -> list[Answer]:
     """Answers for uint8 pixels (N, C, H, W), in the arithmetic of the run."""
     images = _as_images(opened.dataset, pixels).to(opened.device)
     with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that T is not finite is told by the residual
+        warnings.simplefilter("ignore")  # the table says which images did not converge
         parts = [_answers(opened, images.normalise(part), top) for part in images.pixels.split(BATCH)]
     return [answer for part in parts for answer in part]
 

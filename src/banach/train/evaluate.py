@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from banach.data import Augmentation, Batches, Images
+from banach.solve import ConvergenceWarning, Status
+from banach.solve.warning import warn_user
 from banach.train.precision import arithmetic
 from banach.train.scorer import Scorer, scores
 from banach.train.tally import Tally, Totals
@@ -28,7 +30,8 @@ def evaluate(
     """Loss, accuracy and, where there is a fixed point, how well it was found: means over the images.
 
     The network keeps its mode, and is on the device of the images. A `scorer` of this network, kept from one
-    evaluation to the next, is fast on a GPU, and takes the images in batches of its own size there.
+    evaluation to the next, is fast on a GPU, and takes the images in batches of its own size there. A
+    `ConvergenceWarning` says that fixed points were not found.
     """
     scorer = Scorer(net, precision, fast=False) if scorer is None else scorer
     if scorer.net is not net or scorer.precision != precision:
@@ -61,10 +64,15 @@ def measure(
     begin()
     tally = _once(scorer, images, batch_size, augment, epoch)
     totals = tally.read()
-    if scorer.captures(images.device) and (tally.nonfinite or not math.isfinite(totals.loss)):
+    if not scorer.captures(images.device):
+        return totals  # the network itself has warned of samples that did not converge
+    if tally.nonfinite or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that gave up is no answer at all.
         begin()
-        totals = _once(scorer.itself(), images, batch_size, augment, epoch).read()
+        return _once(scorer.itself(), images, batch_size, augment, epoch).read()
+    if totals.converged is not None and totals.converged < 1 and scorer.net.tolerance.check_every != 0:
+        text = f"the fixed point was not found for all samples: {Status.MAX_STEPS.value}"
+        warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)
     return totals
 
 
