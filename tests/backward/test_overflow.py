@@ -17,24 +17,21 @@ J = 1.5 * torch.eye(8)
 G = torch.ones(2, 8)
 
 
-def overflows(w: Tensor) -> Tensor:
-    """(samples,): w overflows, and its residual g + w / 2 does not."""
-    residual = torch.linalg.vector_norm(G + w / 2, dim=1)
-    return residual.isfinite() & ~torch.linalg.vector_norm(w, dim=1).isfinite()
+def equation(steps: int = 4) -> Adjoint:
+    z, space = torch.zeros(2, 8), Space.of(torch.zeros(2, 8))
+    jacobian = Jacobian(lambda z: z @ J, z, (), space, torch.ones(2))
+    return Adjoint(jacobian, Tolerance(atol=0, rtol=1e-6, max_steps=steps), 2.0**-23, G, torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore:the adjoint equation missed its tolerance")
-def test_a_diverging_iteration_is_never_called_stalled() -> None:
-    """w = (3 1.5^k - 2) g after k steps, and its residual is g + w / 2."""
+def test_a_diverging_iterate_is_never_called_stalled() -> None:
+    """w = (3 1.5^k - 2) g after k steps of Picard's, and its residual is g + w / 2."""
     overflowed = 0
     for steps in range(100, 112):
-        told = Told()
-        w = solve_adjoint(Picard(), J.expand(2, 8, 8), G, told, max_steps=steps, check_every=0, rtol=1e-6)
-        kept = w[0, 0] == 1  # where it left the finite numbers: w = g, of the least residual
-        torch.testing.assert_close(w, G if kept else (3 * 1.5**steps - 2) * G, rtol=1e-4, atol=0)
+        w = (3 * 1.5**steps - 2) * G
         finite = torch.linalg.vector_norm(G + w / 2, dim=1).isfinite()
-        assert told.status == [tuple(Status.MAX_STEPS if fine else Status.NONFINITE for fine in finite.tolist())]
-        overflowed += int(overflows(w).any())
+        ends = tuple(Status.MAX_STEPS if fine else Status.NONFINITE for fine in finite.tolist())
+        assert equation().ends(w) == ends
+        overflowed += int((finite & ~torch.linalg.vector_norm(w, dim=1).isfinite()).any())
     assert overflowed, "at some steps w overflows and the residual does not, or nothing is tested"
 
 
@@ -49,12 +46,10 @@ def test_host_checks_bring_a_diverging_iteration_back_to_g(every: int) -> None:
 
 
 def test_a_cycle_that_overflows_is_mended_by_the_next() -> None:
-    z, space = torch.zeros(2, 8), Space.of(torch.zeros(2, 8))
-    jacobian = Jacobian(lambda z: z @ J, z, (), space, torch.ones(2))
-    equation = Adjoint(jacobian, Tolerance(atol=0, rtol=1e-6, max_steps=4), 2.0**-23, G, torch.ones(2))
     moves = iter([7e18, -7e18])
 
     def cycle(equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
         return active[:, None] * torch.full_like(r, next(moves)), 2
 
-    assert (in_cycles(equation, cycle) == 0).all(), "g is beneath the rounding of 7e18, which comes and goes"
+    w = in_cycles(equation(), cycle)
+    assert (w == 0).all(), "g is beneath the rounding of 7e18, which comes and goes"

@@ -41,7 +41,7 @@ class Adjoint:
     @cached_property
     def every(self) -> int:
         """Steps between two host checks; 0: no checks."""
-        return checks(self.tolerance, self.g.device)
+        return self.tolerance.checks(self.g.device)
 
     @cached_property
     def threshold(self) -> Tensor:
@@ -119,12 +119,6 @@ class Adjoint:
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()
         return tuple(_ENDS[i] for i in torch.where(size < torch.inf, code, 3).tolist())
-
-
-def checks(tolerance: Tolerance, device: torch.device) -> int:
-    """Return the steps between two host checks: 0 for none, and a number where `check_every` is None."""
-    resolve = getattr(tolerance, "checks", None)
-    return int(resolve(device) if resolve is not None else tolerance.check_every)
 
 
 def units(cotangent: Tensor) -> Tensor:

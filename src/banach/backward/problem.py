@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from banach.backward.adjoint import Adjoint, checks, units
+from banach.backward.adjoint import Adjoint, units
 from banach.backward.jacobian import Jacobian
 from banach.backward.krylov import LinearSolver
 from banach.backward.reads import Reads
@@ -20,7 +19,7 @@ from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
 from banach.solve.derivatives import without_tangents
 from banach.solve.mixing import mixes_samples
-from banach.solve.warning import AdjointWarning
+from banach.solve.warning import AdjointWarning, warn_user
 
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
 
@@ -57,7 +56,7 @@ class Problem:
         return tuple(map(now.see, found))
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
-        checked = checks(self.tolerance, g.device) > 0
+        checked = self.tolerance.checks(g.device) > 0
         reported = checked or self.report is not None
         if not self.tolerance.max_steps and not reported:
             return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
@@ -108,7 +107,7 @@ class Problem:
         missed = [end for sound, end in ends if sound and end is not Status.CONVERGED]
         if missed:
             text = f"the adjoint equation missed its tolerance: {self._advice(missed, equation)}"
-            warnings.warn(text, AdjointWarning, stacklevel=2)
+            warn_user(text, AdjointWarning)
 
     def _advice(self, missed: Sequence[Status], equation: Adjoint) -> str:
         """Constant for every cause, so that Python shows each warning once."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach, leaves
-from banach.solve.derivatives import without_tangents
+from banach.solve.derivatives import without_derivatives
 from banach.solve.exported import run_exported
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
-from banach.solve.precision import without_autocast
+from banach.solve.precision import is_transformed, without_autocast
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
@@ -38,7 +38,7 @@ except ImportError:
         return None
 
 
-@torch.no_grad()
+@without_derivatives
 def solve(
     T: Map,
     z0: Latent,
@@ -79,8 +79,8 @@ def solve(
     """
     _check(T, solver, inputs, tolerance)
     space = Space.of(z0, coupled=coupled)
-    compiling = torch.compiler.is_compiling()
-    if tolerance.max_steps and not compiling and any(map(_is_vmapped, leaves(z0))):
+    compiled = torch.compiler.is_compiling() or is_called_by_dynamo()
+    if tolerance.max_steps and not compiled and is_transformed() and any(map(_is_vmapped, leaves(z0))):
         raise RuntimeError(
             "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on "
             "the first (batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and "
@@ -91,7 +91,7 @@ def solve(
     # torch 2.11 says so under torch.compile as well; there the loop is Python's.
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
-    watched = every == 1 and not exporting and not compiling and not is_called_by_dynamo()
+    watched = every == 1 and not exporting and not compiled
     run: Any = (Watched if watched else Run)(T, solver, tolerance, space, inputs)
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
@@ -100,7 +100,7 @@ def solve(
     else:
         steps = range(1, tolerance.max_steps + 1)
     quick = watched and trace is None and on_step is None
-    with without_autocast(space), without_tangents():
+    with without_autocast(space):
         k = 0
         while k < len(steps):
             k += 1
@@ -149,8 +149,11 @@ def _is_vmapped(tensor: Tensor) -> bool:
 
 @torch.compiler.disable(recursive=False)
 def is_called_by_dynamo() -> bool:
-    """Does `torch.compile` run this, and compile what is called from here? It cannot trace a loop that asks the
-    host, so it runs that as it is and compiles the pieces, in which numbers had better be tensors."""
+    """Return True if Dynamo compiles what is called from here.
+
+    It cannot trace a loop with host checks, so it runs that eagerly and compiles the pieces, in which numbers
+    should be tensors.
+    """
     return _dynamo_callback() not in (None, False)
 
 
