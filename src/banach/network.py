@@ -155,7 +155,7 @@ class ImplicitNetwork(nn.Module):
             check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:
-            coupled = bool(special) and uses_batch_statistics(R, special)
+            coupled = uses_batch_statistics(R, special)
         later, once = _evaluates_later(mode), type(mode) is JFB
         with forward_pass(R, modules, special, later=later, once=once) as one:
             found = self._solve(one, v, z0, coupled=coupled, compact=self.compact and not coupled, throw=throw)
