@@ -83,7 +83,7 @@ def test_another_shape_is_refused_and_harms_nothing() -> None:
     step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
     step(*batch(0))
     before = [p.detach().clone() for p in net.parameters()]
-    with pytest.raises(ValueError, match="takes images of one shape and type"):
+    with pytest.raises(ValueError, match="takes inputs of one shape and type"):
         step(*batch(1, count=3))
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
     assert float(step(*batch(0))) > 0
