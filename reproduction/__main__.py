@@ -1,4 +1,4 @@
-"""The command line: python -m reproduction train JOB [JOB ...] --minutes 9."""
+"""The command line: python -m reproduction train JOB [JOB ...] --minutes 9, and collect."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
+RECORDS = Path("results/reproduction/trainings.jsonl")
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
 
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code, 2 for input that cannot be used."""
     options = _parser().parse_args(arguments)
     try:
-        return _train(options)
+        return _collect(options) if options.command == "collect" else _train(options)
     except _expected() as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -50,7 +51,20 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
     train.add_argument("--device", default="auto", help="auto, cpu or cuda")
     train.add_argument("--changed-sources", action="store_true", help="resume a run that other sources began")
+    collect = commands.add_parser(
+        "collect", help="gather the records of finished runs in one file", description="Write one line per run."
+    )
+    collect.add_argument("runs", type=Path, help="folder of run directories")
+    collect.add_argument("--out", type=Path, default=RECORDS, help=f"the file ({RECORDS}); other runs in it stay")
     return parser
+
+
+def _collect(given: argparse.Namespace) -> int:
+    from reproduction.collect import collect
+
+    names = collect(given.runs, given.out)
+    print(f"{given.out}: {len(names)} finished runs")
+    return 0
 
 
 def _train(given: argparse.Namespace) -> int:

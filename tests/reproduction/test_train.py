@@ -254,3 +254,29 @@ def test_the_jobs_have_the_released_settings() -> None:
     evaluated = [epoch for epoch in range(1, 1001) if jobs.get("cifar10-jfb-seed0").evaluates(epoch)]
     assert evaluated[:3] == [1, 5, 10]
     assert evaluated[-10:] == list(range(991, 1001))
+
+
+def test_finished_runs_become_one_line_each_and_none_is_replaced(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trainings.jsonl"
+    assert main(["collect", str(whole.parent), "--out", str(out)]) == 0
+    assert main(["collect", str(tmp_path / "no-runs"), "--out", str(out)]) == 0, "what is there stays"
+    (line,) = records.read_lines(out)
+    assert line["job"] == NAME
+    assert line["final"] == json.loads((whole / records.FINAL).read_text())
+    accuracies = [epoch.accuracy for epoch in Run.open(whole).metrics()]
+    assert [epoch["accuracy"] for epoch in line["epochs"]] == pytest.approx(accuracies, rel=1e-5)
+    line["segments"][0]["started"] = "another time"
+    records.write_lines(out, [line])
+    assert main(["collect", str(whole.parent), "--out", str(out)]) == 2
+    assert "has another run of the name" in capsys.readouterr().err
+
+
+def test_the_committed_trainings_are_whole() -> None:
+    """Every run was trained to its last epoch, from the sources of one commit."""
+    for line in records.read_lines(Path(__file__).parents[2] / "results/reproduction/trainings.jsonl"):
+        epochs = line["settings"]["epochs"]
+        assert [epoch["epoch"] for epoch in line["epochs"]] == list(range(1, epochs + 1))
+        assert line["final"]["epoch"] == line["segments"][-1]["last_epoch"] == epochs
+        assert len({segment["sources"] for segment in line["segments"]}) == 1
