@@ -63,6 +63,7 @@ def _targets(by_method: dict[str, Row]) -> list[Target]:
 
 
 def _row(library: str, method: str, settings: Settings, go: Go) -> Row:
+    _count(go, 1, settings)  # what is made once for a kind of latent
     shallow, deep = _count(go, settings.shallow, settings), _count(go, settings.deep, settings)
     per_step = [(b - a) / (settings.deep - settings.shallow) for a, b in zip(shallow, deep, strict=True)]
     kernels, allocations, syncs = per_step
