@@ -219,12 +219,13 @@ class Watched(Base[HostState]):
         if not plain or not state.falling or state.active is not None:
             return k
         z, least, count, damping = state.z, state.least, len(state.least), cast(Picard, self.solver).damping
+        evaluate, measure, space, atol = self.evaluate, self.measure, self.space, self.atol
         while True:
-            Tz = self.evaluate(z, first=k == 1)
+            Tz = evaluate(z, first=k == 1)
             r = Tz - z
-            residual = self.measure(r, self.space)
+            residual = measure(r, space)
             seen = to_numpy(residual)
-            done = np.count_nonzero(seen <= self.atol) or np.count_nonzero(seen < least) < count
+            done = np.count_nonzero(seen <= atol) or np.count_nonzero(seen < least) < count
             if done or k >= most:
                 break
             state.best_z, least, k = z, seen, k + 1
