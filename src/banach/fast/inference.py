@@ -107,7 +107,7 @@ class CompiledNetwork:
             whole.put(here, found)
         self._remember(whole)
         if solution:
-            return whole.y, whole.solution()
+            return whole.y, replace(whole.solution(), solver=self.net.solver, tolerance=self.net.tolerance)
         self._warn(whole, stopped=len(late), lost=lost)
         return whole.y
 

@@ -16,6 +16,7 @@ from banach.fast.fuse import wrapped
 from banach.fast.graph import unchanged, why_not_captured
 from banach.fast.programs import Programs, optimizer_tensors, reset_optimizer
 from banach.network import ImplicitNetwork, as_inputs
+from banach.solve import ConvergenceWarning
 
 
 class TrainStep:
@@ -172,6 +173,7 @@ def first_control(network: FixedDepth, d: Any, autocast: Callable[[], Any]) -> D
     net = network.net
     if net.tolerance.max_steps == 0 or network.whole is not None:
         return None
-    with torch.no_grad(), autocast(), unchanged(net.buffers()):
+    with torch.no_grad(), autocast(), unchanged(net.buffers()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # captured steps record, and do not warn
         found = net(*as_inputs(d), solution=True)[1]
     return DepthControl(Ladder.up_to(net.tolerance.max_steps), int(found.steps.max()) + 1)
