@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from banach import Anderson, Picard, Solver, Tolerance, fixed_point
+from banach import JFB, Anderson, Picard, Solver, Tolerance, solve
 from banach.provenance import Summary
 from benchmarks import maps, rival
 from benchmarks.report import Result, Row, Target
@@ -97,7 +97,9 @@ def training_steps(problem: maps.Problem, method: str, rms: float, depth: int) -
     deq = rival.layer(problem.z0, method, rms=rms, max_steps=depth)
 
     def banach(T: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        z = fixed_point(T, problem.z0, inputs=problem.inputs, solver=solver, tolerance=tolerance)
+        # As fixed_point does it, which would warn where the tolerance is never met on purpose.
+        found = solve(T, problem.z0, solver, inputs=problem.inputs, tolerance=tolerance)
+        z = JFB().attach(T, found.value, problem.inputs)
         return torch.autograd.grad(z.square().mean(), problem.weights)
 
     def torchdeq(T: Callable[..., Tensor]) -> tuple[Tensor, ...]:

@@ -10,12 +10,12 @@ import banach
 ROOMS = (
     "provenance",
     "latent",
-    "kernels",
     "solve",
     "backward",
     "nn",
     "network",
     "diagnose",
+    "kernels",
     "fast",
     "models",
     "data",

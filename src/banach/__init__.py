@@ -1,27 +1,36 @@
-"""banach: implicit networks in PyTorch. `solve` finds a fixed point, `attach` differentiates at it."""
+"""banach: implicit networks in PyTorch. `solve` finds a fixed point, `attach` differentiates at it.
 
-from banach import diagnose as diagnose
-from banach import nn as nn
-from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
-from banach.diagnose import ContractionMonitor, ContractionWarning, contraction_factor, descent_check
-from banach.fast import compile
-from banach.network import ImplicitNetwork, fixed_point
-from banach.solve import (
-    RMS,
-    AdjointWarning,
-    Anderson,
-    Broyden,
-    ConvergenceWarning,
-    Euclidean,
-    NotConverged,
-    Picard,
-    Solution,
-    Solver,
-    Status,
-    Tolerance,
-    WorstPixel,
-    solve,
-)
+Names are imported when they are first used, so `import banach` does not import torch.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from banach import diagnose as diagnose
+    from banach import nn as nn
+    from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
+    from banach.diagnose import ContractionMonitor, ContractionWarning, contraction_factor, descent_check
+    from banach.fast import compile
+    from banach.network import ImplicitNetwork, fixed_point
+    from banach.solve import (
+        RMS,
+        AdjointWarning,
+        Anderson,
+        Broyden,
+        ConvergenceWarning,
+        Euclidean,
+        NotConverged,
+        Picard,
+        Solution,
+        Solver,
+        Status,
+        Tolerance,
+        WorstPixel,
+        solve,
+    )
 
 __version__ = "0.1.0"
 
@@ -56,3 +65,40 @@ __all__ = [
     "fixed_point",
     "solve",
 ]
+
+_ROOMS = {
+    "backward": ("GMRES", "JFB", "Implicit", "Mode", "Neumann", "NormalCG", "Unroll"),
+    "diagnose": ("ContractionMonitor", "ContractionWarning", "contraction_factor", "descent_check"),
+    "fast": ("compile",),
+    "network": ("ImplicitNetwork", "fixed_point"),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULES = ("data", "diagnose", "models", "nn", "train")
+
+
+class _Lazy(ModuleType):
+    """This package, with its names imported at first use (PEP 562).
+
+    `solve` is a function here and the name of a room: importing the room sets the attribute to the module, which
+    this class undoes.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"banach.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module 'banach' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"banach.{_ROOM_OF.get(name, 'solve')}"), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "solve" and isinstance(value, ModuleType):
+            value = value.solve
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__, *_MODULES})
+
+
+sys.modules[__name__].__class__ = _Lazy

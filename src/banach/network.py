@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from banach.backward import JFB, Mode, Neumann, Unroll
-from banach.kernels.known import is_hooked
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
 from banach.nn.hidden import check_hidden
+from banach.nn.hooks import is_hooked
 from banach.nn.passes import (
     Pass,
     PlainPass,

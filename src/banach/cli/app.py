@@ -5,19 +5,56 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from banach import __version__
-from banach.cli import compare, data, diagnose, evaluate, models, paper, predict, train
 from banach.cli.console import spoken_warnings
-from banach.train import CheckpointError, RunError
 
 BAD_INPUT, STOPPED = 2, 130
+_SHORT = {
+    "train": "Train an implicit network.",
+    "evaluate": "Evaluate a run on a split.",
+    "diagnose": "Contraction, convergence and gradient quality of a run.",
+    "predict": "Classify image files.",
+    "compare": "Runs side by side, with a plot.",
+    "models": "The networks there are.",
+    "paper": "The paper's tables, figures and claims, measured.",
+    "data": "The data sets there are: list, verify, fetch.",
+}
+
+
+class _Commands(TyperGroup):
+    """The sub-commands, each imported when it is called: `banach --help` does not import torch."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_SHORT)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _SHORT:
+            return None
+        part = import_module(f"banach.cli.{cmd_name}")
+        if cmd_name == "data":
+            return typer.main.get_command(part.data_app)
+        alone = typer.Typer(
+            add_completion=False,
+            rich_markup_mode=None,
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        )
+        alone.command(cmd_name, epilog=part.EPILOG)(getattr(part, cmd_name))
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_SHORT.items()))
+
 
 app = typer.Typer(
     name="banach",
+    cls=_Commands,
     help="Implicit networks: train, evaluate, diagnose, predict.",
     epilog="Start with: banach train      Then: banach diagnose runs/digits-1",
     no_args_is_help=True,
@@ -26,19 +63,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-_SHORT = {
-    train: "Train an implicit network.",
-    evaluate: "Evaluate a run on a split.",
-    diagnose: "Contraction, convergence and gradient quality of a run.",
-    predict: "Classify image files.",
-    compare: "Runs side by side, with a plot.",
-    models: "The networks there are.",
-    paper: "The paper's tables, figures and claims, measured.",
-}
-for part, short in _SHORT.items():
-    name = part.__name__.rpartition(".")[2]
-    app.command(name, epilog=part.EPILOG, short_help=short)(getattr(part, name))
-app.add_typer(data.data_app, name="data", short_help="The data sets there are: list, verify, fetch.")
 
 
 def _version(wanted: bool) -> None:
@@ -71,17 +95,26 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse("stopped", STOPPED)
     except MemoryError:
         return _refuse("there is not enough memory for this; choose smaller settings")
-    except (ValueError, RunError, CheckpointError, OSError) as error:
-        if os.environ.get("BANACH_DEBUG"):
-            raise
-        return _refuse(_sentence(error))
     except Exception as error:
         # What typer raises for bad usage; its class lies in click or in typer, with the version.
         if hasattr(error, "format_message"):
             return _usage(error)
-        if isinstance(error, RuntimeError) and "memory" in str(error) and not os.environ.get("BANACH_DEBUG"):
+        if os.environ.get("BANACH_DEBUG"):
+            raise
+        if _is_bad_input(error):
+            return _refuse(_sentence(error))
+        if isinstance(error, RuntimeError) and "memory" in str(error):
             return _refuse(f"there is not enough memory for this; choose smaller settings ({str(error)[:200]})")
         raise
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """Return True if the sentence of the error is meant for the user."""
+    if isinstance(error, (ValueError, OSError)):
+        return True
+    from banach.train import CheckpointError, RunError  # only after a command has imported it all
+
+    return isinstance(error, (RunError, CheckpointError))
 
 
 def _usage(error: Any) -> int:

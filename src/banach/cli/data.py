@@ -25,6 +25,7 @@ data_app = typer.Typer(
     help="The data sets: list them, verify those that are here, fetch those that are not.",
     epilog=EPILOG,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 DataDir = Annotated[

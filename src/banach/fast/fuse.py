@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels import has_triton, repeated_stack, residual_stack
-from banach.kernels.known import is_hooked, says
+from banach.kernels.known import says
 from banach.network import ImplicitNetwork
+from banach.nn.hooks import is_hooked
 
 
 class FusedStack(nn.Module):

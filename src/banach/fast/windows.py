@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels import conv2d, has_triton
-from banach.kernels.known import is_hooked
+from banach.nn.hooks import is_hooked
 
 WIDEST = 64  # channels, from which on cuDNN's kernels are good
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels.block import gather
-from banach.kernels.known import is_hooked, says
+from banach.kernels.known import says
 from banach.kernels.modules import norms_of
+from banach.nn.hooks import is_hooked
 
 WIDEST = 64  # channels
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from banach.backward.reads import Reads
-from banach.kernels.known import is_hooked
 from banach.latent import Latent
+from banach.nn.hooks import is_hooked
 from banach.nn.watch import first_watch, is_compiled
 from banach.solve.precision import is_transformed
 
