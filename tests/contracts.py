@@ -168,4 +168,5 @@ def select_solution(found: Solution, i: int) -> Solution:
         steps=found.steps[i : i + 1],
         stalled=found.stalled[i : i + 1],
         nonfinite=found.nonfinite[i : i + 1],
+        diverged=found.diverged[i : i + 1],
     )

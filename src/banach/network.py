@@ -187,7 +187,7 @@ class ImplicitNetwork(nn.Module):
 
     def _start(self, v: Latent, z0: Latent | None) -> Latent:
         if z0 is None and self.start is zeros:
-            return zeros(detach(v))
+            return zeros(v)
         if z0 is None:
             with torch.no_grad():
                 return self.start(detach(v))

@@ -115,7 +115,7 @@ def test_monitor_refusals(tiny: Any, data: Tensor) -> None:
 def solved(converged: bool = True, count: int = 3) -> Solution:
     ends = torch.full((count,), converged)
     flags = torch.zeros(count, dtype=torch.bool)
-    return Solution(torch.zeros(count, 1), torch.zeros(count), ends, torch.ones(count), flags, flags)
+    return Solution(torch.zeros(count, 1), torch.zeros(count), ends, torch.ones(count), flags, flags, flags)
 
 
 def measured(sigma: list[float], rate: list[float]) -> Contraction:

@@ -56,6 +56,7 @@ class Found:
             steps=self.steps,
             stalled=torch.zeros_like(self.nonfinite),
             nonfinite=self.nonfinite,
+            diverged=torch.zeros_like(self.nonfinite),
         )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Found:

@@ -199,9 +199,10 @@ def forward_pass(
     R: Any, modules: list[nn.Module], special: list[nn.Module], *, later: bool, once: bool
 ) -> Pass | PlainPass:
     """Return the pass that R, with these modules and special layers, needs."""
-    if later or special or not modules or any(module._buffers for module in modules) or first_watch(R) is not None:
-        return Pass(R, modules, later=later, once=once)
-    return PlainPass(R)
+    plain = bool(modules) and not special and not later
+    if plain and not any([module._buffers for module in modules]) and first_watch(R) is None:  # noqa: C419 (faster)
+        return PlainPass(R)
+    return Pass(R, modules, later=later, once=once)
 
 
 class Then:
@@ -265,10 +266,9 @@ def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the modules that normalise by the batch or draw at random. Of most networks there are none."""
     if torch.compiler.is_compiling():
         return modules
-    return [module for module in modules if _special.get(type(module)) or _is_special(type(module))]
+    return [module for module in modules if _is_special[type(module)]]
 
 
-_special: dict[type, bool] = {}  # classes that were looked at
 _SPECIAL = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.dropout._DropoutNd,
@@ -278,10 +278,15 @@ _SPECIAL = (
 )
 
 
-def _is_special(kind: type) -> bool:
-    if kind not in _special:
-        _special[kind] = issubclass(kind, _SPECIAL) or hasattr(kind, "one_mask_per_pass")
-    return _special[kind]
+class _Classes(dict[type, bool]):
+    """For every class that was looked at: do its modules normalise by the batch or draw at random?"""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, _SPECIAL) or hasattr(kind, "one_mask_per_pass")
+        return self[kind]
+
+
+_is_special = _Classes()
 
 
 def _training_buffers(R: Any, modules: list[nn.Module]) -> dict[str, Tensor]:

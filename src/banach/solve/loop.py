@@ -93,6 +93,7 @@ def solve(
     every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
     watched = every == 1 and not exporting and not compiled
     run: Any = (Watched if watched else Run)(T, solver, tolerance, space, inputs)
+    run.shown = on_step is not None
     state = run.start(detach(z0))
     trace: list[Tensor] | None = [] if record else None
     if exporting:

@@ -47,6 +47,7 @@ class Base(Generic[S]):
         self.space_of_all = space
         self.plain = space.is_matrix  # a latent that is its own rows
         self.busy = True
+        self.shown = False  # does anybody hold the iterates?
         self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
         self.atol = float(tolerance.atol / self.scale)
@@ -69,17 +70,12 @@ class Base(Generic[S]):
         if not self.plain:
             return self.space.rows(self.T(self.space.nest(z), *self.inputs))
         value = self.T(z, *self.inputs)
-        if (
-            type(value) is Tensor
-            and value.shape == z.shape
-            and value.dtype == z.dtype
-            and value.device == z.device
-        ):
-            return value
+        if type(value) is Tensor and value.shape == z.shape and value.dtype == z.dtype:
+            return value  # another device is refused by the subtraction
         return self.space.rows(value)
 
     def _evaluate_first(self, z: Tensor) -> Tensor:
-        given = (z, *leaves(self.inputs))
+        given = [z, *leaves(self.inputs)] if self.inputs else [z]
         before = _versions(given)
         try:
             value = self.T(self.space.nest(z), *self.inputs)
@@ -235,7 +231,7 @@ class Run(Base[State]):
         return finish(self.everyone(state), self.space_of_all, self.tolerance, trace, **known)
 
 
-def _versions(tensors: tuple[Tensor, ...]) -> Versions:
+def _versions(tensors: list[Tensor]) -> Versions:
     """Return how often each tensor was written to; None where that is not counted."""
     if torch.compiler.is_compiling():
         return []

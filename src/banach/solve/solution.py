@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Status(enum.Enum):
     NONFINITE = "T gave NaN or infinity; the best finite iterate is kept"
 
 
+_DEFERRED = ("residual", "converged", "steps", "stalled", "nonfinite", "diverged")
 _BY_CODE = (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
 
 
@@ -55,12 +57,28 @@ class Solution:
     steps: Tensor
     stalled: Tensor
     nonfinite: Tensor
-    diverged: Tensor | None = None  # ended above 10 times its least residual; None: not known
+    diverged: Tensor  # ended above 10 times its least residual
     residuals: tuple[Tensor, ...] | None = None
     solver: Solver | None = None
     tolerance: Tolerance | None = None
     failures: frozenset[Status] = frozenset()  # those that host checks saw: no sync is needed to know them
-    fault: Fault | None = field(default=None)  # what host checks found to be wrong with T
+    fault: Fault | None = None  # what host checks found to be wrong with T
+
+    @classmethod
+    def deferred(cls, value: Latent, numbers: Callable[[], dict[str, Any]], known: dict[str, Any]) -> Solution:
+        """Return a solution whose per-sample tensors, `numbers()`, are made when one is first read."""
+        made = object.__new__(cls)
+        made.__dict__.update(known, value=value, _numbers=numbers)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if "_numbers" not in self.__dict__ or name not in _DEFERRED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__.update(self.__dict__["_numbers"]())
+        return self.__dict__[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def status(self) -> tuple[Status, ...]:
@@ -104,7 +122,7 @@ class Solution:
         if self.fault is not None:
             return [self.fault.value]
         advice = []
-        diverged = 0 if self.diverged is None else int(self.diverged.sum())
+        diverged = int(self.diverged.sum())
         if diverged:
             advice.append(
                 f"the iteration diverges for {diverged} samples, whose best iterate is kept: "

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent
+from banach.latent import Latent, Space, leaves
 from banach.solve.picard import Picard
 from banach.solve.precision import is_transformed
 from banach.solve.run import Base, check_measured
@@ -220,12 +220,13 @@ class Watched(Base[HostState]):
             return k
         z, least, count, damping = state.z, state.least, len(state.least), cast(Picard, self.solver).damping
         evaluate, measure, space, atol = self.evaluate, self.measure, self.space, self.atol
+        counted = np.count_nonzero
         while True:
             Tz = evaluate(z, first=k == 1)
             r = Tz - z
             residual = measure(r, space)
             seen = to_numpy(residual)
-            done = np.count_nonzero(seen <= atol) or np.count_nonzero(seen < least) < count
+            done = counted(seen <= atol) or counted(seen < least) < count
             if done or k >= most:
                 break
             state.best_z, least, k = z, seen, k + 1
@@ -292,40 +293,47 @@ class Watched(Base[HostState]):
         return on_device(self.everyone(state).residual, state.z)
 
     def finish(self, state: HostState, trace: list[Tensor] | None) -> Solution:
-        """Return the solution a state stands for: scaled residuals, and the best iterate where that is kept."""
+        """Return the solution a state stands for: scaled residuals, and the best iterate where that is kept.
+
+        If all samples converged, the numbers become tensors when they are read, which most passes never do.
+        """
         if state.after is not None:
             self.risen = self.present(state.risen(self.atol))
-        state, space = self.everyone(state), self.space_of_all
+        state = self.everyone(state)
         met = state.test <= self.atol
-        none = stalled = nonfinite = diverged = np.zeros(len(met), bool)
-        residual = state.residual
-        if state.excess is not None or np.count_nonzero(met) < len(met):
-            nonfinite, stalled = state.nonfinite, none if state.stalled is None else state.stalled
-            diverged = (residual > DIVERGED * state.least) & ~(met | stalled)
-            best = nonfinite | diverged
-            met, residual = met & ~nonfinite, np.where(best, state.least, residual)
-            state.z = torch.where(on_device(best, state.z)[:, None], state.best_z, state.z)
-            if self.tolerance.max_steps:
-                self.count_failures(met, stalled, nonfinite)
-        if state.Tz is None or trace is not None:  # the value shares its memory with z0, or with what was shown
+        plain = state.excess is None and np.count_nonzero(met) == len(met) and trace is None
+        if not plain:
+            return self._finish(state, met, trace)
+        if state.Tz is None or self.shown:  # the value would share its memory with z0, or with what on_step saw
             state.z = state.z.clone()
-        steps = np.full(len(met), state.steps) if isinstance(state.steps, int) else state.steps
-        numbers = (residual * residual.dtype.type(self.scale), met, steps)
-        flags = (none,) if diverged is none else (stalled, nonfinite, diverged)
-        shown = all_on_device((*numbers, *flags), state.z)
-        if space.coupled:
-            shown = [space.spread(number) for number in shown]
-        flagged = shown[3:] if len(flags) == 3 else shown[3:] * 3  # one tensor where no sample has a flag
+        numbers = functools.partial(numbers_of, self.space_of_all, self.scale, state.residual, state.steps, met)
+        known = {"solver": self.solver, "tolerance": self.tolerance, "failures": self.failures}
+        return Solution.deferred(self.space_of_all.nest(state.z), numbers, known)
+
+    def _finish(self, state: HostState, met: np.ndarray, trace: list[Tensor] | None) -> Solution:
+        space, residual = self.space_of_all, state.residual
+        nonfinite, stalled = state.nonfinite, np.zeros_like(met) if state.stalled is None else state.stalled
+        diverged = (residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
+        best = nonfinite | diverged
+        met, residual = met & ~nonfinite, np.where(best, state.least, residual)
+        if self.tolerance.max_steps:
+            self.count_failures(met, stalled, nonfinite)
+        value = torch.where(on_device(best[:, None], state.z), state.best_z, state.z)
         return Solution(
-            value=space.nest(state.z.detach()),
-            residual=shown[0],
-            converged=shown[1],
-            steps=shown[2],
-            stalled=flagged[0],
-            nonfinite=flagged[1],
-            diverged=flagged[2],
+            value=space.nest(value.detach()),
+            **numbers_of(space, self.scale, residual, state.steps, met, stalled, nonfinite, diverged),
             residuals=None if trace is None else tuple(space.spread(row * self.scale) for row in trace),
             solver=self.solver,
             tolerance=self.tolerance,
             failures=self.failures,
         )
+
+
+def numbers_of(space: Space, scale: float, residual: np.ndarray, *others: Any) -> dict[str, Any]:
+    """Return the tensors of a solution, by name. `others`: steps, met and, if any is true, the three flags."""
+    steps, met, *flags = others
+    given = flags or [np.zeros(len(met), bool)] * 3
+    arrays = (residual * residual.dtype.type(scale), met, np.full(len(met), steps), *given)
+    shown = all_on_device(arrays, leaves(space.template)[0])
+    names = ("residual", "converged", "steps", "stalled", "nonfinite", "diverged")
+    return dict(zip(names, map(space.spread, shown), strict=True))
