@@ -170,6 +170,19 @@ def test_random_numbers_in_T_are_named() -> None:
     assert "draws at random" in found.summary()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_probe_where_T_is_not_defined_does_not_raise(sign: int) -> None:
+    """A T that raises far from its iterates, as a Cholesky factorisation does, warns as any other."""
+
+    def T(z: Tensor) -> Tensor:
+        if (sign * z > 1).any():
+            raise ValueError("not defined here")
+        return 0.5 * z.cos() - 0.3 * z
+
+    tolerance = Tolerance(atol=1e-12, max_steps=3)
+    assert "max_steps" in caught(T, torch.zeros(4, 2), solver=Anderson(), tolerance=tolerance)[0]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_the_probe(rows: int) -> None:
     z = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))

@@ -57,7 +57,11 @@ def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = Non
     before = space.rows(T(z, *inputs)).clone()  # T may write its next value into the same memory
     for sign in (1, -1):
         moved = torch.where(watched[:, None], rows, _moved(rows, sign))
-        if _differ(before, space.rows(T(space.nest(moved), *inputs)), watched, space):
+        try:
+            after = space.rows(T(space.nest(moved), *inputs))
+        except Exception:  # T need not be defined where no iterate has been
+            continue
+        if _differ(before, after, watched, space):
             break
     else:
         return None
