@@ -81,7 +81,8 @@ def test_compaction_of_nests(solver: Solver) -> None:
     frozen = replay(p, solver, tolerance)
     compacted = replay(p, solver, tolerance, compact=True)
     close(compacted.solution, frozen.solution, 1e-9)
-    assert compacted.evaluations == frozen.evaluations
+    left = int(frozen.solution.steps.min()) < int(frozen.solution.steps.max())
+    assert compacted.evaluations == frozen.evaluations + left, "one more of the whole batch: does T mix samples?"
 
 
 @norms

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from banach.solve.precision import is_transformed, without_autocast
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
+from banach.solve.state import to_numpy
 from banach.solve.tolerance import Tolerance
 from banach.solve.watched import Watched
 
@@ -72,8 +74,9 @@ def solve(
         throw: raise unless every sample converged.
     Returns:
         Solution, with one entry per sample. With host checks on, a frozen sample that does not stay converged
-        shows that T may mix samples although `coupled` is False. Then a few more evaluations probe T; if it does
-        mix samples, none counts as converged, and `Solution.fault` says why.
+        shows that T may mix samples although `coupled` is False. (Where samples have left the batch, one more
+        evaluation of all of them looks for that.) Then a few more evaluations probe T; if it does mix samples,
+        none counts as converged, and `Solution.fault` says why.
     Raises:
         NotConverged: if `throw` is True and a sample did not converge.
     """
@@ -117,6 +120,8 @@ def solve(
                 if not run.busy:
                     break
         found: Solution = run.finish(state, trace)
+    if run.whole is not None:  # samples have left the batch, and nobody has looked at them since
+        run.risen = _risen(run, T, found, inputs)
     if run.risen is not None and not space.coupled:
         found = _probed(run, T, found, inputs)
     if throw and not bool(found.converged.all()):
@@ -129,15 +134,30 @@ def _probed(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     fault = probe(T, found.value, inputs, int(run.risen[0]))
     if fault is None:
         return found
-    space, norm = run.space_of_all, run.tolerance.norm
-    rows = space.rows(T(found.value, *inputs)) - space.rows(found.value)
     return replace(
         found,
         converged=torch.zeros_like(found.converged),
-        residual=norm.measure(rows, space) * norm.scale(space),
+        residual=_residual(run, T, found, inputs)[0],
         failures=found.failures | {Status.MAX_STEPS},
         fault=fault,
     )
+
+
+def _risen(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+    """Return the numbers of the converged samples that are above the tolerance in the whole batch, or None."""
+    residual, size = _residual(run, T, found, inputs)
+    met = residual <= run.tolerance.atol + run.tolerance.rtol * size
+    risen = np.flatnonzero(to_numpy(found.converged & ~met))
+    return risen if len(risen) else None
+
+
+def _residual(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return the norms of T(z) - z and of T(z) at the value that was found, of the whole batch."""
+    space, norm = run.space_of_all, run.tolerance.norm
+    with without_autocast(space):
+        Tz = space.rows(run.T(found.value, *inputs))
+        residual = norm.measure(Tz - space.rows(found.value), space)
+        return residual * norm.scale(space), norm.measure(Tz, space) * norm.scale(space)
 
 
 def _is_vmapped(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Does T mix the samples of a batch, or draw at random? A probe of two or three evaluations."""
+"""Does T mix the samples of a batch, or draw at random? A probe of a few evaluations."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Fault(enum.Enum):
 def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
     """Return True if the value of T at one sample depends on another sample of z.
 
-    Two evaluations without autograd: every second row of z is changed, and the rows between must not change. The
-    probe cannot see a dependence between rows of one parity only; `banach.diagnose.is_coupled` can.
+    At most three evaluations without autograd: every second row of z is moved up, then down, since T may be flat
+    in one direction; the rows between must not change. The probe cannot see a dependence between rows of one
+    parity only; `banach.diagnose.is_coupled` can.
 
     Args:
         T: the map, called as T(z, *inputs).
@@ -43,7 +44,7 @@ def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
 def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = None) -> Fault | None:
     """Return what keeps the samples of T from being independent, None if nothing was found.
 
-    With `row`, all other rows are changed, and this one must not change. A third evaluation, made only where a
+    With `row`, all other rows are changed, and this one must not change. One more evaluation, made only where a
     row did change, tells random numbers from mixing.
     """
     z, inputs = detach(z), detach(tuple(inputs))
@@ -53,19 +54,26 @@ def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = Non
     rows = space.rows(z, "z")
     number = torch.arange(len(rows), device=rows.device)
     watched = number % 2 == 1 if row is None else number == row
-    before = space.rows(T(z, *inputs))
-    after = space.rows(T(space.nest(torch.where(watched[:, None], rows, _moved(rows))), *inputs))
-    if not _differ(before, after, watched, space):
+    before = space.rows(T(z, *inputs)).clone()  # T may write its next value into the same memory
+    for sign in (1, -1):
+        moved = torch.where(watched[:, None], rows, _moved(rows, sign))
+        try:
+            after = space.rows(T(space.nest(moved), *inputs))
+        except Exception:  # T need not be defined where no iterate has been
+            continue
+        if _differ(before, after, watched, space):
+            break
+    else:
         return None
     again = space.rows(T(space.nest(rows.clone()), *inputs))
     return Fault.RANDOM if _differ(before, again, watched, space) else Fault.MIXES
 
 
-def _moved(rows: Tensor) -> Tensor:
+def _moved(rows: Tensor, sign: int) -> Tensor:
     """Return rows far from these, but of their size: small changes can vanish in a ReLU or in rounding."""
     size = torch.linalg.vector_norm(rows, dim=1, keepdim=True) / max(rows.shape[1], 1) ** 0.5
     wave = torch.cos(torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)) + 1.5
-    return torch.nan_to_num(rows + size.clamp(min=1.0) * wave)
+    return torch.nan_to_num(rows + sign * size.clamp(min=1.0) * wave)
 
 
 def _differ(before: Tensor, after: Tensor, watched: Tensor, space: Space) -> bool:
