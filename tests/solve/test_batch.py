@@ -82,7 +82,7 @@ def test_compaction_of_nests(solver: Solver) -> None:
     compacted = replay(p, solver, tolerance, compact=True)
     close(compacted.solution, frozen.solution, 1e-9)
     left = int(frozen.solution.steps.min()) < int(frozen.solution.steps.max())
-    assert compacted.evaluations == frozen.evaluations + left, "one more of the whole batch: does T mix samples?"
+    assert compacted.evaluations == frozen.evaluations + left, "one more of a few samples: does T mix them?"
 
 
 @norms

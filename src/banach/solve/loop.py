@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, Space, detach, leaves
+from banach.latent import Latent, Space, detach, leaves, select
 from banach.solve.derivatives import without_derivatives
 from banach.solve.exported import run_exported
 from banach.solve.mixing import probe
@@ -75,7 +75,7 @@ def solve(
     Returns:
         Solution, with one entry per sample. With host checks on, a frozen sample that does not stay converged
         shows that T may mix samples although `coupled` is False. (Where samples have left the batch, one more
-        evaluation of all of them looks for that.) Then a few more evaluations probe T; if it does mix samples,
+        evaluation of a few of them looks for that.) Then a few more evaluations probe T; if it does mix samples,
         none counts as converged, and `Solution.fault` says why.
     Raises:
         NotConverged: if `throw` is True and a sample did not converge.
@@ -121,7 +121,7 @@ def solve(
                     break
         found: Solution = run.finish(state, trace)
     if run.whole is not None:  # samples have left the batch, and nobody has looked at them since
-        run.risen = _risen(run, T, found, inputs)
+        run.risen = _risen(run, found, inputs)
     if run.risen is not None and not space.coupled:
         found = _probed(run, T, found, inputs)
     if throw and not bool(found.converged.all()):
@@ -137,26 +137,36 @@ def _probed(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     return replace(
         found,
         converged=torch.zeros_like(found.converged),
-        residual=_residual(run, T, found, inputs)[0],
+        residual=_residual(run, run.space_of_all, found.value, inputs)[0],
         failures=found.failures | {Status.MAX_STEPS},
         fault=fault,
     )
 
 
-def _risen(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
-    """Return the numbers of the converged samples that are above the tolerance in the whole batch, or None."""
-    residual, size = _residual(run, T, found, inputs)
-    met = residual <= run.tolerance.atol + run.tolerance.rtol * size
-    risen = np.flatnonzero(to_numpy(found.converged & ~met))
+_LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
+
+
+def _risen(run: Any, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+    """Return the numbers of converged samples that are above the tolerance in other company, or None.
+
+    A few samples are evaluated together: if T mixes samples, their values are others than in the batches in which
+    they converged.
+    """
+    here = np.flatnonzero(to_numpy(found.converged))
+    here = here[:: -(-len(here) // _LOOKED_AT)] if len(here) else here
+    index = torch.from_numpy(here).to(found.converged.device)
+    space = run.space_of_all.resized(len(here))
+    residual, size = _residual(run, space, select(found.value, index), select(inputs, index))
+    risen = here[~to_numpy(residual <= run.tolerance.atol + run.tolerance.rtol * size)]
     return risen if len(risen) else None
 
 
-def _residual(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return the norms of T(z) - z and of T(z) at the value that was found, of the whole batch."""
-    space, norm = run.space_of_all, run.tolerance.norm
+def _residual(run: Any, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return the norms of T(z) - z and of T(z), per sample."""
+    norm = run.tolerance.norm
     with without_autocast(space):
-        Tz = space.rows(run.T(found.value, *inputs))
-        residual = norm.measure(Tz - space.rows(found.value), space)
+        Tz = space.rows(run.T(z, *inputs))
+        residual = norm.measure(Tz - space.rows(z), space)
         return residual * norm.scale(space), norm.measure(Tz, space) * norm.scale(space)
 
 
