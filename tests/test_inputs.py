@@ -140,3 +140,21 @@ def test_a_structure_unlike_q_needs_a_start() -> None:
         ImplicitNetwork(Q, R, nn.Identity())(torch.ones(2, 3))
     net = ImplicitNetwork(Q, R, nn.Identity(), start=lambda v: torch.zeros_like(v[0]))
     torch.testing.assert_close(net(torch.ones(2, 3)), torch.full((2, 3), 2.0), rtol=1e-3, atol=1e-3)
+
+
+def test_an_r_that_fails_on_a_latent_shaped_like_q_says_why() -> None:
+    """The first evaluation fails inside R, with PyTorch's words about shapes."""
+    linear = nn.Linear(4, 4)
+    failing: list[tuple[Any, Any]] = [
+        (RuntimeError, lambda u, v: 0.5 * torch.tanh(linear(u)) + v[:, :4]),
+        (RuntimeError, lambda u, v: u + v[:, :4]),
+        ((IndexError, TypeError), lambda u, v: {"a": u["a"] + v}),  # by version
+        (ValueError, lambda u, v: tuple(0.5 * part + v for _, part in [u])),
+    ]
+    for kind, R in failing:
+        with pytest.raises(kind) as caught:
+            ImplicitNetwork(nn.Linear(3, 8), R, nn.Identity())(torch.zeros(3, 3))
+        assert "z0 is zeros shaped like Q(d)" in caught.value.__notes__[0]
+        with pytest.raises(kind) as caught:
+            ImplicitNetwork(nn.Linear(3, 8), R, nn.Identity())(torch.zeros(3, 3), z0=torch.zeros(3, 8))
+        assert not hasattr(caught.value, "__notes__")

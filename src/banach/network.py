@@ -23,11 +23,25 @@ from banach.nn.passes import (
     special_layers,
     uses_batch_statistics,
 )
-from banach.solve import ConvergenceWarning, Fault, Map, Picard, Solution, Solver, Status, Tolerance, solve
+from banach.solve import (
+    ConvergenceWarning,
+    Fault,
+    Map,
+    NotConverged,
+    Picard,
+    Solution,
+    Solver,
+    Status,
+    Tolerance,
+    solve,
+)
 from banach.solve.mixing import probe
 from banach.solve.warning import warn_user
 
 _CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+_UNLIKE = (
+    "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function that makes z0 from Q(d)"
+)
 
 
 def fixed_point(
@@ -179,10 +193,11 @@ class ImplicitNetwork(nn.Module):
         except (TypeError, ValueError) as error:
             unlike = ("T must keep the s", "z0 must be of a floating", "the tensors of z0 must share")
             if own and str(error).startswith(unlike):
-                raise type(error)(
-                    f"{error}; here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, "
-                    "a function that makes z0 from Q(d)"
-                ) from error
+                raise type(error)(f"{error}; {_UNLIKE}") from error
+            _explain(error, own=own)
+            raise
+        except (RuntimeError, IndexError) as error:
+            _explain(error, own=own)
             raise
 
     def _start(self, v: Latent, z0: Latent | None) -> Latent:
@@ -216,6 +231,13 @@ def is_as_written(net: object) -> bool:
     names = ("__call__", "forward", "latent", "_latent", "_solve", "_start")
     own = all(getattr(type(net), name) is getattr(ImplicitNetwork, name) for name in names)
     return own and vars(net).keys().isdisjoint(names)
+
+
+def _explain(error: Exception, *, own: bool) -> None:
+    """Add a note to an error about shapes that R itself raised."""
+    words = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'")
+    if own and not isinstance(error, NotConverged) and any(word in str(error) for word in words):
+        error.add_note(_UNLIKE)
 
 
 def _numbers(z0: Latent) -> Tensor:

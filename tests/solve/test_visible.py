@@ -146,6 +146,23 @@ def test_a_sample_that_rises_on_its_own_stays_converged() -> None:
     assert caught(T, torch.zeros(3, 1), inputs=(slow,), tolerance=Tolerance(max_steps=200)) == []
 
 
+@solvers
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sample_that_rises_beside_one_that_overflows(
+    solver: Solver, every: int | None, dtype: torch.dtype
+) -> None:
+    """NumPy warned of infinity minus infinity, at a line of the library."""
+
+    def T(z: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x == 0, 3 * z + 0.9e-4, torch.where(x == 1, 1e30 * z + 1, 2e4 * z + 1))
+
+    x, tolerance = torch.arange(3, dtype=dtype)[:, None], Tolerance(check_every=every, max_steps=100)
+    found = solve(T, torch.zeros(3, 1, dtype=dtype), solver, inputs=(x,), tolerance=tolerance)
+    assert found.status[0] is Status.CONVERGED
+    assert found.value.isfinite().all()
+
+
 def test_a_probe_finds_independent_samples_innocent() -> None:
     """Both freeze at their first step; the second one rises at the very last evaluation, so T is probed."""
 

@@ -184,8 +184,9 @@ def rises_alone(now: np.ndarray, test: np.ndarray, before: np.ndarray, atol: flo
     Where T expands, the last step of a sample can raise its residual a little, to a value that then stays the same
     at every evaluation. `before` is an earlier value, NaN if there is none.
     """
-    steady = np.abs(now - before) <= 1e-3 * np.abs(before)
-    return steady & (now <= 10 * (now - test + atol))  # 10 times what the tolerance allows
+    with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
+        steady = np.abs(now - before) <= 1e-3 * np.abs(before)
+        return steady & (now <= 10 * (now - test + atol))  # 10 times what the tolerance allows
 
 
 def on_device(values: np.ndarray, like: Tensor) -> Tensor:
