@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import ImplicitNetwork
+from banach import ConvergenceWarning, ImplicitNetwork, Tolerance
 
 
 def halves(u: Any, v: Any) -> Any:
@@ -87,3 +87,24 @@ def test_an_empty_batch_has_an_empty_answer() -> None:
     for fast in (banach.compile(net), banach.compile(net, neighbours=4)):
         assert fast(d).shape == (0, 3)
         assert fast(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_an_r_that_mixes_samples_is_refused() -> None:
+    """Late samples went on as a smaller batch, and others were marked converged at values of the larger one."""
+
+    def R(u: Tensor, v: Tensor) -> Tensor:
+        return 0.4 * u + 0.3 * u.mean(0) + v
+
+    net = ImplicitNetwork(nn.Identity(), R, nn.Identity()).eval()
+    fast = banach.compile(net)
+    assert fast(torch.ones(1, 3)).shape == (1, 3), "one sample has nothing to mix with"
+    with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
+        fast(torch.ones(4, 3))
+
+
+def test_few_steps_warn_on_a_cpu_too() -> None:
+    net = ImplicitNetwork(nn.Identity(), lambda u, v: 1.5 * u + v, nn.Identity(), tolerance=Tolerance(max_steps=6))
+    with pytest.warns(ConvergenceWarning, match="stopped at max_steps"):
+        banach.compile(net.eval())(torch.ones(2, 3))
+    net.tolerance = Tolerance(max_steps=0)
+    assert torch.equal(banach.compile(net)(torch.ones(2, 3)), torch.ones(2, 3)), "the explicit twin does not warn"

@@ -21,7 +21,7 @@ from banach.fast.whole import WholeSolve
 from banach.latent import Space
 from banach.network import ImplicitNetwork, is_as_written, warn_unconverged, zeros
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import Picard, Status
+from banach.solve import Picard, Status, mixes_samples
 from banach.solve.stages import stage
 from banach.solve.state import DIVERGED
 
@@ -66,6 +66,7 @@ class CompiledNetwork:
         self.Q, self.S = wrap(Q), wrap(S)
         self.R = wrap(traceless_twin(R) if isinstance(R, nn.Module) else R)
         self.neighbours = Neighbours(neighbours) if neighbours else None
+        self.probed = self.whole is not None  # was R seen to treat each sample by itself?
         self._graphs: Graphs | None = None
         self._stages: dict[tuple[Any, ...], tuple[list[Tensor], Found, Callable[[], None]]] = {}
 
@@ -90,9 +91,11 @@ class CompiledNetwork:
         if not batch and d[0].is_cuda:  # there is no sample to fill a batch up with
             return self.net(*d, z0=z0, solution=solution)
         most = self.net.tolerance.max_steps
+        if not self.probed and batch > 1 and most:
+            self._check_independent(d)
         steps = range(most if self.whole is not None else min(self.first, most))
         found = self._run(self._enter, steps, *d) if z0 is None else self._run(self._enter_from, steps, z0, *d)
-        if steps.stop == most and not solution:
+        if steps.stop == most and not solution and (d[0].is_cuda or not most):  # without a host sync
             self._remember(found)
             return found.y.clone()  # the next call writes over it
         whole, here = found.copy(), torch.arange(batch, device=d[0].device)
@@ -110,6 +113,18 @@ class CompiledNetwork:
             return whole.y, replace(whole.solution(), solver=self.net.solver, tolerance=self.net.tolerance)
         self._warn(whole, stopped=len(late), lost=lost)
         return whole.y
+
+    def _check_independent(self, d: tuple[Tensor, ...]) -> None:
+        """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
+        with self._autocast(d[0]):
+            v = self._injected(d)
+            z = promoted(self.net.start(v))
+            if mixes_samples(self.R, z, (v,)):
+                raise ValueError(
+                    "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
+                    "call the network itself, with coupled=True"
+                )
+        self.probed = True
 
     def _warn(self, found: Found, *, stopped: int, lost: int) -> None:
         """Warn as the network does. Samples are independent here, so R is not probed."""
