@@ -310,6 +310,25 @@ def test_a_solution_prints_in_one_line() -> None:
     assert found.summary() == "all 500 samples converged"
 
 
+def test_an_empty_batch_takes_one_step() -> None:
+    calls: list[int] = []
+
+    def T(z: Tensor) -> Tensor:
+        calls.append(len(z))
+        return z / 2
+
+    assert len(solve(T, torch.zeros(0, 3)).steps) == 0
+    assert calls == [0]
+
+
+def test_the_tensors_of_a_solution_share_no_memory() -> None:
+    found = solve(lambda z: z / 2, torch.ones(2, 3))
+    found.stalled.fill_(True)
+    assert not found.nonfinite.any()
+    assert not found.diverged.any()
+    assert found.status == (Status.STALLED,) * 2
+
+
 # 1,000 random maps. Each is affine, z -> A z + b, on 4 samples of 3 numbers, so its fixed point is known; A mixes
 # samples or not, and contracts, rotates or expands.
 KINDS = ("contracts", "diverges", "mixes", "mixes and diverges", "mixes a little")

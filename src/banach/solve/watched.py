@@ -216,7 +216,7 @@ class Watched(Base[HostState]):
         better than before and above the tolerance. `step` finishes the evaluation that ended it.
         """
         plain = type(self.solver) is Picard and self.fresh and not self.tolerance.rtol
-        if not plain or not state.falling or state.active is not None:
+        if not plain or not state.falling or state.active is not None or not len(state.least):
             return k
         z, least, count, damping = state.z, state.least, len(state.least), cast(Picard, self.solver).damping
         evaluate, measure, space, atol = self.evaluate, self.measure, self.space, self.atol
@@ -332,7 +332,7 @@ class Watched(Base[HostState]):
 def numbers_of(space: Space, scale: float, residual: np.ndarray, *others: Any) -> dict[str, Any]:
     """Return the tensors of a solution, by name. `others`: steps, met and, if any is true, the three flags."""
     steps, met, *flags = others
-    given = flags or [np.zeros(len(met), bool)] * 3
+    given = flags or [np.zeros(len(met), bool) for _ in range(3)]
     arrays = (residual * residual.dtype.type(scale), met, np.full(len(met), steps), *given)
     shown = all_on_device(arrays, leaves(space.template)[0])
     names = ("residual", "converged", "steps", "stalled", "nonfinite", "diverged")
