@@ -20,6 +20,7 @@ from banach.diagnose.theory import (
     lemma,
     theorem,
 )
+from banach.solve import mixes_samples
 
 __all__ = [
     "Agreement",
@@ -48,6 +49,7 @@ __all__ = [
     "linearise",
     "measure_contraction",
     "measure_sensitivity",
+    "mixes_samples",
     "network_map",
     "observed_rate",
     "suggested_order",
