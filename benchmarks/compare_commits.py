@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare_commits OLD/src NEW/src [--out compare.json] [--pairs 3] [--seconds 110]
 
-Claim: a change of the code does not change the speed of `TrainStep`. Each pair is two processes, one per tree, that
-take turns in blocks of steps: a slow moment of the machine hits both. The ratio new/old is taken per pair, then its
-median and range over the pairs. No pair starts after `--seconds`. Only public names are used: models, TrainStep.
+Claim: a change of the code does not change the speed of `TrainStep`. Each pair is two processes, one per tree.
+They take turns in blocks of steps, so that a slow moment of the machine hits both. The ratio new/old is taken per
+pair, then its median and range over the pairs. Only public names are used: models, TrainStep.
 Random images, so depths differ from those on real data; both trees see the same ones, and depths are reported.
 `NAME-general` is the point NAME with an R that no kernel knows. The exit status is 1 if a ratio is above 1.03.
 """
@@ -148,7 +148,8 @@ def _serve(chosen: argparse.Namespace) -> int:
         try:
             if what == "setup":
                 bench = None  # frees the memory of the point before
-                bench, answer = _Bench(name, chosen), {}
+                bench = _Bench(name, chosen)
+                answer: dict[str, Any] = {}
             else:
                 assert bench is not None
                 answer = {"ms": bench.block()} if what == "block" else bench.end()
