@@ -1,8 +1,8 @@
-"""Measure the paper's theory on one snapshot of a network: contraction and gradients of a batch, single images densely.
+"""Measure the paper's theory on one network: contraction and gradients on a batch, dense matrices at single images.
 
-Everything is in float64, so that the network is measured and not the rounding. The dense part has all of J, and of M
-the columns that fit: all of a small network, otherwise one channel and some others. The eigenvalues of a principal
-part of M'M lie between those of M'M (Cauchy), so its kappa is a lower bound on kappa(M'M).
+Everything is in float64, so that the network is measured and not the rounding. J is complete. M has all columns if
+the network is small, otherwise those of one channel and some others: the eigenvalues of a principal part of M'M are
+between those of M'M (Cauchy), so its kappa is a lower bound on kappa(M'M).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Perturbed:
     """<gradient, p(u)> / |<gradient, p(u*)>| at a distance from u*; below 0, JFB taken at u descends.
 
     `random` is the largest over random directions, `worst` that of the direction found by gradient ascent.
-    `iterates` are Picard's u_0 = 0, u_1, ... as (distance, value), `own` is the distance at which the solver stops.
+    `iterates` are Picard's u_0 = 0, u_1, ... as (distance, value); the network's solver stops at distance `own`.
     The Corollary certifies descent at a distance while `moved` = |p(u) - p(u*)| is below `allowed`.
     """
 
@@ -76,7 +76,7 @@ class Perturbed:
     own: float
 
     def radius(self, left: float = 0.0) -> float:
-        """Return the distance up to which more than the share `left` of the descent remains in the worst direction."""
+        """Return the distance up to which more than `left` of the descent remains in the worst direction."""
         reached = 0.0
         for distance, value in zip(self.distance, self.worst, strict=True):
             if not value < -left:
@@ -87,7 +87,7 @@ class Perturbed:
 
 @dataclass(frozen=True)
 class Local:
-    """The paper's statements at one image. `whole`: M is complete; otherwise `conditioning.kappa` is a lower bound.
+    """The paper's statements at one image. `whole`: M is complete; if not, `conditioning.kappa` is a lower bound.
 
     `statistics` is the rank of the same columns of M when R normalises by the statistics of this image.
     """
@@ -145,10 +145,22 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, label_smoothing:
         batch, other = (_batch(one, d, loss(labels)) for one in (net, training))
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
         locals_ = tuple(local(net, d[one], loss(labels[one])) for one in chosen)
-    values = [tuple(x.where(found, math.nan).tolist()) for x in (here.sigma, here.rate, lipschitz)]
-    warned = tuple(sorted({str(warning.message) for warning in caught}))
-    sigma, rate = float(there.sigma.max()), float(there.rate.max())
-    return Numbers(tuple(found.tolist()), *values, batch, other, sigma, rate, locals_, warned)
+
+    def per_image(values: Tensor) -> tuple[float, ...]:
+        return tuple(values.where(found, math.nan).tolist())
+
+    return Numbers(
+        found=tuple(found.tolist()),
+        sigma=per_image(here.sigma),
+        rate=per_image(here.rate),
+        lipschitz=per_image(lipschitz),
+        batch=batch,
+        training=other,
+        training_sigma=float(there.sigma.max()),
+        training_rate=float(there.rate.max()),
+        locals=locals_,
+        warned=tuple(sorted({str(warning.message) for warning in caught})),
+    )
 
 
 def tight(net: Any) -> Any:
@@ -251,7 +263,7 @@ class Image:
         return float(self.linearised.gradient @ self.p(u))
 
     def highest(self, distance: float) -> float:
-        """Return the largest <gradient, p(u)> that gradient ascent finds on the sphere of this radius around u*."""
+        """Return the largest <gradient, p(u)> that gradient ascent finds at this distance from u*."""
         centre = near = self.u.flatten()
         best = -math.inf
         for _ in range(ASCENTS):
