@@ -1,8 +1,8 @@
-"""Measure the paper's theory on one network: contraction and gradients on a batch, dense matrices at single images.
+"""Measure the theory on one network: contraction and gradients on a batch, dense matrices at single images.
 
 Everything is in float64, so that the network is measured and not the rounding. J is complete. M has all columns if
-the network is small, otherwise those of one channel and some others: the eigenvalues of a principal part of M'M are
-between those of M'M (Cauchy), so its kappa is a lower bound on kappa(M'M).
+the network is small, otherwise those of one channel and some others: the eigenvalues of a principal part of M'M
+are between those of M'M (Cauchy), so its kappa is a lower bound on kappa(M'M).
 """
 
 from __future__ import annotations
