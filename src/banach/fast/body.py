@@ -17,7 +17,7 @@ from banach.fast.weights import Bf16Weights, compiled, forget_packed, frozen_cop
 from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, zeros
 from banach.nn.passes import uses_batch_statistics
-from banach.solve import RMS, ConvergenceWarning, Picard, Solution, WorstPixel
+from banach.solve import RMS, ConvergenceWarning, Solution, WorstPixel
 from banach.solve.tolerance import are_finite, measure
 
 _MOST = 0.95  # of independent samples are to meet the tolerance; the slowest few do not set the depth of all
@@ -158,8 +158,9 @@ def solution_of(
 ) -> Solution:
     """Return the Solution of a loop without host checks, which calls no sample stalled or diverged."""
     none = _false(residual.device).expand(len(residual))
-    how = {"solver": net.solver, "tolerance": net.tolerance}
-    return Solution(value, residual, converged, steps, stalled=none, nonfinite=nonfinite, diverged=none, **how)
+    return Solution(
+        value, residual, converged, steps, none, nonfinite, none, solver=net.solver, tolerance=net.tolerance
+    )
 
 
 _FALSE: dict[torch.device, Tensor] = {}

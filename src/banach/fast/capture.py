@@ -104,8 +104,8 @@ class CapturedCalls:
 class CapturedLoop:
     """Runs of a body at the depth that a `DepthControl` chooses: one CUDA graph per depth, no host sync.
 
-    A depth is captured when it is first needed. The residuals of a run reach the control `LAG` runs later. The body
-    reads tensors that stay in place.
+    A depth is captured when it is first needed. The residuals of a run reach the control `LAG` runs later. The
+    body reads tensors that stay in place.
 
     Args:
         device: a GPU.

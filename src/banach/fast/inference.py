@@ -53,11 +53,11 @@ _Carried = tuple[Tensor, ...]
 class CompiledNetwork:
     """N(d) without gradients, for a network in eval mode whose Q, R and S treat each sample by itself.
 
-    The batch is padded to the next power of two. The first stage computes Q, `first` steps and S. Samples above the
-    tolerance go on as a smaller batch, in stages of `then` steps, until they converge or reach `max_steps`. Each
-    stage costs one host sync. A sample's steps do not depend on other samples. They are counted in whole stages, so
-    its answer is at least as converged as the network's. A sample that overflows, or diverges until `max_steps`,
-    gets the best of the iterates that its stages started from.
+    The batch is padded to the next power of two. The first stage computes Q, `first` steps and S. Samples above
+    the tolerance go on as a smaller batch, in stages of `then` steps, until they converge or reach `max_steps`.
+    Each stage costs one host sync. A sample's steps do not depend on other samples. They are counted in whole
+    stages, so its answer is at least as converged as the network's. A sample that overflows, or diverges until
+    `max_steps`, gets the best of the iterates that its stages started from.
 
     An R that the kernels know needs one stage. Solvers other than Picard keep their memory between stages and stop
     a sample within one. In both cases the steps are those of the network. On a GPU a stage is a CUDA graph, one
@@ -81,8 +81,8 @@ class CompiledNetwork:
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
         self.plan = plan(net, precision="bf16" if bf16 else None, training=False, compile=compile)
         parts = parts_of(net, self.plan)
-        made = (parts["Q"], frozen_copy(parts["R"]), parts["S"])
-        self.Q, self.R, self.S = (torch.compile(part) for part in made) if compile else made
+        wrap: Any = torch.compile if compile else (lambda part: part)
+        self.Q, self.R, self.S = wrap(parts["Q"]), wrap(frozen_copy(parts["R"])), wrap(parts["S"])
         self.neighbours = Neighbours(neighbours) if neighbours else None
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
         self._calls = CapturedCalls()

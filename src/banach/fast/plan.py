@@ -178,8 +178,9 @@ def is_window(layer: Any) -> bool:
 
 def is_stack(module: nn.Module) -> bool:
     """Return True for a Sequential of residual blocks that the fused kernels compute."""
-    plain = isinstance(module, nn.Sequential) and len(module) > 0 and not is_hooked(module)
-    return plain and all(_is_fusable(block) for block in module)  # type: ignore[union-attr]
+    if not isinstance(module, nn.Sequential) or not len(module) or is_hooked(module):
+        return False
+    return all(_is_fusable(block) for block in module)
 
 
 def _first(reasons: Any) -> Choice:

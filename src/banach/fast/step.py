@@ -22,7 +22,10 @@ _CAST = (torch.bfloat16, torch.float16)
 class Feed(Protocol):
     """Where a step gets its batch from. `eager` and `captured` give the same batch and set its learning rate."""
 
-    whole: bool  # the next batch has the size of a captured step
+    @property
+    def whole(self) -> bool:
+        """Return True if the next batch has the size of a captured step."""
+        ...
 
     def eager(self) -> tuple[tuple[Any, ...], Tensor]:
         """Return (inputs, targets)."""
@@ -61,8 +64,8 @@ class TrainStep:
 
     The depth is chosen from the residuals of earlier steps, so that nearly all of them meet the network's
     tolerance, or found by a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next
-    step overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
-    runs eagerly and a warning gives the reason.
+    step overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU,
+    it runs eagerly and a warning gives the reason.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -324,11 +327,11 @@ def _joined(
     results: list[tuple[Tensor, Solution | None, Tensor | None]],
 ) -> tuple[Tensor, Solution | None, Tensor | None]:
     """Return the loss of the batch, the solution of its last part, and the largest excess."""
-    loss, found, excess = results[0]
-    for more, found, other in results[1:]:
+    loss, _, excess = results[0]
+    for more, _, other in results[1:]:
         loss = loss + more
         excess = other if excess is None or other is None else torch.maximum(excess, other)
-    return loss, found, excess
+    return loss, results[-1][1], excess
 
 
 def _reset(optimizer: torch.optim.Optimizer) -> None:

@@ -54,7 +54,7 @@ class Bf16Weights:
     """
 
     def __init__(self, modules: dict[str, Any]) -> None:
-        self.originals: list[nn.Parameter] = list(dict.fromkeys(p for m in modules.values() for p in _matrices(m)))
+        self.originals: list[Tensor] = list(dict.fromkeys(p for m in modules.values() for p in _matrices(m)))
         self.casts: list[Tensor] = [nn.Parameter(p.detach().bfloat16(), p.requires_grad) for p in self.originals]
         instead = dict(zip(self.originals, self.casts, strict=True))
         self.modules = {name: substitute(module, instead) for name, module in modules.items()}
@@ -73,10 +73,11 @@ class Bf16Weights:
         pairs = [
             (p, cast.grad) for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None
         ]
-        for p, _ in pairs:
-            p.grad = torch.empty_like(p)
+        into = [torch.empty_like(p) for p, _ in pairs]
+        for (p, _), grad in zip(pairs, into, strict=True):
+            p.grad = grad
         if pairs:
-            torch._foreach_copy_([p.grad for p, _ in pairs], [grad for _, grad in pairs])
+            torch._foreach_copy_(into, [grad for _, grad in pairs])
 
 
 def _matrices(module: Any) -> list[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
+from banach.provenance import write_json
 from banach.train.checkpoint import Position
 from banach.train.evaluate import Scorer, evaluate
 from banach.train.history import Epoch, History
 from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
-from banach.train.run import Run
+from banach.train.run import ENVIRONMENT, Run
 from banach.train.settings import Settings
 from banach.train.steps import Steps
 from banach.train.stop import stop_on_signals
@@ -97,7 +99,7 @@ def fit(
                 try:
                     if on_epoch is not None:
                         on_epoch(work.done[-1])
-                finally:  # after it: what it writes is never behind a checkpoint, even if both are interrupted here
+                finally:  # after it: what it writes is never behind a checkpoint, even if interrupted here
                     if run is not None:
                         save()
                         run.write_metrics(work.done)
@@ -119,7 +121,8 @@ def _announcer(run: Run | None, on_plan: Callable[[Plan], None] | None) -> Calla
             return
         done.append(made)
         if run is not None:
-            run.write_plan(made.to_dict())
+            path = run.path / ENVIRONMENT
+            write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "plan": made.to_dict()})
         if on_plan is not None:
             on_plan(made)
 

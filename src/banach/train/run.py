@@ -135,11 +135,6 @@ class Run:
         """Keep a checkpoint, whole or not at all."""
         write_checkpoint(self.path / CHECKPOINTS, position, tensors, state)
 
-    def write_plan(self, plan: Mapping[str, str]) -> None:
-        """Add to environment.json how training steps run."""
-        content = json.loads((self.path / ENVIRONMENT).read_text(encoding="utf-8"))
-        write_json(self.path / ENVIRONMENT, {**content, "plan": dict(plan)})
-
     def write_metrics(self, epochs: Iterable[Epoch]) -> None:
         """One JSON line per epoch. The file is written anew each time, so no epoch can stand in it twice."""
         lines = [json.dumps(epoch.to_dict(), allow_nan=False) + "\n" for epoch in epochs]
