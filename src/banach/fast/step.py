@@ -131,10 +131,14 @@ class TrainStep:
         self.feed.take(d, targets, captured=bool(self.plan.graph))
         return self.run()
 
-    def run(self) -> Tensor:
-        """Take a step on the next batch of the feed and return its loss."""
+    def prepare(self) -> None:
+        """Capture the step, if the plan says so. This draws random numbers and changes nothing else."""
         if self.plan.graph and self._loop is None:
             self._loop = self._capture()
+
+    def run(self) -> Tensor:
+        """Take a step on the next batch of the feed and return its loss."""
+        self.prepare()
         depth = None
         if self._loop is not None and self.feed.whole:
             depth = self._loop.run()

@@ -73,6 +73,7 @@ class Steps:
         work, settings = self.work, self.work.settings
         if self.plan.graph:
             self.feed.begin_epoch()
+            self.step.prepare()  # before the seed: a capture draws random numbers
         _seed(counter.key(settings.seed, _DRAWS, work.epoch, work.step), work.device)
         self.step.run()
         count = min(settings.batch_size, len(work.batches.images) - work.step * settings.batch_size)
