@@ -1,6 +1,5 @@
 """fit(): it learns, in every mode, and what it reports and does is what a hand-written loop gives."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,18 +203,6 @@ def test_the_test_split_is_refused(place: str) -> None:
     given = {"train": images(), "validation": images(20, "validation"), place: images(20, "test")}
     with pytest.raises(ValueError, match=f"{place} is the test split"):
         fit(plain_network(), given["train"], given["validation"], settings())
-
-
-def test_fit_reads_no_data_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, validation = images(32), images(20, "validation")
-
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("fit read data")
-
-    monkeypatch.setattr(sys.modules["banach.data.load"], "read_part", refuse)
-    with pytest.raises(AssertionError):
-        images(32)
-    fit(plain_network(), train, validation, settings(epochs=1))
 
 
 class Questions(TorchDispatchMode):
