@@ -89,7 +89,7 @@ class TrainStep:
         self._network: Any = None
         self._results: dict[int | None, tuple[Tensor, Solution | None, Tensor | None]] = {}
         if how is None and not self.plan.graph:
-            self._warn()
+            self.warn()
 
     @property
     def reason(self) -> str | None:
@@ -141,13 +141,14 @@ class TrainStep:
             made.prepare()
         except Exception as error:  # a user's network may do anything
             self.plan = self.plan.without_graph(reason_of(error))
-            self._warn()
+            self.warn()
             del error
             gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
             return None
         return made
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """Warn that the step runs eagerly."""
         text = "the training step could not be captured as a CUDA graph and runs eagerly"
         warn_user(f"{text}: {self.plan.graph.why}", UserWarning)
 
