@@ -17,7 +17,7 @@ from banach.backward.problem import Problem, Report
 from banach.backward.reads import Reads
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
-from banach.solve.precision import rounding, with_autocast_of
+from banach.solve.context import rounding, with_autocast_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from banach.diagnose.jacobian import Jacobian, largest_singular_value
 from banach.diagnose.still import NetworkMap, check_network, network_map, unchanging, undisturbed
 from banach.latent import Latent, Space
 from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
-from banach.solve.precision import rounding
+from banach.solve.context import rounding
 
 STILL = 0.9999  # an observed rate from which on an iteration is not said to converge
 

@@ -14,7 +14,7 @@ from banach.backward.mode import check_count
 from banach.diagnose.still import plain
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map
-from banach.solve.precision import rounding, with_autocast_of, without_autocast
+from banach.solve.context import rounding, with_autocast_of, without_autocast
 
 CYCLE = 24  # vectors kept of each sample before the iteration starts again from their best combination
 QUIET = 5

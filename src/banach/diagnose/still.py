@@ -15,7 +15,7 @@ from banach.network import as_inputs
 from banach.nn.dropout import check_dropout
 from banach.nn.passes import Pass, uses_batch_statistics
 from banach.solve import Map, Solution, Tolerance, solve
-from banach.solve.precision import rounding
+from banach.solve.context import rounding
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from banach.backward.reads import Reads
 from banach.latent import Latent
 from banach.nn.hooks import is_hooked
 from banach.nn.watch import first_watch, is_compiled
-from banach.solve.precision import is_transformed
+from banach.solve.context import is_transformed
 
 Result = TypeVar("Result")
 Masks = dict[Any, Any]

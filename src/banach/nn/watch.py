@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from banach.solve.loop import is_called_by_dynamo
+from banach.solve.context import is_compiling
 
 # Every R whose first pass in train mode drew nothing by a function. Later passes are not watched: that would cost
 # about a microsecond for every operation of R.
@@ -68,13 +68,13 @@ def first_watch(R: Any) -> Watch | None:
     if isinstance(R, nn.Module):
         return Watch(R) if R.training and R not in _quiet and not is_compiled(R.modules()) else None
     plain = type(R) is FunctionType and not hasattr(R, "_torchdynamo_orig_callable")
-    return Watch(R) if plain and R not in _quiet and not is_called_by_dynamo() else None
+    return Watch(R) if plain and R not in _quiet and not is_compiling() else None
 
 
 def is_compiled(modules: Iterable[nn.Module]) -> bool:
     """Return True if Dynamo compiles one of these modules, or the code that calls this."""
     compiled = (type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) for m in modules)
-    return any(compiled) or is_called_by_dynamo()
+    return any(compiled) or is_compiling()
 
 
 def _probability(func: Any, args: Any, kwargs: Any) -> float:
