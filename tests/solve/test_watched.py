@@ -27,7 +27,6 @@ from banach import (
 from banach.solve import Norm, loop
 from banach.solve.state import State, together
 
-
 SOLVERS: list[Solver] = [Picard(), Picard(0.3), Anderson(3), Broyden(4)]
 
 

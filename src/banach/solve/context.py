@@ -1,4 +1,4 @@
-"""What surrounds a solve: grad mode, forward mode, autocast, torch.func, Dynamo; and the rounding of T's arithmetic."""
+"""What surrounds a solve: grad mode, forward mode, autocast, torch.func, Dynamo; and the rounding of T."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ except ImportError:
 def is_compiling() -> bool:
     """Return True if Dynamo traces this call, or compiles the functions that are called from here.
 
-    Dynamo cannot trace a loop with host checks. It runs that eagerly and compiles the functions which the loop calls.
+    Dynamo cannot trace a loop with host checks. It runs that eagerly and compiles the functions it calls.
     """
     return torch.compiler.is_compiling() or _dynamo_callback() not in (None, False)
 
 
 def is_exporting() -> bool:
-    """Return True inside torch.export. (torch 2.11 also says so under torch.compile, where the loop is Python's.)"""
+    """Return True inside torch.export. (torch 2.11 also says so under torch.compile, where the loop is traced.)"""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 

@@ -57,8 +57,8 @@ class Run:
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
-        relative = self.tolerance.rtol > 0
-        return State.start(rows, self.solver.start(rows), relative=relative, on_host=self.on_host)
+        memory = () if type(self.solver) is Picard else self.solver.start(rows)
+        return State.start(rows, memory, relative=self.tolerance.rtol > 0, on_host=self.on_host)
 
     def sprint(self, state: State) -> int:
         """Take Picard steps while there is nothing to decide, and return how many evaluations were recorded.
@@ -97,7 +97,8 @@ class Run:
         Tz = cast(Tensor, state.Tz)
         state.observe(k, residual, (self.measure(Tz, self.space).to(residual.dtype), rtol) if rtol else None)
         if type(self.solver) is Picard:
-            proposal = self.solver.propose(state.z, Tz)
+            damping = self.solver.damping
+            proposal = torch.lerp(Tz, state.z, damping) if damping else Tz
         else:
             point = Point(turn, state.z, Tz, r, *state.numbers(), k)
             proposal, state.memory = self.solver.step(state.memory, point)

@@ -28,8 +28,8 @@ class State:
 
     `reached`, `best` and `now` have rows (residual, step) and, with a relative tolerance, (excess): residual minus
     its relative part. `reached` stops changing when a sample freezes. `best` is the evaluation with the least
-    residual. `now` is the last evaluation, of frozen samples too. Residuals are in the units of `norm.measure`, and
-    NaN if they are not finite: then `<=`, `<` and `>` are all False.
+    residual. `now` is the last evaluation, of frozen samples too. Residuals are in the units of `norm.measure`,
+    and NaN if they are not finite: then `<=`, `<` and `>` are all False.
     """
 
     z: Tensor  # (samples, width)
