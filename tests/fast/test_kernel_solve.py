@@ -10,15 +10,15 @@ import torch.nn.functional as F
 
 import banach
 from banach import RMS, ConvergenceWarning, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel, models
-from banach.fast import FixedDepth, first_control, whole
-from banach.fast.whole import WholeSolve, stop_of
+from banach.fast import FixedDepth, first_control, plan
 from banach.models.blocks import LatentResNet
+from fast.simulated import simulate_gpu
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a kernel: the plain twin takes its place."""
-    monkeypatch.setattr(whole, "_has_kernel", lambda net: True)
+    """Simulate a GPU: the plain reference of the kernel runs."""
+    simulate_gpu(monkeypatch, kernels=True)
 
 
 def network(**options: Any) -> Any:
@@ -42,14 +42,14 @@ def test_output_gradient_and_statistics_are_the_networks(training: bool, norm: A
     own, fast = (network(tolerance=tolerance).train(training) for _ in range(2))
     scores, found = own(images(), solution=True)
     F.cross_entropy(scores, torch.arange(6)).backward()
-    made = FixedDepth(fast)
-    assert made.whole is not None
-    output, reached = made(images(), 0)
+    assert plan(fast).kernel
+    made: Any = FixedDepth(fast)
+    output, reached, excess = made(images(), 0)
     F.cross_entropy(output, torch.arange(6)).backward()
     torch.testing.assert_close(output, scores)
     assert torch.equal(reached.steps, found.steps)
     assert bool(reached.converged.all())
-    assert reached.excess is None
+    assert excess is None
     torch.testing.assert_close(reached.residual, found.residual, rtol=1e-6, atol=0.0)
     for a, b in zip(fast.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -61,7 +61,7 @@ def test_output_gradient_and_statistics_are_the_networks(training: bool, norm: A
 def test_a_compiled_network_needs_one_stage() -> None:
     net = network().eval()
     fast = banach.compile(net)
-    assert fast.whole is not None
+    assert fast.plan.kernel
     y, found = fast(images(), solution=True)
     own, wanted = net(images(), solution=True)
     torch.testing.assert_close(y, own)
@@ -85,7 +85,8 @@ def test_a_start_of_ones_own_is_used() -> None:
     net = network().train()
     found = net(images(), solution=True)[1]
     net.start = lambda v: found.value
-    assert int(FixedDepth(net)(images(), 0)[1].steps.max()) <= 2
+    again: Any = FixedDepth(net)(images(), 0)[1]
+    assert int(again.steps.max()) <= 2
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -113,7 +114,7 @@ def alone() -> Any:
     ids=["damped", "explicit", "coupled otherwise", "another R"],
 )
 def test_what_the_kernel_does_not_compute_is_left_to_the_loop(net: Any) -> None:
-    assert WholeSolve.of(net) is None
+    assert not plan(net).kernel
 
 
 class Halved(LatentResNet):
@@ -144,9 +145,9 @@ def changed(how: str) -> Any:
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("how", ["another forward", "a hook", "another convolution", "a parametrisation"])
 def test_an_R_that_computes_something_else_than_its_class_says_is_left_to_the_loop(how: str) -> None:
-    assert WholeSolve.of(changed("nothing")) is not None
+    assert plan(changed("nothing")).kernel
     net = changed(how)
-    assert WholeSolve.of(net) is None
+    assert not plan(net).kernel
     torch.testing.assert_close(banach.compile(net)(images()), net(images()), rtol=1e-4, atol=1e-4)
 
 
@@ -161,18 +162,14 @@ def test_samples_that_leave_the_finite_numbers_are_told() -> None:
     assert bool(wanted.nonfinite.all())
     found = banach.compile(net)(images().float(), solution=True)[1]
     assert torch.equal(found.nonfinite, wanted.nonfinite)
-    assert torch.equal(FixedDepth(net)(images().float(), 0)[1].nonfinite, wanted.nonfinite)
+    reached: Any = FixedDepth(net)(images().float(), 0)[1]
+    assert torch.equal(reached.nonfinite, wanted.nonfinite)
 
 
-def test_without_a_gpu_there_is_no_such_kernel() -> None:
-    assert WholeSolve.of(network()) is None
-
-
-def test_a_norm_of_ones_own_has_no_kernel() -> None:
+def test_a_norm_of_the_users_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubled(RMS):
         pass
 
-    assert stop_of(Tolerance(norm=Doubled())) is None
-    assert stop_of(Tolerance(norm=RMS(), atol=0.5, rtol=0.25, max_steps=7)) == banach.kernels.Stop(
-        0.5, 0.25, 7, worst_pixel=False, mean=True
-    )
+    assert plan(network()).kernel.why == "needs a CUDA GPU"
+    simulate_gpu(monkeypatch, kernels=True)
+    assert plan(network(tolerance=Tolerance(norm=Doubled()))).kernel.why == "the norm is Doubled"

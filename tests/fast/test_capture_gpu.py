@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from banach.fast.graph import Graphs, unchanged
+from banach.fast.capture import Graphs, unchanged
 
 pytestmark = [
     pytest.mark.gpu,
