@@ -53,7 +53,7 @@ bench: $(BENCH)
 bench-gpu:
 	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || { echo "bench-gpu needs a Python that has torch with CUDA, got $(GPU_PYTHON); run: make bench-gpu GPU_PYTHON=..." >&2; exit 2; }
 	@PYTHONPATH=build/torchdeq $(GPU_PYTHON) -c 'import torchdeq' 2> /dev/null || $(GPU_PYTHON) -m pip install --quiet --no-deps --target build/torchdeq torchdeq==0.1.0 || echo "TorchDEQ 0.1.0 cannot be installed: it will be left out"
-	PYTHONPATH=src:build/torchdeq $(GPU_PYTHON) -m benchmarks gpu --profile banach-fast,explicit-fast,plain
+	PYTHONPATH=src:build/torchdeq $(GPU_PYTHON) -m benchmarks gpu
 
 bench-training: setup
 	$(BIN)/python -m benchmarks training

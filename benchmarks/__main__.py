@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
     source_commit()  # before the first result is written, which would make the tree dirty
     console, missed = Console(width=120), 0
-    changes = {key: getattr(chosen, key) for key in ("device", "data_dir", "contenders", "processes", "profile")}
+    changes = {key: getattr(chosen, key) for key in ("device", "data_dir", "contenders", "processes")}
     for one in wanted:
         try:
             result = one.measure(one.settings(quick=chosen.quick, **changes))
@@ -109,7 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets; default: BANACH_DATA, the cache")
     parser.add_argument("--contenders", type=_names, help="of a training step, with commas; default all")
     parser.add_argument("--processes", type=int, help="per contender (default 3); 0: all in this process")
-    parser.add_argument("--profile", type=_names, help="contenders whose kernels are listed, with commas")
     return parser
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from banach import Anderson, ImplicitNetwork
 from banach.fast import TrainStep
@@ -213,24 +212,13 @@ class Unrolled(Step):
             v = self.Q(d)
             before = u = zeros(v)
             for _ in range(self.setting.depth):
-                before, u = u, self.apply_R(u, v)
+                before, u = u, self.R(u, v)
             self.seen = Seen(self.setting.depth, iterates=(u, before))
-            output: Tensor = self.S(self.apply_R(u, v))
+            output: Tensor = self.S(self.R(u, v))
             return output
-
-    def apply_R(self, u: Any, v: Any) -> Any:
-        return self.R(u, v)
 
     def passes(self, depth: float) -> tuple[float, float]:
         return depth + 1, depth + 1
-
-
-class Checkpointed(Unrolled):
-    """The same, storing one latent per step and computing the rest of each step again in the backward pass."""
-
-    def apply_R(self, u: Any, v: Any) -> Any:
-        # R draws no random numbers, so their state need not be stored.
-        return checkpoint(self.R, u, v, use_reentrant=False, preserve_rng_state=False)
 
 
 class Eager(Step):
@@ -339,7 +327,6 @@ CONTENDERS = {
         Contender("torchdeq-tuned", partial(TorchDEQ, tuned=True), "peer", settle=8, needs="torchdeq"),
         Contender("torchdeq-euclidean", EuclideanTorchDEQ, "peer", needs="torchdeq"),
         Contender("unroll", Unrolled, "fixed"),
-        Contender("unroll-checkpoint", Checkpointed, "fixed"),
         Contender("explicit", Eager, "twin", as_twin),
         Contender("banach-eager", Eager, "ours"),
         Contender("banach-captured", Captured, "ours", needs="cuda"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from benchmarks import roofline
 from benchmarks.contenders import CONTENDERS, Contender, Setting, Step
@@ -27,7 +25,7 @@ from benchmarks.counting import host_syncs
 from benchmarks.points import POINTS, Batch, Point, feed
 from benchmarks.processes import alone, here, in_rounds
 from benchmarks.results import Benchmark, Figure, Report, Row, Target, cell
-from benchmarks.timer import PRECISIONS, quantile, switches, synchronise, timed_steps
+from benchmarks.timer import PRECISIONS, quantile, switches, timed_steps
 
 ENOUGH = 0.95  # the share of steps that must meet eps for a precision to count
 FAST, TWIN, GENERAL = "banach-fast", "explicit-fast", "banach-general"
@@ -44,7 +42,6 @@ class Settings:
     steps: int = 50
     precisions: tuple[str, ...] = PRECISIONS
     settle: int | None = None  # steps before the first timed one; None: the contender's
-    profile: tuple[str, ...] = ()
     device: str = "cuda"
     data_dir: Path | None = None
 
@@ -67,12 +64,11 @@ class Measured:
     passes: tuple[float, float]  # through R: forward, backward
     last_loss: float
     pilots: dict[str, dict[str, float | None]]
-    profile: dict[str, Any] | None = None
 
 
 def run(settings: Settings) -> Report:
     """Measure every contender that can run here at the point of the settings."""
-    for name in (*settings.contenders, *settings.profile):
+    for name in settings.contenders:
         if name not in CONTENDERS:
             raise SystemExit(f"no contender is called {name}; expected one of {', '.join(CONTENDERS)}")
     call, device = alone if settings.processes else here, torch.device(settings.device)
@@ -81,10 +77,9 @@ def run(settings: Settings) -> Report:
     reasons = dict.fromkeys(reason for reason in absent.values() if reason is not None)
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start.pt"
-        depth, title = call(train, settings, start)
+        depth, title, rates = call(train, settings, start)
         jobs: Any = {name: partial(_job, call, name, settings, start) for name in chosen if absent[name] is None}
         found, failed = in_rounds(jobs, max(settings.processes, 1))
-    rates = call(roofline.measure_rates, device)
     records = {name: _record(chosen[name], runs, rates, settings) for name, runs in found.items()}
     notes = [
         f"{title}, batch {settings.point.batch}, eps {settings.point.eps:g}",
@@ -97,11 +92,11 @@ def run(settings: Settings) -> Report:
     return Report([_row(name, one) for name, one in records.items()], targets(records, settings), notes, details)
 
 
-def train(settings: Settings, path: Path) -> tuple[int, str]:
+def train(settings: Settings, path: Path) -> tuple[int, str, roofline.Rates]:
     """Train by banach for some steps and save the state, from which every contender starts.
 
     Returns:
-        the depth that a solve then takes, and the title of the data.
+        the depth that a solve then takes, the title of the data, and the rates of the device.
     """
     point, device = settings.point, torch.device(settings.device)
     batches, title = feed(point, device, settings.data_dir)
@@ -113,7 +108,7 @@ def train(settings: Settings, path: Path) -> tuple[int, str]:
             depths.append(step.seen.read(point)[0])
     depth = math.ceil(statistics.mean(depths[-10:]))
     torch.save((step.net.state_dict(), step.optimizer.state_dict(), depth), path)
-    return depth, title
+    return depth, title, roofline.measure_rates(device)
 
 
 def _job(call: Any, name: str, settings: Settings, start: Path, before: list[Measured]) -> Measured:
@@ -132,7 +127,7 @@ def measure(name: str, settings: Settings, start: Path, precision: str | None = 
     tried = (tried or settings.precisions[:1]) if precision is None else (precision,)
     pilots: dict[str, dict[str, float | None]] = {}
     for one in tried if len(tried) > 1 else ():
-        made = _measure(contender, one, replace(settings, steps=settings.pilot, profile=()), start)
+        made = _measure(contender, one, replace(settings, steps=settings.pilot), start)
         pilots[one] = {"ms": made.ms, "met": made.met, "depth": made.depth}
     ranked = sorted(pilots, key=lambda one: _rank(pilots[one]))
     return replace(_measure(contender, (ranked or tried)[0], settings, start), pilots=pilots)
@@ -166,7 +161,6 @@ def _measure(contender: Contender, precision: str, settings: Settings, start: Pa
         loss = float(step(*next(batches)))
         one_more = step if cuda else step.gradients  # on a CPU Adam reads its step numbers, which are there anyway
         syncs = host_syncs(partial(one_more, *next(batches)), device)
-        profile = _profile(step, list(islice(batches, 5)), device) if contender.name in settings.profile else None
     depths, excess = zip(*(one.read(point) for one in seen), strict=True)
     solved = not all(math.isnan(one) for one in excess)
     return Measured(
@@ -184,7 +178,6 @@ def _measure(contender: Contender, precision: str, settings: Settings, start: Pa
         passes=step.passes(statistics.mean(depths)),
         last_loss=loss,
         pilots={},
-        profile=profile,
     )
 
 
@@ -198,29 +191,6 @@ def _check_gradients(step: Step) -> None:
     lost = [name for name, p in step.net.named_parameters() if p.requires_grad and p.grad is None]
     if lost and not step.captured:
         raise RuntimeError(f"no gradient reached {len(lost)} parameters, the first is {lost[0]}")
-
-
-def _profile(step: Step, batches: list[Batch], device: torch.device) -> dict[str, Any]:
-    """Return, per step: wall ms, ms in which kernels ran, their number, and those that take most."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    with torch.profiler.profile(activities=[getattr(ProfilerActivity, kind.upper())]) as seen:
-        started = time.perf_counter()
-        for batch in batches:
-            step(*batch)
-        synchronise(device)
-        wall = time.perf_counter() - started
-    own = "self_device_time_total" if kind == "cuda" else "self_cpu_time_total"
-    events = sorted(seen.key_averages(), key=lambda event: -getattr(event, own))
-    each = 1e-3 / len(batches)
-    return {
-        "wall_ms": 1e6 * wall * each,
-        "busy_ms": sum(getattr(event, own) for event in events) * each,
-        "kernels": sum(event.count for event in events) / len(batches),
-        "top": [
-            {"name": event.key[:160], "ms": getattr(event, own) * each, "calls": event.count / len(batches)}
-            for event in events[:15]
-        ],
-    }
 
 
 def _record(contender: Contender, runs: list[Measured], rates: roofline.Rates, settings: Settings) -> Row:
@@ -239,7 +209,6 @@ def _record(contender: Contender, runs: list[Measured], rates: roofline.Rates, s
         "floor": floor,
         "times_floor": None if floor is None else ms.median / floor.ms,
         "pilots": runs[0].pilots,
-        "profile": next((one.profile for one in runs if one.profile is not None), None),
     }
 
 

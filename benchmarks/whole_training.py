@@ -2,7 +2,7 @@
 
 Claims: an epoch of CIFAR-10 at batch 512 takes at most 2.5 s on one H200, augmentation included. Fast and plain
 steps learn the same: mean final losses differ by at most 2 spreads over seeds. `banach train` reaches 98% on
-digits in 90 s and 98.5% on MNIST after 3 epochs on a CPU. The loop itself takes at most 5% of fit()'s time.
+digits in 90 s and 98.5% on MNIST after 3 epochs on a CPU.
 Settings: the recipes of the networks. Result: results/gpu/{epoch,curves}.json, results/training/*.json.
 """
 
@@ -11,18 +11,13 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
-from banach import ContractionMonitor, ImplicitNetwork, data, models
+from banach import data, models
 from banach.cli.app import main
 from banach.train import History, Run, fit
 from banach.train import Settings as Training
@@ -150,64 +145,7 @@ def _command(settings: Command, seed: int) -> Row:
     }
 
 
-@dataclass(frozen=True)
-class Share:
-    """On a CPU alone: there each call ends before the next begins, so that a clock around it gives its time."""
-
-    networks: tuple[tuple[str, int], ...] = (("digits", 1257), ("mnist", 2000))
-    epochs: int = 4
-    data_dir: Path | None = None
-
-
-def loopcost(settings: Share) -> Report:
-    torch.set_num_threads(1)
-    rows = [_share(model, images, settings) for model, images in settings.networks]
-    targets = [Target(f"{row['data']}: the loop's own share", row["own share"], 0.05) for row in rows]
-    return Report(rows, targets, ["seconds; validation after every epoch is counted in, as the same parts"])
-
-
-def _share(model: str, images: int, settings: Share) -> Row:
-    how = Fit(model, settings.epochs, None, images, precision="fp32", device="cpu", data_dir=settings.data_dir)
-    with _clocks() as clock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        started = time.perf_counter()
-        _fit(how)
-        total = time.perf_counter() - started
-    own = 1 - sum(clock.values()) / total
-    return {"data": model, "images": images, "seconds": total, **clock, "own share": own}
-
-
-@contextmanager
-def _clocks() -> Iterator[dict[str, float]]:
-    """Add up the time spent in each part of a training step while it is on."""
-    parts: dict[str, tuple[Any, str]] = {
-        "monitor": (ContractionMonitor, "__call__"),
-        "network": (ImplicitNetwork, "forward"),
-        "loss": (F, "cross_entropy"),
-        "backward": (torch.Tensor, "backward"),
-        "optimizer": (torch.optim.Adam, "step"),
-    }
-    clock = dict.fromkeys(parts, 0.0)
-    with ExitStack() as stack:
-        for name, (owner, attribute) in parts.items():
-            timed = _clocked(getattr(owner, attribute), clock, name)
-            stack.enter_context(mock.patch.object(owner, attribute, timed))
-        yield clock
-
-
-def _clocked(function: Callable[..., Any], clock: dict[str, float], name: str) -> Callable[..., Any]:
-    def timed(*arguments: Any, **options: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return function(*arguments, **options)
-        finally:
-            clock[name] += time.perf_counter() - started
-
-    return timed
-
-
 QUICK = Fit("digits", 2, 256, 300, (0, 1), "fp32", compile=False, device="cpu")
-FEW = Share((("digits", 200),), epochs=2)
 SHORT = Command(("--epochs", "1"))
 MNIST = Fit("mnist", 4, None, 20000, (0, 1, 2), compile=False)
 BENCHMARKS = (
@@ -229,7 +167,6 @@ BENCHMARKS = (
         SHORT,
         "training",
     ),
-    Benchmark("loopcost", "what does the loop itself cost?", loopcost, Share(), FEW, "training"),
     *(
         Benchmark(
             f"{model}-gpu",
