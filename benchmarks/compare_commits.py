@@ -4,9 +4,9 @@
 
 Claim: a change of the code does not change the speed of `TrainStep`. Each pair is two processes, one per tree.
 They take turns in blocks of steps, so that a slow moment of the machine hits both. The ratio new/old is taken per
-pair, then its median and range over the pairs. Only public names are used: models, TrainStep.
+pair, then its median and range over the pairs. Of both trees only public names are used.
 Random images, so depths differ from those on real data; both trees see the same ones, and depths are reported.
-`NAME-general` is the point NAME with an R that no kernel knows. The exit status is 1 if a ratio is above 1.03.
+`--contender banach-general` hides R from the kernels. The exit status is 1 if a ratio is above 1.03.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUR = ("mnist100", "svhn100", "cifar100", "cifar512")
-WARM_UP, BLOCKS, BLOCK, BATCHES = 40, 6, 25, 8
+WARM_UP, BLOCKS, BLOCK = 40, 6, 25
 SLOWER = 1.03
 LATER = 0.7  # a later pair finds compiled kernels in the caches: its time, of the pair before
 
@@ -109,7 +108,7 @@ class _Child:
     """A process that imports banach from `source` and measures when it is asked."""
 
     def __init__(self, source: Path, chosen: argparse.Namespace, stack: ExitStack) -> None:
-        options = [name for name in ("--quick", "--no-compile") if getattr(chosen, name[2:].replace("-", "_"))]
+        options = ["--contender", chosen.contender, *(["--quick"] if chosen.quick else [])]
         command = [
             sys.executable,
             "-m",
@@ -163,94 +162,38 @@ class _Bench:
     """The training step of one tree at one point, after some steps of training."""
 
     def __init__(self, name: str, chosen: argparse.Namespace) -> None:
-        from banach import models
-        from banach.fast import TrainStep
-        from benchmarks.points import POINTS
+        from benchmarks.contenders import CONTENDERS, Setting
+        from benchmarks.points import POINTS, feed
 
-        self.point, self.quick = POINTS[name.removesuffix("-general")], chosen.quick
-        if chosen.quick:
-            self.point = replace(self.point, batch=4)
+        point = replace(POINTS[name], batch=4) if chosen.quick else POINTS[name]
+        self.point, self.steps = point, 2 if chosen.quick else BLOCK
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.benchmark = True
-        torch.manual_seed(0)
-        net: Any = models.build(self.point.model, tolerance=self.point.tolerance).to(self.device).train()
-        if name.endswith("-general"):
-            hide_form(net.R)
-        _choose_layout(net, self.point.precision)
-        recipe, fused = self.point.recipe, self.device.type == "cuda"
-        optimizer = torch.optim.Adam(
-            net.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=fused, capturable=fused
-        )
-        bf16 = self.point.precision == "bf16"
+        self.precision = point.precision or "bf16"
+        self.batches = feed(point, self.device, many=8)[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on a CPU: it cannot be captured
-            self.step = TrainStep(net, optimizer, F.cross_entropy, bf16=bf16, compile=not chosen.no_compile)
-            self.batches = [self._batch(models.get(self.point.model)) for _ in range(BATCHES)]
-            for k in range(1 if chosen.quick else WARM_UP):
-                self.step(*self.batches[k % BATCHES])
-        reason = getattr(self.step, "reason", None)
-        if fused and reason is not None:
-            raise RuntimeError(f"the step was not captured: {reason}")
+            self.step = CONTENDERS[chosen.contender].build(Setting(point, self.precision, self.device))
+            self.block(1 if chosen.quick else WARM_UP)
 
-    def _batch(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.randn(self.point.batch, *model.image, device=self.device)
-        return images, torch.randint(model.classes, (self.point.batch,), device=self.device)
+    def block(self, steps: int | None = None) -> list[float]:
+        """Return the milliseconds of each step of a block, after one step that is not timed."""
+        from benchmarks.timer import switches, timed_steps
 
-    def block(self) -> list[float]:
-        """Return the milliseconds of each step of a block, after two steps that are not timed."""
-        for batch in self.batches[:2]:
-            self.step(*batch)
-        many = 2 if self.quick else BLOCK
-        if self.device.type != "cuda":
-            return [self._milliseconds(k) for k in range(many)]
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(many + 1)]
-        torch.cuda.synchronize()
-        marks[0].record()
-        for k, mark in enumerate(marks[1:]):
-            self.step(*self.batches[k % BATCHES])
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in pairwise(marks)]
-
-    def _milliseconds(self, k: int) -> float:
-        start = time.perf_counter()
-        self.step(*self.batches[k % BATCHES])
-        return 1e3 * (time.perf_counter() - start)
+        with switches(self.precision, self.device):
+            self.step(*next(self.batches))
+            batches = islice(self.batches, steps or self.steps)
+            return timed_steps(lambda batch: self.step(*batch), batches, self.device)[0]
 
     def end(self) -> dict[str, Any]:
-        """Return the solver's steps in the last training step, and the share of samples that converged."""
-        step: Any = self.step
-        reached = step.solution if hasattr(step, "solution") else step.reached
-        depth, met = float(reached.steps.float().mean()), float(reached.converged.float().mean())
-        return {"depth": depth, "converged": met}
-
-
-def hide_form(R: Any) -> None:
-    """Give R another class whose `forward` no kernel knows; it computes the same."""
-    known = type(R)
-
-    class Own(known):  # type: ignore[misc, valid-type]
-        def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = known.forward(self, u, v)
-            return out
-
-    R.__class__ = Own
-
-
-def _choose_layout(net: Any, precision: str) -> None:
-    """Set the memory format as the tree itself advises; a tree without this function chooses on its own."""
-    from banach import fast
-
-    prefers = getattr(fast, "prefers_channels_last", None)
-    if precision != "fp32" if prefers is None else prefers(net, precision):
-        net.to(memory_format=torch.channels_last)
+        """Return the solver's steps in the last training step, and whether they met eps."""
+        depth, excess = self.step.seen.read(self.point)
+        return {"depth": depth, "met": excess <= 1}
 
 
 def _origin(chosen: argparse.Namespace) -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     versions = {"torch": str(torch.__version__), "python": platform.python_version()}
-    settings = {"warm_up": WARM_UP, "blocks": BLOCKS, "block": BLOCK, "compile": not chosen.no_compile}
+    settings = {"warm_up": WARM_UP, "blocks": BLOCKS, "block": BLOCK, "contender": chosen.contender}
     trees = {"old": str(chosen.old), "new": str(chosen.new)}
     return {"device": device, "versions": versions, "settings": settings, "trees": trees}
 
@@ -263,7 +206,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--points", nargs="+", default=list(FOUR), help="default: the four working points")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of processes (default 3)")
     parser.add_argument("--seconds", type=float, default=110.0, help="start no pair that would end after this")
-    parser.add_argument("--no-compile", action="store_true", help="captured, without torch.compile")
+    parser.add_argument("--contender", default="banach-fast", help="of benchmarks/contenders.py")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--quick", action="store_true", help="batch 4 and a few steps: shows that it runs")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
