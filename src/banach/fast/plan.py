@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.network import ImplicitNetwork
-from banach.nn.hooks import is_hooked
-from banach.nn.passes import draws_masks, uses_batch_statistics
+from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
 from banach.solve import RMS, Euclidean, Picard, WorstPixel
 
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
