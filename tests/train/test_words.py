@@ -20,10 +20,9 @@ from banach import (
     Unroll,
     WorstPixel,
 )
-from banach.cli import words
 from banach.data import Affine, Chain, Crop, Erase, Flip, paper_cifar10
 from banach.models import Constant, Cosine, Steps
-from banach.train import OneCycle
+from banach.train import OneCycle, words
 
 
 @pytest.mark.parametrize(

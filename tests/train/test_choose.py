@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from banach import models
-from banach.cli import assemble
-from banach.cli.choose import choose
 from banach.models import Cosine, Steps
 from banach.network import ImplicitNetwork
 from banach.solve import RMS, WorstPixel
+from banach.train import Settings
+
+choose = Settings.choose
 
 
 def write(folder: Path, text: str) -> Path:
@@ -39,11 +40,11 @@ def test_defaults_are_the_recipe_of_the_digits_network() -> None:
 @pytest.mark.parametrize("name", ["mnist", "svhn", "cifar10"])
 def test_the_paper_networks_stop_by_the_norm_they_were_tuned_with(name: str) -> None:
     settings = choose({"data": name})
-    net: Any = assemble.network(settings)
+    net: Any = settings.build()
     recipe = models.recipe(name)
     assert net.tolerance == recipe.tolerance
     assert isinstance(net.tolerance.norm, WorstPixel)
-    assert isinstance(assemble.tolerance(choose({"data": name, "norm": "rms"}), recipe.tolerance).norm, RMS)
+    assert isinstance(choose({"data": name, "norm": "rms"}).tolerance(recipe.tolerance).norm, RMS)
 
 
 def test_flags_go_before_the_file_and_the_file_before_the_recipe(tmp_path: Path) -> None:
@@ -88,14 +89,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_seed_decides_the_weights() -> None:
-    first, again, other = (assemble.network(choose({"seed": seed})) for seed in (1, 1, 2))
+    first, again, other = (choose({"seed": seed}).build() for seed in (1, 1, 2))
     assert all(bool((a == b).all()) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not all(bool((a == b).all()) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("flags", "side_by_side"), [({}, True), ({"fast": False}, False)])
 def test_on_a_cpu_channels_lie_side_by_side(flags: dict[str, Any], side_by_side: bool) -> None:
-    net: Any = assemble.network(choose({"device": "cpu", **flags}))
+    net: Any = choose({"device": "cpu", **flags}).build()
     weights = [layer.weight for layer in net.R.modules() if isinstance(layer, nn.Conv2d)]
     assert weights
     assert all(weight.is_contiguous(memory_format=torch.channels_last) is side_by_side for weight in weights)
@@ -106,7 +107,7 @@ def test_a_network_of_your_own_is_laid_out_if_it_says_it_may(monkeypatch: pytest
     known = models.get("digits")
     for may in (False, True):
         monkeypatch.setitem(models.registry._MODELS, "digits", replace(known, channels_last=may))
-        net: Any = assemble.network(choose({"device": "cpu"}))
+        net: Any = choose({"device": "cpu"}).build()
         assert next(net.R.parameters()).is_contiguous(memory_format=torch.channels_last) is may
 
 
@@ -114,13 +115,11 @@ def test_a_model_without_a_fixed_point_is_given_none() -> None:
     settings = choose({"data": "cifar10", "model": "resnet56"})
     assert (settings.solver, settings.backward, settings.eps, settings.max_steps) == (None, None, None, None)
     assert (settings.optimizer, settings.momentum, settings.augment) == ("sgd", 0.9, "flip+crop:4")
-    assert not isinstance(assemble.network(settings), ImplicitNetwork)
+    assert not isinstance(settings.build(), ImplicitNetwork)
     with pytest.raises(ValueError, match="resnet56 has no fixed point"):
         choose({"data": "cifar10", "model": "resnet56", "backward": "jfb"})
     for key, value in (("jacobian_penalty", 0.1), ("correction", 0.1), ("correction_steps", "2,5")):
-        with pytest.raises(
-            ValueError, match=f"resnet56 has no fixed point to find; leave out {key.replace('_', '-')}"
-        ):
+        with pytest.raises(ValueError, match=f"resnet56 has no fixed point; leave out {key.replace('_', '-')}"):
             choose({"data": "cifar10", "model": "resnet56", key: value})
 
 
@@ -141,7 +140,7 @@ def test_another_optimizer_forgets_the_recipe_momentum() -> None:
 
 
 def test_the_explicit_twin_takes_no_step_and_no_other_mode() -> None:
-    net: Any = assemble.network(choose({"max_steps": 0}))
+    net: Any = choose({"max_steps": 0}).build()
     assert net.tolerance.max_steps == 0
     with pytest.raises(ValueError, match="explicit twin"):
         choose({"max_steps": 0, "backward": "neumann:5"})
