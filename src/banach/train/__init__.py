@@ -2,11 +2,10 @@
 
 from banach.models import OneCycle
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position, read_checkpoint
-from banach.train.evaluate import evaluate
+from banach.train.evaluate import Scorer, evaluate
 from banach.train.fit import fit
 from banach.train.metrics import Epoch, History, Totals
 from banach.train.run import Run, RunError
-from banach.train.scorer import Scorer
 from banach.train.settings import Settings
 from banach.train.state import Average
 

@@ -16,7 +16,7 @@ from torch import nn
 from banach import checks, data, models
 from banach.checks import nearest
 from banach.data import Augmentation, Images
-from banach.fast import channels_side_by_side
+from banach.fast import channels_last
 from banach.models import Constant, Recipe, Schedule
 from banach.network import ImplicitNetwork
 from banach.solve import Tolerance
@@ -192,7 +192,7 @@ class Settings:
             net.backward = words.backward(self.backward or "jfb")
             net.tolerance = self.tolerance(net.tolerance)
         stays = self.torch_device.type == "cpu"
-        return channels_side_by_side(net) if model.channels_last and self.fast and stays else net
+        return channels_last(net) if model.channels_last and self.fast and stays else net
 
     def tolerance(self, default: Tolerance) -> Tolerance:
         """Return the tolerance, with the parts of `default` that are not set."""

@@ -1,3 +1,0 @@
-"""Old place of Session."""
-
-from banach.cli.train import Session, figures  # noqa: F401  # TODO(merge): old name

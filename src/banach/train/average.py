@@ -1,3 +1,0 @@
-"""Old place of Average."""
-
-from banach.train.state import Average  # noqa: F401  # TODO(merge): old name
