@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import banach
 from banach import JFB, Anderson, Broyden, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, models
 from banach.fast import CompiledNetwork
-from banach.fast.inference import _bucket, _filled
+from banach.fast.capture import bucket, filled
 
 
 class Slope(nn.Module):
@@ -164,12 +164,12 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_buckets_are_powers_of_two(count: int, size: int) -> None:
-    assert _bucket(count) == size
+    assert bucket(count) == size
     x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
-    filled = _filled(x, size)
-    assert filled.shape == (size, 2, 3, 4)
-    assert torch.equal(filled[:count], x)
-    assert torch.equal(filled[count:], x[:1].expand(size - count, 2, 3, 4))
+    padded = filled(x, size)
+    assert padded.shape == (size, 2, 3, 4)
+    assert torch.equal(padded[:count], x)
+    assert torch.equal(padded[count:], x[:1].expand(size - count, 2, 3, 4))
 
 
 @pytest.mark.gpu

@@ -13,13 +13,12 @@ import torch
 
 from banach import data, models
 from banach.data import Batches, Crop, paper_cifar10
-from banach.fast import whole
 from banach.paper import Options, table1
 from banach.paper.jobs import CURVE, RELEASED_BATCH, Continued, Job, carry_out, released_accuracy, settings_for
 from banach.solve import Tolerance
 from banach.train import Epoch, evaluate
-from banach.train import scorer as scorer_file
-from banach.train.scorer import Scorer
+from banach.train.evaluate import Scorer
+from fast.simulated import simulate_gpu
 
 
 def options_in(folder: Path) -> Options:
@@ -34,8 +33,7 @@ def job(name: str = "tiny", **changes: Any) -> Job:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this were a GPU whose kernels know R: their plain twin takes their place."""
-    monkeypatch.setattr(scorer_file, "_on_gpu", lambda device: True)
-    monkeypatch.setattr(whole, "_has_kernel", lambda net: True)
+    simulate_gpu(monkeypatch, kernels=True)
 
 
 def network() -> Any:

@@ -157,7 +157,7 @@ def test_what_the_monitor_cannot_measure_stops_no_training(monkeypatch: pytest.M
         raise RuntimeError("derivative for aten::something is not implemented")
 
     monkeypatch.setattr(ContractionMonitor, "__call__", cannot)
-    with pytest.warns(UserWarning, match="cannot be measured, so it is left out: derivative for aten") as heard:
+    with pytest.warns(UserWarning, match="cannot be measured, so it is skipped: derivative for aten") as heard:
         history = fit(network(), images(), images(20, "validation"), settings(monitor=True))
     assert len(heard) == 1
     assert [epoch.sigma for epoch in history.epochs] == [None, None]
