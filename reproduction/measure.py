@@ -61,7 +61,7 @@ class Measure:
         net: Any = self.net
         scorer = Scorer(net)
         values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
-        values |= {"parameters": sum(p.numel() for p in net.parameters())}
+        values |= {"parameters": sum(p.numel() for p in net.parameters()), "network": _described(net)}
         values |= {"clean": asdict(evaluate(net, self.test, batch_size=BATCH, scorer=scorer)), "fine": None}
         values |= {"released": asdict(self._released(epoch))}
         if isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0:
@@ -89,6 +89,12 @@ class Measure:
         shown = slice(1) if found.coupled else slice(None)  # coupled samples share one value
         values = {name: getattr(found, name)[shown] for name in ("sigma", "rate", "residual")}
         return {**values, "violations": found.violations, "coupled": found.coupled}
+
+
+def _described(net: nn.Module) -> dict[str, str]:
+    """Return solver, tolerance and backward mode, which the settings of a run name only for the command line."""
+    names = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
+    return {name: repr(getattr(net, name)) for name in names}
 
 
 @contextmanager
