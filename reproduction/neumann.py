@@ -80,7 +80,8 @@ def _claim(name: str, runs: dict[int, list[Training]]) -> dict[str, Any]:
     """Return the verdict: every order takes at least the time of k = 0."""
     verdicts = [verdict(_ratio(some, runs[0]), 1.0) for order, some in runs.items() if order > 0]
     worst = next((one for one in verdicts if one != REPRODUCED), REPRODUCED)
-    return {f"{name}.verdict": worst, f"{name}.n": min(len(some) for some in runs.values())}
+    n, length = min(len(some) for some in runs.values()), f"{EPOCHS[name]} epochs, {runs[0][0].images:,} images"
+    return {f"{name}.verdict": worst, f"{name}.n": n, f"{name}.length": length}
 
 
 def _ratio(some: Sequence[Training], base: Sequence[Training]) -> Interval:

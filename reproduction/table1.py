@@ -111,6 +111,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         released = group.released if group else None
         found[f"{name}.released"] = released or "-"
         found[f"{name}.released_verdict"] = group.judge(released, printed) if group else UNTESTED
+        found[f"{name}.depth"] = fmean(run.final.clean.depth or 0.0 for run in group.runs) if group else "-"
     for name, (jfb, other) in GAINS.items():
         a, b = longest.get(jfb), longest.get(other)
         ours = a.clean.minus(b.clean) if a and b else None
