@@ -78,6 +78,10 @@ class Group:
         return models.recipe(settings["model"], settings["recipe"]).epochs
 
     @property
+    def full(self) -> bool:
+        return self.epochs >= self.recipe_epochs
+
+    @property
     def clean(self) -> Interval:
         return Interval.of(run.clean for run in self.runs)
 
@@ -88,9 +92,8 @@ class Group:
 
     def judge(self, ours: Interval | None, printed: float) -> str:
         """Return the verdict on a printed value, and for a single full-length run that it is one."""
-        full = self.epochs >= self.recipe_epochs
-        alone = full and ours is not None and ours.count == 1
-        return verdict(ours, printed, full=full) + (" (one seed, full length)" if alone else "")
+        alone = self.full and ours is not None and ours.count == 1
+        return verdict(ours, printed, full=self.full) + (" (one seed, full length)" if alone else "")
 
 
 def groups(rows: Sequence[Training]) -> list[Group]:
@@ -133,7 +136,7 @@ def _shown(key: str, group: Group | None, ours: Interval | None, printed: float,
 
 def _monitor(rows: Sequence[Training]) -> dict[str, Any]:
     """Return how often the contraction monitor fires on trained networks: images with sigma_max >= 1."""
-    last = [row.contraction[-1] for row in rows if row.contraction]
+    last = [row.contraction[-1] for group in groups(rows) if group.full for row in group.runs if row.contraction]
     return {
         "monitor.networks": len(last),
         "monitor.images": sum(one.images for one in last),

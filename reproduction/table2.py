@@ -186,6 +186,6 @@ def figures(rows: Sequence[Training]) -> dict[str, Any]:
         tags = list(dict.fromkeys(tags))
         times = [1e3 * fmean(row.seconds / row.images for row in runs_of(rows, data, tag)) for tag in tags]
         one.barh(tags, times, color=["C0" if "jfb" in tag else "C1" for tag in tags])
-        one.set(title=data, xlabel="ms per training image", xscale="log")
+        one.set(title=data, xlabel="ms per training image")
         one.invert_yaxis()
     return {"table2": figure}

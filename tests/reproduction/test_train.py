@@ -209,12 +209,6 @@ def test_other_sources_are_refused_unless_allowed(tmp_path: Path, monkeypatch: p
     assert len(codec.read_lines(tmp_path / "runs" / NAME / rundir.SEGMENTS)) == 2
 
 
-def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"epoch": 1}\n{"epo')
-    assert codec.read_lines(path) == [{"epoch": 1}]
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
