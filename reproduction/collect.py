@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from banach.train import RunError
-from reproduction.records import CONTRACTION, FINAL, SEGMENTS, TEST, read_lines, write_lines
+from reproduction.codec import read_lines, write_lines
+from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
 
 
 def collect(runs: Path, out: Path) -> list[str]:

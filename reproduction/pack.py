@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from banach.train import RunError
-from reproduction.records import SNAPSHOTS
+from reproduction.rundir import SNAPSHOTS
 
 MOST = 15 * 2**20
 CHECKPOINTS = "checkpoints"

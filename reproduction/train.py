@@ -7,13 +7,11 @@ resumed run is the same bit by bit. On a GPU it is statistically the same: kerne
 from __future__ import annotations
 
 import gc
-import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,39 +20,17 @@ from banach import data
 from banach.data import Images
 from banach.provenance import write_json
 from banach.train import Epoch, Run, RunError, fit
-from reproduction import STARTED, records
+from reproduction import rundir
 from reproduction.jobs import Job
 from reproduction.measure import Measure
 from reproduction.pack import newest, pack, unpack
+from reproduction.study import Options
 
 PACK_EVERY = 100.0  # seconds: what a killed process loses at most, besides the epoch in work
 RESERVE = 5.0  # seconds for what cannot be foreseen
 FIRST_PACK = 2.0  # seconds that packing is assumed to take before it was measured
 FINAL_SECONDS = 30.0  # for the evaluations after the last epoch
 FINISHED = "finished"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Where runs, data and tars are, and how long the process may take.
-
-    `pack` and `unpack` are folders of JOB.tar files. `resume` refuses to start a run from its beginning.
-    """
-
-    minutes: float = math.inf
-    runs: Path = Path("runs")
-    data_dir: Path | None = None
-    pack: Path | None = None
-    unpack: Path | None = None
-    device: str = "auto"
-    resume: bool = False
-    changed_sources: bool = False
-    say: Callable[[str], None] = field(default=lambda line: print(line, flush=True), repr=False)
-
-    @property
-    def left(self) -> float:
-        """Seconds left of the budget, which began with the process."""
-        return STARTED + 60 * self.minutes - time.monotonic()
 
 
 class OutOfTime(Exception):
@@ -100,7 +76,7 @@ class Trainer:
     def run(self) -> bool:
         """Train until the end or until time is over; return True if the job is finished."""
         fetch(self.job, self.options)
-        if (self.folder / records.FINAL).exists():
+        if (self.folder / rundir.FINAL).exists():
             self.options.say(f"{self.job.name}: is finished")
             self._pack()
             return True
@@ -122,9 +98,9 @@ class Trainer:
         is_new = not (self.folder / "settings.json").exists()
         run = Run.create(self.folder, self.settings) if is_new else Run.open(self.folder)
         done = _epochs_done(run)
-        records.forget_after(self.folder, done)
+        rundir.forget_after(self.folder, done)
         device, changed = self.settings.torch_device, self.options.changed_sources
-        self.segment = records.Segment(self.folder, done, device, changed_sources=changed)
+        self.segment = rundir.Segment(self.folder, done, device, changed_sources=changed)
         name = self.segment.line["device"]
         self.options.say(f"{self.job.name}: {done} of {self.settings.epochs} epochs are done; {name}")
         return run
@@ -138,7 +114,7 @@ class Trainer:
             return "out of time"
         if not history.finished:
             return f"signal {history.stopped_by}"
-        write_json(self.folder / records.FINAL, self.measure.final(self.settings.epochs))
+        write_json(self.folder / rundir.FINAL, self.measure.final(self.settings.epochs))
         return FINISHED
 
     def _after(self, epoch: Epoch) -> None:
@@ -162,15 +138,15 @@ class Trainer:
         """Do what is due after the epoch; return the evaluation of the test set if there was one."""
         job, point = self.job, None
         if job.takes_snapshot(number):
-            records.write_snapshot(self.folder, self.net, job.name, number)
+            rundir.write_snapshot(self.folder, self.net, job.name, number)
         if job.evaluates(number):
             point = self.measure.both(number)
-            records.append_line(self.folder / records.TEST, point)
+            rundir.append_line(self.folder / rundir.TEST, point)
         if job.monitors(number):
             start = time.monotonic()
             found = self.measure.contraction(number)
             if found is not None:
-                records.append_line(self.folder / records.CONTRACTION, found)
+                rundir.append_line(self.folder / rundir.CONTRACTION, found)
             self.monitoring = time.monotonic() - start
         return point
 

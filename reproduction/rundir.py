@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +25,10 @@ from torch import nn
 import banach
 from banach.provenance import device_name, plain, source_commit, whole_file
 from banach.train import RunError
+from reproduction.codec import read_lines, write_lines
 
 TEST, CONTRACTION, SEGMENTS, FINAL = "test.jsonl", "contraction.jsonl", "segments.jsonl", "final.json"
 SNAPSHOTS = "snapshots"
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, an empty list if there is no file.
-
-    A last line without its line break was cut off by a kill and is left out.
-    """
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    try:
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}; unpack the run again, or delete the run") from None
-
-
-def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file, completely or not at all."""
-    with whole_file(path) as file:
-        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in lines)
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
