@@ -65,7 +65,7 @@ def run(options: Options) -> list[Row]:
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return values and intervals by key, how JFB's error compares with the explicit one's, counts and the table."""
+    """Return values and intervals by key, the gain of JFB over the explicit network, counts and the table."""
     found: dict[str, Any] = {row.key: row.ours for row in rows}
     judged = [row.holds for row in rows if row.holds is not None and row.paper is not None]
     found |= {"checked": len(judged), "held": sum(judged), "points": POINTS}
