@@ -11,7 +11,11 @@ from typing import Any
 
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
-STUDIES = ("memory", "toy")  # modules of this package, in the order of the report; study.py describes them
+STUDIES = (
+    "memory",
+    "toy",
+    "theory",
+)  # modules of this package, in the order of the report; study.py describes them
 QUICK = Path("runs/quick")
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
