@@ -11,11 +11,8 @@ from typing import Any
 
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
-STUDIES = (
-    "memory",
-    "toy",
-    "theory",
-)  # modules of this package, in the order of the report; study.py describes them
+# Modules of this package, in the order of the report; study.py describes what they offer.
+STUDIES = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
 QUICK = Path("runs/quick")
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
@@ -60,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _train_arguments(add("train", "run training jobs, with a time budget", TRAIN))
     collect = add("collect", "add finished runs to the records", "Write one line per finished run.")
     collect.add_argument("runs", type=Path, help="folder of run directories")
-    collect.add_argument("--out", type=Path, help="the file (results/reproduction/trainings.jsonl)")
+    collect.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
     return parser
 
 
@@ -128,12 +125,11 @@ def _report(given: argparse.Namespace) -> int:
 
 
 def _collect(given: argparse.Namespace) -> int:
-    from reproduction.collect import collect
     from reproduction.study import RESULTS
+    from reproduction.trainings import collect
 
-    out = given.out or RESULTS / "trainings.jsonl"
-    names = collect(given.runs, out)
-    print(f"{out}: {len(names)} finished runs")
+    folder = given.records or RESULTS
+    print(f"{folder}: {len(collect(given.runs, folder))} finished runs")
     return 0
 
 
@@ -142,7 +138,7 @@ def _train(given: argparse.Namespace) -> int:
     from reproduction.train import train
 
     if given.list:
-        print("\n".join(jobs.JOBS))
+        print("\n".join(jobs.by_name()))
         return 0
     if not given.jobs:
         raise ValueError("name at least one job; `train --list` prints all jobs")

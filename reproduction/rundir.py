@@ -107,7 +107,18 @@ def write_snapshot(folder: Path, net: nn.Module, job: str, epoch: int) -> Path:
     from safetensors.torch import save
 
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in net.state_dict().items()}
-    path = folder / SNAPSHOTS / f"epoch-{epoch:05d}.safetensors"
+    path = _snapshot(folder, epoch)
     with whole_file(path, binary=True) as file:
         file.write(save(tensors, {"run": f"{job} after epoch {epoch}"}))  # two keys come in random order
     return path
+
+
+def read_snapshot(folder: Path, epoch: int) -> dict[str, torch.Tensor]:
+    """Return the weights and buffers that `write_snapshot` stored after an epoch."""
+    from safetensors.torch import load_file
+
+    return load_file(_snapshot(folder, epoch))
+
+
+def _snapshot(folder: Path, epoch: int) -> Path:
+    return folder / SNAPSHOTS / f"epoch-{epoch:05d}.safetensors"

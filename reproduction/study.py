@@ -142,5 +142,6 @@ def panels(count: int = 1, *, width: float = 5.0, height: float = 3.6) -> tuple[
     axes = figure.subplots(1, count, squeeze=False)[0]
     for one in axes:
         one.grid(alpha=0.3)
+        one.set_axisbelow(True)
         one.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)

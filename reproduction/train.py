@@ -20,7 +20,7 @@ from banach import data
 from banach.data import Images
 from banach.provenance import write_json
 from banach.train import Epoch, Run, RunError, fit
-from reproduction import rundir
+from reproduction import released, rundir
 from reproduction.jobs import Job
 from reproduction.measure import Measure
 from reproduction.pack import newest, pack, unpack
@@ -80,15 +80,29 @@ class Trainer:
             self.options.say(f"{self.job.name}: is finished")
             self._pack()
             return True
-        train, test = (self._load(split) for split in ("train+validation", "test"))
+        start = self._start()
+        whole = "train+validation" if self.job.whole else "train"
+        train, test = (self._load(split) for split in (whole, "test"))
+        train = train if self.job.subset is None else train.subset(self.job.subset)
         run = self._open()
         self.net = self.job.build().to(test.device)
+        if start is not None:
+            self.net.load_state_dict(start)
         self.measure = Measure(self.job, self.net, train, test)
         with warnings.catch_warnings(record=True) as self.said:
             warnings.simplefilter("always")
             stopped = self._fit(run, train)
         self._end(stopped)
         return stopped == FINISHED
+
+    def _start(self) -> Mapping[str, Any] | None:
+        """Return the weights to start with if the job goes on from another one, which is trained if need be."""
+        before = self.job.after
+        if before is None or (self.folder.is_dir() and newest(self.folder)):
+            return None
+        if not Trainer(before, self.options).run():
+            raise RunError(f"{before.name}, whose weights {self.job.name} starts with, is not finished; resume it")
+        return rundir.read_snapshot(self.options.runs / before.name, before.settings.epochs)
 
     def _load(self, split: str) -> Images:
         return data.load(self.job.data, split, self.options.data_dir, self.settings.torch_device)
@@ -108,8 +122,12 @@ class Trainer:
     def _fit(self, run: Run, train: Images) -> str:
         """Train, and return why it stopped."""
         augment = self.job.augmentation
+        validation = None if self.job.whole else self._load("validation")
         try:
-            history = fit(self.net, train, None, self.settings, augment=augment, run=run, on_epoch=self._after)
+            with released.conditions(self.net):
+                history = fit(
+                    self.net, train, validation, self.settings, augment=augment, run=run, on_epoch=self._after
+                )
         except OutOfTime:
             return "out of time"
         if not history.finished:
@@ -171,7 +189,13 @@ class Trainer:
             seconds=round(time.monotonic() - self.begun, 3),
             measuring_seconds=round(self.measuring, 3),
             warnings=Counter(str(warning.message)[:300] for warning in self.said),
+            counts=self._counts(),
         )
+
+    def _counts(self) -> dict[str, int]:
+        """Return what the backward mode counted, such as how its adjoint equations ended."""
+        report = getattr(getattr(self.net, "backward", None), "report", None)
+        return dict(report) if isinstance(report, Counter) else {}
 
     def _end(self, stopped: str) -> None:
         done = _epochs_done(Run.open(self.folder))

@@ -180,11 +180,11 @@ def test_nothing_is_asked_of_the_host(augmentation: Augmentation) -> None:
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Flip(1.5), "p must lie between 0 and 1"),
+        (lambda: Flip(1.5), "p must be between 0 and 1"),
         (lambda: Crop(-1), "pad must be a whole number"),
         (lambda: Crop(1.5), "pad must be a whole number"),  # type: ignore[arg-type]
-        (lambda: Erase(area=(0.5, 0.2)), "area must lie"),
-        (lambda: Erase(ratio=(0.0, 1.0)), "ratio must lie"),
+        (lambda: Erase(area=(0.5, 0.2)), "area must be"),
+        (lambda: Erase(ratio=(0.0, 1.0)), "ratio must be"),
         (lambda: Erase(attempts=0), "attempts must be"),
         (lambda: Affine(degrees=-1), "degrees must be"),
         (lambda: Affine(translate=math.nan), "translate must be"),

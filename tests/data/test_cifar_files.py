@@ -102,7 +102,7 @@ def test_the_binary_version_is_preferred(binary: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda b: b[:-1], "24,583 bytes are no whole number of records"),
+        (lambda b: b[:-1], "24,583 bytes are not a whole number of records"),
         (lambda b: b"", "0 bytes"),
         (lambda b: b"\x0a" + b[1:], "a label of 10, expected 0 to 9"),
     ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from banach.data import DIGITS, Arrays, DataError, DataSet, Images, Layout, get, load, names, register
-from banach.data.split import KEY, held_out, rest
+from banach.data.images import KEY, held_out, rest
 
 LABELS = np.random.RandomState(0).choice(10, 2_000, p=[0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.03, 0.02])
 
@@ -107,7 +107,7 @@ def test_an_unknown_split_or_name_is_refused() -> None:
         load("digits", "valid")
     with pytest.raises(DataError, match="did you mean 'cifar10'"):
         load("cifar-10", "train")
-    with pytest.raises(DataError, match="choose one of digits, mnist, cifar10, svhn"):
+    with pytest.raises(DataError, match="choose from digits, mnist, cifar10, svhn"):
         load("zzz", "train")
 
 

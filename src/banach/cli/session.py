@@ -17,7 +17,7 @@ from banach.cli import assemble
 from banach.cli.console import console, table
 from banach.cli.progress import Progress
 from banach.data import Images
-from banach.data.find import find, roots
+from banach.data.files import find, roots
 from banach.provenance import plain, provenance
 from banach.train import Epoch, History, Position, Run, RunError, Settings, Totals, evaluate, fit
 from banach.train.board import MISSING, Board, open_board

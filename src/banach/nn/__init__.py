@@ -9,6 +9,7 @@ from banach.nn.observe import Observed, fixed_point_correction, observe
 from banach.nn.penalty import finite_difference_penalty, jacobian_penalty
 from banach.nn.scaled import Scaled, ScaledInput
 from banach.nn.streams import TwoStream
+from banach.nn.substitute import substitute
 
 __all__ = [
     "Dropout",
@@ -31,4 +32,5 @@ __all__ = [
     "observe",
     "operator_norm",
     "scaled_dot_product_attention",
+    "substitute",
 ]

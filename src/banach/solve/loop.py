@@ -20,7 +20,7 @@ from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
 from banach.solve.state import to_numpy
-from banach.solve.tolerance import Tolerance
+from banach.solve.tolerance import Tolerance, measure
 from banach.solve.watched import Watched
 
 try:  # not public, so perhaps not there in every version
@@ -156,18 +156,15 @@ def _risen(run: Any, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | N
     here = here[:: -(-len(here) // _LOOKED_AT)] if len(here) else here
     index = torch.from_numpy(here).to(found.converged.device)
     space = run.space_of_all.resized(len(here))
-    residual, size = _residual(run, space, select(found.value, index), select(inputs, index))
-    risen = here[~to_numpy(residual <= run.tolerance.atol + run.tolerance.rtol * size)]
+    residual, allowed = _residual(run, space, select(found.value, index), select(inputs, index))
+    risen = here[~to_numpy(residual <= allowed)]
     return risen if len(risen) else None
 
 
 def _residual(run: Any, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return the norms of T(z) - z and of T(z), per sample."""
-    norm = run.tolerance.norm
+    """Return the residual at z, and what is allowed of it, per sample."""
     with without_autocast(space):
-        Tz = space.rows(run.T(z, *inputs))
-        residual = norm.measure(Tz - space.rows(z), space)
-        return residual * norm.scale(space), norm.measure(Tz, space) * norm.scale(space)
+        return measure(space, run.tolerance, z, run.T(z, *inputs))
 
 
 def _is_vmapped(tensor: Tensor) -> bool:
