@@ -65,14 +65,14 @@ def run(options: Options) -> list[Row]:
         names, images, dense = (QUICK,), 8, 1
     rows = codec.read(Row, path)
     known = {(row.run, row.epoch, row.weights, row.images, row.dense) for row in rows}
-    for name in names:
-        for epoch, file in _snapshots(options.runs / name):
+    for job in map(jobs.get, names):
+        snapshots = _snapshots(options.runs / job.name)
+        for epoch, file in snapshots[:: len(snapshots) - 1] if options.quick else snapshots:
             digest = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
-            if (name, epoch, digest, images, dense) not in known:
-                options.say(f"{name}: measuring epoch {epoch}")
-                job = jobs.get(name)
+            if (job.name, epoch, digest, images, dense) not in known:
+                options.say(f"{job.name}: measuring epoch {epoch}")
                 numbers = _measure(job, file, images, dense, options.data_dir)
-                row = Row(name, job.model, epoch, job.settings.epochs, digest, images, dense, numbers)
+                row = Row(job.name, job.model, epoch, job.settings.epochs, digest, images, dense, numbers)
                 store(path, [row], CPU, append=True)
     if not any(row.run == RANDOM for row in rows):
         found = count_random(200 if options.quick else 2000)
@@ -178,37 +178,34 @@ def _above(values: Iterable[float]) -> list[Case]:
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return counts and ranges of every statement by model and over `all`, the random cases, and the table.
+    """Return facts on every statement by MODEL.STATEMENT and all.STATEMENT, on random cases, and the table.
 
-    A key is MODEL.STATEMENT.NAME. `last` is the mean at the last epoch; the others are over all trained snapshots:
-    `low` and `high` the range, `held` of `count` cases meet the condition.
+    `last` is the mean at the last epoch. `low`, `high`, `held` and `count` are over all trained snapshots: the range,
+    and how many cases meet the condition.
     """
     found: dict[str, Any] = {}
-    trained: dict[str, list[Case]] = {}
+    cases: dict[str, list[Case]] = {}
     lines = []
     for model, mine in shown(rows).items():
         found |= {f"{model}.{key}": getattr(mine[-1], key) for key in ("run", "epoch", "length", "images")}
         for name in statements(mine[0].measured):
-            cases = {row.epoch: statements(row.measured)[name] for row in mine}
-            after, last = [case for epoch in cases if epoch for case in cases[epoch]], cases[mine[-1].epoch]
-            trained[name[0]] = trained.get(name[0], []) + after
-            found |= _counted(f"{model}.{name[0]}", after)
+            per_epoch = {row.epoch: statements(row.measured)[name] for row in mine}
+            trained = [case for epoch, some in per_epoch.items() if epoch for case in some]
+            cases |= {f"{model}.{name[0]}": trained, f"all.{name[0]}": cases.get(f"all.{name[0]}", []) + trained}
+            first, last = per_epoch.get(0, []), per_epoch[mine[-1].epoch]
             found[f"{model}.{name[0]}.last"] = statistics.fmean(x for x, _ in last) if last else math.nan
-            held = f"{found[f'{model}.{name[0]}.held']} of {found[f'{model}.{name[0]}.count']}"
-            lines.append([model, *name[1:], _range(cases.get(0, [])), _range(last), held])
-    for key, cases_ in trained.items():
-        found |= _counted(f"all.{key}", cases_)
+            judged = [holds for _, holds in trained if holds is not None]
+            held = f"{sum(judged)} of {len(judged)}" if judged else None
+            lines += [[model, *name[1:], _range(first), _range(last), held]] if first or last else []
+    for key, some in cases.items():
+        known, judged = [x for x, _ in some if x == x], [holds for _, holds in some if holds is not None]
+        found |= {f"{key}.low": min(known, default=math.nan), f"{key}.high": max(known, default=math.nan)}
+        found |= {f"{key}.held": sum(judged), f"{key}.count": len(judged)}
     for row in rows:
         if isinstance(row.measured, Counted):
             found |= {f"random.{key}": value for key, value in vars(row.measured).items()}
     columns = ["network", "statement", "condition", "epoch 0", "last epoch", "holds after training"]
-    return found | {"table": table([line for line in lines if line[3] or line[4]], columns)}
-
-
-def _counted(key: str, cases: Sequence[Case]) -> dict[str, float]:
-    known, judged = [x for x, _ in cases if not math.isnan(x)], [holds for _, holds in cases if holds is not None]
-    low, high = min(known, default=math.nan), max(known, default=math.nan)
-    return {f"{key}.low": low, f"{key}.high": high, f"{key}.held": sum(judged), f"{key}.count": len(judged)}
+    return found | {"table": table(lines, columns)}
 
 
 def _range(cases: Sequence[Case]) -> str | None:

@@ -187,32 +187,18 @@ class Image:
         self.columns = torch.cat([torch.arange(channel), channel + others])
 
     @cached_property
-    def gradient(self) -> Tensor:
-        """The exact gradient, by Implicit."""
-        exact = tight(self.net)
-        exact.backward = Implicit(tolerance=TIGHT)
-        return _flat(torch.autograd.grad(self.loss(exact(self.d)), self.weights))
-
-    @cached_property
     def linearised(self) -> diagnose.Linearised:
-        """J, M and both gradients; a complete M in a basis of its range, where decompositions are cheap."""
-        M, y = self._matrix()
+        """J, M and both gradients: the exact one by Implicit, JFB's by plain autograd."""
+        if self.whole:
+            return diagnose.linearise(self.net, self.d, self.loss)
         with torch.no_grad():  # derivatives in u only; torch.func takes them all the same
             v = self.net.Q(self.d)
             J = torch.func.jacrev(lambda u: self.net.R(u, v).flatten(), chunk_size=CHUNK)(self.u).flatten(1)
-            g = torch.func.grad(self.loss)(y)
-            through = torch.func.vjp(self.net.S, self.u)[1](g)[0]
-        both, u = torch.cat([g.flatten(), through.flatten()]), self.u.flatten()
-        if not self.whole:
-            return Dense(J, M, both, self.gradient, self.p(u), y.numel(), u, self.p)
-        U, small = torch.linalg.qr(M)
-
-        def inside(x: Tensor) -> Tensor:  # the part outside of the range is rounding; its length is kept
-            return torch.cat([U.mT @ x, (x - U @ (U.mT @ x)).norm()[None]])
-
-        M = torch.cat([small, small.new_zeros(1, len(small))])
-        near = inside(self.gradient), inside(self.p(u))
-        return Dense(J, M, both, *near, y.numel(), u, lambda x: inside(self.p(x)))
+        exact = tight(self.net)
+        exact.backward = Implicit(tolerance=TIGHT)
+        gradient = _flat(torch.autograd.grad(self.loss(exact(self.d)), self.weights))
+        M, u, unused = self.matrix(), self.u.flatten(), gradient[:0]
+        return Dense(J, M, unused, gradient, self.p(u), M.shape[1] - len(self.columns), u, self.p)
 
     def p(self, u: Tensor, *, twice: bool = False) -> Tensor:
         """Return p(u), flat; `twice`: with its graph, to be differentiated again."""
@@ -223,8 +209,7 @@ class Image:
         """Return the rank of the same columns of M with R in training mode."""
         other = copy.deepcopy(self.net)
         other.R.train()
-        M = torch.linalg.qr(Image(other, self.d, self.loss)._matrix()[0], mode="r").R
-        return diagnose.conditioning(replace(self.linearised, M=M)).rank
+        return diagnose.conditioning(replace(self.linearised, M=Image(other, self.d, self.loss).matrix())).rank
 
     def perturbed(self) -> Perturbed:
         """Measure how far from u* JFB still descends."""
@@ -241,7 +226,7 @@ class Image:
 
     def inner(self, u: Tensor) -> float:
         """Return <gradient, p(u)>."""
-        return float(self.gradient @ self.p(u))
+        return float(self.linearised.gradient @ self.p(u))
 
     def highest(self, distance: float) -> float:
         """Return the largest <gradient, p(u)> that gradient ascent finds at this distance from u*."""
@@ -249,15 +234,15 @@ class Image:
         best = -math.inf
         for _ in range(ASCENTS):
             leaf = near.detach().clone().requires_grad_()
-            slope = torch.autograd.grad(self.gradient @ self.p(leaf, twice=True), leaf)[0]
+            slope = torch.autograd.grad(self.linearised.gradient @ self.p(leaf, twice=True), leaf)[0]
             near = centre + distance * slope / slope.norm().clamp(min=torch.finfo(slope.dtype).tiny)
             best = max(best, self.inner(near))
         return best
 
-    def _matrix(self) -> tuple[Tensor, Tensor]:
-        """Return M = diag((dS/dtheta_S)', (dT/dtheta_T)') with the chosen columns of T, and y = S(u*)."""
-        y, t = self.net.S(self.u), self.net.R(self.u, self.net.Q(self.d)).flatten()[self.columns]
-        return torch.block_diag(_rows(y.flatten(), self.theta_S).mT, _rows(t, self.theta_T).mT), y.detach()
+    def matrix(self) -> Tensor:
+        """Return M = diag((dS/dtheta_S)', (dT/dtheta_T)') with the chosen columns of T."""
+        y, t = self.net.S(self.u).flatten(), self.net.R(self.u, self.net.Q(self.d)).flatten()[self.columns]
+        return torch.block_diag(_rows(y, self.theta_S).mT, _rows(t, self.theta_T).mT)
 
 
 def _rows(values: Tensor, weights: list[Tensor]) -> Tensor:

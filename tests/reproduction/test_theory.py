@@ -50,15 +50,14 @@ def one(net: Any) -> Local:
     return local(net, images(1), loss)
 
 
-def test_matrices_are_those_of_linearise(net: Any, image: Image) -> None:
+def test_matrices_of_a_large_network(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = linearise(net, images(1), loss)
-    at = image.linearised
-    for name in ("J", "v", "u"):
+    monkeypatch.setattr(theory_measure, "ENTRIES", 10)
+    image = Image(net, images(1), loss)
+    at, chosen = image.linearised, torch.cat([torch.arange(10), 10 + image.columns])  # the outputs of S come first
+    torch.testing.assert_close(at.M, wanted.M[:, chosen], rtol=1e-7, atol=1e-9)
+    for name in ("J", "u", "gradient", "direction"):
         torch.testing.assert_close(getattr(at, name), getattr(wanted, name), rtol=1e-7, atol=1e-9)
-    for name in ("M", "gradient", "direction"):  # in another basis: products with M, and lengths, are the same
-        ours, theirs = getattr(at, name), getattr(wanted, name)
-        torch.testing.assert_close(at.M.mT @ ours, wanted.M.mT @ theirs, rtol=1e-7, atol=1e-9)
-        torch.testing.assert_close(ours.norm(), theirs.norm(), rtol=1e-9, atol=0)
     assert at.gamma == pytest.approx(float(torch.linalg.svdvals(wanted.J)[0]))
 
 
@@ -191,10 +190,10 @@ def test_quick_study_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     options = Options(quick=True, records=tmp_path, runs=tmp_path / "runs", device="cpu", say=said.append)
     rows = theory.run(options)
-    assert [(r.run, r.epoch) for r in rows[:-1]] == [(theory.QUICK, epoch) for epoch in (0, 1, 3, 4)]
+    assert [(r.run, r.epoch) for r in rows[:-1]] == [(theory.QUICK, epoch) for epoch in (0, 4)]
     assert isinstance(rows[-1].measured, theory.Counted)
     found = theory.values(rows)
-    assert found["digits.image.cosine.held"] == found["digits.image.cosine.count"] == 3
+    assert found["digits.image.cosine.held"] == found["digits.image.cosine.count"] == 1
     assert found["digits.training.rank.low"] == 1
     assert found["digits.kappa.held"] == 0
     said.clear()
