@@ -12,7 +12,7 @@ from typing import Any
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
 # Modules of this package, in the order of the report; study.py describes what they offer.
-STUDIES = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy")
+STUDIES = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
 QUICK = Path("runs/quick")
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.

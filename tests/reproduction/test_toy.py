@@ -1,4 +1,4 @@
-"""The toy example y = d + y^5: its mathematics by other routes, learning, and the quick study."""
+"""The toy example y = d + y^5: its mathematics by other routes, and the quick study."""
 
 from __future__ import annotations
 
@@ -50,22 +50,7 @@ def test_series_by_lagrange_inversion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(toy.partial_sums(0.3, 40)[-1]) == pytest.approx(bisection(0.3), abs=1e-14)
     assert all(row.holds is not False for row in toy.series_rows())
     monkeypatch.setattr(toy, "LOWER", (Fraction(1, 2), Fraction(3, 4), Fraction(1)))
-    assert toy.series_error([Fraction(1, 3)]) > 1e-4
-
-
-@pytest.mark.parametrize("way", toy.WAYS)
-def test_learning_lowers_the_error(way: str) -> None:
-    before, after = (toy.learn(way, seeds=1, steps=steps, width=8) for steps in (1, 150))
-    assert after.ours < before.ours / 2
-    curve = torch.tensor(after.curve, dtype=torch.float64)
-    rms = float((curve - toy.root(toy.grid(len(curve)))[:, 0]).square().mean().sqrt())
-    assert after.ours == pytest.approx(rms, rel=0.1)  # the curve is a fifth of the test points
-
-
-def test_seeds_trained_at_once_do_not_mix() -> None:
-    both, alone = (toy.learn("jfb", seeds=seeds, steps=3, width=4) for seeds in (2, 1))
-    assert both.seeds[0] == pytest.approx(alone.seeds[0], rel=1e-4)  # up to the solver's tolerance
-    assert both.seeds[1] != pytest.approx(both.seeds[0], rel=1e-3)
+    assert abs(float(toy.partial_sums(0.3, 40)[-1]) - bisection(0.3)) > 1e-5  # a wrong parameter shows
 
 
 def test_quick_study(tmp_path: Path) -> None:
@@ -74,6 +59,6 @@ def test_quick_study(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert codec.read(toy.Row, tmp_path / toy.RECORDS) == rows
     values = toy.values(rows)
-    assert (values["checked"], values["held"], values["seeds"]) == (10, 9, 2)
-    assert values["gain.verdict"] == "contains 0: undecided"
-    assert len(toy.figures(rows)["toy"].axes) == 3
+    assert (values["checked"], values["held"]) == (10, 9)
+    assert values["table"].count("\n") == len(rows) + 1
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in toy.figures(rows)["toy"].axes)
