@@ -26,8 +26,8 @@ from banach.diagnose import ContractionWarning
 from banach.models import Cosine
 from banach.train import Epoch, Run, Settings, fit
 from banach.train.plot import plot_history
+from banach.train.state import TrainState
 from banach.train.steps import Steps
-from banach.train.work import Work
 from fast.simulated import Directly, simulate_gpu
 from train.parts_train import expanding_network, images, network, plain_network, same_weights, settings
 
@@ -247,7 +247,7 @@ def test_what_is_told_after_an_epoch_is_not_the_next_ones_time(monkeypatch: pyte
     import time
 
     real, gone = time.perf_counter, [0.0]
-    monkeypatch.setattr("banach.train.work.time.perf_counter", lambda: real() + gone[0])
+    monkeypatch.setattr("banach.train.state.time.perf_counter", lambda: real() + gone[0])
 
     def takes_an_hour(epoch: Any) -> None:
         gone[0] += 3600
@@ -262,7 +262,7 @@ def test_captured_steps_read_batches_and_rates_from_the_device(monkeypatch: pyte
     for fast in (False, True):
         made = settings(optimizer="sgd", lr=0.1, schedule=Cosine(), ema=0.5, batch_size=20, accumulate=2)
         net = plain_network(Tolerance(atol=1e-9, max_steps=60))
-        work = Work(net, Batches(images(50), 20, augment=Flip()), None, made)
+        work = TrainState(net, Batches(images(50), 20, augment=Flip()), None, made)
         if fast:
             simulate_gpu(monkeypatch, kernels=False)
             monkeypatch.setattr("banach.fast.capture.CapturedLoop", Directly)
@@ -275,6 +275,6 @@ def test_captured_steps_read_batches_and_rates_from_the_device(monkeypatch: pyte
             steps.take()
         assert bool(steps.plan.graph) == fast
         assert work.average is not None
-        trained.append((*net.parameters(), *work.average.weights.values(), work.tally.sums[:3]))
+        trained.append((*net.parameters(), *work.average.weights.values(), work.metrics.sums[:3]))
     for a, b in zip(*trained, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
