@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banach.cli import data as commands
 from banach.cli.app import main
 from banach.cli.console import console
 from banach.data import MNIST, Download
@@ -215,12 +214,3 @@ def test_a_misspelt_name_is_refused_before_any_download(
     assert "did you mean 'cifar10'?" in error
     assert not (tmp_path / "new").exists()
     assert ask("fetch")[0] == 2
-
-
-def test_a_file_that_breaks_off_leaves_no_bar() -> None:
-    with commands._Download("mnist") as bar:
-        bar.total = 100
-        bar.update(50)
-        bar.total = 0  # the server did not say
-        assert [task.description for task in bar._bars.tasks] == ["mnist, file 2"]
-        assert bar._bars.tasks[0].total is None

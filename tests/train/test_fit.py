@@ -212,7 +212,7 @@ def test_fit_reads_no_data_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("fit read data")
 
-    monkeypatch.setattr(sys.modules["banach.data.load"], "read_part", refuse)
+    monkeypatch.setattr(sys.modules["banach.data.files"], "_read", refuse)
     with pytest.raises(AssertionError):
         images(32)
     fit(plain_network(), train, validation, settings(epochs=1))
@@ -250,7 +250,7 @@ def test_what_is_told_after_an_epoch_is_not_the_next_ones_time(monkeypatch: pyte
     import time
 
     real, gone = time.perf_counter, [0.0]
-    monkeypatch.setattr("banach.train.work.time.perf_counter", lambda: real() + gone[0])
+    monkeypatch.setattr("banach.train.state.time.perf_counter", lambda: real() + gone[0])
 
     def takes_an_hour(epoch: Any) -> None:
         gone[0] += 3600
