@@ -26,7 +26,7 @@ Examples:
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
     split: Annotated[str, typer.Option(help="test | validation | train.")] = "test",
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.", show_default=False)] = None,
     solver: Annotated[str | None, typer.Option(help=words.SOLVERS + ".", show_default=False)] = None,
     eps: Annotated[
         float | None, typer.Option(help="Stop at a residual of eps; alone, rtol is 0.", show_default=False)
