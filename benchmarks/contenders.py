@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,25 +38,19 @@ class Setting:
     seed: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What a step leaves behind: the solver's steps, and its largest residual over the threshold.
+class Seen(NamedTuple):
+    """What a step leaves behind: the solver's steps, and a function for its largest residual over the threshold.
 
-    Tensors stay on the device until the clock has stopped. `iterates`: the last two, where nothing else is known.
+    Both are read after the clock has stopped. The excess is at most 1 where eps is met, NaN without a solver.
     """
 
     depth: int | Tensor = 0
-    excess: float | Tensor = float("nan")
-    iterates: tuple[Any, Any] | None = None
-    converged: Tensor | None = None
+    excess: Callable[[], Any] = lambda: float("nan")
 
-    def read(self, point: Point) -> tuple[float, float]:
-        """Return depth and excess. The excess is NaN where nothing was solved."""
-        depth = float(self.depth.max()) if isinstance(self.depth, Tensor) else float(self.depth)
-        if self.converged is not None:
-            return depth, 1.0 if bool(self.converged.all()) else float("inf")
-        excess = self.excess if self.iterates is None else point.excess(*self.iterates)
-        return depth, float(excess.max()) if isinstance(excess, Tensor) else excess
+    def read(self) -> tuple[float, float]:
+        """Return depth and excess, the largest of the samples."""
+        depth, excess = (torch.as_tensor(one, dtype=torch.float64).max() for one in (self.depth, self.excess()))
+        return float(depth), float(excess)
 
 
 class Step:
@@ -141,7 +135,7 @@ class Plain(Step):
             before, u = u, self.R(u, v)
             excess = point.excess(u, before).item()
             depth += 1
-        self.seen = Seen(depth, excess)
+        self.seen = Seen(depth, lambda: excess)
         return u
 
 
@@ -185,7 +179,7 @@ class TorchDEQ(Step):
             return self.R(u, v)
         after = self.R(u, v)
         self.steps += 1
-        self.seen = Seen(self.steps, iterates=(after, u))
+        self.seen = Seen(self.steps, lambda: self.setting.point.excess(after, u))
         return after
 
     def to_state(self, u: Any) -> Any:
@@ -213,7 +207,8 @@ class Unrolled(Step):
             before = u = zeros(v)
             for _ in range(self.setting.depth):
                 before, u = u, self.R(u, v)
-            self.seen = Seen(self.setting.depth, iterates=(u, before))
+            last = tree_map(Tensor.detach, (u, before))  # not the graph
+            self.seen = Seen(self.setting.depth, partial(self.setting.point.excess, *last))
             output: Tensor = self.S(self.R(u, v))
             return output
 
@@ -233,9 +228,12 @@ class Eager(Step):
     def saw(self, found: Any) -> Seen:
         if self.net.tolerance.max_steps == 0:
             return Seen()
+        steps, eps = found.steps.clone(), self.setting.point.eps  # copies: the next captured step overwrites them
         if self.setting.point.relative:
-            return Seen(found.steps.clone(), converged=found.converged.clone())
-        return Seen(found.steps.clone(), found.residual / self.setting.point.eps)
+            converged = found.converged.clone()
+            return Seen(steps, lambda: 1.0 if bool(converged.all()) else float("inf"))
+        residual = found.residual.clone()
+        return Seen(steps, lambda: residual / eps)
 
 
 class Captured(Eager):
@@ -250,14 +248,19 @@ class Captured(Eager):
 
     def __call__(self, d: Tensor, y: Tensor) -> Tensor:
         loss = self.step(d, y)
-        if self.step.reason is not None and self.setting.device.type == "cuda":
-            raise RuntimeError(f"the step was not captured: {self.step.reason}")
-        self.seen = self.saw(solution_of(self.step))
+        self.seen = self.saw(solution_of(self.step, d))
         return loss
 
 
-def solution_of(step: Any) -> Any:
-    """Return what the last call of a TrainStep reached: steps, residual, converged."""
+def solution_of(step: Any, d: Tensor) -> Any:
+    """Return what the last call of a TrainStep reached: steps, residual, converged.
+
+    Raises:
+        RuntimeError: if the step runs eagerly on a GPU, which would be measured under the wrong name.
+    """
+    reason = getattr(step, "reason", None)
+    if reason is not None and d.is_cuda:
+        raise RuntimeError(f"the step was not captured: {reason}")
     return step.solution if hasattr(step, "solution") else step.reached
 
 

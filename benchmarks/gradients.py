@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from banach import Tolerance, WorstPixel
 from banach.fast import TrainStep
+from benchmarks.contenders import solution_of
 from benchmarks.points import ONE_EACH, POINTS, Batch, Point, feed
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import autocast, switches
@@ -96,8 +97,7 @@ def _captured(net: Any, batch: Batch, precision: str, settings: Settings) -> tup
     step = TrainStep(net, optimizer, F.cross_entropy, bf16=precision == "bf16", compile=settings.compile)
     for _ in range(3):  # the last one is a replay
         loss = float(step(*batch))
-    if step.reason is not None and batch[0].is_cuda:
-        raise RuntimeError(f"the step was not captured: {step.reason}")
+    solution_of(step, batch[0])  # raises if it was not captured
     return loss, _gradient(net)
 
 
@@ -109,14 +109,9 @@ def _distance(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
+QUESTION = "do captured steps have the gradients of the network itself?"
+TINY: dict[str, Any] = {"depth": 2, "compile": False, "device": "cpu"}
 BENCHMARKS = tuple(
-    Benchmark(
-        f"gradients-{name}",
-        "do captured steps have the gradients of the network itself?",
-        run,
-        Settings(POINTS[name]),
-        Settings(POINTS[name].tiny(), depth=2, compile=False, device="cpu"),
-        "gpu",
-    )
-    for name in ONE_EACH
+    Benchmark(f"gradients-{one.name}", QUESTION, run, Settings(one), Settings(one.tiny(), **TINY), "gpu")
+    for one in (POINTS[name] for name in ONE_EACH)
 )

@@ -44,8 +44,9 @@ class Settings:
 def run(settings: Settings) -> Report:
     device, precision = torch.device(settings.device), settings.point.precision or "fp32"
     with switches(precision, device):
-        net, images, title = _trained(settings, precision, device)
-        guess = LinearStart.fit(net, images.split(256))  # in fp32
+        net, both, title = _trained(settings, precision, device)
+        images, known = both.chunk(2)
+        guess = LinearStart.fit(net, known.split(256))  # in fp32, to other images than those that are timed
         rows = [row for size in settings.batches for row in _rows(net, guess, images[:size], precision, settings)]
     ms = {(row["batch"], row["path"]): row["ms"].median for row in rows}
     targets = [
@@ -57,7 +58,7 @@ def run(settings: Settings) -> Report:
     notes = [
         f"ms per call, median of {settings.repeats}; eval mode, {settings.train_steps} training steps; {title}",
         "fast: banach.compile(net, compile=True); eager: net(d) under autocast",
-        f"fitted start: LinearStart, a convolution fitted to the fixed points of {len(images)} training images",
+        f"fitted start: LinearStart, a convolution fitted to the fixed points of {len(known)} training images",
     ]
     return Report(rows, targets, notes)
 
@@ -68,7 +69,7 @@ def _trained(settings: Settings, precision: str, device: torch.device) -> tuple[
     step = CONTENDERS[settings.contender].build(Setting(settings.point, precision, device))
     for batch in islice(batches, settings.train_steps):
         step(*batch)
-    most = -(-max(settings.batches) // settings.point.batch)
+    most = -(-2 * max(settings.batches) // settings.point.batch)
     images = torch.cat([d for d, _ in islice(batches, most)]).contiguous(memory_format=torch.channels_last)
     return step.net.eval(), images, title
 

@@ -53,7 +53,7 @@ def _row(point: Point, seed: int, settings: Settings, notes: list[str]) -> Row:
         for batch in islice(batches, settings.steps):
             step(*batch)
             seen.append(step.seen)
-        depths, excess = zip(*(one.read(point) for one in seen), strict=True)
+        depths, excess = zip(*(one.read() for one in seen), strict=True)
     met = [one <= 1 for one in excess]
     part = max(1, len(met) // 4)
     return {

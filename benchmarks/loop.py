@@ -128,9 +128,8 @@ def _bare(T: Map, z: Tensor, depth: int) -> Tensor:
     return z
 
 
+SHORT = Times(((2, 8),), depth=12, repeats=1)
 BENCHMARKS = (
     Benchmark("overhead", "what does one step cost beside T?", overhead, Counts(), Counts(batch=4)),
-    Benchmark(
-        "looptime", "how long does a step take beside T?", looptime, Times(), Times(((2, 8),), depth=12, repeats=1)
-    ),
+    Benchmark("looptime", "how long does a step take beside T?", looptime, Times(), SHORT),
 )

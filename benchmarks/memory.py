@@ -9,7 +9,7 @@ and data. Result: results/memory.json, results/gpu/memory-cuda.json, results/gpu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -161,15 +161,9 @@ def _at_depth(settings: Depth, depth: int) -> Row:
 
 QUESTION = "does the peak memory of a step grow with the depth?"
 QUICK = Settings(depths=(10, 60), unrolled=(5, 10, 20), batch=8, width=16)
+SHALLOW = Depth("digits", 4, 10, device="cpu")
 BENCHMARKS = (
     Benchmark("memory", QUESTION, run, Settings(), QUICK),
-    Benchmark("memory-cuda", QUESTION, run, replace(Settings(), device="cuda"), QUICK, "gpu"),
-    Benchmark(
-        "depth-memory",
-        "what memory does depth cost?",
-        depth_memory,
-        Depth(),
-        Depth("digits", 4, 10, device="cpu"),
-        "gpu",
-    ),
+    Benchmark("memory-cuda", QUESTION, run, Settings(device="cuda"), QUICK, "gpu"),
+    Benchmark("depth-memory", "what memory does depth cost?", depth_memory, Depth(), SHALLOW, "gpu"),
 )

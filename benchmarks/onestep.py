@@ -101,12 +101,5 @@ def training_steps(problem: maps.Problem, method: str, rms: float, depth: int) -
     return {"banach": banach, "TorchDEQ": torchdeq}
 
 
-BENCHMARKS = (
-    Benchmark(
-        "onestep",
-        "is a training step faster than TorchDEQ's?",
-        run,
-        Settings(),
-        Settings(repeats=1, max_steps=60, small=True),
-    ),
-)
+QUICK = Settings(repeats=1, max_steps=60, small=True)
+BENCHMARKS = (Benchmark("onestep", "is a training step faster than TorchDEQ's?", run, Settings(), QUICK),)

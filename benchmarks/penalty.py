@@ -108,12 +108,5 @@ def _row(name: str, many: list[Row], cost: Figure) -> Row:
     return {"added to the loss": name, **columns, "cost of a step": cost}
 
 
-BENCHMARKS = (
-    Benchmark(
-        "penalty",
-        "does a penalty on dT/du save steps?",
-        run,
-        Settings(),
-        Settings(epochs=1, seeds=2, images=64, repeats=1, batches=1),
-    ),
-)
+QUICK = Settings(epochs=1, seeds=2, images=64, repeats=1, batches=1)
+BENCHMARKS = (Benchmark("penalty", "does a penalty on dT/du save steps?", run, Settings(), QUICK),)

@@ -134,19 +134,9 @@ def _row(dtype: torch.dtype, method: Method, settings: Answers) -> Row:
     return row
 
 
+FEW = Work(((0.2, 0.95),), batch=96, n=32, layers=1, repeats=1)
+SAME = "is a sample's answer the same alone and in a batch?"
 BENCHMARKS = (
-    Benchmark(
-        "compaction",
-        "how much of the work is useful when rates differ?",
-        compaction,
-        Work(),
-        Work(((0.2, 0.95),), batch=96, n=32, layers=1, repeats=1),
-    ),
-    Benchmark(
-        "invariance",
-        "is a sample's answer the same alone and in a batch?",
-        invariance,
-        Answers(),
-        Answers(batch=5, n=16),
-    ),
+    Benchmark("compaction", "how much of the work is useful when rates differ?", compaction, Work(), FEW),
+    Benchmark("invariance", SAME, invariance, Answers(), Answers(batch=5, n=16)),
 )

@@ -97,12 +97,5 @@ def _mean(found: Any) -> float:
     return float(torch.cat([one.steps for one in found]).double().mean())
 
 
-BENCHMARKS = (
-    Benchmark(
-        "starts",
-        "what does a start near the answer save?",
-        run,
-        Settings(),
-        Settings(epochs=1, frames=2, images=16, levels=(1e-2,)),
-    ),
-)
+QUICK = Settings(epochs=1, frames=2, images=16, levels=(1e-2,))
+BENCHMARKS = (Benchmark("starts", "what does a start near the answer save?", run, Settings(), QUICK),)

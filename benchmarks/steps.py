@@ -61,12 +61,5 @@ def _steps(problem: maps.Problem, method: Method, settings: Settings) -> Tensor:
     return seen.first_below(settings.tolerance)
 
 
-BENCHMARKS = (
-    Benchmark(
-        "steps",
-        "how many evaluations of T does it take?",
-        run,
-        Settings(),
-        Settings(n=96, batch=2, tolerance=1e-6, max_steps=300),
-    ),
-)
+QUICK = Settings(n=96, batch=2, tolerance=1e-6, max_steps=300)
+BENCHMARKS = (Benchmark("steps", "how many evaluations of T does it take?", run, Settings(), QUICK),)

@@ -6,7 +6,6 @@ thread it equals the wall clock on an idle machine, and it leaves out other prog
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -91,12 +90,6 @@ def synchronise(device: torch.device) -> None:
     """Wait for the device, where it works on its own."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """Return the nearest of the measured values: with few of them an interpolated one would be invented."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 
 
 def peak_bytes(action: Action, device: torch.device) -> int:

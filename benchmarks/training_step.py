@@ -25,7 +25,7 @@ from benchmarks.counting import host_syncs
 from benchmarks.points import POINTS, Batch, Point, feed
 from benchmarks.processes import alone, here, in_rounds
 from benchmarks.results import Benchmark, Figure, Report, Row, Target, cell
-from benchmarks.timer import PRECISIONS, quantile, switches, timed_steps
+from benchmarks.timer import PRECISIONS, switches, timed_steps
 
 ENOUGH = 0.95  # the share of steps that must meet eps for a precision to count
 FAST, TWIN, GENERAL = "banach-fast", "explicit-fast", "banach-general"
@@ -44,26 +44,6 @@ class Settings:
     settle: int | None = None  # steps before the first timed one; None: the contender's
     device: str = "cuda"
     data_dir: Path | None = None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One contender in one process. Times in ms, memory in bytes; `pilots` are figures in each precision tried."""
-
-    precision: str
-    ms: float
-    ms_10: float
-    ms_90: float
-    steps: int
-    peak_bytes: int | None
-    setup_peak_bytes: int | None
-    depth: float
-    excess: float
-    met: float | None
-    host_syncs: int
-    passes: tuple[float, float]  # through R: forward, backward
-    last_loss: float
-    pilots: dict[str, dict[str, float | None]]
 
 
 def run(settings: Settings) -> Report:
@@ -105,19 +85,19 @@ def train(settings: Settings, path: Path) -> tuple[int, str, roofline.Rates]:
     with switches(precision, device):
         for batch in islice(batches, max(settings.warm_up, 1)):
             step(*batch)
-            depths.append(step.seen.read(point)[0])
+            depths.append(step.seen.read()[0])
     depth = math.ceil(statistics.mean(depths[-10:]))
     torch.save((step.net.state_dict(), step.optimizer.state_dict(), depth), path)
     return depth, title, roofline.measure_rates(device)
 
 
-def _job(call: Any, name: str, settings: Settings, start: Path, before: list[Measured]) -> Measured:
+def _job(call: Any, name: str, settings: Settings, start: Path, before: list[Row]) -> Row:
     """Measure once more; the first process of a contender chooses the precision for the others."""
-    measured: Measured = call(measure, name, settings, start, before[0].precision if before else None)
+    measured: Row = call(measure, name, settings, start, before[0]["precision"] if before else None)
     return measured
 
 
-def measure(name: str, settings: Settings, start: Path, precision: str | None = None) -> Measured:
+def measure(name: str, settings: Settings, start: Path, precision: str | None = None) -> Row:
     """Measure one contender in this process, in its best precision unless one is given.
 
     The best is the fastest that meets eps, or the fastest if none does.
@@ -125,21 +105,17 @@ def measure(name: str, settings: Settings, start: Path, precision: str | None = 
     contender = CONTENDERS[name]
     tried = tuple(one for one in contender.precisions(settings.point) if one in settings.precisions)
     tried = (tried or settings.precisions[:1]) if precision is None else (precision,)
-    pilots: dict[str, dict[str, float | None]] = {}
-    for one in tried if len(tried) > 1 else ():
-        made = _measure(contender, one, replace(settings, steps=settings.pilot), start)
-        pilots[one] = {"ms": made.ms, "met": made.met, "depth": made.depth}
-    ranked = sorted(pilots, key=lambda one: _rank(pilots[one]))
-    return replace(_measure(contender, (ranked or tried)[0], settings, start), pilots=pilots)
+    short = replace(settings, steps=settings.pilot)
+    pilots = {one: _measure(contender, one, short, start) for one in (tried if len(tried) > 1 else ())}
+    best = min(pilots, key=lambda one: _rank(pilots[one])) if pilots else tried[0]
+    return _measure(contender, best, settings, start) | {"pilots": pilots}
 
 
-def _rank(pilot: dict[str, float | None]) -> tuple[bool, float]:
-    met, ms = pilot["met"], pilot["ms"]
-    assert ms is not None
-    return met is not None and met < ENOUGH, ms
+def _rank(pilot: Row) -> tuple[bool, float]:
+    return pilot["met"] is not None and pilot["met"] < ENOUGH, pilot["ms"]
 
 
-def _measure(contender: Contender, precision: str, settings: Settings, start: Path) -> Measured:
+def _measure(contender: Contender, precision: str, settings: Settings, start: Path) -> Row:
     point, device = settings.point, torch.device(settings.device)
     weights, moments, depth = torch.load(start, map_location=device, weights_only=False)
     batches = feed(point, device, settings.data_dir)[0]
@@ -153,32 +129,27 @@ def _measure(contender: Contender, precision: str, settings: Settings, start: Pa
         for batch in islice(batches, max(contender.settle if settings.settle is None else settings.settle, 1)):
             step(*batch)
         _check_gradients(step)
-        setup = torch.cuda.max_memory_allocated(device) - base if cuda else None
         if cuda and not step.captured:  # the search for algorithms does not count
             torch.cuda.reset_peak_memory_stats(device)
-        ms, seen = timed_steps(partial(_take, step), islice(batches, settings.steps), device)
+        step(*next(batches))
         peak = torch.cuda.max_memory_allocated(device) - base if cuda else None
-        loss = float(step(*next(batches)))
+        ms, seen = timed_steps(partial(_take, step), islice(batches, settings.steps), device)
         one_more = step if cuda else step.gradients  # on a CPU Adam reads its step numbers, which are there anyway
         syncs = host_syncs(partial(one_more, *next(batches)), device)
-    depths, excess = zip(*(one.read(point) for one in seen), strict=True)
+    depths, excess = zip(*(one.read() for one in seen), strict=True)
     solved = not all(math.isnan(one) for one in excess)
-    return Measured(
-        precision=precision,
-        ms=statistics.median(ms),
-        ms_10=quantile(ms, 0.1),
-        ms_90=quantile(ms, 0.9),
-        steps=len(ms),
-        peak_bytes=peak,
-        setup_peak_bytes=setup,
-        depth=statistics.mean(depths),
-        excess=statistics.median(excess),
-        met=sum(one <= 1 for one in excess) / len(excess) if solved else None,
-        host_syncs=syncs,
-        passes=step.passes(statistics.mean(depths)),
-        last_loss=loss,
-        pilots={},
-    )
+    depth = statistics.mean(depths)
+    return {
+        "precision": precision,
+        "ms": statistics.median(ms),
+        "each_step": Figure.of(ms),
+        "peak_bytes": peak,
+        "depth": depth,
+        "residual": statistics.median(excess) * point.eps if solved and not point.relative else None,
+        "met": sum(one <= 1 for one in excess) / len(excess) if solved else None,
+        "host_syncs": syncs,
+        "passes": step.passes(depth),  # through R: forward, backward
+    }
 
 
 def _take(step: Step, batch: Batch) -> Any:
@@ -193,22 +164,21 @@ def _check_gradients(step: Step) -> None:
         raise RuntimeError(f"no gradient reached {len(lost)} parameters, the first is {lost[0]}")
 
 
-def _record(contender: Contender, runs: list[Measured], rates: roofline.Rates, settings: Settings) -> Row:
+def _record(contender: Contender, runs: list[Row], rates: roofline.Rates, settings: Settings) -> Row:
     """Return one contender's figures: ms over the processes, the rest of the process with the median ms."""
-    ms, point = Figure.of(one.ms for one in runs), settings.point
-    middle = sorted(runs, key=lambda one: one.ms)[len(runs) // 2]
-    floor = None if point.own else roofline.floor(point, rates, middle.precision, middle.passes)
+    ms, point = Figure.of(one["ms"] for one in runs), settings.point
+    middle = sorted(runs, key=lambda one: one["ms"])[len(runs) // 2]
+    floor = None if point.own else roofline.floor(point, rates, middle["precision"], middle["passes"])
     return {
         "contender": contender.name,
         "role": contender.role,
-        **vars(middle),
+        **middle,
         "ms": ms.median,
         "processes": ms,
         "images_per_second": 1e3 * point.batch / ms.median,
-        "residual": None if middle.met is None or point.relative else middle.excess * point.eps,
         "floor": floor,
         "times_floor": None if floor is None else ms.median / floor.ms,
-        "pilots": runs[0].pilots,
+        "pilots": runs[0]["pilots"],
     }
 
 
