@@ -136,6 +136,3 @@ class History:
         if not self.epochs:
             raise ValueError("no epoch is done yet; the history is empty")
         return self.epochs[-1]
-
-
-Tally = MetricSums  # TODO(merge): old name
