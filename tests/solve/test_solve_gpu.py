@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -97,9 +97,8 @@ def test_the_answer_is_that_of_the_cpu(solver: Solver, compact: bool, every: int
         q = on_gpu(p)
         here = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance, compact=compact)
         there = solve(q.T, q.z0, solver, inputs=q.inputs, tolerance=tolerance, compact=compact)
-        tensors: dict[str, Any] = {
-            name: part.cpu() for name, part in vars(there).items() if isinstance(part, Tensor)
-        }
+        parts = {field.name: getattr(there, field.name) for field in fields(there)}
+        tensors: dict[str, Any] = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
         close(replace(there, **tensors), here, 1e-8)
 
 

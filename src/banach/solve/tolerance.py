@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from banach.latent import Space
+from banach.latent import Latent, Space
 
 CHECK_EVERY_ON_GPU = 1  # steps; a host check there costs about as much as one step of a small network
 
@@ -111,3 +111,35 @@ class Tolerance:
         if self.check_every is None:
             return 1 if device.type == "cpu" else CHECK_EVERY_ON_GPU
         return self.check_every
+
+
+def measure(
+    space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the residual of every sample and the largest one that counts as converged.
+
+    The second is NaN where the norm of T(z) is infinite, so that `residual <= allowed` is False there.
+
+    Args:
+        space: layout of the latent.
+        tolerance: gives the norm, `atol` and `rtol`.
+        z: where T was evaluated.
+        Tz: T(z), or the next iterate of a damped Picard step.
+        damping: of that step, 0 if `Tz` is T(z).
+    """
+    residual = residual_of(space, tolerance, z, Tz, damping)
+    if not tolerance.rtol:
+        return residual, torch.full_like(residual, tolerance.atol)
+    size = tolerance.norm.scale(space) * tolerance.norm.measure(space.rows(Tz), space)
+    return residual, torch.nan_to_num(tolerance.atol + tolerance.rtol * size, nan=torch.nan, posinf=torch.nan)
+
+
+def residual_of(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float = 0.0) -> Tensor:
+    """Return the norm of T(z) - z per sample. A damped step is 1 - damping of it."""
+    size = tolerance.norm.measure(space.rows(Tz) - space.rows(z), space)
+    return size * (tolerance.norm.scale(space) / (1 - damping))
+
+
+def are_finite(residual: Tensor, allowed: Tensor) -> Tensor:
+    """Return True per sample if the residual and the norm of T(z) are finite; the two come from `measure`."""
+    return residual.isfinite() & allowed.isfinite()

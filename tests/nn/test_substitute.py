@@ -1,0 +1,42 @@
+"""substitute(): other tensors or layers in a module, everything else shared."""
+
+import torch
+from torch import nn
+
+from banach.nn import substitute
+
+
+def test_everything_is_shared_but_what_is_replaced() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
+    weight = nn.Parameter(torch.eye(2))
+    tanh = nn.ReLU()
+    made = substitute(module, {module[0].weight: weight, module[2]: tanh})
+    assert made is not module
+    assert made[0].weight is weight
+    assert made[0].bias is module[0].bias
+    assert made[1].running_mean is module[1].running_mean
+    assert made[2] is tanh
+    assert isinstance(module[2], nn.Tanh)
+    made[1].track_running_stats = False
+    assert module[1].track_running_stats
+
+
+def test_a_shared_layer_is_replaced_at_every_place() -> None:
+    layer = nn.Linear(2, 2)
+    module = nn.ModuleList([layer, nn.Sequential(layer)])
+    instead = nn.Identity()
+    made = substitute(module, {layer: instead})
+    assert made[0] is instead
+    assert made[1][0] is instead
+
+
+def test_the_module_itself_and_a_function() -> None:
+    layer, instead = nn.Linear(2, 2), nn.Identity()
+    assert substitute(layer, {layer: instead}) is instead
+    assert substitute(torch.tanh) is torch.tanh
+
+
+def test_tensors_that_are_no_parameters_are_shared() -> None:
+    layer = nn.Linear(2, 2)
+    layer.derived = 2 * layer.weight  # has a graph, so it cannot be copied
+    assert substitute(layer).derived is layer.derived
