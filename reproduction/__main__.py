@@ -11,7 +11,8 @@ from typing import Any
 
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
-STUDIES = ("memory",)  # modules of this package, in the order of the report; study.py describes them
+# Modules of this package, in the order of the report; study.py describes what they offer.
+STUDIES = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
 QUICK = Path("runs/quick")
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _train_arguments(add("train", "run training jobs, with a time budget", TRAIN))
     collect = add("collect", "add finished runs to the records", "Write one line per finished run.")
     collect.add_argument("runs", type=Path, help="folder of run directories")
-    collect.add_argument("--out", type=Path, help="the file (results/reproduction/trainings.jsonl)")
+    collect.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
     return parser
 
 
@@ -86,6 +87,8 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(given: argparse.Namespace) -> Any:
     """Return the options that were given; a quick run has its own folders and runs on the CPU."""
+    import torch
+
     from reproduction.study import Options
 
     values = {name: value for name, value in vars(given).items() if value is not None}
@@ -93,7 +96,12 @@ def _options(given: argparse.Namespace) -> Any:
         values = {"records": QUICK, "runs": QUICK / "runs", **values}
         values["device"] = "cpu" if values["device"] == "auto" else values["device"]
     names = Options.__dataclass_fields__
-    return Options(**{name: value for name, value in values.items() if name in names})
+    options = Options(**{name: value for name, value in values.items() if name in names})
+    try:
+        torch.empty(0, device=options.torch_device)  # before hours of work, not after
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {options.device} cannot be used: {error}") from None
+    return options
 
 
 def _modules() -> dict[str, Any]:
@@ -124,12 +132,11 @@ def _report(given: argparse.Namespace) -> int:
 
 
 def _collect(given: argparse.Namespace) -> int:
-    from reproduction.collect import collect
     from reproduction.study import RESULTS
+    from reproduction.trainings import collect
 
-    out = given.out or RESULTS / "trainings.jsonl"
-    names = collect(given.runs, out)
-    print(f"{out}: {len(names)} finished runs")
+    folder = given.records or RESULTS
+    print(f"{folder}: {len(collect(given.runs, folder))} finished runs")
     return 0
 
 
@@ -138,7 +145,7 @@ def _train(given: argparse.Namespace) -> int:
     from reproduction.train import train
 
     if given.list:
-        print("\n".join(jobs.JOBS))
+        print("\n".join(jobs.by_name()))
         return 0
     if not given.jobs:
         raise ValueError("name at least one job; `train --list` prints all jobs")

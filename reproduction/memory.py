@@ -22,9 +22,11 @@ from torch import Tensor
 
 from banach import JFB, Implicit, Mode, NormalCG, Tolerance, Unroll, fixed_point, models
 from banach.train.precision import arithmetic
+from reproduction.intervals import NOT_REPRODUCED, REPRODUCED
 from reproduction.study import Options, panels, store, table
 
 RECORDS = "memory.jsonl"
+GROWTH = 1.05  # of the memory of a JFB step over all depths: what counts as fixed
 ADJOINT = Tolerance(atol=0, rtol=1e-3, max_steps=500)
 Report = Callable[..., None]
 SCHEMES: Mapping[str, Callable[[int, Report], tuple[int, Mode]]] = {  # depth -> steps without recording, mode
@@ -72,6 +74,7 @@ def values(rows: Sequence[Row]) -> dict[str, Any]:
         found[f"{key}.growth"] = mine[-1].peak_bytes / mine[0].peak_bytes
         found[f"{key}.megabytes"] = mine[-1].peak_bytes / 1e6
         found[f"{key}.milliseconds"] = mine[-1].milliseconds
+    found["verdict"] = REPRODUCED if found["jfb.growth"] <= GROWTH else NOT_REPRODUCED
     return found
 
 

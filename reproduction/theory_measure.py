@@ -12,36 +12,22 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from banach import Implicit, Tolerance
-from banach.diagnose import (
-    Conditioning,
-    Identity,
-    Lemma,
-    Linearised,
-    Theorem,
-    conditioning,
-    corollary,
-    descent_check,
-    identity,
-    lemma,
-    measure_contraction,
-    measure_sensitivity,
-    network_map,
-    theorem,
-)
+from banach import Implicit, Tolerance, diagnose
 
 TIGHT = Tolerance(atol=0.0, rtol=1e-10, max_steps=1000)
 ENTRIES = 2**24  # of M: 128 MiB in float64
 OTHERS = 64  # columns of M besides one channel, where M is not complete
 CHUNK = 256  # rows of J at a time
 DISTANCES = (1e-3, 1e-2, 3e-2, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)  # |u - u*| / |u*|
-DIRECTIONS, ASCENTS, STEPS = 8, 5, 8
+DIRECTIONS, ASCENTS = 8, 5
 Loss = Callable[[Any], Tensor]
 
 
@@ -53,7 +39,6 @@ class Batch:
     """
 
     cosine: float
-    ratio: float
     at_fixed_point: float
     converged: float
 
@@ -63,26 +48,19 @@ class Perturbed:
     """<gradient, p(u)> / |<gradient, p(u*)>| at a distance from u*; below 0, JFB taken at u descends.
 
     `random` is the largest over random directions, `worst` that of the direction found by gradient ascent.
-    `iterates` are Picard's u_0 = 0, u_1, ... as (distance, value); the network's solver stops at distance `own`.
-    The Corollary certifies descent at a distance while `moved` = |p(u) - p(u*)| is below `allowed`.
+    The network's solver stops at distance `own`. The Corollary certifies descent where |p(u) - p(u*)| < `allowed`.
     """
 
     distance: tuple[float, ...]
     random: tuple[float, ...]
     worst: tuple[float, ...]
-    moved: tuple[float, ...]
     allowed: float
-    iterates: tuple[tuple[float, float], ...]
     own: float
 
     def radius(self, left: float = 0.0) -> float:
         """Return the distance up to which more than `left` of the descent remains in the worst direction."""
-        reached = 0.0
-        for distance, value in zip(self.distance, self.worst, strict=True):
-            if not value < -left:
-                break
-            reached = distance
-        return reached
+        kept = takewhile(lambda pair: pair[1] < -left, zip(self.distance, self.worst, strict=True))
+        return max((distance for distance, _ in kept), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -92,11 +70,11 @@ class Local:
     `statistics` is the rank of the same columns of M when R normalises by the statistics of this image.
     """
 
-    lemma: Lemma
-    conditioning: Conditioning
+    lemma: diagnose.Lemma
+    conditioning: diagnose.Conditioning
     whole: bool
-    theorem: Theorem | None
-    identity: Identity | None
+    theorem: diagnose.Theorem | None
+    identity: diagnose.Identity | None
     statistics: int
     cosine: float
     perturbed: Perturbed
@@ -121,30 +99,21 @@ class Numbers:
     warned: tuple[str, ...]
 
 
-def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, label_smoothing: float = 0.0) -> Numbers:
-    """Measure a network in eval mode and float64 on a batch, and the first `dense` images with dense matrices.
+def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float = 0.0) -> Numbers:
+    """Measure a network, which stays as it is, on images d in float64, and the first `dense` of them densely.
 
-    Args:
-        net: the ImplicitNetwork; it is not changed.
-        d: normalised images in float64.
-        labels: their classes, from which the loss is computed.
-        dense: number of images for dense matrices; those without a fixed point are left out.
-        label_smoothing: as in training.
+    The loss is the cross entropy with label `smoothing`. Images without a fixed point have no dense part.
     """
-
-    def loss(labels: Tensor) -> Loss:
-        return lambda y: torch.nn.functional.cross_entropy(y, labels, label_smoothing=label_smoothing)
-
+    net = copy.deepcopy(net).double().eval()
+    training, loss = copy.deepcopy(net).train(), partial(cross_entropy, label_smoothing=smoothing)
     with torch.random.fork_rng([]), warnings.catch_warnings(record=True) as caught:
         torch.manual_seed(0)  # dropout in training mode: the same masks at every epoch
         warnings.simplefilter("always")
-        training = copy.deepcopy(net).train()
-        here, there = measure_contraction(tight(net), d), measure_contraction(tight(training), d)
-        found = here.solution.converged
-        lipschitz = measure_sensitivity(tight(net), d).L
-        batch, other = (_batch(one, d, loss(labels)) for one in (net, training))
+        here, there = (diagnose.measure_contraction(tight(one), d) for one in (net, training))
+        found, lipschitz = here.solution.converged, diagnose.measure_sensitivity(tight(net), d).L
+        batch, other = (_batch(one, d, partial(loss, target=labels)) for one in (net, training))
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
-        locals_ = tuple(local(net, d[one], loss(labels[one])) for one in chosen)
+        locals_ = tuple(local(net, d[one], partial(loss, target=labels[one])) for one in chosen)
 
     def per_image(values: Tensor) -> tuple[float, ...]:
         return tuple(values.where(found, math.nan).tolist())
@@ -171,11 +140,11 @@ def tight(net: Any) -> Any:
 
 
 def _batch(net: Any, d: Tensor, loss: Loss) -> Batch:
-    own, exact = descent_check(net, d, loss), descent_check(tight(net), d, loss)
+    own, exact = diagnose.descent_check(net, d, loss), diagnose.descent_check(tight(net), d, loss)
     converged = float(exact.solution.converged.double().mean())
     if converged < 1:
-        return Batch(math.nan, math.nan, math.nan, converged)
-    return Batch(own.cosine, own.ratio, exact.cosine, converged)
+        return Batch(math.nan, math.nan, converged)
+    return Batch(own.cosine, exact.cosine, converged)
 
 
 def local(net: Any, d: Tensor, loss: Loss) -> Local:
@@ -184,18 +153,18 @@ def local(net: Any, d: Tensor, loss: Loss) -> Local:
     at = image.linearised
     lengths = float(at.gradient.norm() * at.direction.norm())
     return Local(
-        lemma=lemma(at),
-        conditioning=conditioning(at),
+        lemma=diagnose.lemma(at),
+        conditioning=diagnose.conditioning(at),
         whole=image.whole,
-        theorem=theorem(at) if image.whole else None,
-        identity=identity(at) if image.whole else None,
+        theorem=diagnose.theorem(at) if image.whole else None,
+        identity=diagnose.identity(at) if image.whole else None,
         statistics=image.rank_with_statistics(),
         cosine=-float(at.gradient @ at.direction) / lengths if lengths else math.nan,
         perturbed=image.perturbed(),
     )
 
 
-class Dense(Linearised):
+class Dense(diagnose.Linearised):
     """Linearised with gamma from eigenvalues, once: a singular value decomposition takes minutes at n = 4,096."""
 
     @cached_property
@@ -210,25 +179,26 @@ class Image:
         self.net, self.d, self.loss = net, d, loss
         self.theta_S, self.theta_T = [*net.S.parameters()], [*net.Q.parameters(), *net.R.parameters()]
         self.weights = [*self.theta_S, *self.theta_T]
-        self.u = network_map(tight(net), d).u
+        self.u = diagnose.network_map(tight(net), d).u
         n, p = self.u.numel(), sum(w.numel() for w in self.weights)
         self.whole = n * p <= ENTRIES
-        self.columns = torch.arange(n) if self.whole else _some(n, self.u.shape[2:].numel())
+        channel = n if self.whole else self.u.shape[2:].numel()  # batch norm acts on whole channels
+        others = torch.randperm(n - channel, generator=torch.Generator().manual_seed(0))[:OTHERS]
+        self.columns = torch.cat([torch.arange(channel), channel + others])
 
     @cached_property
-    def linearised(self) -> Linearised:
+    def linearised(self) -> diagnose.Linearised:
         """J, M and both gradients: the exact one by Implicit, JFB's by plain autograd."""
-        M, y = self._matrix()
+        if self.whole:
+            return diagnose.linearise(self.net, self.d, self.loss)
         with torch.no_grad():  # derivatives in u only; torch.func takes them all the same
             v = self.net.Q(self.d)
             J = torch.func.jacrev(lambda u: self.net.R(u, v).flatten(), chunk_size=CHUNK)(self.u).flatten(1)
-            g = torch.func.grad(self.loss)(y)
-            through = torch.func.vjp(self.net.S, self.u)[1](g)[0]
         exact = tight(self.net)
         exact.backward = Implicit(tolerance=TIGHT)
         gradient = _flat(torch.autograd.grad(self.loss(exact(self.d)), self.weights))
-        both = torch.cat([g.flatten(), through.flatten()])
-        return Dense(J, M, both, gradient, self.p(self.u), y.numel(), self.u.flatten(), self.p)
+        M, u, unused = self.matrix(), self.u.flatten(), gradient[:0]
+        return Dense(J, M, unused, gradient, self.p(u), M.shape[1] - len(self.columns), u, self.p)
 
     def p(self, u: Tensor, *, twice: bool = False) -> Tensor:
         """Return p(u), flat; `twice`: with its graph, to be differentiated again."""
@@ -239,23 +209,19 @@ class Image:
         """Return the rank of the same columns of M with R in training mode."""
         other = copy.deepcopy(self.net)
         other.R.train()
-        M = Image(other, self.d, self.loss)._matrix()[0]
-        return conditioning(replace(self.linearised, M=M)).rank
+        return diagnose.conditioning(replace(self.linearised, M=Image(other, self.d, self.loss).matrix())).rank
 
     def perturbed(self) -> Perturbed:
         """Measure how far from u* JFB still descends."""
         at, u = self.linearised, self.u.flatten()
         size, unit = float(u.norm()), abs(float(at.gradient @ at.direction))
-        near = corollary(at, [size * part for part in DISTANCES], directions=DIRECTIONS)
-        iterates = [(float((x - u).norm()) / size, self.inner(x) / unit) for x in self._picard()]
+        near = diagnose.corollary(at, [size * part for part in DISTANCES], directions=DIRECTIONS)
         return Perturbed(
             distance=DISTANCES,
             random=tuple(value / unit for value in near.inner),
             worst=tuple(self.highest(size * part) / unit for part in DISTANCES),
-            moved=near.moved,
             allowed=near.allowed,
-            iterates=tuple(iterates),
-            own=float((network_map(self.net, self.d).u.flatten() - u).norm()) / size,
+            own=float((diagnose.network_map(self.net, self.d).u.flatten() - u).norm()) / size,
         )
 
     def inner(self, u: Tensor) -> float:
@@ -273,24 +239,10 @@ class Image:
             best = max(best, self.inner(near))
         return best
 
-    @torch.no_grad()
-    def _picard(self) -> list[Tensor]:
-        v = self.net.Q(self.d)
-        found = [torch.zeros_like(v)]
-        for _ in range(STEPS):
-            found.append(self.net.R(found[-1], v))
-        return [u.flatten() for u in found]
-
-    def _matrix(self) -> tuple[Tensor, Tensor]:
-        """Return M = diag((dS/dtheta_S)', (dT/dtheta_T)') with the chosen columns of T, and y = S(u*)."""
-        y, t = self.net.S(self.u), self.net.R(self.u, self.net.Q(self.d)).flatten()[self.columns]
-        return torch.block_diag(_rows(y.flatten(), self.theta_S).mT, _rows(t, self.theta_T).mT), y.detach()
-
-
-def _some(n: int, channel: int) -> Tensor:
-    """Return one whole channel, since batch norm acts on whole channels, and others at random."""
-    rest = torch.randperm(n - channel, generator=torch.Generator().manual_seed(0))[:OTHERS]
-    return torch.cat([torch.arange(channel), channel + rest])
+    def matrix(self) -> Tensor:
+        """Return M = diag((dS/dtheta_S)', (dT/dtheta_T)') with the chosen columns of T."""
+        y, t = self.net.S(self.u).flatten(), self.net.R(self.u, self.net.Q(self.d)).flatten()[self.columns]
+        return torch.block_diag(_rows(y, self.theta_S).mT, _rows(t, self.theta_T).mT)
 
 
 def _rows(values: Tensor, weights: list[Tensor]) -> Tensor:

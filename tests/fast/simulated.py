@@ -16,4 +16,4 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
     """Make `plan` take the CPU for a GPU, with or without kernels."""
     for name in ("banach.fast.plan", "banach.train.evaluate"):
         monkeypatch.setattr(sys.modules[name], "runs_graphs", lambda device: True)
-    monkeypatch.setattr(PLAN, "_no_kernels", lambda net, device: [] if kernels else ["simulated"])
+    monkeypatch.setattr(PLAN, "_no_kernel", lambda net, device: "" if kernels else "simulated")

@@ -106,14 +106,6 @@ def test_where_T_is_finite_nowhere_the_start_is_kept() -> None:
     assert found.status == (Status.NONFINITE, Status.CONVERGED)
 
 
-def test_the_output_alone_warns() -> None:
-    fast = banach.compile(network(Square()))
-    with pytest.warns(ConvergenceWarning, match="not found for all samples: T gave NaN or infinity") as caught:
-        fast(torch.tensor([[9.0], [0.1]]))
-    assert caught[0].filename == __file__
-    fast(torch.tensor([[0.2], [0.1]]))
-
-
 @pytest.mark.parametrize("max_steps", [50, 9])
 def test_an_iteration_that_diverges_to_the_last_step_keeps_its_best_iterate_and_warns(max_steps: int) -> None:
     """1.2^50 is finite, and not an answer."""

@@ -70,29 +70,10 @@ def test_a_compiled_network_needs_one_stage() -> None:
     assert bool(found.converged.all())
     again = fast(images(), z0=found.value, solution=True)[1]
     assert int(again.steps.max()) <= 2
-
-
-@pytest.mark.usefixtures("everywhere")
-def test_a_sample_that_does_not_converge_is_said_not_to() -> None:
-    net = network(tolerance=Tolerance(atol=1e-30, max_steps=3, norm=WorstPixel())).eval()
-    found = banach.compile(net)(images(), solution=True)[1]
-    assert not bool(found.converged.any())
-    assert found.steps.tolist() == [3] * 6
-
-
-@pytest.mark.usefixtures("everywhere")
-def test_a_start_of_ones_own_is_used() -> None:
-    net = network().train()
-    found = net(images(), solution=True)[1]
     net.start = lambda v: found.value
-    again: Any = FixedDepth(net)(images(), 0)[1]
-    assert int(again.steps.max()) <= 2
-
-
-@pytest.mark.usefixtures("everywhere")
-def test_there_is_no_depth_to_choose() -> None:
-    net = network().train()
-    assert first_control(FixedDepth(net), images(), torch.no_grad) is None
+    trained: Any = FixedDepth(net)
+    assert int(trained(images(), 0)[1].steps.max()) <= 2
+    assert first_control(trained, images(), torch.no_grad) is None, "there is no depth to choose"
 
 
 def alone() -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from banach import Tolerance, models
 from banach.fast import Extras, TrainStep
-from banach.fast.step import _Rates
+from banach.fast.step import _captured_rate, _follow
 from fast.simulated import simulate_gpu
 from train.parts_train import plain_network
 
@@ -103,21 +103,16 @@ def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatc
 def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     net, (d, y) = network(), batch()
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
-    adam.param_groups[0]["capturable"] = True
-    rates = _Rates(adam, torch.device("cpu"))
-    kept = adam.param_groups[0]["lr"]
+    group = adam.param_groups[0]
+    group["capturable"] = True
+    kept = _captured_rate(adam, group, torch.device("cpu"))
     assert isinstance(kept, Tensor)
-    for change in (lambda: adam.param_groups[0].update(lr=1e-4), lambda: kept.fill_(1e-4)):
+    for change in (lambda: group.update(lr=1e-4), lambda: kept.fill_(1e-4)):
         kept.fill_(1e-3)
         change()
-        rates.follow()
-        assert adam.param_groups[0]["lr"] is kept
+        _follow(group, kept)
+        assert group["lr"] is kept
         assert float(kept) == pytest.approx(1e-4)
-    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, gamma=0.5)
-    adam.step()
-    scheduler.step()
-    rates.follow()
-    assert float(kept) == pytest.approx(5e-5)
     net = network()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     step = captured(net, sgd, monkeypatch)

@@ -73,18 +73,12 @@ def test_refresh_follows_the_originals_and_collect_fills_them() -> None:
     torch.testing.assert_close(layer[0].weight.grad, torch.full((2, 3), 4.0))
     made.refresh()
     assert copy[0].weight.grad is None
-
-
-def test_a_weight_that_two_layers_share_stays_one() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    made = Bf16Weights({"Q": first, "S": second})
-    assert made.modules["Q"].weight is made.modules["S"].weight
-    assert len(made.originals) == 3
-
-
-def test_what_is_no_module_stays_as_it_is() -> None:
-    assert Bf16Weights({"S": torch.tanh}).modules["S"] is torch.tanh
+    shared = Bf16Weights({"Q": first, "R": torch.tanh, "S": second})
+    assert shared.modules["Q"].weight is shared.modules["S"].weight
+    assert shared.modules["R"] is torch.tanh
+    assert len(shared.originals) == 3
 
 
 def test_modules_without_a_matrix_of_their_own_are_stepped_too() -> None:

@@ -19,6 +19,7 @@ from reproduction.__main__ import main
 from reproduction.pack import MOST, newest, pack, unpack
 from reproduction.study import Options
 from reproduction.train import Trainer
+from reproduction.trainings import Training
 
 NAME = "digits-jfb-seed0"
 JOB = jobs.get(NAME)
@@ -208,12 +209,6 @@ def test_other_sources_are_refused_unless_allowed(tmp_path: Path, monkeypatch: p
     assert len(codec.read_lines(tmp_path / "runs" / NAME / rundir.SEGMENTS)) == 2
 
 
-def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"epoch": 1}\n{"epo')
-    assert codec.read_lines(path) == [{"epoch": 1}]
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -251,7 +246,6 @@ def test_the_jobs_have_the_released_settings() -> None:
     assert jobs.get("resnet56-seed0").settings.epochs == 182
     twin: Any = jobs.get("svhn-twin-seed0").build()
     assert twin.tolerance.max_steps == 0
-    assert len(jobs.JOBS) == 6 + 6 + 10 + 5 + 3 + 1
     evaluated = [epoch for epoch in range(1, 1001) if jobs.get("cifar10-jfb-seed0").evaluates(epoch)]
     assert evaluated[:3] == [1, 5, 10]
     assert evaluated[-10:] == list(range(991, 1001))
@@ -260,24 +254,30 @@ def test_the_jobs_have_the_released_settings() -> None:
 def test_finished_runs_become_one_line_each_and_none_is_replaced(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    command = ["collect", str(whole.parent), "--records", str(tmp_path)]
+    assert main(command) == 0
+    assert main(["collect", str(tmp_path / "no-runs"), "--records", str(tmp_path)]) == 0, "what is there stays"
     out = tmp_path / "trainings.jsonl"
-    assert main(["collect", str(whole.parent), "--out", str(out)]) == 0
-    assert main(["collect", str(tmp_path / "no-runs"), "--out", str(out)]) == 0, "what is there stays"
     (line,) = codec.read_lines(out)
-    assert line["job"] == NAME
     assert line["final"] == json.loads((whole / rundir.FINAL).read_text())
-    accuracies = [epoch.accuracy for epoch in Run.open(whole).metrics()]
-    assert [epoch["accuracy"] for epoch in line["epochs"]] == pytest.approx(accuracies, rel=1e-5)
+    (row,) = codec.read(Training, out)
+    assert (row.job, row.group, row.images) == (NAME, "digits-jfb", 1437)
+    assert row.clean == pytest.approx(100 * line["final"]["clean"]["accuracy"])
+    assert row.released == pytest.approx(max(100 * point["released"]["accuracy"] for point in line["test"]))
+    assert [epoch.loss for epoch in row.epochs] == pytest.approx(
+        [e.loss for e in Run.open(whole).metrics()], rel=1e-5
+    )
     line["segments"][0]["started"] = "another time"
     codec.write_lines(out, [line])
-    assert main(["collect", str(whole.parent), "--out", str(out)]) == 2
+    assert main(command) == 2
     assert "has another run of the name" in capsys.readouterr().err
 
 
-def test_the_committed_trainings_are_whole() -> None:
+@pytest.mark.parametrize("name", ["trainings", "table2", "neumann"])
+def test_the_committed_trainings_are_whole(name: str) -> None:
     """Every run was trained to its last epoch, from the sources of one commit."""
-    for line in codec.read_lines(Path(__file__).parents[2] / "results/reproduction/trainings.jsonl"):
-        epochs = line["settings"]["epochs"]
-        assert [epoch["epoch"] for epoch in line["epochs"]] == list(range(1, epochs + 1))
-        assert line["final"]["epoch"] == line["segments"][-1]["last_epoch"] == epochs
-        assert len({segment["sources"] for segment in line["segments"]}) == 1
+    for row in codec.read(Training, Path(__file__).parents[2] / f"results/reproduction/{name}.jsonl"):
+        epochs = row.settings["epochs"]
+        assert [epoch.epoch for epoch in row.epochs] == list(range(1, epochs + 1))
+        assert row.test[-1].epoch == row.segments[-1]["last_epoch"] == epochs
+        assert len({segment["sources"] for segment in row.segments}) == 1

@@ -16,7 +16,7 @@ from banach.fast.plan import Plan, plan
 from banach.fast.weights import Bf16Weights, compiled, forget_packed, frozen_copy, parts_of
 from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, zeros
-from banach.nn.passes import uses_batch_statistics
+from banach.nn.layers import uses_batch_statistics
 from banach.solve import RMS, ConvergenceWarning, Solution, WorstPixel
 from banach.solve.tolerance import are_finite, measure
 

@@ -6,7 +6,7 @@ import functools
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -111,8 +111,7 @@ class CapturedLoop:
         device: a GPU.
         body: body(depth) runs at a depth and returns the excess (2,) that `FixedDepth` returns, or None.
         control: chooses the depth. None: there is one graph, of depth 0.
-        changing: changing() gives every tensor that the body changes; they are restored after the warm-up.
-        after_warm_up: called after that.
+        restored: a context manager that undoes what the body changes; it surrounds the warm-up.
     """
 
     def __init__(
@@ -120,11 +119,9 @@ class CapturedLoop:
         device: torch.device,
         body: Callable[[int], Tensor | None],
         control: DepthControl | None,
-        changing: Callable[[], Iterable[Tensor]],
-        after_warm_up: Callable[[], None] = lambda: None,
+        restored: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.body, self.control = body, control
-        self.changing, self.after_warm_up = changing, after_warm_up
+        self.body, self.control, self.restored = body, control, restored
         self.graphs = Graphs(device)
         self.captured: dict[int, torch.cuda.CUDAGraph] = {}
         self.excess = torch.zeros(2, dtype=torch.float64, device=device)
@@ -143,11 +140,8 @@ class CapturedLoop:
         if depth in self.captured:
             return
         if not self.captured:
-            try:
-                with unchanged([*self.changing(), self.excess]):
-                    self.graphs.warm_up(lambda: self._program(depth))
-            finally:
-                self.after_warm_up()
+            with self.restored():
+                self.graphs.warm_up(lambda: self._program(depth))
         self.captured[depth] = self.graphs.capture(lambda: self._program(depth))
 
     def run(self) -> int:

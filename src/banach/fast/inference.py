@@ -18,7 +18,7 @@ from banach.fast.starts import Neighbours
 from banach.fast.weights import forget_packed, frozen_copy, parts_of
 from banach.latent import Space
 from banach.network import ImplicitNetwork, warn_unconverged, zeros
-from banach.nn.passes import uses_batch_statistics
+from banach.nn.layers import uses_batch_statistics
 from banach.solve import Picard, Solution, Status, mixes_samples
 from banach.solve.stages import stage
 from banach.solve.state import DIVERGED

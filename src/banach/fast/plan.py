@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.network import ImplicitNetwork
-from banach.nn.hooks import is_hooked
-from banach.nn.passes import draws_masks, uses_batch_statistics
+from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
 from banach.solve import RMS, Euclidean, Picard, WorstPixel
 
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
@@ -115,26 +114,33 @@ def plan(
         refused: a reason not to capture, such as "fast is off".
     """
     weight = next(net.parameters(), None)
-    device = torch.device("cpu" if weight is None else weight.device) if device is None else torch.device(device)
+    device = torch.device(device or ("cpu" if weight is None else weight.device))
     precision = precision or ("tf32" if device.type == "cuda" and convolves_in_tf32() else "fp32")
-    graph = _first(_not_captured(net, device, training=training, refused=refused))
-    bare = _first(_not_bare(net, training=training, observed=observed))
-    gpu = list(_no_kernels(net, device))
-    apart = [] if bare or not training else ["the network is not taken apart"]
-    half = [] if precision == "bf16" else [f"the precision is {precision}"]
-    windows = _first([*_only(training), *gpu, *apart, *_no_windows(net, precision)])
+    bare = _bare(net, training=training, observed=observed)
+    no_kernel = _no_kernel(net, device)
+    whole = training and not bare, "the network is not taken apart"
+    predicts = not training, "for training steps only"
+    half = precision != "bf16", f"the precision is {precision}"
+    windows = _unless(
+        predicts,
+        (bool(no_kernel), no_kernel),
+        whole,
+        (precision == "tf32", "cuDNN is faster in TF32"),
+        (not any(map(is_window, net.modules())), "there is no convolution of few channels"),
+    )
+    no_stack = not any(map(is_stack, net.modules()))
     return Plan(
         task="training step" if training else "prediction",
         device=str(device),
         precision=precision,
-        graph=graph,
+        graph=_graph(net, device, refused) if training else _graph_of_prediction(net, device, refused),
         bare=bare,
-        kernel=_first([*gpu, *apart, *_no_latent_kernel(net, device)]),
-        bf16_weights=_first([*_only(training), *half, *apart]),
-        fused=_first([*half, *gpu, *apart, *_no_stacks(net)]),
+        kernel=_unless((bool(no_kernel), no_kernel), whole, *_no_latent_kernel(net, device)),
+        bf16_weights=_unless(predicts, half, whole),
+        fused=_unless(half, (bool(no_kernel), no_kernel), whole, (no_stack, "there is no stack of known blocks")),
         windows=windows,
         channels_last=_channels_last(device, precision, windows),
-        compiled=_first([] if compile else ["not asked for"]),
+        compiled=_unless((not compile, "not asked for")),
     )
 
 
@@ -183,131 +189,106 @@ def is_stack(module: nn.Module) -> bool:
     return all(_is_fusable(block) for block in module)
 
 
-def _first(reasons: Any) -> Choice:
-    """Yes if there is no reason against, else no for the first one."""
-    why = next(iter(reasons), None)
-    return Choice(True) if why is None else Choice(False, why)
-
-
-def _only(training: bool) -> list[str]:
-    return [] if training else ["for training steps only"]
-
-
-def _not_captured(net: Any, device: torch.device, *, training: bool, refused: str | None) -> Iterator[str]:
-    if refused is not None:
-        yield refused
-    if not runs_graphs(device):
-        yield f"the weights are on the {device.type.upper()}"
-    if training:
-        mode = net.backward if isinstance(net, ImplicitNetwork) else None
-        if isinstance(mode, Implicit) and mode.asks_the_host:
-            yield "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"
-    elif not isinstance(net, ImplicitNetwork):
-        yield "the network has no fixed point"
-    elif net.coupled or uses_batch_statistics(net.R):
-        yield "the samples of a batch share statistics"
-    elif any(module.training for module in net.modules()):
-        yield "a part of the network is in training mode"
-
-
 def runs_graphs(device: torch.device) -> bool:
     """Return True if the device can run CUDA graphs and kernels."""
     return device.type == "cuda"
 
 
-def _not_bare(net: Any, *, training: bool, observed: bool) -> Iterator[str]:
-    if not isinstance(net, ImplicitNetwork):
-        yield "the network has no fixed point"
-        return
-    modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
-    if not is_as_written(net):
-        yield "the network overrides forward or has hooks"
-    if type(net.solver) is not Picard:
-        yield f"the solver is {type(net.solver).__name__}"
-    if type(net.backward) not in modes:
-        yield f"the backward mode is {type(net.backward).__name__}"
-    if observed:
-        yield "penalties observe the network's own pass"
-    if training:
-        yield from _not_copied(net.R)
+def _unless(*reasons: tuple[bool, str]) -> Choice:
+    """Return no for the first reason that holds, else yes."""
+    return next((Choice(False, why) for holds, why in reasons if holds), Choice(True))
 
 
-def _not_copied(R: Any) -> Iterator[str]:
-    """Why R cannot be iterated by a copy that keeps no statistics."""
-    if not isinstance(R, nn.Module):
-        yield "R is a function, not a module"
-        return
-    norms = [module for module in R.modules() if isinstance(module, _BatchNorm)]
-    known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    if any(module.training for module in R.modules()) and any(id(b) not in known for b in R.buffers()):
-        yield "R may change buffers in training mode"
-    if any(draws_masks(module) for module in R.modules()):
-        yield "R draws dropout masks"
-
-
-def _no_kernels(net: nn.Module, device: torch.device) -> Iterator[str]:
-    """Why no Triton kernel is used. Kernels are imported where one may be."""
-    weight = next(net.parameters(), None)
-    if not runs_graphs(device):
-        yield "needs a CUDA GPU"
-    elif weight is None or weight.dtype != torch.float32:
-        yield "needs float32 weights"
-    else:
-        from banach.kernels import has_triton
-
-        if not has_triton():
-            yield "Triton is not installed"
-
-
-def _no_latent_kernel(net: Any, device: torch.device) -> Iterator[str]:
-    """Why the kernel does not compute the iteration of this network."""
-    if not isinstance(net, ImplicitNetwork):
-        yield "the network has no fixed point"
-        return
-    solver, norm = net.solver, net.tolerance.norm
-    if type(solver) is not Picard or solver.damping:
-        yield f"the solver is {solver}"
-    if net.tolerance.max_steps == 0:
-        yield "max_steps is 0"
-    if type(norm) not in (WorstPixel, RMS, Euclidean):
-        yield f"the norm is {type(norm).__name__}"
-    if net.coupled not in (None, uses_batch_statistics(net.R)):
-        yield f"coupled is {net.coupled}"
-    if runs_graphs(device):
-        from banach.kernels import describe
-
-        if describe(net.R) is None:
-            yield "R is not a known latent map"
-
-
-def _no_windows(net: nn.Module, precision: str) -> Iterator[str]:
-    if precision == "tf32":
-        yield "cuDNN is faster in TF32"
-    if not any(is_window(layer) for layer in net.modules()):
-        yield "there is no convolution of few channels"
-
-
-def _no_stacks(net: nn.Module) -> Iterator[str]:
-    if not any(map(is_stack, net.modules())):
-        yield "there is no stack of residual blocks that the kernels know"
-
-
-def _is_fusable(block: Any) -> bool:
-    """True if the class that defines the block's `forward` declares it, and nothing was changed about it."""
-    if not getattr(block, "fusable", False):
-        return False
-    from banach.kernels.known import says
-
-    return (
-        says(block, "fusable")
-        and isinstance(block.norm, nn.BatchNorm2d)
-        and not any(map(is_hooked, block.modules()))
+def _graph(net: Any, device: torch.device, refused: str | None) -> Choice:
+    mode = net.backward if isinstance(net, ImplicitNetwork) else None
+    syncs = isinstance(mode, Implicit) and mode.asks_the_host
+    return _unless(
+        (refused is not None, str(refused)),
+        (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
+        (syncs, "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"),
     )
 
 
-def _channels_last(device: torch.device, precision: str, windows: Choice) -> Choice:
+def _graph_of_prediction(net: Any, device: torch.device, refused: str | None) -> Choice:
+    if not isinstance(net, ImplicitNetwork):
+        return Choice(False, "the network has no fixed point")
+    return _unless(
+        (refused is not None, str(refused)),
+        (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
+        (bool(net.coupled) or uses_batch_statistics(net.R), "the samples of a batch share statistics"),
+        (any(module.training for module in net.modules()), "a part of the network is in training mode"),
+    )
+
+
+def _bare(net: Any, *, training: bool, observed: bool) -> Choice:
+    if not isinstance(net, ImplicitNetwork):
+        return Choice(False, "the network has no fixed point")
+    modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
+    return _unless(
+        (not is_as_written(net), "the network overrides forward or has hooks"),
+        (type(net.solver) is not Picard, f"the solver is {type(net.solver).__name__}"),
+        (type(net.backward) not in modes, f"the backward mode is {type(net.backward).__name__}"),
+        (observed, "penalties observe the network's own pass"),
+        *(_not_copied(net.R) if training else ()),
+    )
+
+
+def _not_copied(R: Any) -> list[tuple[bool, str]]:
+    """Return why R cannot be iterated by a copy that keeps no statistics."""
+    if not isinstance(R, nn.Module):
+        return [(True, "R is a function, not a module")]
+    norms = [module for module in R.modules() if isinstance(module, _BatchNorm)]
+    known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    changes = any(module.training for module in R.modules()) and any(id(b) not in known for b in R.buffers())
+    masks = any(draws_masks(module) for module in R.modules())
+    return [(changes, "R may change buffers in training mode"), (masks, "R draws dropout masks")]
+
+
+def _no_kernel(net: nn.Module, device: torch.device) -> str:
+    """Return why Triton kernels are not used, "" if they are. Kernels are imported only where they may be."""
+    weight = next(net.parameters(), None)
     if not runs_graphs(device):
-        return Choice(False, "needs a CUDA GPU")
-    if precision == "fp32" and not windows:
-        return Choice(False, "fp32 does not use tensor cores")
-    return Choice(True, "window convolutions read it" if windows else "tensor cores read it")
+        return "needs a CUDA GPU"
+    if weight is None or weight.dtype != torch.float32:
+        return "needs float32 weights"
+    from banach.kernels import has_triton
+
+    return "" if has_triton() else "Triton is not installed"
+
+
+def _no_latent_kernel(net: Any, device: torch.device) -> list[tuple[bool, str]]:
+    """Return why the kernel does not compute the iteration of this network."""
+    if not isinstance(net, ImplicitNetwork):
+        return [(True, "the network has no fixed point")]
+    solver, norm = net.solver, type(net.tolerance.norm)
+    known = runs_graphs(device) and _describes(net.R)
+    return [
+        (type(solver) is not Picard or bool(solver.damping), f"the solver is {solver}"),
+        (net.tolerance.max_steps == 0, "max_steps is 0"),
+        (norm not in (WorstPixel, RMS, Euclidean), f"the norm is {norm.__name__}"),
+        (net.coupled not in (None, uses_batch_statistics(net.R)), f"coupled is {net.coupled}"),
+        (not known, "R is not a known latent map"),
+    ]
+
+
+def _describes(R: Any) -> bool:
+    from banach.kernels import describe
+
+    return describe(R) is not None
+
+
+def _is_fusable(block: Any) -> bool:
+    """Return True if the class that defines the block's `forward` declares it, and nothing was changed since."""
+    if not getattr(block, "fusable", False) or any(map(is_hooked, block.modules())):
+        return False
+    kernels: Any = importlib.import_module("banach.kernels")
+    says = kernels.says if hasattr(kernels, "says") else kernels.known.says  # TODO(merge): old place of says
+    return bool(says(block, "fusable")) and isinstance(block.norm, nn.BatchNorm2d)
+
+
+def _channels_last(device: torch.device, precision: str, windows: Choice) -> Choice:
+    no = _unless(
+        (not runs_graphs(device), "needs a CUDA GPU"),
+        (precision == "fp32" and not windows, "fp32 does not use tensor cores"),
+    )
+    return Choice(True, "window convolutions read it" if windows else "tensor cores read it") if no else no

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +17,6 @@ from banach.solve import Solution
 from banach.solve.warning import warn_user
 
 _CAST = (torch.bfloat16, torch.float16)
-
-
-class Feed(Protocol):
-    """Where a step gets its batch from. `eager` and `captured` give the same batch and set its learning rate."""
-
-    @property
-    def whole(self) -> bool:
-        """Return True if the next batch has the size of a captured step."""
-        ...
-
-    def eager(self) -> tuple[tuple[Any, ...], Tensor]:
-        """Return (inputs, targets)."""
-        ...
-
-    def captured(self) -> tuple[tuple[Any, ...], Tensor]:
-        """Return (inputs, targets) from tensors that stay in place. This is part of the CUDA graph."""
-        ...
-
-    def changing(self) -> Iterable[Tensor]:
-        """Return the tensors that a step changes, besides those of network and optimizer."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +54,7 @@ class TrainStep:
         bf16: compute under autocast.
         compile: compile Q, R, S and the loss, if the step is captured.
         extras: clipping, penalties, averages and metrics that are part of the step.
-        feed: gives the batches of `run()`. None: they are the arguments of the call.
+        feed: gives the batches of `run()`, with the methods of `_Given`. None: they are the arguments of the call.
         how: the plan. None: `plan(net)`.
 
     Attributes:
@@ -94,7 +73,7 @@ class TrainStep:
         bf16: bool = False,
         compile: bool = False,
         extras: Extras = Extras(),
-        feed: Feed | None = None,
+        feed: Any = None,
         how: Plan | None = None,
     ) -> None:
         if not isinstance(net, nn.Module):
@@ -110,7 +89,7 @@ class TrainStep:
         self._network: Any = None
         self._results: dict[int | None, tuple[Tensor, Solution | None, Tensor | None]] = {}
         if how is None and not self.plan.graph:
-            self._warn()
+            self.warn()
 
     @property
     def reason(self) -> str | None:
@@ -128,7 +107,7 @@ class TrainStep:
         for name, value in (*(("inputs", one) for one in d), ("targets", targets)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
-        self.feed.take(d, targets, captured=bool(self.plan.graph))
+        self.feed.take((*d, targets), captured=bool(self.plan.graph))
         return self.run()
 
     def prepare(self) -> None:
@@ -152,25 +131,24 @@ class TrainStep:
         from banach.fast.capture import CapturedLoop, reason_of, unchanged
         from banach.fast.weights import compiled
 
-        fresh = not self.optimizer.state
         try:
             self._network = FixedDepth(self.net, self.plan)
             self._captured_loss = compiled(self.loss, self.plan)
             with unchanged(self.feed.changing()):
                 d = self.feed.captured()[0]
             control = first_control(self._network, d, self._autocast)
-            after = (lambda: _reset(self.optimizer)) if fresh else (lambda: None)
-            made = CapturedLoop(d[0].device, self._body, control, self._changing, after)
+            made = CapturedLoop(d[0].device, self._body, control, self._restored)
             made.prepare()
         except Exception as error:  # a user's network may do anything
             self.plan = self.plan.without_graph(reason_of(error))
-            self._warn()
+            self.warn()
             del error
             gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
             return None
         return made
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
+        """Warn that the step runs eagerly."""
         text = "the training step could not be captured as a CUDA graph and runs eagerly"
         warn_user(f"{text}: {self.plan.graph.why}", UserWarning)
 
@@ -225,12 +203,22 @@ class TrainStep:
         kind = next(self.net.parameters()).device.type
         return torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext()
 
-    def _changing(self) -> Iterator[Tensor]:
-        yield from self.net.parameters()
-        yield from self.net.buffers()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-        yield from self.feed.changing()
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Undo the steps in the block; an optimizer without state gets one as if it had taken no step."""
+        from banach.fast.capture import unchanged
+
+        fresh = not self.optimizer.state
+        try:
+            with unchanged([*self.net.parameters(), *self.net.buffers(), *self._state(), *self.feed.changing()]):
+                yield
+        finally:
+            for value in self._state() if fresh else ():
+                value.zero_()
+
+    def _state(self) -> list[Tensor]:
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        return [value for value in values if isinstance(value, Tensor)]
 
 
 def run_network(net: nn.Module, d: tuple[Any, ...]) -> tuple[Any, Solution | None]:
@@ -246,7 +234,11 @@ def at_least_fp32(output: Any) -> Any:
 
 
 class _Given:
-    """Batches that the user hands over. A captured step reads copies that stay in place."""
+    """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place.
+
+    Learning rates of Adam and AdamW become tensors, which a graph reads at every replay. Other numbers are part of
+    the graph.
+    """
 
     whole = True
 
@@ -254,69 +246,68 @@ class _Given:
         self.optimizer = optimizer
         self.kept: tuple[Tensor, ...] | None = None
 
-    def take(self, d: tuple[Tensor, ...], targets: Tensor, *, captured: bool) -> None:
-        given = (*d, targets)
+    def take(self, given: tuple[Tensor, ...], *, captured: bool) -> None:
+        """Take inputs and targets. A captured step refuses what it was not captured for."""
         if not captured:
             self.given = given
         elif self.kept is None:
             self.given, self.kept = given, tuple(one.clone() for one in given)
-            self.rates = _Rates(self.optimizer, targets.device)
+            self.rates = [
+                _captured_rate(self.optimizer, group, given[0].device) for group in self.optimizer.param_groups
+            ]
         else:
-            self._check(given, self.kept)
-            self.rates.follow()
+            _check(given, self.kept)
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                _follow(group, rate)
             for value, kept in zip(given, self.kept, strict=True):
                 kept.copy_(value)
 
     def eager(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return (inputs, targets)."""
         return self.given[:-1], self.given[-1]
 
     def captured(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return (inputs, targets) for the CUDA graph."""
         assert self.kept is not None  # `take` comes first
         return self.kept[:-1], self.kept[-1]
 
     def changing(self) -> Iterable[Tensor]:
+        """Return the tensors that `captured` changes."""
         return ()
 
-    @staticmethod
-    def _check(given: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> None:
-        if len(given) != len(kept):
-            wanted, got = len(kept) - 1, len(given) - 1
-            raise ValueError(f"a captured step takes {wanted} inputs, as at its first call, got {got}")
-        for number, (value, first) in enumerate(zip(given, kept, strict=True)):
-            if (value.shape, value.dtype) != (first.shape, first.dtype):
-                name = "targets" if number == len(kept) - 1 else "inputs"
-                raise ValueError(
-                    f"a captured step takes {name} of one shape and type, {tuple(first.shape)} of {first.dtype}, "
-                    f"got {tuple(value.shape)} of {value.dtype}; drop the last batch, or make a TrainStep for it"
-                )
+
+def _check(given: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> None:
+    if len(given) != len(kept):
+        wanted, got = len(kept) - 1, len(given) - 1
+        raise ValueError(f"a captured step takes {wanted} inputs, as at its first call, got {got}")
+    names = ["inputs"] * (len(kept) - 1) + ["targets"]
+    for name, value, first in zip(names, given, kept, strict=True):
+        if (value.shape, value.dtype) != (first.shape, first.dtype):
+            raise ValueError(
+                f"a captured step takes {name} of one shape and type, {tuple(first.shape)} of {first.dtype}, "
+                f"got {tuple(value.shape)} of {value.dtype}; drop the last batch, or make a TrainStep for it"
+            )
 
 
-class _Rates:
-    """The learning rates that a captured step reads; `follow` takes up what was set since.
+def _captured_rate(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> Any:
+    takes_tensors = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and group["capturable"]
+    if takes_tensors and not isinstance(group["lr"], Tensor):
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    return group["lr"]
 
-    Those of Adam and AdamW become tensors, which a graph reads at every replay. Numbers are part of the graph.
-    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self.groups = optimizer.param_groups
-        for group in self.groups:
-            takes_tensors = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and group["capturable"]
-            if takes_tensors and not isinstance(group["lr"], Tensor):
-                group["lr"] = torch.tensor(float(group["lr"]), device=device)
-        self.captured = [group["lr"] for group in self.groups]
-
-    def follow(self) -> None:
-        for group, rate in zip(self.groups, self.captured, strict=True):
-            if group["lr"] is rate:
-                continue
-            if isinstance(rate, Tensor):
-                rate.fill_(group["lr"])
-                group["lr"] = rate
-            elif group["lr"] != rate:
-                raise ValueError(
-                    f"the learning rate {rate:g} is part of the captured step, got {group['lr']:g}; give the "
-                    "optimizer a tensor, lr=torch.tensor(...), on the GPU"
-                )
+def _follow(group: dict[str, Any], rate: Any) -> None:
+    """Take up a learning rate that was set since the last step."""
+    if group["lr"] is rate:
+        return
+    if isinstance(rate, Tensor):
+        rate.fill_(group["lr"])
+        group["lr"] = rate
+    elif group["lr"] != rate:
+        raise ValueError(
+            f"the learning rate {rate:g} is part of the captured step, got {group['lr']:g}; give the optimizer a "
+            "tensor, lr=torch.tensor(...), on the GPU"
+        )
 
 
 def _parts(d: tuple[Any, ...], targets: Tensor, count: int) -> Iterable[tuple[tuple[Any, ...], Tensor]]:
@@ -336,11 +327,3 @@ def _joined(
         loss = loss + more
         excess = other if excess is None or other is None else torch.maximum(excess, other)
     return loss, results[-1][1], excess
-
-
-def _reset(optimizer: torch.optim.Optimizer) -> None:
-    """Zero the state that the warm-up created: as if the optimizer had taken no step."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()

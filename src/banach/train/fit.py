@@ -55,7 +55,7 @@ def fit(
         run: a run directory. Training goes on from its last checkpoint, on a CPU bit by bit as if it had never
             stopped. SIGINT and SIGTERM make it checkpoint and return.
         on_epoch, on_step: called after every epoch and step.
-        on_plan: called once, after the first step, with the `Plan` that says how steps run.
+        on_plan: called once, before the first step, with the `Plan` that says how steps run.
     """
     device = settings.torch_device
     _check_splits(train, validation)
@@ -80,12 +80,13 @@ def fit(
         stop = stack.enter_context(stop_on_signals(run is not None))
         steps = Steps(work)
         scorer: Scorer | None = None
-        announce = _announcer(run, on_plan)
+        if work.epoch < settings.epochs:
+            steps.prepare()
+            _report(steps.plan, run, on_plan)
         while work.epoch < settings.epochs and not stop.asked:
             net.train()
             for _ in range(work.step, len(batches)):
                 steps.take()
-                announce(steps.plan)
                 work.step += 1
                 if on_step is not None:
                     on_step(work.position)
@@ -94,7 +95,9 @@ def fit(
                 if stop.asked:
                     break
             else:
-                scorer = Scorer(net, settings.precision, fast=_scores_fast(steps)) if scorer is None else scorer
+                # A capture that failed in training is not tried again: one warning is enough.
+                fast = settings.fast and not steps.failed
+                scorer = scorer or Scorer(net, settings.precision, fast=fast)
                 work.end_epoch(_look_back(work, scorer))
                 try:
                     if on_epoch is not None:
@@ -112,26 +115,13 @@ def fit(
     return History(tuple(work.done), work.epoch >= settings.epochs, stop.asked)
 
 
-def _announcer(run: Run | None, on_plan: Callable[[Plan], None] | None) -> Callable[[Plan], None]:
-    """Return a function that records a plan in the run directory and reports it, at its first call."""
-    done: list[Plan] = []
-
-    def announce(made: Plan) -> None:
-        if done:
-            return
-        done.append(made)
-        if run is not None:
-            path = run.path / ENVIRONMENT
-            write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "plan": made.to_dict()})
-        if on_plan is not None:
-            on_plan(made)
-
-    return announce
-
-
-def _scores_fast(steps: Steps) -> bool:
-    """A network whose capture failed in training is not tried again: one warning is enough."""
-    return steps.work.settings.fast and not steps.failed
+def _report(made: Plan, run: Run | None, on_plan: Callable[[Plan], None] | None) -> None:
+    """Write the plan to the run's environment.json, and call the user."""
+    if run is not None:
+        path = run.path / ENVIRONMENT
+        write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "plan": made.to_dict()})
+    if on_plan is not None:
+        on_plan(made)
 
 
 def _look_back(work: Work, scorer: Scorer) -> Epoch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -28,7 +27,15 @@ class Steps:
         self.work, self.feed = work, _EpochFeed(work)
         net, settings = work.net.train(), work.settings
         self.penalties = Penalties.of(settings)
-        self._planned = how = self._plan()
+        refused = None if self.feed.full else "there is no whole batch"
+        how = plan(
+            net,
+            work.device,
+            settings.precision,
+            compile=settings.compile,
+            observed=self.penalties is not None,
+            refused=refused if settings.fast else "fast is off",
+        )
         if how.graph and how.channels_last:
             from banach.fast.weights import align_state, channels_last
 
@@ -38,42 +45,29 @@ class Steps:
         loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, work.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-
-    def _plan(self) -> Plan:
-        work, settings = self.work, self.work.settings
-        refused = None if self.feed.full else "there is no whole batch"
-        made = plan(
-            work.net,
-            work.device,
-            settings.precision,
-            compile=settings.compile,
-            observed=self.penalties is not None,
-            refused=refused if settings.fast else "fast is off",
-        )
-        if settings.fast and not made.graph and work.device.type == "cuda":
-            warnings.warn(f"training steps are not captured as CUDA graphs: {made.graph.why}", stacklevel=5)
-        return made
+        self._planned = how.graph
+        if settings.fast and not how.graph and work.device.type == "cuda":
+            self.step.warn()
 
     @property
     def plan(self) -> Plan:
         return self.step.plan
 
     @property
-    def reason(self) -> str | None:
-        """Why steps are not captured, None if they are."""
-        return self.step.reason
-
-    @property
     def failed(self) -> bool:
         """A capture was planned, and failed."""
-        return bool(self._planned.graph) and not self.plan.graph
+        return bool(self._planned) and not self.plan.graph
+
+    def prepare(self) -> None:
+        """Capture the step, if that is planned."""
+        if self.plan.graph:
+            self.feed.begin_epoch()
+            self.step.prepare()
 
     def take(self) -> None:
         """Take the next step. The caller advances the work's counters."""
         work, settings = self.work, self.work.settings
-        if self.plan.graph:
-            self.feed.begin_epoch()
-            self.step.prepare()  # before the seed: a capture draws random numbers
+        self.prepare()  # before the seed: a capture draws random numbers
         _seed(counter.key(settings.seed, _DRAWS, work.epoch, work.step), work.device)
         self.step.run()
         count = min(settings.batch_size, len(work.batches.images) - work.step * settings.batch_size)
