@@ -180,8 +180,8 @@ def _above(values: Iterable[float]) -> list[Case]:
 def values(rows: Sequence[Row]) -> dict[str, Any]:
     """Return facts on every statement by MODEL.STATEMENT and all.STATEMENT, on random cases, and the table.
 
-    `last` is the mean at the last epoch. `low`, `high`, `held` and `count` are over all trained snapshots: the range,
-    and how many cases meet the condition.
+    `last` is the mean at the last epoch. `low`, `high`, `held` and `count` are over all trained snapshots: the
+    range, and how many cases meet the condition.
     """
     found: dict[str, Any] = {}
     cases: dict[str, list[Case]] = {}
