@@ -96,7 +96,6 @@ class Numbers:
     training_sigma: float
     training_rate: float
     locals: tuple[Local, ...]
-    warned: tuple[str, ...]
 
 
 def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float = 0.0) -> Numbers:
@@ -106,9 +105,9 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
     """
     net = copy.deepcopy(net).double().eval()
     training, loss = copy.deepcopy(net).train(), partial(cross_entropy, label_smoothing=smoothing)
-    with torch.random.fork_rng([]), warnings.catch_warnings(record=True) as caught:
+    with torch.random.fork_rng([]), warnings.catch_warnings():
         torch.manual_seed(0)  # dropout in training mode: the same masks at every epoch
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")  # `found` and `converged` say where there is no fixed point
         here, there = (diagnose.measure_contraction(tight(one), d) for one in (net, training))
         found, lipschitz = here.solution.converged, diagnose.measure_sensitivity(tight(net), d).L
         batch, other = (_batch(one, d, partial(loss, target=labels)) for one in (net, training))
@@ -128,7 +127,6 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         training_sigma=float(there.sigma.max()),
         training_rate=float(there.rate.max()),
         locals=locals_,
-        warned=tuple(sorted({str(warning.message) for warning in caught})),
     )
 
 
@@ -180,8 +178,8 @@ class Image:
         self.theta_S, self.theta_T = [*net.S.parameters()], [*net.Q.parameters(), *net.R.parameters()]
         self.weights = [*self.theta_S, *self.theta_T]
         self.u = diagnose.network_map(tight(net), d).u
-        n, p = self.u.numel(), sum(w.numel() for w in self.weights)
-        self.whole = n * p <= ENTRIES
+        n = self.u.numel()
+        self.whole = n * sum(w.numel() for w in self.weights) <= ENTRIES
         channel = n if self.whole else self.u.shape[2:].numel()  # batch norm acts on whole channels
         others = torch.randperm(n - channel, generator=torch.Generator().manual_seed(0))[:OTHERS]
         self.columns = torch.cat([torch.arange(channel), channel + others])

@@ -147,7 +147,7 @@ def test_the_printed_bound_fails_and_the_corrected_one_holds() -> None:
 
 def row(epoch: int, **changes: Any) -> theory.Row:
     batch = Batch(0.9, 0.95, 1.0)
-    plain = Numbers((True, True), (0.8, 1.2), (0.7, 0.9), (), batch, batch, 0.9, 0.8, (), ())
+    plain = Numbers((True, True), (0.8, 1.2), (0.7, 0.9), (), batch, batch, 0.9, 0.8, ())
     return theory.Row("net", "net", epoch, 10, "", 2, 0, replace(plain, **changes))
 
 
