@@ -7,7 +7,7 @@ BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
 GPU_PYTHON ?= python3
 
-.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training clean help
+.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
 	@echo "make bench-gpu  a training step against peers, an epoch, prediction, memory and curves on a GPU; writes results/gpu/*.json"
 	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
+	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -57,6 +58,9 @@ bench-gpu:
 
 bench-training: setup
 	$(BIN)/python -m benchmarks.training digits mnist loopcost
+
+paper: setup
+	$(BIN)/python -m reproduction all --quick
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -87,6 +87,8 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(given: argparse.Namespace) -> Any:
     """Return the options that were given; a quick run has its own folders and runs on the CPU."""
+    import torch
+
     from reproduction.study import Options
 
     values = {name: value for name, value in vars(given).items() if value is not None}
@@ -94,7 +96,12 @@ def _options(given: argparse.Namespace) -> Any:
         values = {"records": QUICK, "runs": QUICK / "runs", **values}
         values["device"] = "cpu" if values["device"] == "auto" else values["device"]
     names = Options.__dataclass_fields__
-    return Options(**{name: value for name, value in values.items() if name in names})
+    options = Options(**{name: value for name, value in values.items() if name in names})
+    try:
+        torch.empty(0, device=options.torch_device)  # before hours of work, not after
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {options.device} cannot be used: {error}") from None
+    return options
 
 
 def _modules() -> dict[str, Any]:

@@ -8,17 +8,17 @@ trainings take the same code path, captured on a GPU; Picard with JFB() has a fa
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from banach import Anderson, Broyden, Picard, Solver, Tolerance, data, solve
-from banach.train import RunError
 from banach.train.precision import arithmetic
 from reproduction import neumann, rundir
 from reproduction.jobs import Job
@@ -29,7 +29,6 @@ from reproduction.trainings import Training, trained
 RECORDS = "accelerate.jsonl"
 SOLVERS: Mapping[str, Solver] = {"Picard": Picard(), "Anderson(5)": Anderson(5), "Broyden(10)": Broyden(10)}
 LEVELS, MAX_STEPS, BATCH = (1e-1, 1e-2, 1e-4), 500, 400
-EPOCHS = {"mnist": 5, "svhn": 3, "digits": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,118 +45,88 @@ class Row:
     solver: str
     iterations: float
     seconds: float
-    converged: float | None
 
 
-def _job(name: str, solver: str) -> Job:
-    word = solver.partition("(")[0].lower()
-    return Job(
-        name=f"accelerate-{name}-{word}-seed0",
-        data=name,
-        model=name,
-        recipe=None if name == "digits" else "released",
-        solver=SOLVERS[solver],
-        backward=partial(neumann.mode, 0),
-        epochs=EPOCHS[name],
-        subset=256 if name == "digits" else None,
-        whole=False,
-    )
+def _job(name: str, solver: str, epochs: int, **fields: Any) -> Job:
+    word, mode = solver.partition("(")[0].lower(), partial(neumann.mode, 0)
+    made = Job(name=f"accelerate-{name}-{word}-seed0", data=name, model=name, epochs=epochs, whole=False, **fields)
+    return replace(made, solver=SOLVERS[solver], backward=mode)
 
 
-QUICK = [_job("digits", solver) for solver in SOLVERS]
-JOBS = [_job(name, solver) for name in ("mnist", "svhn") for solver in SOLVERS]
+QUICK = [_job("digits", solver, 2, subset=256) for solver in SOLVERS]
+JOBS = [_job(name, s, n, recipe="released") for name, n in (("mnist", 5), ("svhn", 3)) for s in SOLVERS]
 
 
 def run(options: Options) -> list[Row]:
     """Train what the records lack, and measure solves with the network that Picard trained."""
     rows: list[Row] = []
-    for name in ("digits",) if options.quick else ("mnist", "svhn"):
-        done = dict(zip(SOLVERS, trained([_job(name, solver) for solver in SOLVERS], options), strict=True))
-        rows += _solves(name, options) + _trainings(name, done)
+    jobs = QUICK if options.quick else JOBS
+    for first in range(0, len(jobs), len(SOLVERS)):
+        some = jobs[first : first + len(SOLVERS)]
+        done = dict(zip(SOLVERS, trained(some, options), strict=True))
+        level = min(max(epoch.validation_accuracy or 0.0 for epoch in one.epochs) for one in done.values())
+        rows += _solves(some[0], options)
+        rows += [spent(some[0].data, solver, one, level) for solver, one in done.items()]
     store(options.records / RECORDS, rows, options.torch_device)
     return rows
 
 
-def _solves(name: str, options: Options) -> list[Row]:
-    """Solve the first test images to several residuals, by each solver in turn."""
-    job = _job(name, "Picard")
+def _solves(job: Job, options: Options) -> list[Row]:
+    """Solve the first test images to several residuals, by each solver."""
+    train([job], options)  # records have no weights; a finished run is not trained again
     net: Any = job.build().to(options.torch_device).eval()
-    if not train([job], options):  # records have no weights; a run that is there is not trained again
-        raise RunError(f"{job.name} stopped before its end; run the same command again to resume it")
-    net.load_state_dict(rundir.read_snapshot(options.runs / job.name, job.settings.epochs))
-    test = data.load(name, "test", options.data_dir, options.torch_device)
-    with torch.no_grad():
+    net.load_state_dict(load_file(rundir.snapshot(options.runs / job.name, job.settings.epochs)))
+    test = data.load(job.data, "test", options.data_dir, options.torch_device)
+    limits = [Tolerance(atol=level, max_steps=MAX_STEPS, norm=net.tolerance.norm) for level in LEVELS]
+    with torch.no_grad(), arithmetic("fp32", test.device):  # TF32 cannot meet 1e-4
         v = net.Q(test.normalise(test.pixels[:BATCH]))
-    with arithmetic("fp32", v.device):  # TF32 cannot meet 1e-4
-        found = []
-        for level in LEVELS:
-            tolerance = Tolerance(atol=level, max_steps=MAX_STEPS, norm=net.tolerance.norm)
-            for solver in SOLVERS:
-                found.append(_timed(name, solver, net.R, v, tolerance, repeats=2 if options.quick else 20))
-    return found
+        repeats = 2 if options.quick else 20
+        return [timed(job.data, s, net.R, v, tolerance, repeats) for tolerance in limits for s in SOLVERS]
 
 
-def _timed(name: str, solver: str, R: Any, v: torch.Tensor, tolerance: Tolerance, *, repeats: int) -> Row:
+def timed(name: str, solver: str, R: Any, v: torch.Tensor, tolerance: Tolerance, repeats: int) -> Row:
+    """Return evaluations of T and the median time of repeated solves."""
     times = []
     for _ in range(repeats + 1):  # the first one warms up
         begun = time.perf_counter()
-        found = solve(R, torch.zeros_like(v), SOLVERS[solver], inputs=(v,), tolerance=tolerance)
-        found.steps.tolist()  # waits for the device
-        times.append(time.perf_counter() - begun)
-    return Row(
-        data=name,
-        what="solve",
-        level=tolerance.atol,
-        solver=solver,
-        iterations=float(found.steps.double().mean()),
-        seconds=sorted(times[1:])[repeats // 2],
-        converged=float(found.converged.double().mean()),
-    )
-
-
-def _trainings(name: str, done: Mapping[str, Training]) -> list[Row]:
-    """Return what each training spent until the validation accuracy that all three reach."""
-    level = min(max(epoch.validation_accuracy or 0.0 for epoch in one.epochs) for one in done.values())
-    return [spent(name, solver, one, level) for solver, one in done.items()]
+        steps = solve(R, torch.zeros_like(v), SOLVERS[solver], inputs=(v,), tolerance=tolerance).steps.tolist()
+        times.append(time.perf_counter() - begun)  # reading the steps waited for the device
+    found = {"iterations": statistics.fmean(steps), "seconds": statistics.median(times[1:])}
+    return Row(data=name, what="solve", level=tolerance.atol, solver=solver, **found)
 
 
 def spent(name: str, solver: str, one: Training, level: float) -> Row:
     """Return evaluations of T per image and seconds until an epoch whose validation accuracy is at the level."""
     reached = next(k for k, epoch in enumerate(one.epochs) if (epoch.validation_accuracy or 0.0) >= level)
-    steps = list(accumulate(epoch.depth or 0.0 for epoch in one.epochs))
-    last = one.epochs[-1].converged
-    spent = {"iterations": steps[reached], "seconds": one.elapsed[reached], "converged": last}
-    return Row(data=name, what="train", level=level, solver=solver, **spent)  # type: ignore[arg-type]
+    steps = sum(epoch.depth or 0.0 for epoch in one.epochs[: reached + 1])
+    return Row(
+        data=name, what="train", level=level, solver=solver, iterations=steps, seconds=one.elapsed[reached]
+    )
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
     """Return iterations and seconds relative to Picard by data set and solver, for training, and the table."""
     found: dict[str, Any] = {}
     lines = []
+    base = {(row.data, row.what, row.level): row for row in rows if row.solver == "Picard"}
     for row in rows:
-        (base,) = (
-            r for r in rows if (r.data, r.what, r.level, r.solver) == (row.data, row.what, row.level, "Picard")
-        )
-        steps, seconds = row.iterations / base.iterations, row.seconds / base.seconds
-        level = f"{100 * row.level:.2f}% validation" if row.what == "train" else f"residual {row.level:g}"
-        lines.append((row.data, row.what, level, row.solver, row.iterations, steps, row.seconds, seconds))
-        word = row.solver.partition("(")[0].lower()
+        picard = base[row.data, row.what, row.level]
+        steps, seconds = row.iterations / picard.iterations, row.seconds / picard.seconds
+        lines.append((row.data, row.what, row.level, row.solver, row.iterations, steps, row.seconds, seconds))
         if row.what == "train":
-            found |= {f"{row.data}.{word}.iterations": steps, f"{row.data}.{word}.seconds": seconds}
+            key = f"{row.data}.{row.solver.partition('(')[0].lower()}"
+            found |= {f"{key}.iterations": steps, f"{key}.seconds": seconds}
     columns = ("data", "what", "level", "solver", "iterations", "against Picard", "seconds", "against Picard")
     return found | {"table": table(lines, columns)}
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """Draw evaluations of T against the residual, by solver."""
-    solves = [row for row in rows if row.what == "solve"]
-    names = list(dict.fromkeys(row.data for row in solves))
-    if not names:
-        return {}
+    names = list(dict.fromkeys(row.data for row in rows))
     figure, axes = panels(len(names), width=4.5)
     for one, name in zip(axes, names, strict=True):
         for solver in SOLVERS:
-            mine = [row for row in solves if (row.data, row.solver) == (name, solver)]
+            mine = [row for row in rows if (row.data, row.what, row.solver) == (name, "solve", solver)]
             one.plot([row.level for row in mine], [row.iterations for row in mine], marker="o", label=solver)
         one.set(title=name, xlabel="residual", xscale="log")
         one.invert_xaxis()

@@ -42,10 +42,9 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 def forget_after(folder: Path, epoch: int) -> None:
     """Drop what was recorded after `epoch`, from which the run goes on: those epochs are trained again."""
     for name in (TEST, CONTRACTION):
-        lines = read_lines(folder / name)
-        write_lines(folder / name, (line for line in lines if line["epoch"] <= epoch))
+        write_lines(folder / name, [line for line in read_lines(folder / name) if line["epoch"] <= epoch])
     segments = read_lines(folder / SEGMENTS)
-    write_lines(folder / SEGMENTS, ({**s, "last_epoch": min(s["last_epoch"], epoch)} for s in segments))
+    write_lines(folder / SEGMENTS, [{**s, "last_epoch": min(s["last_epoch"], epoch)} for s in segments])
 
 
 class Segment:
@@ -58,30 +57,27 @@ class Segment:
             "first_epoch": epoch + 1,
             "last_epoch": epoch,
             "stopped": None,
-            **_here(device),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": device_name(device),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "commit": source_commit()[0],
+            "sources": source_hash(),
         }
-        if self.earlier and not changed_sources:
-            _check_sources(self.earlier[-1], self.line)
+        before = self.earlier[-1] if self.earlier else self.line
+        if before["sources"] != self.line["sources"] and not changed_sources:
+            raise RunError(
+                f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
+                f"{self.line['sources'][:12]}; use those sources, or pass --changed-sources"
+            )
         self.update()
 
     def update(self, **values: Any) -> None:
         """Set values and write the file."""
         self.line |= values
         write_lines(self.path, [*self.earlier, self.line])
-
-
-def _here(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to know about this process."""
-    return {
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device_name(device),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "commit": source_commit()[0],
-        "sources": source_hash(),
-    }
 
 
 def source_hash() -> str:
@@ -94,31 +90,15 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def _check_sources(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    if before["sources"] != now["sources"]:
-        raise RunError(
-            f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
-            f"{now['sources'][:12]}; use those sources, or pass --changed-sources"
-        )
+def snapshot(folder: Path, epoch: int) -> Path:
+    """Return the file of the weights after an epoch, which `safetensors.torch.load_file` reads."""
+    return folder / SNAPSHOTS / f"epoch-{epoch:05d}.safetensors"
 
 
-def write_snapshot(folder: Path, net: nn.Module, job: str, epoch: int) -> Path:
-    """Store the weights and buffers after an epoch, as safetensors."""
+def write_snapshot(folder: Path, net: nn.Module, job: str, epoch: int) -> None:
+    """Store the weights and buffers after an epoch."""
     from safetensors.torch import save
 
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in net.state_dict().items()}
-    path = _snapshot(folder, epoch)
-    with whole_file(path, binary=True) as file:
+    with whole_file(snapshot(folder, epoch), binary=True) as file:
         file.write(save(tensors, {"run": f"{job} after epoch {epoch}"}))  # two keys come in random order
-    return path
-
-
-def read_snapshot(folder: Path, epoch: int) -> dict[str, torch.Tensor]:
-    """Return the weights and buffers that `write_snapshot` stored after an epoch."""
-    from safetensors.torch import load_file
-
-    return load_file(_snapshot(folder, epoch))
-
-
-def _snapshot(folder: Path, epoch: int) -> Path:
-    return folder / SNAPSHOTS / f"epoch-{epoch:05d}.safetensors"

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from banach.provenance import provenance
+from banach.train import Settings
 from reproduction import STARTED
 from reproduction.codec import encode, read_lines, write_lines
 
@@ -70,9 +71,7 @@ class Options:
     @property
     def torch_device(self) -> torch.device:
         """The device that `device` names; "auto" is the GPU if there is one."""
-        if self.device != "auto":
-            return torch.device(self.device)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return Settings(device=self.device).torch_device
 
 
 def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:

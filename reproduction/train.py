@@ -20,15 +20,14 @@ from banach import data
 from banach.data import Images
 from banach.provenance import write_json
 from banach.train import Epoch, Run, RunError, fit
-from reproduction import released, rundir
+from reproduction import rundir
 from reproduction.jobs import Job
 from reproduction.measure import Measure
 from reproduction.pack import newest, pack, unpack
 from reproduction.study import Options
 
 PACK_EVERY = 100.0  # seconds: what a killed process loses at most, besides the epoch in work
-RESERVE = 5.0  # seconds for what cannot be foreseen
-FIRST_PACK = 2.0  # seconds that packing is assumed to take before it was measured
+RESERVE = 9.0  # seconds for packing and for what cannot be foreseen
 FINAL_SECONDS = 30.0  # for the evaluations after the last epoch
 FINISHED = "finished"
 
@@ -68,8 +67,7 @@ class Trainer:
         self.job, self.options, self.folder = job, options, options.runs / job.name
         self.settings = replace(job.settings, device=options.device)
         self.begun = self.last = self.packed_at = time.monotonic()
-        self.first_seconds = self.measuring = self.monitoring = 0.0
-        self.pack_seconds = FIRST_PACK
+        self.first_seconds = self.measuring = self.monitoring = self.packing = 0.0
         self.epochs: list[float] = []  # seconds of each epoch, with all that goes with it
         self.said: list[warnings.WarningMessage] = []
 
@@ -80,14 +78,11 @@ class Trainer:
             self.options.say(f"{self.job.name}: is finished")
             self._pack()
             return True
-        start = self._start()
-        whole = "train+validation" if self.job.whole else "train"
-        train, test = (self._load(split) for split in (whole, "test"))
+        self.net = self.job.build().to(self.settings.torch_device)
+        self._take_weights()
+        train, test = self._load("train+validation" if self.job.whole else "train"), self._load("test")
         train = train if self.job.subset is None else train.subset(self.job.subset)
         run = self._open()
-        self.net = self.job.build().to(test.device)
-        if start is not None:
-            self.net.load_state_dict(start)
         self.measure = Measure(self.job, self.net, train, test)
         with warnings.catch_warnings(record=True) as self.said:
             warnings.simplefilter("always")
@@ -95,14 +90,17 @@ class Trainer:
         self._end(stopped)
         return stopped == FINISHED
 
-    def _start(self) -> Mapping[str, Any] | None:
-        """Return the weights to start with if the job goes on from another one, which is trained if need be."""
+    def _take_weights(self) -> None:
+        """Start with the weights of the job that this one goes on from, which is trained first if need be."""
+        from safetensors.torch import load_file
+
         before = self.job.after
-        if before is None or (self.folder.is_dir() and newest(self.folder)):
-            return None
+        if before is None or newest(self.folder):
+            return
         if not Trainer(before, self.options).run():
             raise RunError(f"{before.name}, whose weights {self.job.name} starts with, is not finished; resume it")
-        return rundir.read_snapshot(self.options.runs / before.name, before.settings.epochs)
+        path = rundir.snapshot(self.options.runs / before.name, before.settings.epochs)
+        self.net.load_state_dict(load_file(path))
 
     def _load(self, split: str) -> Images:
         return data.load(self.job.data, split, self.options.data_dir, self.settings.torch_device)
@@ -121,13 +119,10 @@ class Trainer:
 
     def _fit(self, run: Run, train: Images) -> str:
         """Train, and return why it stopped."""
-        augment = self.job.augmentation
+        given = {"augment": self.job.augmentation, "run": run, "on_epoch": self._after}
         validation = None if self.job.whole else self._load("validation")
         try:
-            with released.conditions(self.net):
-                history = fit(
-                    self.net, train, validation, self.settings, augment=augment, run=run, on_epoch=self._after
-                )
+            history = fit(self.net, train, validation, self.settings, **given)  # type: ignore[arg-type]
         except OutOfTime:
             return "out of time"
         if not history.finished:
@@ -137,19 +132,20 @@ class Trainer:
 
     def _after(self, epoch: Epoch) -> None:
         """Measure, record and pack after an epoch; its checkpoint is written when this returns or raises."""
-        number = epoch.epoch
-        start = time.monotonic()
+        number, start = epoch.epoch, time.monotonic()
         point = self._measure(number)
-        self.measuring += time.monotonic() - start
+        now = time.monotonic()
+        self.measuring += now - start
         if point is not None:
             self.options.say(_line(epoch, self.job, point))
-        self._count()
+        self.epochs.append(now - self.last)  # with its measurements and the checkpoint before it
+        self.last, self.first_seconds = now, self.first_seconds or now - self.begun
         self._update(number)
         if number == self.settings.epochs:
             return
         if not self._fits(number + 1):
             raise OutOfTime
-        if time.monotonic() - self.packed_at > PACK_EVERY:
+        if now - self.packed_at > PACK_EVERY:
             self._pack()
 
     def _measure(self, number: int) -> dict[str, Any] | None:
@@ -168,39 +164,28 @@ class Trainer:
             self.monitoring = time.monotonic() - start
         return point
 
-    def _count(self) -> None:
-        """Note how long this epoch took, with its measurements and the checkpoint before it."""
-        now = time.monotonic()
-        self.epochs.append(now - self.last)
-        self.last = now
-        self.first_seconds = self.first_seconds or now - self.begun
-
     def _fits(self, number: int) -> bool:
         """Return True if the epoch of this number, what is measured after it and packing fit in the time left."""
         warm = self.epochs[1:] or self.epochs  # the first one includes starting up
-        needed = max(warm[-10:]) + 2 * self.pack_seconds + RESERVE
+        needed = max(warm[-10:]) + 2 * self.packing + RESERVE
         needed += self.monitoring if self.job.monitors(number) else 0.0
         needed += FINAL_SECONDS if number == self.settings.epochs else 0.0
         return needed <= self.options.left
 
-    def _update(self, number: int) -> None:
+    def _update(self, number: int, **values: Any) -> None:
+        report = getattr(getattr(self.net, "backward", None), "report", None)
         self.segment.update(
             last_epoch=number,
             seconds=round(time.monotonic() - self.begun, 3),
             measuring_seconds=round(self.measuring, 3),
             warnings=Counter(str(warning.message)[:300] for warning in self.said),
-            counts=self._counts(),
+            counts=dict(report) if isinstance(report, Counter) else {},  # how adjoint equations ended
+            **values,
         )
-
-    def _counts(self) -> dict[str, int]:
-        """Return what the backward mode counted, such as how its adjoint equations ended."""
-        report = getattr(getattr(self.net, "backward", None), "report", None)
-        return dict(report) if isinstance(report, Counter) else {}
 
     def _end(self, stopped: str) -> None:
         done = _epochs_done(Run.open(self.folder))
-        self._update(done)
-        self.segment.update(stopped=stopped)
+        self._update(done, stopped=stopped)
         for text, count in self.segment.line["warnings"].items():
             self.options.say(f"warning ({count} times): {text}")
         self._pack()
@@ -212,7 +197,7 @@ class Trainer:
         start = time.monotonic()
         files = pack(self.folder, self.options.pack)
         self.packed_at = time.monotonic()
-        self.pack_seconds = self.packed_at - start
+        self.packing = self.packed_at - start
         self.options.say("packed " + ", ".join(f"{f.name} ({f.stat().st_size / 2**20:.1f} MiB)" for f in files))
 
 
@@ -220,11 +205,9 @@ def fetch(job: Job, options: Options) -> None:
     """Unpack the job's tar if it is ahead of the run directory, or there is none."""
     folder = options.runs / job.name
     tar = None if options.unpack is None else options.unpack / f"{job.name}.tar"
-    here = newest(folder) if folder.is_dir() else ""
-    if tar is not None and tar.exists() and newest(tar) > here:
+    if tar is not None and tar.exists() and newest(tar) > newest(folder):
         unpack(tar, options.runs)
-        here = newest(folder)
-    if options.resume and not here:
+    if options.resume and not newest(folder):
         where = f"{folder} or {tar}" if tar is not None else str(folder)
         raise RunError(f"there is no run to resume in {where}; copy its tar there, or leave out --resume")
 

@@ -21,7 +21,6 @@ ROOMS = (
     "models",
     "data",
     "train",
-    "paper",
     "cli",
 )
 SOURCE = Path(banach.__file__).parent

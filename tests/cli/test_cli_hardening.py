@@ -217,12 +217,6 @@ def test_json_that_is_nested_too_deep_is_damage(name: str, capsys: Any) -> None:
     refused(command, capsys, name)
 
 
-@pytest.mark.parametrize("device", ["cuda:7", "zzz"])
-def test_a_study_is_refused_a_device_before_it_begins(device: str, capsys: Any) -> None:
-    refused(["paper", "toy", "--quick", "--device", device, "--out", "pq"], capsys, device)
-    assert not Path("pq").exists()
-
-
 @pytest.mark.parametrize("command", ["list", "verify"])
 def test_a_misspelt_folder_of_data_is_refused(command: str, capsys: Any) -> None:
     refused(["data", command, "--data-dir", "/no/such/folder"], capsys, "there is no folder /no/such/folder")

@@ -264,7 +264,7 @@ def test_fixed_points_that_are_not_found_are_said_once_a_command(here: Path, cap
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["evaluate"], ["diagnose"], ["predict"], ["compare"], ["models"], ["paper"]]
+    "command", [[], ["train"], ["evaluate"], ["diagnose"], ["predict"], ["compare"], ["models"]]
 )
 def test_help_fits_a_screen(command: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")

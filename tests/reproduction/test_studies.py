@@ -180,6 +180,13 @@ def test_a_job_goes_on_from_the_weights_of_another(tmp_path: Path) -> None:
     assert all(torch.equal(value, start[name]) for name, value in weights.items())
 
 
+@pytest.mark.parametrize("device", ["cuda:7", "zzz"])
+def test_a_study_is_refused_a_device_before_it_begins(device: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["memory", "--quick", "--device", device, "--records", str(tmp_path)]) == 2
+    assert device in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_everything_runs_quickly_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

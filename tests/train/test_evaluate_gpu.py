@@ -147,13 +147,13 @@ def test_a_network_that_asks_the_host_is_evaluated_plainly() -> None:
 
 
 def test_the_released_protocol_repeats() -> None:
-    from banach.paper.jobs import released_accuracy
+    from reproduction.measure import released
 
     net, split = trained_a_little("digits"), data.load("digits", "train").to("cuda")
     scorer = Scorer(net)
     before = torch.cuda.get_rng_state(), [buffer.clone() for buffer in net.buffers()]
-    found = {released_accuracy(net, split, scorer) for _ in range(3)}
+    found = {released(net, split, scorer).accuracy for _ in range(3)}
     assert len(found) == 1
-    assert found.pop() == pytest.approx(released_accuracy(net, split), abs=3 / len(split))
+    assert found.pop() == pytest.approx(released(net, split, Scorer(net, fast=False)).accuracy, abs=3 / len(split))
     assert torch.equal(torch.cuda.get_rng_state(), before[0])
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before[1], strict=True))

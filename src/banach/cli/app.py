@@ -22,7 +22,6 @@ _SHORT = {
     "predict": "Classify image files.",
     "compare": "Runs side by side, with a plot.",
     "models": "The networks there are.",
-    "paper": "The paper's tables, figures and claims, measured.",
     "data": "The data sets there are: list, verify, fetch.",
 }
 
