@@ -93,8 +93,6 @@ def equation_rows() -> list[Row]:
     """Check contraction, roots and iteration on grids of y and d."""
     y, d = grid(POINTS, ALPHA), grid(POINTS)
     factor = float(contraction_factor(T, y, (torch.zeros_like(y),)).max())
-    gaps, moved = (y - y.T).abs(), (y**5 - y.T**5).abs()
-    pairs = float((moved[gaps > 0] / gaps[gaps > 0]).max())
     reach = float(T(y[-1:], d[-1:]))  # T increases in y and in d, and is odd
     inside, outside = real_roots(d)
     iterates, found = iterate(d)
@@ -106,7 +104,6 @@ def equation_rows() -> list[Row]:
     low = f"> {ALPHA:.4f}"
     return [
         Row("factor", "largest |dT/dy| on |y| <= 10^(-1/4)", "0.5", factor, abs(factor - GAMMA) < 1e-9),
-        Row("pairs", "largest |T(y) - T(z)| / |y - z| there", "<= 0.5", pairs, pairs <= GAMMA + 1e-12),
         Row("reach", "largest |T(y)| from there", f"< {ALPHA:.4f}", reach, reach < ALPHA),
         Row("inside", f"real roots there, for each of {POINTS} d", "1", max(inside), set(inside) == {1}),
         Row("outside", "least |y| of any other real root", low, min(outside), min(outside) > ALPHA),
