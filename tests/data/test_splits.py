@@ -51,12 +51,6 @@ def test_the_split_never_changes() -> None:
     assert digest == "ebc4cfbc9582f97fd06c30a5f18ced178f44a2018eb28c8c1e4c8ef63a51190c"
 
 
-def test_rest_is_the_complement() -> None:
-    index = held_out(LABELS, 300)
-    other = rest(len(LABELS), index)
-    assert sorted([*index.tolist(), *other.tolist()]) == list(range(len(LABELS)))
-
-
 @pytest.mark.parametrize("count", [-1, 2_001])
 def test_too_many_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="choose 0 to 2000"):

@@ -118,7 +118,7 @@ class Erase:
         return torch.where((hit & erased[:, None, None])[:, None], self.fill, x)
 
     def _rectangle(self, u: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return height, width, and whether to erase. In float64, so that every device rounds to the same pixels."""
+        """Return height, width, and whether to erase. In float64, so that all devices round to the same pixels."""
         area, ratio = u[:, 3:].split(self.attempts, 1)
         area = height * width * _stretch(area, self.area)
         ratio = _stretch(ratio, (math.log(self.ratio[0]), math.log(self.ratio[1]))).exp()
@@ -186,7 +186,7 @@ def _stretch(u: Tensor, ends: tuple[float, float]) -> Tensor:
 
 
 def _below(u: Tensor, bound: int | Tensor) -> Tensor:
-    """Return an integer from 0 to bound - 1. (u is a multiple of 2^-24 below 1, so the product never rounds up.)"""
+    """Return an integer from 0 to bound - 1. (u is a multiple of 2^-24, so the product never rounds up.)"""
     return (u * bound).long()
 
 

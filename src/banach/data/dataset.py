@@ -78,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Known:
-    """Arrays that are accepted: their title, and by part their SHA-256 (bytes of the labels, then of the pixels)."""
+    """Accepted arrays: their title, and by part their SHA-256 (bytes of the labels, then of the pixels)."""
 
     title: str
     sha256: Mapping[str, str]

@@ -1,6 +1,6 @@
 """load_arrays(): read an untrusted pickle of arrays; nothing in it can be called, imported or changed.
 
-There are two barriers. The opcodes are read first, without being run, and only those that build dictionaries, lists,
+There are two barriers. The opcodes are read first, without being run; only those that build dictionaries, lists,
 strings, numbers and arrays may occur. Then each of the few NumPy names that an array needs becomes a stand-in that
 only stores its arguments. (NumPy's dtype and ndarray would do for honest files, but a forged dtype state can make
 NumPy read bytes as pointers.)

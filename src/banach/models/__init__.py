@@ -1,11 +1,23 @@
-"""Named networks: the paper's three, their twins, the explicit rival, one for digits; and your own."""
+"""Named networks: the paper's three, their explicit twins, ResNet-56, one for digits; and your own."""
 
 from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortcut
 from banach.models.cifar10 import cifar10
 from banach.models.digits import digits
 from banach.models.mnist import mnist
-from banach.models.recipe import Constant, Cosine, Recipe, Schedule, Steps
-from banach.models.registry import Model, build, get, names, recipe, register
+from banach.models.registry import (
+    Constant,
+    Cosine,
+    Model,
+    OneCycle,
+    Recipe,
+    Schedule,
+    Steps,
+    build,
+    get,
+    names,
+    recipe,
+    register,
+)
 from banach.models.resnet import ResNet, resnet56
 from banach.models.svhn import svhn
 
@@ -16,6 +28,7 @@ __all__ = [
     "LatentBlock",
     "LatentResNet",
     "Model",
+    "OneCycle",
     "Parts",
     "Recipe",
     "ResNet",
