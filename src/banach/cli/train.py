@@ -232,7 +232,7 @@ class Session:
                 run=self.run,
                 on_epoch=on_epoch,
                 on_step=progress.step,
-                on_plan=lambda plan: console.print(str(plan)),
+                on_plan=lambda plan: console.print(str(plan), highlight=False),
             )
 
     def _done(self) -> list[Epoch]:

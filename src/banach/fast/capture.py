@@ -187,6 +187,7 @@ def _side_stream(index: int) -> torch.cuda.Stream:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Disable the garbage collector: an old graph that it deletes during a capture would break the capture."""
+    gc.collect()  # an autograd graph of the warm-up, kept alive by a cycle, would accumulate on its own stream
     was_on = gc.isenabled()
     gc.disable()
     try:
