@@ -1,6 +1,7 @@
 """The Triton kernels on a GPU, at the sizes they were made for, against float64 and in a CUDA graph."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ def test_gradients_have_the_strides_of_the_weights(memory_format: torch.memory_f
 def test_a_kept_zero_is_not_taken_for_a_dropped_one() -> None:
     """conv1 gives zeros: the leaky ReLU still passes its slope wherever nothing was dropped."""
     blocks = stack_of(1, dropout=0.25).cuda()
-    nn.init.zeros_(blocks[0].conv1.weight)  # type: ignore[arg-type]
-    nn.init.zeros_(blocks[0].conv1.bias)  # type: ignore[arg-type]
+    conv1: Any = blocks.get_submodule("0.conv1")
+    nn.init.zeros_(conv1.weight)
+    nn.init.zeros_(conv1.bias)
     x, masks = torch.randn(16, 35, 20, 20, device="cuda"), torch.rand(1, 16, 35, device="cuda") >= 0.25
     got = answer(blocks, x, lambda b, leaf: residual_stack(b, leaf, masks=masks), x)
     wanted = answer(blocks.double(), x.double(), lambda b, leaf: modules(b, leaf, masks, 1 / 0.75), x)
