@@ -23,8 +23,8 @@ class Job:
 
     `explicit` trains the twin S(R(0, Q(d))). `epochs` shortens the run and leaves the schedule as it is. `whole`
     trains on all training images; otherwise some are held out for validation. The test set is evaluated after
-    every `evaluate_every`-th epoch and after each of the last ten; it chooses nothing. `augment` is in the words of
-    the command line. `backward` makes the backward mode. `after`: start with the weights that job ended with.
+    every `evaluate_every`-th epoch and after each of the last ten; it chooses nothing. `augment` is a word of the
+    command line. `backward` makes the backward mode. `after`: start with the weights that job ended with.
     A job that changes gets another name: records are found by names.
     """
 
