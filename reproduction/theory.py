@@ -12,17 +12,17 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from banach import data, diagnose
 from reproduction import codec, jobs
-from reproduction.rundir import SNAPSHOTS
+from reproduction.rundir import SNAPSHOTS, snapshot
 from reproduction.study import Options, panels, store, table
-from reproduction.theory_measure import Numbers, measure
+from reproduction.theory_measure import DISTANCES, Numbers, measure
 from reproduction.train import train
 
 RECORDS = "theory.jsonl"
@@ -62,41 +62,40 @@ class Row:
 
 def run(options: Options) -> list[Row]:
     """Measure the snapshots below `options.runs` that have no record yet; quick: train and measure digits."""
-    path, names, images, dense = options.records / RECORDS, RUNS, 32, 2
+    path, names = options.records / RECORDS, (QUICK,) if options.quick else RUNS
     if options.quick:
         train([jobs.get(QUICK)], options)
-        names, images, dense = (QUICK,), 8, 1
-    rows = codec.read(Row, path)
-    known = {(row.run, row.epoch, row.images) for row in rows}
+    known = {(row.run, row.epoch) for row in codec.read(Row, path)}
     for job in map(jobs.get, names):
-        snapshots = sorted((options.runs / job.name / SNAPSHOTS).glob("epoch-*.safetensors"))
-        if not snapshots:
-            options.say(
-                f"{job.name}: no snapshots in {options.runs}; `python -m reproduction train {job.name}` first"
-            )
-        for file in [None, *snapshots][:: len(snapshots) if options.quick else 1] if snapshots else ():
-            epoch = int(file.stem.removeprefix("epoch-")) if file else 0
-            if (job.name, epoch, images) not in known:
+        for epoch in _epochs(job, options):
+            if (job.name, epoch) not in known:
                 options.say(f"{job.name}: measuring epoch {epoch}")
-                numbers = _measure(job, file, images, dense, options.data_dir)
-                store(
-                    path, [Row(job.name, job.model, epoch, job.settings.epochs, images, numbers)], CPU, append=True
-                )
-    if not any(row.run == RANDOM for row in rows):
+                store(path, [_measured(job, epoch, options)], CPU, append=True)
+    if (RANDOM, 0) not in known:
         found = count_random(200 if options.quick else 2000)
         store(path, [Row(RANDOM, RANDOM, 0, 0, 0, found)], CPU, append=True)
     return codec.read(Row, path)
 
 
-def _measure(job: jobs.Job, file: Path | None, images: int, dense: int, data_dir: Path | None) -> Numbers:
-    from safetensors.torch import load_file
+def _epochs(job: jobs.Job, options: Options) -> list[int]:
+    """Return the epochs whose weights are known: 0 and those of the snapshots; quick: the first and the last."""
+    files = sorted((options.runs / job.name / SNAPSHOTS).glob("epoch-*.safetensors"))
+    epochs = [int(file.stem.removeprefix("epoch-")) for file in files]
+    if not epochs:
+        options.say(f"{job.name}: no snapshots in {options.runs}; run `python -m reproduction train {job.name}`")
+        return []
+    return [0, epochs[-1]] if options.quick else [0, *epochs]
 
+
+def _measured(job: jobs.Job, epoch: int, options: Options) -> Row:
+    images, dense = (8, 1) if options.quick else (32, 2)
     net = job.build()
-    if file is not None:
-        net.load_state_dict(load_file(file))
-    few = data.load(job.data, "train+validation", data_dir).take(range(images))
+    if epoch:
+        net.load_state_dict(load_file(snapshot(options.runs / job.name, epoch)))
+    few = data.load(job.data, "train+validation", options.data_dir).take(range(images))
     d, smoothing = few.normalise(few.pixels).double(), job.settings.label_smoothing
-    return measure(net, d, few.labels, dense=dense, smoothing=smoothing)
+    numbers = measure(net, d, few.labels, dense=dense, smoothing=smoothing)
+    return Row(job.name, job.model, epoch, job.settings.epochs, images, numbers)
 
 
 def count_random(cases: int, seed: int = 0) -> Counted:
@@ -143,7 +142,7 @@ def shown(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def statements(m: Any) -> dict[tuple[str, str, str], list[Case]]:
     """Return the cases of every statement by its key, its text and the paper's condition."""
-    at, moved, cosine = m.locals, [x.perturbed for x in m.locals], "cosine of JFB with the exact gradient"
+    at, cosine = m.locals, "cosine of JFB with the exact gradient"
     near, beyond = ([x.lemma for x in at if (x.lemma.gamma < 1) == small] for small in (True, False))
     rates = [(x, found and x < 1) for found, x in zip(m.found, m.rate, strict=True) if not found or x == x]
     kappas = [(x.conditioning.kappa, x.conditioning.holds) for x in at]
@@ -155,18 +154,18 @@ def statements(m: Any) -> dict[tuple[str, str, str], list[Case]]:
         ("training.sigma", "sigma_max(dT/du), training mode", "< 1"): _below([m.training_sigma], 1),
         ("training.rate", "observed rate, training mode", "< 1"): _below([m.training_rate], 1),
         ("L", "sigma_max(dT/dd), eval mode", "finite"): _below(m.lipschitz, math.inf),
-        ("cosine", f"{cosine}, where the solver stops", "> 0"): _above([m.batch.cosine]),
-        ("exact.cosine", f"{cosine}, at u*", "> 0"): _above([m.batch.at_fixed_point]),
-        ("training.cosine", f"{cosine}, training mode", "> 0"): _above([m.training.cosine]),
+        ("cosine", f"{cosine}, where the solver stops", "> 0"): _above([m.cosine]),
+        ("exact.cosine", f"{cosine}, at u*", "> 0"): _above([m.exact_cosine]),
+        ("training.cosine", f"{cosine}, training mode", "> 0"): _above([m.training_cosine]),
         ("image.cosine", f"{cosine}, single images", "> 0"): _above(x.cosine for x in at),
         ("lemma", "coercivity of I - J, gamma < 1", ">= 1 - gamma"): [(x.coercivity, x.holds) for x in near],
         ("beyond", "coercivity of I - J, gamma >= 1", "none"): _above(x.coercivity for x in beyond),
         ("kappa", "kappa(M'M), at least", "<= 1/gamma"): kappas,
         ("rank", "dependent columns of M, eval mode", "0"): _below(dependent, 1),
         ("training.rank", "dependent columns of M, R in training mode", "0"): _below(dependent_in_training, 1),
-        ("own", "|u - u*| / |u*| where the solver stops", "none"): [(x.own, None) for x in moved],
-        ("radius", "|u - u*| / |u*| with 10% of the descent left", "> 0"): _above(x.radius(0.1) for x in moved),
-        ("allowed", "|p(u) - p(u*)| that the Corollary allows", "> 0"): _above(x.allowed for x in moved),
+        ("own", "|u - u*| / |u*| where the solver stops", "none"): [(x.own, None) for x in at],
+        ("radius", "|u - u*| / |u*| with 10% of the descent left", "> 0"): _above(x.radius(0.1) for x in at),
+        ("allowed", "|p(u) - p(u*)| that the Corollary allows", "> 0"): _above(x.allowed for x in at),
     }
 
 
@@ -231,7 +230,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         color, title = f"C{number}", f"{model}, {mine[-1].epoch} of {mine[-1].length} epochs"
         _band(axes[number], mine, lambda m: m.sigma, "sigma_max(dT/du)", color="C0")
         _band(axes[number], mine, lambda m: m.rate, "observed rate", color="C1")
-        _band(axes[number], mine, lambda m: [m.batch.cosine], "cosine of JFB, batch", color="C2")
+        _band(axes[number], mine, lambda m: [m.cosine], "cosine of JFB, batch", color="C2")
         _band(axes[number], mine, lambda m: [x.cosine for x in m.locals], "cosine, single images", color="C3")
         axes[number].axhline(1, color="black", linewidth=0.8)
         axes[number].set(title=title, xlabel="epoch", ylabel="sigma_max, rate, cosine", ylim=(0, 1.8))
@@ -259,10 +258,10 @@ def _band(axes: Any, rows: Sequence[Row], pick: Pick, label: str | None, **style
 
 
 def _descent(axes: Any, m: Any) -> None:
-    for number, one in enumerate(x.perturbed for x in m.locals):
+    for number, one in enumerate(m.locals):
         labels = ("random directions", "worst direction found", "the solver stops") if number == 0 else (None,) * 3
-        axes.plot(one.distance, [-x for x in one.random], "C0", label=labels[0])
-        axes.plot(one.distance, [-x for x in one.worst], "C3", label=labels[1])
+        axes.plot(DISTANCES, [-x for x in one.random], "C0", label=labels[0])
+        axes.plot(DISTANCES, [-x for x in one.worst], "C3", label=labels[1])
         axes.axvline(one.own, color="0.6", linestyle=":", label=labels[2])
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="|u - u*| / |u*|", ylabel="-<gradient, p(u)>, 1 at u*", xscale="log", ylim=(-1, 1.5))

@@ -31,65 +31,47 @@ Loss = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Cosine of JFB with the exact gradient of the mean loss: where the solver stops, and at the fixed point.
-
-    NaN unless every image has a fixed point.
-    """
-
-    cosine: float
-    at_fixed_point: float
-
-
-@dataclass(frozen=True)
-class Perturbed:
-    """<gradient, p(u)> / |<gradient, p(u*)>| at a distance from u*; below 0, JFB taken at u descends.
-
-    `random` is the largest over random directions, `worst` that of the direction found by gradient ascent.
-    The network's solver stops at distance `own`. The Corollary certifies descent where |p(u) - p(u*)| < `allowed`.
-    """
-
-    distance: tuple[float, ...]
-    random: tuple[float, ...]
-    worst: tuple[float, ...]
-    allowed: float
-    own: float
-
-    def radius(self, left: float = 0.0) -> float:
-        """Return the distance up to which more than `left` of the descent remains in the worst direction."""
-        kept = takewhile(lambda pair: pair[1] < -left, zip(self.distance, self.worst, strict=True))
-        return max((distance for distance, _ in kept), default=0.0)
-
-
-@dataclass(frozen=True)
 class Local:
     """The paper's statements at one image. `conditioning` is that of the chosen columns of M.
 
-    `statistics` is their rank when R normalises by the statistics of this image.
+    `statistics` is their rank when R normalises by the statistics of this image. `random` and `worst` are
+    <gradient, p(u)> / |<gradient, p(u*)>| at DISTANCES from u*; below 0, JFB taken at u descends: the largest over
+    random directions, and that of the direction found by gradient ascent. The network's solver stops at distance
+    `own`. The Corollary certifies descent where |p(u) - p(u*)| < `allowed`.
     """
 
     lemma: diagnose.Lemma
     conditioning: diagnose.Conditioning
     statistics: int
     cosine: float
-    perturbed: Perturbed
+    random: tuple[float, ...]
+    worst: tuple[float, ...]
+    allowed: float
+    own: float
+
+    def radius(self, left: float) -> float:
+        """Return the distance up to which more than `left` of the descent remains in the worst direction."""
+        kept = takewhile(lambda pair: pair[1] < -left, zip(DISTANCES, self.worst, strict=True))
+        return max((distance for distance, _ in kept), default=0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
     """What is measured on one snapshot. Tuples have one entry per image; NaN where no fixed point was found.
 
-    `lipschitz` is sigma_max(dT/dd). In training mode batch statistics couple the images: one number for all.
+    `lipschitz` is sigma_max(dT/dd). Cosines are those of JFB with the exact gradient of the mean loss, where the
+    solver stops (`exact_cosine`: at u*). In training mode batch statistics couple the images: one number for all.
     """
 
     found: tuple[bool, ...]
     sigma: tuple[float, ...]
     rate: tuple[float, ...]
     lipschitz: tuple[float, ...]
-    batch: Batch
-    training: Batch
+    cosine: float
+    exact_cosine: float
     training_sigma: float
     training_rate: float
+    training_cosine: float
     locals: tuple[Local, ...]
 
 
@@ -105,7 +87,7 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         warnings.simplefilter("ignore")  # `found` says where there is no fixed point
         here, there = (diagnose.measure_contraction(tight(one), d) for one in (net, training))
         found, lipschitz = here.solution.converged, diagnose.measure_sensitivity(tight(net), d).L
-        batch, other = (_batch(one, d, partial(loss, target=labels)) for one in (net, training))
+        cosines = [_cosines(one, d, partial(loss, target=labels)) for one in (net, training)]
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
         locals_ = tuple(local(net, d[one], partial(loss, target=labels[one])) for one in chosen)
 
@@ -117,10 +99,11 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         sigma=per_image(here.sigma),
         rate=per_image(here.rate),
         lipschitz=per_image(lipschitz),
-        batch=batch,
-        training=other,
+        cosine=cosines[0][0],
+        exact_cosine=cosines[0][1],
         training_sigma=float(there.sigma.max()),
         training_rate=float(there.rate.max()),
+        training_cosine=cosines[1][0],
         locals=locals_,
     )
 
@@ -132,23 +115,29 @@ def tight(net: Any) -> Any:
     return other
 
 
-def _batch(net: Any, d: Tensor, loss: Loss) -> Batch:
+def _cosines(net: Any, d: Tensor, loss: Loss) -> tuple[float, float]:
+    """Return the cosine where the solver stops and at u*, NaN unless every image has a fixed point."""
     own, exact = diagnose.descent_check(net, d, loss), diagnose.descent_check(tight(net), d, loss)
     known = bool(exact.solution.converged.all())
-    return Batch(own.cosine, exact.cosine) if known else Batch(math.nan, math.nan)
+    return (own.cosine, exact.cosine) if known else (math.nan, math.nan)
 
 
 def local(net: Any, d: Tensor, loss: Loss) -> Local:
     """Measure one image with dense matrices; `net` is in eval mode and float64."""
     image = Image(net, d, loss)
-    at = image.linearised
+    at, u = image.linearised, image.u.flatten()
+    size, inner = float(u.norm()), -float(at.gradient @ at.direction)
+    near = diagnose.corollary(at, [size * part for part in DISTANCES], directions=DIRECTIONS)
     lengths = float(at.gradient.norm() * at.direction.norm())
     return Local(
         lemma=diagnose.lemma(at),
         conditioning=diagnose.conditioning(at),
         statistics=image.rank_with_statistics(),
-        cosine=-float(at.gradient @ at.direction) / lengths if lengths else math.nan,
-        perturbed=image.perturbed(),
+        cosine=inner / lengths if lengths else math.nan,
+        random=tuple(value / abs(inner) for value in near.inner),
+        worst=tuple(image.highest(size * part) / abs(inner) for part in DISTANCES),
+        allowed=near.allowed,
+        own=float((diagnose.network_map(net, d).u.flatten() - u).norm()) / size,
     )
 
 
@@ -194,19 +183,6 @@ class Image:
         other = copy.deepcopy(self.net)
         other.R.train()
         return diagnose.conditioning(replace(self.linearised, M=Image(other, self.d, self.loss).matrix())).rank
-
-    def perturbed(self) -> Perturbed:
-        """Measure how far from u* JFB still descends."""
-        at, u = self.linearised, self.u.flatten()
-        size, unit = float(u.norm()), abs(float(at.gradient @ at.direction))
-        near = diagnose.corollary(at, [size * part for part in DISTANCES], directions=DIRECTIONS)
-        return Perturbed(
-            distance=DISTANCES,
-            random=tuple(value / unit for value in near.inner),
-            worst=tuple(self.highest(size * part) / unit for part in DISTANCES),
-            allowed=near.allowed,
-            own=float((diagnose.network_map(self.net, self.d).u.flatten() - u).norm()) / size,
-        )
 
     def inner(self, u: Tensor) -> float:
         """Return <gradient, p(u)>."""

@@ -18,7 +18,7 @@ from banach.diagnose import conditioning, corollary, linearise
 from banach.models.blocks import LatentResNet
 from reproduction import codec, report, theory, theory_measure
 from reproduction.study import RESULTS, Options
-from reproduction.theory_measure import Batch, Image, Local, Numbers, Perturbed, local, measure
+from reproduction.theory_measure import Image, Local, Numbers, local, measure
 
 
 def images(number: int) -> Tensor:
@@ -69,7 +69,7 @@ def test_matrices_are_those_of_linearise(net: Any, image: Image, one: Local) -> 
     assert one.lemma.gamma == pytest.approx(float(torch.linalg.svdvals(wanted.J)[0]))
     assert one.conditioning.columns == 10 + 16 + 4
     assert 1 < one.conditioning.kappa < conditioning(wanted).kappa  # Cauchy
-    assert corollary(wanted).allowed < one.perturbed.allowed < 0
+    assert corollary(wanted).allowed < one.allowed < 0
 
 
 def test_batch_statistics_cost_one_direction_per_channel(one: Local) -> None:
@@ -88,16 +88,16 @@ def test_the_worst_direction_is_worse_than_random_ones(image: Image) -> None:
 def test_where_the_solver_stops(net: Any, one: Local, image: Image) -> None:
     _, found = net.latent(images(1))
     own = float((found.value - image.u).norm() / image.u.norm())
-    assert one.perturbed.own == pytest.approx(own)
+    assert one.own == pytest.approx(own)
     assert 1e-5 < own < 1e-1
 
 
-def test_radius_counts_from_the_fixed_point() -> None:
-    near = Perturbed((0.1, 1.0, 10.0), (), (-1.0, -0.5, 0.2), 0.0, 0.0)
-    assert near.radius() == 1
-    assert near.radius(0.5) == 0.1
-    assert replace(near, worst=(0.0, -1.0, -1.0)).radius() == 0
-    assert replace(near, worst=(-1.0, math.nan, -1.0)).radius() == 0.1
+def test_radius_counts_from_the_fixed_point(one: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theory_measure, "DISTANCES", (0.1, 1.0, 10.0))
+    near = replace(one, worst=(-1.0, -0.5, 0.2))
+    assert (near.radius(0.0), near.radius(0.5)) == (1, 0.1)
+    assert replace(near, worst=(0.0, -1.0, -1.0)).radius(0.0) == 0
+    assert replace(near, worst=(-1.0, math.nan, -1.0)).radius(0.0) == 0.1
 
 
 def test_measuring_changes_nothing_and_repeats(net: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_network_without_fixed_points_is_not_measured_there(net: Any) -> None:
     found = measure(other.eval(), images(2), torch.arange(2), dense=1)
     assert not any(found.found)
     assert found.locals == ()
-    assert all(math.isnan(x) for x in (*found.sigma, *found.rate, *found.lipschitz, found.batch.cosine))
+    assert all(math.isnan(x) for x in (*found.sigma, *found.rate, *found.lipschitz, found.cosine))
 
 
 def test_random_cases_meet_the_assumptions() -> None:
@@ -142,13 +142,12 @@ def test_the_printed_bound_fails_and_the_corrected_one_holds() -> None:
 
 
 def row(epoch: int, **changes: Any) -> theory.Row:
-    batch = Batch(0.9, 0.95)
-    plain = Numbers((True, True), (0.8, 1.2), (0.7, 0.9), (), batch, batch, 0.9, 0.8, ())
+    plain = Numbers((True, True), (0.8, 1.2), (0.7, 0.9), (), 0.9, 0.95, 0.9, 0.8, 0.9, ())
     return theory.Row("net", "net", epoch, 10, 2, replace(plain, **changes))
 
 
 def test_verdicts_are_counted_over_trained_snapshots() -> None:
-    rows = [row(0), row(2, sigma=(1.5, 0.9)), row(4, batch=Batch(-0.1, 0.9))]
+    rows = [row(0), row(2, sigma=(1.5, 0.9)), row(4, cosine=-0.1)]
     found = theory.values(rows)
     assert (found["net.sigma.held"], found["net.sigma.count"], found["net.sigma.high"]) == (2, 4, 1.5)
     assert (found["net.cosine.held"], found["net.cosine.count"]) == (1, 2)
@@ -161,7 +160,7 @@ def test_verdicts_are_counted_over_trained_snapshots() -> None:
 
 def test_an_image_without_a_fixed_point_counts_against_the_rate_only() -> None:
     nan = math.nan
-    lost = row(3, found=(True, False), sigma=(0.5, nan), rate=(0.6, nan), batch=Batch(nan, nan))
+    lost = row(3, found=(True, False), sigma=(0.5, nan), rate=(0.6, nan), cosine=nan)
     found = theory.values([row(0), lost])
     assert (found["net.rate.held"], found["net.rate.count"], found["net.rate.high"]) == (1, 2, 0.6)
     assert (found["net.sigma.held"], found["net.sigma.count"]) == (1, 1)
