@@ -127,7 +127,8 @@ class State:
 
     def advance(self, proposal: Tensor) -> None:
         """Move the active samples."""
-        if self.on_host and self.count == len(self.z):  # a copy of T(z): T may write its next value into the same memory
+        if self.on_host and self.count == len(self.z):
+            # A copy of T(z): T may write its next value into the same memory.
             self.z = proposal.clone() if proposal is self.Tz else proposal
         else:
             self.z = torch.where(self.mask, proposal, self.z)
