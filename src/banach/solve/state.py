@@ -53,7 +53,7 @@ class State:
 
     @staticmethod
     def start(z: Tensor, memory: Memory, *, relative: bool, on_host: bool) -> State:
-        rows, samples = 3 if relative else 2, len(z)
+        rows, samples = 3 if relative else 2, z.shape[0]  # not len(z), which export takes for a constant
         if on_host:
             kind = np.float64 if z.dtype == torch.float64 else np.float32
             stats: Array = np.full((3, rows, samples), np.inf, kind)
@@ -83,7 +83,7 @@ class State:
             self._write_on_host(step, residual, relative)
         else:
             self._write_on_device(step, residual, relative)
-        if self.count == len(self.z):
+        if self.on_host and self.count == len(self.z):
             self.reached[:] = self.now
         else:
             _put(self.reached, self.now, self.active)
@@ -127,7 +127,8 @@ class State:
 
     def advance(self, proposal: Tensor) -> None:
         """Move the active samples."""
-        if self.count == len(self.z):  # a copy of T(z): T may write its next value into the same memory
+        if self.on_host and self.count == len(self.z):
+            # A copy of T(z): T may write its next value into the same memory.
             self.z = proposal.clone() if proposal is self.Tz else proposal
         else:
             self.z = torch.where(self.mask, proposal, self.z)
