@@ -4,6 +4,7 @@ from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortc
 from banach.models.cifar10 import cifar10
 from banach.models.digits import digits
 from banach.models.mnist import mnist
+from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
 from banach.models.recipe import Constant, Cosine, Recipe, Schedule, Steps
 from banach.models.registry import Model, build, get, names, recipe, register
 from banach.models.resnet import ResNet, resnet56
@@ -27,6 +28,10 @@ __all__ = [
     "digits",
     "get",
     "mnist",
+    "mon",
+    "mon_fc",
+    "mon_large",
+    "mon_tiers",
     "names",
     "recipe",
     "register",
