@@ -143,9 +143,9 @@ def test_one_solution_from_every_start_and_by_both_splittings(channels: Any) -> 
     found = []
     for R in (PeacemanRachford(made, 0.3), PeacemanRachford(made, 1.0), ForwardBackward(made, 0.05)):
         for seed in (2, 3):
-            z = solve(R, latent(channels, seed=seed), inputs=(v,), tolerance=TIGHT)
-            assert z.status == (Status.CONVERGED,) * 3
-            found.append(flat(made.activate(z.value)))
+            solved = solve(R, latent(channels, seed=seed), inputs=(v,), tolerance=TIGHT)
+            assert solved.status == (Status.CONVERGED,) * 3
+            found.append(flat(made.activate(solved.value)))
     for z in found:
         torch.testing.assert_close(z, found[0], rtol=0, atol=1e-9)
     expected = flat(made.activate(nest(found[0] @ W.T + flat(v), channels)))

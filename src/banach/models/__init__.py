@@ -5,6 +5,7 @@ from banach.models.cifar10 import cifar10
 from banach.models.digits import digits
 from banach.models.mnist import mnist
 from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
+from banach.models.ode import ODENet, anode, node
 from banach.models.recipe import Constant, Cosine, Recipe, Schedule, Steps
 from banach.models.registry import Model, build, get, names, recipe, register
 from banach.models.resnet import ResNet, resnet56
@@ -17,12 +18,14 @@ __all__ = [
     "LatentBlock",
     "LatentResNet",
     "Model",
+    "ODENet",
     "Parts",
     "Recipe",
     "ResNet",
     "Schedule",
     "Shortcut",
     "Steps",
+    "anode",
     "build",
     "cifar10",
     "digits",
@@ -33,6 +36,7 @@ __all__ = [
     "mon_large",
     "mon_tiers",
     "names",
+    "node",
     "recipe",
     "register",
     "resnet56",

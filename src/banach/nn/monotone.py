@@ -255,7 +255,7 @@ def tune_alpha(net: Any, *d: Any, first: float = 1.0, halvings: int = 6) -> floa
     """Set `net.R.alpha` to the step size that solves a batch in the fewest steps, and return it.
 
     Starts at `first` and halves it while the mean number of steps does not rise. A sample that does not converge
-    counts as twice the allowed steps. (Winston and Kolter 2020 do this at batch 30 and in the middle of each epoch.)
+    counts as twice the allowed steps. (Winston and Kolter 2020 do this at batch 30 and in mid-epoch.)
 
     Args:
         net: an `ImplicitNetwork` whose R is a `Splitting`.
