@@ -3,6 +3,7 @@
 from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortcut
 from banach.models.cifar10 import cifar10
 from banach.models.digits import digits
+from banach.models.mdeq import mdeq, mdeq_tiny, unrolled
 from banach.models.mnist import mnist
 from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
 from banach.models.ode import ODENet, anode, node
@@ -30,6 +31,8 @@ __all__ = [
     "cifar10",
     "digits",
     "get",
+    "mdeq",
+    "mdeq_tiny",
     "mnist",
     "mon",
     "mon_fc",
@@ -41,4 +44,5 @@ __all__ = [
     "register",
     "resnet56",
     "svhn",
+    "unrolled",
 ]
