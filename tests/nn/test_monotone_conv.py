@@ -323,6 +323,9 @@ def test_what_is_kept_for_a_pass_follows_the_weights_and_v() -> None:
     assert torch.equal(second, fresh)
     assert not torch.allclose(first, second)
     assert not torch.allclose(third, second)
+    J = torch.func.jacrev(lambda one: R(u[:1], one[None])[0])(v[0])  # v has no address inside torch.func
+    V = torch.linalg.inv(1.5 * torch.eye(6, dtype=torch.float64) - 0.5 * made.weight.detach())
+    torch.testing.assert_close(J.detach(), V, rtol=0, atol=1e-12)  # 2 V alpha
     twin = pickle.loads(pickle.dumps(copy.deepcopy(R)))
     with torch.no_grad():
         torch.testing.assert_close(twin(u, v), R(u, v))
@@ -342,6 +345,24 @@ def test_samples_do_not_see_each_other() -> None:
     torch.testing.assert_close(
         flat(made.activate(fast.value)), flat(made.activate(whole.value)), atol=1e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("kind", SPLITTINGS)
+@pytest.mark.parametrize("channels", CASES)
+def test_bfloat16(kind: Any, channels: Any) -> None:
+    """By autocast and throughout; FFTs and inverses run in float32, in which V is exact enough."""
+    R, v = kind(layer(channels).float(), 0.3), map_leaves(Tensor.float, latent(channels))
+    exact = R(map_leaves(torch.zeros_like, v), v)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = R(map_leaves(torch.zeros_like, v), v)
+    R.bfloat16()
+    v = map_leaves(Tensor.bfloat16, v)
+    with torch.no_grad():
+        short = R(map_leaves(torch.zeros_like, v), v)
+    assert {leaf.dtype for leaf in leaves(mixed)} == {torch.float32}
+    assert {leaf.dtype for leaf in leaves(short)} == {torch.bfloat16}
+    for other in (mixed, short):
+        torch.testing.assert_close(flat(other).float(), flat(exact), rtol=0.05, atol=0.05)
 
 
 def test_odd_tiers_are_refused() -> None:

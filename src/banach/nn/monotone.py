@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent, leaves, map_leaves
+from banach.solve import solve
 from banach.solve.warning import warn_user
 
 
@@ -75,8 +76,9 @@ class MonotoneLinear(nn.Module):
         return F.linear(z, matrices)
 
     def inverse(self, matrices: Tensor, alpha: float, like: Tensor) -> Tensor:
-        eye = torch.eye(len(matrices), dtype=matrices.dtype, device=matrices.device)
-        return torch.linalg.inv_ex((1 + alpha) * eye - alpha * matrices).inverse
+        W = at_least_float32(matrices)
+        eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
+        return torch.linalg.inv_ex((1 + alpha) * eye - alpha * W).inverse.to(matrices.dtype)
 
     def invert(self, inverse: Tensor, h: Tensor) -> Tensor:
         return F.linear(h, inverse)
@@ -243,6 +245,11 @@ def _unit(x: Latent) -> Latent:
     return map_leaves(lambda leaf, size=_length(x): leaf / size, x)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x, in float32 if its type is shorter: neither FFTs nor inverses exist in bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def checked_m(m: float) -> float:
     """Refuse a strong monotonicity that is not positive."""
     if not m > 0:
@@ -263,8 +270,6 @@ def tune_alpha(net: Any, *d: Any, first: float = 1.0, halvings: int = 6) -> floa
         first: the largest step size to try.
         halvings: how often it may be halved.
     """
-    from banach.solve import solve
-
     v, best, fewest = net.Q(*d), first, float("inf")
     for k in range(halvings + 1):
         net.R.alpha = first / 2**k

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent
-from banach.nn.monotone import checked_m
+from banach.nn.monotone import at_least_float32, checked_m
 
 _ONE = math.log(math.e - 1)  # softplus of this is 1
 
@@ -86,6 +86,7 @@ class MonotoneConv2d(nn.Module):
 
     def inverse(self, matrices: Kernels, alpha: float, like: Latent) -> tuple[Kernels, float, list[Tier]]:
         inverses = []
+        matrices = Kernels(*([at_least_float32(kernel) for kernel in kernels] for kernels in matrices))
         with torch.autocast(self.scale.device.type, enabled=False):
             for i, x in enumerate(_tiers(like)):
                 down = matrices.down[i] if i < len(matrices.down) else None
@@ -98,12 +99,12 @@ class MonotoneConv2d(nn.Module):
         found: list[Tensor] = []
         with torch.autocast(self.scale.device.type, enabled=False):
             for i, x in enumerate(_tiers(h)):
-                x = x.to(self.scale.dtype)
+                x = at_least_float32(x)
                 if i:
                     above = _down(found[-1], matrices.down[i - 1])
                     x = x + alpha * _conv(above, matrices.below[i - 1])
                 found.append(_invert_tier(inverses[i], x))
-        return _like(h, found)
+        return _like(h, [y.to(x.dtype) for y, x in zip(found, _tiers(h), strict=True)])
 
     def activate(self, u: Latent) -> Latent:
         return _like(u, [zero_border(torch.relu(x)) for x in _tiers(u)])
