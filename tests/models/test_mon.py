@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from banach import Implicit, ImplicitNetwork, Picard, Tolerance, models
+from banach import JFB, Implicit, ImplicitNetwork, Neumann, Picard, Tolerance, descent_check, models
 from banach.nn import ForwardBackward, PeacemanRachford
 
 COUNTS = {
@@ -62,9 +62,10 @@ def test_recipes(name: str, which: str) -> None:
 
 def test_it_learns_by_jfb_and_by_the_exact_gradient() -> None:
     exact = Implicit(Picard(), Tolerance(atol=0, rtol=1e-3, max_steps=300))
-    for mode in (None, exact):
+    for mode in (JFB(), exact):
         torch.manual_seed(0)
-        net = models.build("mon", image=GREY, backward=mode, tolerance=Tolerance(atol=1e-3, max_steps=300))
+        net = ImplicitNetwork(*models.mon(GREY, 4, channels=12), tolerance=Tolerance(atol=1e-3, max_steps=300))
+        net.backward = mode
         assert first_and_last_loss(net) < 0.5
 
 
@@ -82,6 +83,24 @@ def first_and_last_loss(net: nn.Module) -> float:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses[-1] / losses[0]
+
+
+def test_by_one_step_only_peaceman_rachford_reaches_every_tier() -> None:
+    cosines = {}
+    for kind, alpha, mode in (
+        (ForwardBackward, 0.25, JFB()),
+        (PeacemanRachford, 1.0, JFB()),
+        (PeacemanRachford, 1.0, Neumann(2)),
+    ):
+        torch.manual_seed(0)
+        parts = models.mon_tiers(GREY, 10, channels=(4, 4, 8), splitting=kind, alpha=alpha)
+        net = ImplicitNetwork(*parts, tolerance=Tolerance(atol=1e-8, max_steps=600), backward=mode).double()
+        d, labels = torch.randn(4, *GREY, dtype=torch.float64), torch.arange(4)
+        found = descent_check(net, d, lambda y, labels=labels: F.cross_entropy(y, labels))
+        cosines[kind, mode] = found.parts["Q"].cosine if found.parts["Q"].ratio else 0.0
+    assert cosines[ForwardBackward, JFB()] == 0
+    assert 0.2 < cosines[PeacemanRachford, JFB()] < cosines[PeacemanRachford, Neumann(2)]
+    assert cosines[PeacemanRachford, Neumann(2)] > 0.8
 
 
 def test_images_that_do_not_halve_are_refused() -> None:

@@ -100,7 +100,9 @@ def mon_tiers(
 ) -> Parts:
     """Return the network of three tiers: 170,194 parameters on SVHN and CIFAR-10, 81,394 on MNIST.
 
-    Without `channels`: (16, 32, 32) for grey images, else (16, 32, 60).
+    Without `channels`: (16, 32, 32) for grey images, else (16, 32, 60). Q feeds the first tier, S reads the last.
+    So JFB by `ForwardBackward`, which moves one tier a step, gives Q no gradient. `PeacemanRachford` reaches all
+    tiers in one step; with `Neumann(2)` its gradient for Q has a cosine of .9 or more at fresh weights.
     """
     widths = channels or ((16, 32, 32) if image[0] == 1 else (16, 32, 60))
     size = [n + 2 for n in image[1:]]
