@@ -7,15 +7,16 @@ BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
 GPU_PYTHON ?= python3
 
-.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training clean help
+.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
-	@echo "make bench-gpu  a training step against peers, an epoch, prediction, memory and curves on a GPU; writes results/gpu/*.json"
+	@echo "make bench-gpu  training steps against peers, prediction, memory, curves, kernels on a GPU; writes results/gpu/*.json"
 	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
+	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -48,15 +49,18 @@ lint: setup
 	$(BIN)/mypy
 
 bench: $(BENCH)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks cpu
 
 bench-gpu:
 	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || { echo "bench-gpu needs a Python that has torch with CUDA, got $(GPU_PYTHON); run: make bench-gpu GPU_PYTHON=..." >&2; exit 2; }
 	@PYTHONPATH=build/torchdeq $(GPU_PYTHON) -c 'import torchdeq' 2> /dev/null || $(GPU_PYTHON) -m pip install --quiet --no-deps --target build/torchdeq torchdeq==0.1.0 || echo "TorchDEQ 0.1.0 cannot be installed: it will be left out"
-	PYTHONPATH=src:build/torchdeq $(GPU_PYTHON) -m benchmarks.gpu --profile banach-fast,explicit-fast,plain --more
+	PYTHONPATH=src:build/torchdeq $(GPU_PYTHON) -m benchmarks gpu
 
 bench-training: setup
-	$(BIN)/python -m benchmarks.training digits mnist loopcost
+	$(BIN)/python -m benchmarks training
+
+paper: setup
+	$(BIN)/python -m reproduction all --quick
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,94 +1,119 @@
-"""`python -m benchmarks [names] [--quick] [--out DIR] [--device DEVICE]`: run, print, write results/*.json."""
+"""The runner: python -m benchmarks [cpu|gpu|training] [NAME ...] [--quick] [--out DIR] [--list]."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
+from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks import (
-    compaction,
-    invariance,
+    gradients,
+    inference,
+    kernels,
     ladder,
     layout,
-    looptime,
+    loop,
     memory,
     modes,
     onestep,
-    overhead,
     penalty,
+    per_sample,
     starts,
     steps,
+    training_step,
+    whole_training,
 )
-from benchmarks.report import Result, is_here
+from benchmarks.results import Benchmark
 
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark and its two sizes."""
-
-    run: Callable[[Any], Result]
-    full: Any
-    quick: Any
-
-
-BENCHMARKS = {
-    "overhead": Benchmark(overhead.run, overhead.Settings(), overhead.QUICK),
-    "steps": Benchmark(steps.run, steps.Settings(), steps.QUICK),
-    "memory": Benchmark(memory.run, memory.Settings(), memory.QUICK),
-    "onestep": Benchmark(onestep.run, onestep.Settings(), onestep.QUICK),
-    "compaction": Benchmark(compaction.run, compaction.Settings(), compaction.QUICK),
-    "invariance": Benchmark(invariance.run, invariance.Settings(), invariance.QUICK),
-    "modes": Benchmark(modes.run, modes.Settings(), modes.QUICK),
-    "starts": Benchmark(starts.run, starts.Settings(), starts.QUICK),
-    "ladder": Benchmark(ladder.run, ladder.Settings(), ladder.QUICK),
-    "layout": Benchmark(layout.run, layout.Settings(), layout.QUICK),
-    "penalty": Benchmark(penalty.run, penalty.Settings(), penalty.QUICK),
-    "looptime": Benchmark(looptime.run, looptime.Settings(), looptime.QUICK),
-}
+FILES = (
+    *(loop, steps, memory, onestep, per_sample, modes, starts, layout, penalty),
+    *(training_step, inference, gradients, ladder, whole_training, kernels),
+)
+BENCHMARKS = {one.name: one for file in FILES for one in file.BENCHMARKS}
+FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu"), "training": Path("results/training")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks; the exit status is 1 if a target was missed."""
-    chosen = _parse(arguments)
-    torch.set_num_threads(1)
+    """Run benchmarks, print their tables and write one JSON file each.
+
+    Args:
+        arguments: those of the command line; None takes sys.argv.
+    Returns:
+        1 if a target was missed, else 0.
+    """
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    wanted = _wanted(parser, chosen)
+    if chosen.list:
+        for one in wanted:
+            print(f"{one.group:9} {one.name:17} {one.question}")
+        return 0
+    if any(one.group == "cpu" for one in wanted):
+        torch.set_num_threads(1)
     source_commit()  # before the first result is written, which would make the tree dirty
-    console = Console(width=100)
-    missed = 0
-    for name in chosen.names or BENCHMARKS:
-        benchmark = BENCHMARKS[name]
-        settings = benchmark.quick if chosen.quick else benchmark.full
-        if hasattr(settings, "device"):
-            settings = replace(settings, device=chosen.device)
-        result = benchmark.run(settings)
+    console, missed = Console(width=120), 0
+    changes = {key: getattr(chosen, key) for key in ("device", "data_dir", "contenders", "processes")}
+    for one in wanted:
+        try:
+            result = one.measure(one.settings(quick=chosen.quick, **changes))
+        except DataError as error:
+            parser.error(str(error))
         result.show(console)
-        result.write(chosen.out)
-        missed += sum(not target.met for target in result.targets)
-    console.print(f"targets missed: {missed}; written to {chosen.out}/", soft_wrap=True)
+        written = result.write(chosen.out or FOLDERS[one.group])
+        console.print(f"  written to {written}", soft_wrap=True)
+        missed += result.missed
+    console.print(f"targets missed: {missed}")
     return int(missed > 0)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="measure banach against TorchDEQ")
-    parser.add_argument("names", nargs="*", metavar="name", help=f"which of {', '.join(BENCHMARKS)}; all if none")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repetitions")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the JSON files")
-    parser.add_argument(
-        "--device", default="cpu", help="where `memory` runs, such as cuda; the rest is on the CPU"
-    )
-    chosen = parser.parse_args(arguments)
-    unknown = [name for name in chosen.names if name not in BENCHMARKS]
-    if not is_here(chosen.device):
-        parser.error(f"there is no device {chosen.device}; name cpu, cuda or cuda:N that is here")
-    if unknown:
-        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    return chosen
+def _wanted(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list[Benchmark]:
+    """Return the benchmarks that the names select; a group alone selects all of it, nothing selects cpu."""
+    groups = [name for name in chosen.names if name in FOLDERS]
+    names = [name for name in chosen.names if name not in FOLDERS]
+    allowed = [one for one in BENCHMARKS.values() if one.group in groups or not groups]
+    known = [one.name for one in allowed]
+    for name in names:
+        if name not in known:
+            parser.error(f"no benchmark is called {name}; expected one of {', '.join(known)}")
+    if not names and not groups and not chosen.list:
+        allowed = [one for one in allowed if one.group == "cpu"]
+    wanted = [BENCHMARKS[name] for name in names] or allowed
+    _check_device(parser, chosen, wanted)
+    return wanted
+
+
+def _check_device(parser: argparse.ArgumentParser, chosen: argparse.Namespace, wanted: list[Benchmark]) -> None:
+    try:
+        torch.empty(0, device=chosen.device or "cpu")
+    except (RuntimeError, AssertionError):  # the latter where torch was built without CUDA
+        parser.error(f"expected cpu, cuda or cuda:N of this machine as --device, got {chosen.device}")
+    if chosen.data_dir is not None and not chosen.data_dir.is_dir():
+        parser.error(f"expected a folder as --data-dir, got {chosen.data_dir}")
+    needs = [one.name for one in wanted if one.group == "gpu"]
+    if needs and not (chosen.quick or chosen.list or torch.cuda.is_available()):
+        parser.error(f"{needs[0]} needs a CUDA GPU; give --quick to run it at a tiny size on a CPU")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="measure banach against its peers")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cpu, gpu, training or benchmarks; default cpu")
+    parser.add_argument("--list", action="store_true", help="print the benchmarks and what they ask")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, on a CPU: shows that everything runs")
+    parser.add_argument("--out", type=Path, help="folder of the JSON files; default results, results/GROUP")
+    parser.add_argument("--device", help="such as cuda:1; default: what each benchmark is for")
+    parser.add_argument("--data-dir", type=Path, help="folder of the data sets; default: BANACH_DATA, the cache")
+    parser.add_argument("--contenders", type=_names, help="of a training step, with commas; default all")
+    parser.add_argument("--processes", type=int, help="per contender (default 3); 0: all in this process")
+    return parser
+
+
+def _names(given: str) -> tuple[str, ...]:
+    return tuple(name for name in given.split(",") if name)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,18 +23,17 @@ _VIEWS = {"aten._unsafe_view.default"}
 
 
 class Calls(TorchDispatchMode):
-    """Counts aten calls that are no views, and new tensors of at least `numel` entries, while it is on.
+    """Counts aten calls except views, new tensors of at least `numel` entries and host syncs, while it is on.
 
-    What runs inside a map wrapped by `beside` is left out: that is the map's own cost.
+    What runs inside a map wrapped by `without` is left out: that is the map's own cost.
     """
 
     def __init__(self, numel: int) -> None:
         super().__init__()
-        self.numel = numel
+        self.numel, self.paused = numel, False
         self.kernels: Counter[str] = Counter()
         self.allocations: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
-        self.paused = False
         self._reads = _Reads(self)
 
     def __enter__(self) -> Calls:
@@ -44,8 +44,8 @@ class Calls(TorchDispatchMode):
         super().__exit__(*error)
         self._reads.__exit__(*error)
 
-    def beside(self, T: Callable[..., Any]) -> Callable[..., Any]:
-        """T, not counted."""
+    def without(self, T: Callable[..., Any]) -> Callable[..., Any]:
+        """Return T, not counted."""
 
         def uncounted(*arguments: Any) -> Any:
             self.paused = True
@@ -57,7 +57,7 @@ class Calls(TorchDispatchMode):
         return uncounted
 
     def totals(self) -> tuple[int, int, int]:
-        """Kernels, latent-sized allocations, host syncs."""
+        """Return the numbers of kernels, of latent-sized allocations and of host syncs."""
         return self.kernels.total(), self.allocations.total(), self.syncs.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,14 +66,11 @@ class Calls(TorchDispatchMode):
         name = str(func)
         if self.paused:
             return out
-        if name in _SYNCS:
-            self.syncs[name] += 1
+        self.syncs[name] += name in _SYNCS
         if not func.is_view and name not in _VIEWS:
             self.kernels[name] += 1
-            self.allocations[name] += sum(
-                new.numel() >= self.numel
-                for new in new_tensors(out, {storage(t) for t in tensors((args, kwargs))})
-            )
+            made = _new_tensors(out, (args, kwargs))
+            self.allocations[name] += sum(tensor.numel() >= self.numel for tensor in made)
         return out
 
 
@@ -92,9 +89,9 @@ class _Reads(TorchFunctionMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made while it is on that are still alive, and the most there ever were.
+    """Bytes of the tensors made while it is on: those still alive (`now`), and the most there ever were (`peak`).
 
-    Counted by storage, in the backward pass too (on the CPU it runs in the same thread). What a kernel
+    Counted by storage, in the backward pass too (on the CPU it runs in the same thread). Memory that a kernel
     takes and gives back inside one call is not seen.
     """
 
@@ -104,10 +101,8 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, weakref.finalize[Any, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        before = {storage(tensor) for tensor in tensors((args, kwargs))}
-        out = func(*args, **kwargs)
-        for tensor in new_tensors(out, before):
+        out = func(*args, **(kwargs or {}))
+        for tensor in _new_tensors(out, (args, kwargs)):
             self._add(tensor.untyped_storage())
         return out
 
@@ -123,16 +118,34 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def host_syncs(action: Callable[[], object], device: torch.device) -> int:
+    """Return how often an action makes the host wait for the device.
+
+    On a GPU these are the operations that PyTorch's synchronisation debug mode warns of. On a CPU nothing waits:
+    the reads that would wait on a GPU are counted.
+    """
+    if device.type != "cuda":
+        with Calls(1) as calls:
+            action()
+        return calls.syncs.total()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            action()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("called a synchronizing" in str(one.message) for one in seen)
+
+
 def tensors(tree: Any) -> Iterable[Tensor]:
-    """The tensors in a tree of arguments."""
+    """Return the tensors in a tree of arguments."""
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def storage(tensor: Tensor) -> int:
-    """What two tensors share when they share memory."""
-    return tensor.untyped_storage()._cdata
-
-
-def new_tensors(out: Any, before: set[int]) -> Iterable[Tensor]:
-    """The tensors of `out` whose memory was not that of an argument."""
-    return (tensor for tensor in tensors(out) if storage(tensor) not in before)
+def _new_tensors(out: Any, arguments: Any) -> Iterable[Tensor]:
+    """Return the tensors of `out` whose memory was not that of an argument."""
+    before = {tensor.untyped_storage()._cdata for tensor in tensors(arguments)}
+    return [tensor for tensor in tensors(out) if tensor.untyped_storage()._cdata not in before]

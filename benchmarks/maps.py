@@ -1,4 +1,4 @@
-"""The maps that are iterated: fixed points with a known contraction, from one fixed seed each."""
+"""The maps that CPU benchmarks iterate: fixed points with a known contraction, from one fixed seed each."""
 
 from __future__ import annotations
 
@@ -20,19 +20,11 @@ class Problem:
     inputs: tuple[Tensor, ...] = ()
     weights: list[Tensor] = field(default_factory=list)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.z0.shape)
-
-    def closed(self) -> Callable[[Tensor], Tensor]:
-        """T with its inputs closed over, as TorchDEQ takes it."""
-        return lambda z: self.T(z, *self.inputs)
-
 
 class Recorder:
     """T, watched from outside: how many rows it was given, and each sample's residual at each evaluation.
 
-    No solver's own statistics are used, so all are judged alike. The first evaluation is number 1.
+    No solver's own statistics are used. The first evaluation is number 1.
     """
 
     def __init__(self, T: Callable[..., Tensor]) -> None:

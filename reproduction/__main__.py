@@ -1,28 +1,38 @@
-"""The command line: python -m reproduction train JOB [JOB ...] --minutes 9, and collect."""
+"""The command line: python -m reproduction STUDY | all | report | train | collect."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
-RECORDS = Path("results/reproduction/trainings.jsonl")
+# Modules of this package, in the order of the report; study.py describes what they offer.
+STUDIES = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
+QUICK = Path("runs/quick")
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
 
 The minutes count from the start of the process. A run stops at the end of an epoch; the same command resumes it.
 On a CPU a resumed run is the same bit by bit; on a GPU it is statistically, not bitwise, the same.
 """
+STUDY = """\
+Train or compute what the study needs and its records lack, write the records, and print its table.
+
+With --quick everything runs on digits, on a CPU, in minutes, and is written below runs/quick.
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code, 2 for input that cannot be used."""
-    options = _parser().parse_args(arguments)
+    given = _parser().parse_args(arguments)
+    command = {"train": _train, "collect": _collect, "report": _report}.get(given.command, _study)
     try:
-        return _collect(options) if options.command == "collect" else _train(options)
+        return command(given)
     except _expected() as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -33,54 +43,115 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m reproduction", description="The paper, reproduced with banach."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="run training jobs, with a time budget",
-        description=TRAIN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    train.add_argument("jobs", nargs="*", metavar="JOB", help="names of jobs; --list prints them")
-    train.add_argument("--list", action="store_true", help="print the names of all jobs and exit")
-    train.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
-    train.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run directories (runs)")
-    train.add_argument("--data-dir", type=Path, help="folder of the data sets")
-    train.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
-    train.add_argument(
-        "--unpack", type=Path, metavar="FOLDER", help="take JOB.tar from there if it is ahead of RUNS"
-    )
-    train.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
-    train.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    train.add_argument("--changed-sources", action="store_true", help="resume a run that other sources began")
-    collect = commands.add_parser(
-        "collect", help="gather the records of finished runs in one file", description="Write one line per run."
-    )
+
+    def add(name: str, text: str, description: str) -> argparse.ArgumentParser:
+        form = argparse.RawDescriptionHelpFormatter
+        return commands.add_parser(name, help=text, description=description, formatter_class=form)
+
+    for name in STUDIES:
+        _study_arguments(add(name, f"the study {name}", STUDY))
+    _study_arguments(add("all", "all studies, then the report", STUDY))
+    report = add("report", "write docs/reproduction.md from the records", "Write the pages and figures.")
+    report.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
+    report.add_argument("--docs", type=Path, default=Path("docs"), help="folder to write to (docs)")
+    _train_arguments(add("train", "run training jobs, with a time budget", TRAIN))
+    collect = add("collect", "add finished runs to the records", "Write one line per finished run.")
     collect.add_argument("runs", type=Path, help="folder of run directories")
-    collect.add_argument("--out", type=Path, default=RECORDS, help=f"the file ({RECORDS}); other runs in it stay")
+    collect.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
     return parser
 
 
-def _collect(given: argparse.Namespace) -> int:
-    from reproduction.collect import collect
+def _study_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="on digits, on a CPU, in minutes")
+    parser.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share independent work (1)")
+    _common_arguments(parser)
 
-    names = collect(given.runs, given.out)
-    print(f"{given.out}: {len(names)} finished runs")
+
+def _common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=Path, help="folder of run directories (runs)")
+    parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="names of jobs; --list prints them")
+    parser.add_argument("--list", action="store_true", help="print the names of all jobs and exit")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
+    parser.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
+    parser.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
+    parser.add_argument("--changed-sources", action="store_true", help="resume a run that other sources began")
+    _common_arguments(parser)
+
+
+def _options(given: argparse.Namespace) -> Any:
+    """Return the options that were given; a quick run has its own folders and runs on the CPU."""
+    import torch
+
+    from reproduction.study import Options
+
+    values = {name: value for name, value in vars(given).items() if value is not None}
+    if values.get("quick"):
+        values = {"records": QUICK, "runs": QUICK / "runs", **values}
+        values["device"] = "cpu" if values["device"] == "auto" else values["device"]
+    names = Options.__dataclass_fields__
+    options = Options(**{name: value for name, value in values.items() if name in names})
+    try:
+        torch.empty(0, device=options.torch_device)  # before hours of work, not after
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {options.device} cannot be used: {error}") from None
+    return options
+
+
+def _modules() -> dict[str, Any]:
+    return {name: importlib.import_module(f"reproduction.{name}") for name in STUDIES}
+
+
+def _study(given: argparse.Namespace) -> int:
+    from reproduction import report
+    from reproduction.study import table
+
+    options, studies = _options(given), _modules()
+    for name in STUDIES if given.command == "all" else (given.command,):
+        options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
+        rows = studies[name].run(options)
+        options.say(studies[name].values(rows).get("table", table(rows)) + "\n")
+    if given.command == "all":
+        options.say(
+            f"written: {report.write(studies, options, QUICK / 'docs' if options.quick else Path('docs'))}"
+        )
+    return 0
+
+
+def _report(given: argparse.Namespace) -> int:
+    from reproduction import report
+
+    print(f"written: {report.write(_modules(), _options(given), given.docs)}")
+    return 0
+
+
+def _collect(given: argparse.Namespace) -> int:
+    from reproduction.study import RESULTS
+    from reproduction.trainings import collect
+
+    folder = given.records or RESULTS
+    print(f"{folder}: {len(collect(given.runs, folder))} finished runs")
     return 0
 
 
 def _train(given: argparse.Namespace) -> int:
     from reproduction import jobs
-    from reproduction.train import Options, train
+    from reproduction.train import train
 
     if given.list:
-        print("\n".join(jobs.JOBS))
+        print("\n".join(jobs.by_name()))
         return 0
     if not given.jobs:
         raise ValueError("name at least one job; `train --list` prints all jobs")
     if not given.minutes >= 0:
         raise ValueError(f"--minutes must be a number of at least 0, got {given.minutes}")
-    chosen = [jobs.get(name) for name in given.jobs]
-    names = ("minutes", "runs", "data_dir", "pack", "unpack", "device", "resume", "changed_sources")
-    train(chosen, Options(**{name: getattr(given, name) for name in names}))
+    train([jobs.get(name) for name in given.jobs], _options(given))
     return 0
 
 

@@ -1,54 +1,75 @@
-"""The named training jobs: which network, on which data, with which settings and seed."""
+"""Training jobs: which network, on which data, with which settings and seed. The studies list theirs."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from banach import ImplicitNetwork, data, models
+from banach import JFB, ImplicitNetwork, Mode, Picard, Solver, data, models
 from banach.data import Augmentation, Chain, Crop, Flip, paper_cifar10
 from banach.train import Settings
 
 SNAPSHOTS = (1, 3, 10, 30, 100, 300, 1000)  # epochs whose weights are stored, besides the last one
 MONITOR_EVERY = 50  # epochs between two measurements of the contraction, besides the snapshots
 LAST = 10  # the test set is evaluated after each of the last epochs
+AUGMENTATIONS: dict[str, Augmentation] = {
+    "paper": paper_cifar10(),
+    "flip+crop:4": Chain(Flip(), Crop(4)),
+    "crop:2": Crop(2),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run. Settings are those of the model's recipe, and all training images are used.
+    """One training run, with the settings of the model's recipe.
 
-    `explicit` trains the twin S(R(0, Q(d))). The test set is evaluated after every `evaluate_every`-th epoch and
-    after each of the last ten; it chooses nothing. `augment` names a key of `AUGMENTATIONS`.
+    `explicit` trains the twin S(R(0, Q(d))). `epochs` shortens the run and leaves the schedule as it is. `whole`
+    trains on all training images; otherwise some are held out for validation. The test set is evaluated after
+    every `evaluate_every`-th epoch and after each of the last ten; it chooses nothing. `augment` names a key of
+    `AUGMENTATIONS`. `backward` makes the backward mode. `after`: start with the weights that job ended with.
     """
 
     name: str
     data: str
     model: str
-    seed: int
+    seed: int = 0
     recipe: str | None = None
     explicit: bool = False
+    batch_norm: bool = True
+    solver: Solver = Picard()
+    backward: Callable[[], Mode] = JFB
     precision: str = "fp32"
     augment: str | None = None
     evaluate_every: int = 1
     epochs: int | None = None
+    subset: int | None = None
+    whole: bool = True
+    fast: bool = True
+    after: Job | None = None
 
     @property
     def settings(self) -> Settings:
         """The settings that `fit` gets."""
         recipe = models.recipe(self.model, self.recipe)
+        names = (
+            "data",
+            "model",
+            "recipe",
+            "subset",
+            "whole",
+            "augment",
+            "batch_norm",
+            "precision",
+            "fast",
+            "seed",
+        )
         return Settings.of_recipe(
             recipe,
-            data=self.data,
-            model=self.model,
-            recipe=self.recipe,
-            whole=True,
-            augment=self.augment,
-            precision=self.precision,
-            seed=self.seed,
+            **{name: getattr(self, name) for name in names},
             monitor=False,  # measured here, at fewer epochs and on more images
             epochs=self.epochs or recipe.epochs,
             max_steps=0 if self.explicit else recipe.max_steps,
@@ -70,10 +91,15 @@ class Job:
         with torch.random.fork_rng([]):
             torch.manual_seed(self.seed)
             net = models.build(
-                self.model, image=dataset.shape, classes=len(dataset.classes), explicit=self.explicit
+                self.model,
+                image=dataset.shape,
+                classes=len(dataset.classes),
+                batch_norm=self.batch_norm,
+                explicit=self.explicit,
             )
         if isinstance(net, ImplicitNetwork):
             net.tolerance = replace(tolerance, max_steps=0) if self.explicit else tolerance
+            net.solver, net.backward = self.solver, self.backward()
         return net
 
     def evaluates(self, epoch: int) -> bool:
@@ -89,43 +115,12 @@ class Job:
         return epoch in SNAPSHOTS or epoch == self.settings.epochs
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {"paper": paper_cifar10(), "flip+crop:4": Chain(Flip(), Crop(4))}
+def by_name() -> dict[str, Job]:
+    """Return the jobs of all studies."""
+    from reproduction import accelerate, neumann, table1, table2
 
-
-def _pair(name: str, seeds: int, **common: object) -> list[Job]:
-    """The JFB network and its explicit twin for each seed."""
-    fields = {"data": name, "model": name, "recipe": "released", **common}
-    return [
-        Job(name=f"{name}-{kind}-seed{seed}", seed=seed, explicit=kind == "twin", **fields)  # type: ignore[arg-type]
-        for kind in ("jfb", "twin")
-        for seed in range(seeds)
-    ]
-
-
-_ALL = [
-    *_pair("cifar10", 3, precision="bf16", augment="paper", evaluate_every=5),
-    *_pair("svhn", 3, evaluate_every=5),
-    *_pair("mnist", 5),
-    *(
-        Job(name=f"mnist-jfb-printed-seed{seed}", data="mnist", model="mnist", recipe="paper", seed=seed)
-        for seed in range(5)
-    ),
-    *(
-        Job(
-            name=f"resnet56-seed{seed}",
-            data="cifar10",
-            model="resnet56",
-            recipe="he",
-            precision="bf16",
-            augment="flip+crop:4",
-            evaluate_every=5,
-            seed=seed,
-        )
-        for seed in range(3)
-    ),
-    Job(name="digits-jfb-seed0", data="digits", model="digits", seed=0, epochs=4),  # a dry run of seconds
-]
-JOBS = {job.name: job for job in _ALL}
+    studies = (table1, table2, neumann, accelerate)
+    return {job.name: job for study in studies for job in (*study.JOBS, *study.QUICK)}
 
 
 def get(name: str) -> Job:
@@ -134,7 +129,8 @@ def get(name: str) -> Job:
     Raises:
         ValueError: if there is none; the message names the closest one.
     """
-    if name in JOBS:
-        return JOBS[name]
-    near = difflib.get_close_matches(name, JOBS, n=1, cutoff=0.0)
+    jobs = by_name()
+    if name in jobs:
+        return jobs[name]
+    near = difflib.get_close_matches(name, jobs, n=1, cutoff=0.0)
     raise ValueError(f"unknown job {name!r}; did you mean {near[0]!r}? `train --list` prints all jobs")

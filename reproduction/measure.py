@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from banach import ImplicitNetwork
-from banach.data import Images
+from banach.data import Augmentation, Images
 from banach.diagnose import measure_contraction
 from banach.fast import unchanged
-from banach.train import Scorer, evaluate
+from banach.train import Scorer, Totals, evaluate
 from banach.train.evaluate import measure
 from reproduction.jobs import Job
 
@@ -39,51 +39,45 @@ class Measure:
     def both(self, epoch: int) -> dict[str, Any]:
         """Return the test set's totals by the clean and by the released protocol, in the training's precision."""
         clean = evaluate(self.net, self.test, batch_size=BATCH, precision=self.job.precision, scorer=self.scorer)
-        return {"epoch": epoch, "clean": asdict(clean), "released": asdict(self._released(epoch))}
+        return {"epoch": epoch, "clean": asdict(clean), "released": self._released(epoch)}
 
     def contraction(self, epoch: int) -> dict[str, Any] | None:
         """Return sigma_max(dT/du), rate and residual on fixed training images; None for explicit networks.
 
         `eval`: the map as it predicts, per image. `train`: with batch statistics, one map for the whole batch.
         """
-        net: Any = self.net
-        if not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
+        if not _solves(self.net):
             return None
-        x = self.images.normalise(self.images.pixels)
-        return {
-            "epoch": epoch,
-            "images": len(x),
-            **{mode: self._contraction(x, mode) for mode in ("eval", "train")},
-        }
+        modes = {mode: self._contraction(mode) for mode in ("eval", "train")}
+        return {"epoch": epoch, "images": len(self.images), **modes}
 
     def final(self, epoch: int) -> dict[str, Any]:
         """Return the clean totals in fp32, at the settings' tolerance and at 1e-4, and the released ones."""
         net: Any = self.net
-        scorer = Scorer(net)
+        scored = partial(evaluate, net, self.test, batch_size=BATCH, scorer=Scorer(net))
+        names = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
         values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
         values |= {"parameters": sum(p.numel() for p in net.parameters())}
-        values |= {"clean": asdict(evaluate(net, self.test, batch_size=BATCH, scorer=scorer)), "fine": None}
-        values |= {"released": asdict(self._released(epoch))}
-        if isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0:
+        values |= {"network": {name: repr(getattr(net, name)) for name in names}}
+        values |= {"clean": asdict(scored()), "fine": None, "released": self._released(epoch)}
+        if _solves(net):
             own = net.tolerance
             net.tolerance = replace(own, atol=FINE, max_steps=FINE_STEPS)
             try:
-                values["fine"] = asdict(evaluate(net, self.test, batch_size=BATCH, scorer=scorer))
+                values["fine"] = asdict(scored())
             finally:
                 net.tolerance = own
         return values
 
-    def _released(self, epoch: int) -> Any:
-        begin = partial(torch.manual_seed, 0)
-        with in_training_mode(self.net, self.test.device):
-            augment = self.job.released_augmentation
-            return measure(self.scorer, self.test, BATCH, begin, augment=augment, epoch=epoch)
+    def _released(self, epoch: int) -> dict[str, Any]:
+        augment = self.job.released_augmentation
+        return asdict(released(self.net, self.test, self.scorer, augment=augment, epoch=epoch))
 
-    def _contraction(self, x: torch.Tensor, mode: str) -> dict[str, Any]:
+    def _contraction(self, mode: str) -> dict[str, Any]:
         training = self.net.training
         self.net.train(mode == "train")
         try:
-            found = measure_contraction(self.net, x, rtol=1e-3, seed=0)
+            found = measure_contraction(self.net, self.images.normalise(self.images.pixels), rtol=1e-3, seed=0)
         finally:
             self.net.train(training)
         shown = slice(1) if found.coupled else slice(None)  # coupled samples share one value
@@ -91,9 +85,16 @@ class Measure:
         return {**values, "violations": found.violations, "coupled": found.coupled}
 
 
+def released(
+    net: nn.Module, test: Images, scorer: Scorer, *, augment: Augmentation | None = None, epoch: int = 0
+) -> Totals:
+    """Return the totals of the test set by the released protocol; mode, buffers and random state are kept."""
+    with _in_training_mode(net, test.device):
+        return measure(scorer, test, BATCH, partial(torch.manual_seed, 0), augment=augment, epoch=epoch)
+
+
 @contextmanager
-def in_training_mode(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the network in training mode; afterwards its mode, buffers and the random state are as before."""
+def _in_training_mode(net: nn.Module, device: torch.device) -> Iterator[None]:
     training = net.training
     net.train()
     try:
@@ -101,3 +102,7 @@ def in_training_mode(net: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         net.train(training)
+
+
+def _solves(net: nn.Module) -> bool:
+    return isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0

@@ -8,39 +8,38 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from banach.train import RunError
-from reproduction.records import SNAPSHOTS
+from reproduction.rundir import SNAPSHOTS
 
 MOST = 15 * 2**20
 CHECKPOINTS = "checkpoints"
 
 
 def pack(folder: Path, target: Path) -> list[Path]:
-    """Write the run in `folder` into tar files in the folder `target`.
-
-    Returns:
-        The files, JOB.tar first.
-    """
+    """Write the run in `folder` into tar files in the folder `target`; return them, JOB.tar first."""
     target.mkdir(parents=True, exist_ok=True)
-    main, snapshots = _essential(folder), sorted((folder / SNAPSHOTS).glob("*.safetensors"))
+    # Temporary files and the lock start with a dot.
+    main = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    main += sorted((folder / CHECKPOINTS / newest(folder)).glob("*")) if newest(folder) else []
+    snapshots = sorted((folder / SNAPSHOTS).glob("*.safetensors"))
     if _size([*main, *snapshots]) <= MOST:
         return [_write(target / f"{folder.name}.tar", folder, [*main, *snapshots])]
+    groups: list[list[Path]] = []
+    for path in snapshots:
+        if not groups or _size([*groups[-1], path]) > MOST:
+            groups.append([])
+        groups[-1].append(path)
     parts = [
-        _write(target / f"{folder.name}.snapshots-{number}.tar", folder, part)
-        for number, part in enumerate(_split(snapshots), 1)
+        _write(target / f"{folder.name}.snapshots-{n}.tar", folder, group) for n, group in enumerate(groups, 1)
     ]
     return [_write(target / f"{folder.name}.tar", folder, main), *parts]
 
 
 def unpack(source: Path, runs: Path) -> None:
-    """Extract a JOB.tar into `runs`.
-
-    Raises:
-        RunError: if it is damaged or not a packed run.
-    """
+    """Extract a JOB.tar into `runs`; a damaged one, or one that is not a packed run, is a RunError."""
     try:
         with tarfile.open(source) as tar:
             names = {Path(name).parts[0] for name in tar.getnames()}
@@ -52,44 +51,20 @@ def unpack(source: Path, runs: Path) -> None:
         raise RunError(f"{source} cannot be unpacked: {error}; copy it again") from None
 
 
-def newest(folder: Path) -> str:
-    """Return the name of the newest checkpoint in a run directory or a packed run, "" if there is none.
-
-    Names sort by epoch and step.
-    """
-    if folder.is_dir():
-        return max((path.name for path in _checkpoints(folder)), default="")
+def newest(source: Path) -> str:
+    """Return the newest checkpoint of a run directory or a packed run, "" if there is none; names sort by epoch."""
+    if not source.exists() or source.is_dir():
+        return max((path.name for path in (source / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
     try:
-        with tarfile.open(folder) as tar:
+        with tarfile.open(source) as tar:
             parts = [Path(name).parts for name in tar.getnames()]
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise RunError(f"{folder} cannot be read: {error}; copy it again") from None
+        raise RunError(f"{source} cannot be read: {error}; copy it again") from None
     return max((part[2] for part in parts if len(part) > 2 and part[1] == CHECKPOINTS), default="")
 
 
-def _essential(folder: Path) -> list[Path]:
-    """The newest checkpoint and the files at the top; temporary files and the lock start with a dot."""
-    last = newest(folder)
-    files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
-    return sorted(files) + (sorted((folder / CHECKPOINTS / last).iterdir()) if last else [])
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in (folder / CHECKPOINTS).glob("epoch-*") if path.is_dir()]
-
-
-def _split(files: Sequence[Path]) -> list[list[Path]]:
-    """Files in order, in groups of at most MOST bytes."""
-    groups: list[list[Path]] = [[]]
-    for path in files:
-        if groups[-1] and _size([*groups[-1], path]) > MOST:
-            groups.append([])
-        groups[-1].append(path)
-    return [group for group in groups if group]
-
-
 def _size(files: Iterable[Path]) -> int:
-    """Bytes in a tar: a header and padding per file."""
+    """Return the bytes in a tar: a header and padding per file."""
     return sum(path.stat().st_size + 2048 for path in files)
 
 

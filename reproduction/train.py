@@ -7,13 +7,11 @@ resumed run is the same bit by bit. On a GPU it is statistically the same: kerne
 from __future__ import annotations
 
 import gc
-import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,39 +20,16 @@ from banach import data
 from banach.data import Images
 from banach.provenance import write_json
 from banach.train import Epoch, Run, RunError, fit
-from reproduction import STARTED, records
+from reproduction import rundir
 from reproduction.jobs import Job
 from reproduction.measure import Measure
 from reproduction.pack import newest, pack, unpack
+from reproduction.study import Options
 
 PACK_EVERY = 100.0  # seconds: what a killed process loses at most, besides the epoch in work
-RESERVE = 5.0  # seconds for what cannot be foreseen
-FIRST_PACK = 2.0  # seconds that packing is assumed to take before it was measured
+RESERVE = 9.0  # seconds for packing and for what cannot be foreseen
 FINAL_SECONDS = 30.0  # for the evaluations after the last epoch
 FINISHED = "finished"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Where runs, data and tars are, and how long the process may take.
-
-    `pack` and `unpack` are folders of JOB.tar files. `resume` refuses to start a run from its beginning.
-    """
-
-    minutes: float = math.inf
-    runs: Path = Path("runs")
-    data_dir: Path | None = None
-    pack: Path | None = None
-    unpack: Path | None = None
-    device: str = "auto"
-    resume: bool = False
-    changed_sources: bool = False
-    say: Callable[[str], None] = field(default=lambda line: print(line, flush=True), repr=False)
-
-    @property
-    def left(self) -> float:
-        """Seconds left of the budget, which began with the process."""
-        return STARTED + 60 * self.minutes - time.monotonic()
 
 
 class OutOfTime(Exception):
@@ -92,27 +67,40 @@ class Trainer:
         self.job, self.options, self.folder = job, options, options.runs / job.name
         self.settings = replace(job.settings, device=options.device)
         self.begun = self.last = self.packed_at = time.monotonic()
-        self.first_seconds = self.measuring = self.monitoring = 0.0
-        self.pack_seconds = FIRST_PACK
+        self.first_seconds = self.measuring = self.monitoring = self.packing = 0.0
         self.epochs: list[float] = []  # seconds of each epoch, with all that goes with it
         self.said: list[warnings.WarningMessage] = []
 
     def run(self) -> bool:
         """Train until the end or until time is over; return True if the job is finished."""
         fetch(self.job, self.options)
-        if (self.folder / records.FINAL).exists():
+        if (self.folder / rundir.FINAL).exists():
             self.options.say(f"{self.job.name}: is finished")
             self._pack()
             return True
-        train, test = (self._load(split) for split in ("train+validation", "test"))
+        self.net = self.job.build().to(self.settings.torch_device)
+        self._take_weights()
+        train, test = self._load("train+validation" if self.job.whole else "train"), self._load("test")
+        train = train if self.job.subset is None else train.subset(self.job.subset)
         run = self._open()
-        self.net = self.job.build().to(test.device)
         self.measure = Measure(self.job, self.net, train, test)
         with warnings.catch_warnings(record=True) as self.said:
             warnings.simplefilter("always")
             stopped = self._fit(run, train)
         self._end(stopped)
         return stopped == FINISHED
+
+    def _take_weights(self) -> None:
+        """Start with the weights of the job that this one goes on from, which is trained first if need be."""
+        from safetensors.torch import load_file
+
+        before = self.job.after
+        if before is None or newest(self.folder):
+            return
+        if not Trainer(before, self.options).run():
+            raise RunError(f"{before.name}, whose weights {self.job.name} starts with, is not finished; resume it")
+        path = rundir.snapshot(self.options.runs / before.name, before.settings.epochs)
+        self.net.load_state_dict(load_file(path))
 
     def _load(self, split: str) -> Images:
         return data.load(self.job.data, split, self.options.data_dir, self.settings.torch_device)
@@ -122,85 +110,82 @@ class Trainer:
         is_new = not (self.folder / "settings.json").exists()
         run = Run.create(self.folder, self.settings) if is_new else Run.open(self.folder)
         done = _epochs_done(run)
-        records.forget_after(self.folder, done)
+        rundir.forget_after(self.folder, done)
         device, changed = self.settings.torch_device, self.options.changed_sources
-        self.segment = records.Segment(self.folder, done, device, changed_sources=changed)
+        self.segment = rundir.Segment(self.folder, done, device, changed_sources=changed)
         name = self.segment.line["device"]
         self.options.say(f"{self.job.name}: {done} of {self.settings.epochs} epochs are done; {name}")
         return run
 
     def _fit(self, run: Run, train: Images) -> str:
         """Train, and return why it stopped."""
-        augment = self.job.augmentation
+        given = {"augment": self.job.augmentation, "run": run, "on_epoch": self._after}
+        validation = None if self.job.whole else self._load("validation")
         try:
-            history = fit(self.net, train, None, self.settings, augment=augment, run=run, on_epoch=self._after)
+            history = fit(self.net, train, validation, self.settings, **given)  # type: ignore[arg-type]
         except OutOfTime:
             return "out of time"
         if not history.finished:
             return f"signal {history.stopped_by}"
-        write_json(self.folder / records.FINAL, self.measure.final(self.settings.epochs))
+        write_json(self.folder / rundir.FINAL, self.measure.final(self.settings.epochs))
         return FINISHED
 
     def _after(self, epoch: Epoch) -> None:
         """Measure, record and pack after an epoch; its checkpoint is written when this returns or raises."""
-        number = epoch.epoch
-        start = time.monotonic()
+        number, start = epoch.epoch, time.monotonic()
         point = self._measure(number)
-        self.measuring += time.monotonic() - start
+        now = time.monotonic()
+        self.measuring += now - start
         if point is not None:
             self.options.say(_line(epoch, self.job, point))
-        self._count()
+        self.epochs.append(now - self.last)  # with its measurements and the checkpoint before it
+        self.last, self.first_seconds = now, self.first_seconds or now - self.begun
         self._update(number)
         if number == self.settings.epochs:
             return
         if not self._fits(number + 1):
             raise OutOfTime
-        if time.monotonic() - self.packed_at > PACK_EVERY:
+        if now - self.packed_at > PACK_EVERY:
             self._pack()
 
     def _measure(self, number: int) -> dict[str, Any] | None:
         """Do what is due after the epoch; return the evaluation of the test set if there was one."""
         job, point = self.job, None
         if job.takes_snapshot(number):
-            records.write_snapshot(self.folder, self.net, job.name, number)
+            rundir.write_snapshot(self.folder, self.net, job.name, number)
         if job.evaluates(number):
             point = self.measure.both(number)
-            records.append_line(self.folder / records.TEST, point)
+            rundir.append_line(self.folder / rundir.TEST, point)
         if job.monitors(number):
             start = time.monotonic()
             found = self.measure.contraction(number)
             if found is not None:
-                records.append_line(self.folder / records.CONTRACTION, found)
+                rundir.append_line(self.folder / rundir.CONTRACTION, found)
             self.monitoring = time.monotonic() - start
         return point
-
-    def _count(self) -> None:
-        """Note how long this epoch took, with its measurements and the checkpoint before it."""
-        now = time.monotonic()
-        self.epochs.append(now - self.last)
-        self.last = now
-        self.first_seconds = self.first_seconds or now - self.begun
 
     def _fits(self, number: int) -> bool:
         """Return True if the epoch of this number, what is measured after it and packing fit in the time left."""
         warm = self.epochs[1:] or self.epochs  # the first one includes starting up
-        needed = max(warm[-10:]) + 2 * self.pack_seconds + RESERVE
+        needed = max(warm[-10:]) + 2 * self.packing + RESERVE
         needed += self.monitoring if self.job.monitors(number) else 0.0
         needed += FINAL_SECONDS if number == self.settings.epochs else 0.0
         return needed <= self.options.left
 
-    def _update(self, number: int) -> None:
+    def _update(self, number: int, **values: Any) -> None:
+        report = getattr(getattr(self.net, "backward", None), "report", None)
         self.segment.update(
             last_epoch=number,
             seconds=round(time.monotonic() - self.begun, 3),
             measuring_seconds=round(self.measuring, 3),
             warnings=Counter(str(warning.message)[:300] for warning in self.said),
+            counts=dict(report) if isinstance(report, Counter) else {},  # how adjoint equations ended
+            **values,
         )
 
     def _end(self, stopped: str) -> None:
         done = _epochs_done(Run.open(self.folder))
-        self._update(done)
-        self.segment.update(stopped=stopped)
+        self._update(done, stopped=stopped)
         for text, count in self.segment.line["warnings"].items():
             self.options.say(f"warning ({count} times): {text}")
         self._pack()
@@ -212,7 +197,7 @@ class Trainer:
         start = time.monotonic()
         files = pack(self.folder, self.options.pack)
         self.packed_at = time.monotonic()
-        self.pack_seconds = self.packed_at - start
+        self.packing = self.packed_at - start
         self.options.say("packed " + ", ".join(f"{f.name} ({f.stat().st_size / 2**20:.1f} MiB)" for f in files))
 
 
@@ -220,11 +205,9 @@ def fetch(job: Job, options: Options) -> None:
     """Unpack the job's tar if it is ahead of the run directory, or there is none."""
     folder = options.runs / job.name
     tar = None if options.unpack is None else options.unpack / f"{job.name}.tar"
-    here = newest(folder) if folder.is_dir() else ""
-    if tar is not None and tar.exists() and newest(tar) > here:
+    if tar is not None and tar.exists() and newest(tar) > newest(folder):
         unpack(tar, options.runs)
-        here = newest(folder)
-    if options.resume and not here:
+    if options.resume and not newest(folder):
         where = f"{folder} or {tar}" if tar is not None else str(folder)
         raise RunError(f"there is no run to resume in {where}; copy its tar there, or leave out --resume")
 

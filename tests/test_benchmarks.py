@@ -1,4 +1,4 @@
-"""Every benchmark at a small size: its structure, its instruments, and the claims that are not timings."""
+"""The runner and every CPU benchmark at its quick size: structure, instruments, claims that are not timings."""
 
 from __future__ import annotations
 
@@ -7,109 +7,81 @@ import io
 import json
 import math
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from benchmarks import (
-    compaction,
-    invariance,
-    ladder,
-    layout,
-    looptime,
-    maps,
-    memory,
-    modes,
-    onestep,
-    overhead,
-    penalty,
-    rival,
-    starts,
-    steps,
-)
+from benchmarks import compare_commits, libraries, maps, onestep, per_sample
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.counting import Calls, LiveBytes
-from benchmarks.gpu.__main__ import main as gpu_main
-from benchmarks.report import Result, Target
-from benchmarks.timing import interleaved, ratio
+from benchmarks.counting import Calls, LiveBytes, host_syncs
+from benchmarks.processes import alone, in_rounds
+from benchmarks.results import Figure, Result, Target
+from benchmarks.timer import interleaved, ratio, switches, timed_steps
 from rich.console import Console
 
 from banach import Status, Tolerance, solve
-from banach.fast.depth import DepthControl, Ladder
-from gpu_parts import one_thread  # noqa: F401 - a fixture that every test here uses
 
-if rival.available():
+if libraries.has_torchdeq():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its docstrings hold escapes that newer Pythons warn of
         import torchdeq  # noqa: F401
 
-needs_torchdeq = pytest.mark.skipif(not rival.available(), reason="torchdeq is not installed")
-
-SMALL = {
-    "overhead": (overhead.run, overhead.Settings(batch=4)),
-    "steps": (steps.run, steps.Settings(n=96, batch=2, tolerance=1e-6, max_steps=300)),
-    "memory": (memory.run, memory.Settings(depths=(10, 60), unrolled=(5, 10, 20), batch=8, width=16)),
-    "onestep": (onestep.run, onestep.Settings(repeats=1, max_steps=60, small=True)),
-    "compaction": (compaction.run, compaction.Settings(((0.2, 0.95),), batch=96, n=32, layers=1, repeats=1)),
-    "invariance": (invariance.run, invariance.Settings(batch=5, n=16)),
-    "modes": (modes.run, modes.Settings(batch=4, train_steps=2, repeats=1)),
-    "starts": (starts.run, starts.Settings(epochs=1, frames=2, images=16, levels=(1e-2,))),
-    "ladder": (ladder.run, ladder.Settings((ladder.Case("digits", 1e-1, 1e-3, 12),), seeds=2, batch=20)),
-    "layout": (layout.run, layout.QUICK),
-    "penalty": (penalty.run, penalty.Settings(epochs=1, seeds=2, images=64, repeats=1)),
-    "looptime": (looptime.run, looptime.Settings(shapes=((2, 8),), depth=12, repeats=1)),
-}
+needs_torchdeq = pytest.mark.skipif(not libraries.has_torchdeq(), reason="torchdeq is not installed")
+CPU = torch.device("cpu")
+ON_CPU = [name for name, one in BENCHMARKS.items() if one.group == "cpu"]
 
 
-ALONE = ("modes", "starts", "ladder", "layout", "penalty")  # measured against banach itself
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @functools.cache
-def small(name: str) -> Result:
-    run, settings = SMALL[name]
-    return run(settings)  # type: ignore[operator]
+def quick(name: str) -> Result:
+    return BENCHMARKS[name].measure(BENCHMARKS[name].quick)
 
 
-def test_all_are_here() -> None:
-    assert set(SMALL) == set(BENCHMARKS)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_result_fits_in_100_columns_and_in_json(name: str, tmp_path: Path) -> None:
-    result = small(name)
-    console = Console(width=100, record=True, file=io.StringIO())
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_result_fits_in_120_columns_and_in_json(name: str, tmp_path: Path) -> None:
+    result = quick(name)
+    console = Console(width=120, record=True, file=io.StringIO())
     result.show(console)
     shown = console.export_text()
     assert result.question in shown
-    assert max(map(len, shown.splitlines())) <= 100
+    assert max(map(len, shown.splitlines())) <= 120
     written = json.loads(result.write(tmp_path).read_text())
     assert written["name"] == name
-    assert len(written["rows"]) == len(result.rows)
+    assert len(written["rows"]) == len(result.report.rows)
     assert {"date", "device", "versions", "commit", "dirty", "settings"} <= set(written["provenance"])
     assert written["provenance"]["settings"]
 
 
 @pytest.mark.parametrize("name", ["overhead", "steps", "memory", "compaction", "invariance"])
 def test_what_was_promised_holds(name: str) -> None:
-    missed = [target.sentence() for target in small(name).targets if not target.met]
-    assert small(name).targets
-    assert not missed
+    report = quick(name).report
+    assert report.targets
+    assert not [target.sentence() for target in report.targets if not target.met]
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in ALONE])
-def test_without_torchdeq_the_rest_still_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rival, "available", lambda: False)
-    run, settings = SMALL[name]
-    result = run(settings)  # type: ignore[operator]
-    assert rival.ABSENT in result.notes
-    assert "TorchDEQ" not in {row.get("library", row.get("method")) for row in result.rows}
-    assert result.rows or name == "onestep"
+def test_without_torchdeq_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    for name in ("overhead", "steps", "memory", "onestep", "compaction", "invariance", "looptime"):
+        report = BENCHMARKS[name].run(BENCHMARKS[name].quick)
+        assert libraries.ABSENT in report.notes
+        assert "TorchDEQ" not in {row.get("library", row.get("method")) for row in report.rows}
+        assert report.rows or name == "onestep"
 
 
-def test_calls_are_counted_beside_the_map() -> None:
+def test_calls_are_counted_without_those_of_the_map() -> None:
     z, out = torch.ones(4, 3), torch.empty(4, 3)
     calls = Calls(z.numel())
-    T = calls.beside(lambda x: x.exp().sin())
+    T = calls.without(lambda x: x.exp().sin())
     with calls:
         row = z.sum(1)  # a kernel, too small to count as an allocation
         y = T(z) * 2  # the map's own two are left out
@@ -121,12 +93,7 @@ def test_calls_are_counted_beside_the_map() -> None:
     assert calls.kernels["aten.exp.default"] == 0
     assert calls.kernels["aten.mul.Tensor"] == 1
     assert calls.kernels["aten.view.default"] == 0
-    assert calls.allocations.total() == 1
-    assert calls.syncs == {
-        "cpu": 1,
-        "aten._local_scalar_dense.default": 1,
-        "aten._linalg_check_errors.default": 1,
-    }
+    assert calls.totals()[1:] == (1, 3)
 
 
 def test_bytes_alive_follow_the_tensors_and_the_graph() -> None:
@@ -135,22 +102,22 @@ def test_bytes_alive_follow_the_tensors_and_the_graph() -> None:
         a = w * 2  # 4000 bytes
         view = a.view(10, 100)
         assert live.now == 4000
-        b = a.exp()  # autograd keeps the value of exp
+        b = a.exp()  # autograd stores the value of exp
         del a, view
         assert live.now == 4000
         b = b.sum()
         assert live.now == 4004
         b.backward()
-        assert live.peak >= 4000 + 4 + 4000  # exp's value beside its gradient
+        assert live.peak >= 4000 + 4 + 4000  # exp's value and its gradient
         del b
         assert live.now == 4000  # w.grad
         w.grad = None
         assert live.now == 0
 
 
-def test_unrolling_keeps_what_the_layers_hold_and_a_checkpoint_one_latent() -> None:
+def test_unrolling_stores_what_the_layers_hold_and_a_checkpoint_one_latent() -> None:
     """R is a relu of four latents and a tanh of one: five per step, in exact bytes."""
-    peak = {(row["mode"], row["depth"]): row["peak MB"] * 2**20 for row in small("memory").rows}
+    peak = {(row["mode"], row["depth"]): row["peak MB"] * 2**20 for row in quick("memory").report.rows}
     latent = 8 * 16 * 4
     assert peak["Unroll", 20] - peak["Unroll", 10] == pytest.approx(10 * 5 * latent)
     assert peak["Unroll, checkpointed", 20] - peak["Unroll, checkpointed", 10] == pytest.approx(10 * latent)
@@ -168,12 +135,11 @@ def test_the_symmetric_map_takes_the_steps_that_its_powers_say() -> None:
     ]
     seen = maps.Recorder(problem.T)
     found = solve(seen, problem.z0, inputs=problem.inputs, tolerance=Tolerance(atol=1e-5, max_steps=1000))
-    assert seen.first_below(1e-5).tolist() == expected
-    assert found.steps.tolist() == expected
+    assert seen.first_below(1e-5).tolist() == expected == found.steps.tolist()
     assert seen.rows == 3 * seen.evaluations
 
 
-def test_what_was_never_met_is_infinite() -> None:
+def test_a_tolerance_that_was_never_met_takes_infinite_steps() -> None:
     problem = maps.symmetric(8, 2)
     seen = maps.Recorder(problem.T)
     found = solve(seen, problem.z0, inputs=problem.inputs, tolerance=Tolerance(atol=0, max_steps=3))
@@ -181,8 +147,9 @@ def test_what_was_never_met_is_infinite() -> None:
     assert set(found.status) == {Status.MAX_STEPS}
 
 
-def test_nothing_is_gained_on_a_rotation() -> None:
-    gained = {(row["map"], row["library"], row["method"]): row["against Picard"] for row in small("steps").rows}
+def test_anderson_gains_nothing_on_a_rotation_of_many_angles() -> None:
+    rows = quick("steps").report.rows
+    gained = {(row["map"], row["library"], row["method"]): row["against Picard"] for row in rows}
     assert 0.85 < gained["rotation, 48 angles", "banach", "Anderson(5)"] < 1.05
     assert gained["rotation, 2 angles", "banach", "Anderson(5)"] < 0.1
 
@@ -191,15 +158,14 @@ def test_the_steps_that_rates_need_are_those_of_the_closed_form() -> None:
     """T is rate times an orthogonal map, so the residual of evaluation k is rate^(k-1) |b|."""
     problem = maps.rates(20, 32, (0.2, 0.95))
     rate, b = (part.double() for part in problem.inputs)
-    size = b.square().mean(1).sqrt()
-    exact = 1 + torch.log(1e-4 / size) / torch.log(rate[:, 0])
-    needed = compaction.needed_steps(problem, 1e-4, 1000)
+    exact = 1 + torch.log(1e-4 / b.square().mean(1).sqrt()) / torch.log(rate[:, 0])
+    needed = per_sample.needed_steps(problem, 1e-4, 1000)
     assert (needed >= exact - 0.01).all()
     assert (needed <= exact + 1.01).all()
 
 
 def test_freezing_wastes_what_compaction_saves() -> None:
-    useful = {row["method"]: row["useful %"] for row in small("compaction").rows}
+    useful = {row["method"]: row["useful %"] for row in quick("compaction").report.rows}
     assert useful["banach, compact"] <= 100
     assert useful["banach, freeze"] < 30
 
@@ -216,26 +182,30 @@ def test_both_libraries_take_the_same_training_step(method: str) -> None:
 
 
 @needs_torchdeq
-def test_equal_depth_is_equal_depth() -> None:
-    rows = [row for row in small("onestep").rows if row["tol"] == "never"]
-    depth = SMALL["onestep"][1].depth + 1  # type: ignore[attr-defined]
+def test_both_libraries_are_measured_on_equal_terms() -> None:
+    """Equal depth, the same RMS tolerance, and a batch that changes TorchDEQ's answers alone."""
+    rows = [row for row in quick("onestep").report.rows if row["tol"] == "never"]
+    depth = BENCHMARKS["onestep"].quick.depth + 1
     assert {row["T evals"] for row in rows} == {f"{depth} / {depth}"}
-
-
-@needs_torchdeq
-def test_an_rms_tolerance_is_the_same_for_torchdeq() -> None:
     problem = maps.linear(3, 64)
-    ours, theirs = maps.Recorder(problem.T), maps.Recorder(problem.closed())
-    solve(ours, problem.z0, inputs=problem.inputs, tolerance=Tolerance(atol=1e-3, max_steps=500))
-    rival.solve(theirs, problem.z0, "picard", rms=1e-3, max_steps=500)
-    assert ours.evaluations == theirs.evaluations
+    seen = {name: maps.Recorder(problem.T) for name in ("banach", "TorchDEQ")}
+    for library, recorder in seen.items():
+        method = libraries.Method(library, "Picard", "picard")
+        method(recorder, problem.z0, problem.inputs, rms=1e-3, max_steps=500)
+    assert seen["banach"].evaluations == seen["TorchDEQ"].evaluations
+    found = quick("invariance").report.rows
+    difference = {(row["dtype"], row["method"]): row["difference"] for row in found}
+    assert difference["float64", "fixed_point_iter"] > 1e-7
+    assert difference["float64", "Picard"] < 1e-13
 
 
-@needs_torchdeq
-def test_the_answer_of_torchdeq_depends_on_the_batch() -> None:
-    rows = {(row["dtype"], row["library"], row["method"]): row for row in small("invariance").rows}
-    assert rows["float64", "TorchDEQ", "fixed_point_iter"]["difference"] > 1e-7
-    assert rows["float64", "banach", "Picard"]["difference"] < 1e-13
+def test_a_start_near_the_answer_saves_steps() -> None:
+    """The frame before, and a neighbour among the frames before, which is the same sample."""
+    saved = {row["start"]: row["of those from zeros"] for row in quick("starts").report.rows}
+    assert saved["zeros"] == 1
+    assert saved["the frame before"] < 1
+    assert saved["the nearest neighbour"] <= saved["the frame before"] + 0.2
+    assert saved["a fitted convolution"] < 1
 
 
 def test_actions_run_in_turn() -> None:
@@ -246,7 +216,9 @@ def test_actions_run_in_turn() -> None:
     assert ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]).median == 2.0
 
 
-def test_targets_know_which_side_is_good() -> None:
+def test_figures_and_targets() -> None:
+    assert Figure.of([1.0, 3.0]) == Figure(2.0, 2**0.5, 2, 2.0, 1.0, 3.0)
+    assert Figure.of([4.0]).spread is None
     assert Target("x", 1.0, 1.0).met
     assert not Target("x", 1.1, 1.0).met
     assert Target("x", 1.1, 1.0, at_least=True).met
@@ -254,37 +226,104 @@ def test_targets_know_which_side_is_good() -> None:
     assert not Target("x", math.nan, 1.0, at_least=True).met
 
 
+class FakeEvent:
+    """A mark on a clock that advances by one millisecond at each mark."""
+
+    now = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 1
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at - self.at
+
+
+def test_on_a_gpu_only_the_ends_of_a_block_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(FakeEvent.now))
+    assert timed_steps(lambda one: one + 1, [1, 2, 3], torch.device("cuda")) == ([1, 1, 1], [2, 3, 4])
+    assert waits == [0, 4]
+
+
+def test_host_syncs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_syncs(lambda: [float(torch.ones(1)) for _ in range(3)], CPU) == 3
+
+    def waiting() -> None:
+        warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    assert host_syncs(waiting, torch.device("cuda")) == 1
+    assert modes == ["warn", 0]
+
+
+def test_jobs_run_in_rounds_and_a_failure_ends_none_of_the_others() -> None:
+    order: list[str] = []
+
+    def broken(before: list[int]) -> int:
+        raise RuntimeError("no such kernel\nand more")
+
+    def job(name: str, before: list[int]) -> int:
+        order.append(name)
+        return len(before)
+
+    jobs: Any = {"a": partial(job, "a"), "broken": broken, "b": partial(job, "b")}
+    found, notes = in_rounds(jobs, 2)
+    assert found == {"a": [0, 1], "b": [0, 1]}
+    assert "".join(order) == "abba"
+    assert notes == ["broken failed: RuntimeError: no such kernel"]
+    assert alone(math.sqrt, 4.0) == 2.0
+
+
 def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["overhead", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["cpu", "overhead", "--quick", "--out", str(tmp_path)]) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["overhead.json"]
     assert "targets missed: 0" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["no-such-thing"])
-    assert "no benchmark is called no-such-thing" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["memory", "--device", "cuda:99"])
-    assert "there is no device cuda:99" in capsys.readouterr().err
-    for wrong, words in (["--device", "foo"], "no device foo"), (["--points="], "no point is called ''"):
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f" {name} " in listed for name in BENCHMARKS)
+    for wrong, words in (
+        (["no-such-thing"], "no benchmark is called no-such-thing"),
+        (["gpu", "overhead"], "no benchmark is called overhead"),
+        (["memory", "--device", "cuda:99"], "got cuda:99"),
+        (["memory", "--data-dir", "/no/such"], "expected a folder as --data-dir, got /no/such"),
+    ):
         with pytest.raises(SystemExit):
-            gpu_main(wrong)
+            main(wrong)
         assert words in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            main(["mnist100"])
+        assert "mnist100 needs a CUDA GPU" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="got 'fp8'"), switches("fp8", CPU):
+        pass
 
 
-def test_depths_of_the_ladder_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = small("ladder")
-    assert [row["seed"] for row in result.rows] == [0, 1]
-    (target,) = result.targets
-    assert target.measured == sum(row["met"] for row in result.rows) / 2
-    assert all(0 <= row["met"] <= 1 and 1 <= row["depth"] <= row["largest"] for row in result.rows)
-    monkeypatch.setattr(ladder, "first_control", lambda *_: DepthControl(Ladder((1,)), 1))  # never deep enough
-    (row, _) = ladder.run(SMALL["ladder"][1]).rows  # type: ignore[arg-type]
-    assert (row["met"], row["depth"], row["largest"]) == (0, 1, 1)
+def test_two_trees_are_compared_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(Path(compare_commits.__file__).parents[1] / "src")
+    out = tmp_path / "compare.json"
+    arguments = ["--quick", "--contender", "banach-eager", "--points", "mnist100", "--pairs", "1"]
+    assert compare_commits.main([source, source, *arguments, "--out", str(out)]) in (0, 1)
+    found = json.loads(out.read_text())
+    assert found["points"]["mnist100"]["pairs"] == 1
+    assert found["points"]["mnist100"]["ratio"] > 0
+    with pytest.raises(SystemExit):
+        compare_commits.main([str(tmp_path), source])
+    assert "expected a src folder that holds banach/" in capsys.readouterr().err
 
 
-def test_a_start_near_the_answer_saves_steps() -> None:
-    """The frame before, and a neighbour among the frames before, which is the same sample."""
-    saved = {row["start"]: row["of those from zeros"] for row in small("starts").rows}
-    assert saved["zeros"] == 1
-    assert saved["the frame before"] < 1
-    assert saved["the nearest neighbour"] <= saved["the frame before"] + 0.2
-    assert saved["a fitted convolution"] < 1
+def test_a_comparison_takes_the_ratio_within_each_pair() -> None:
+    pair = {"old": {"ms": [1.0, 2.0, 3.0], "depth": 4.0}, "new": {"ms": [3.0, 3.0, 9.0], "depth": 4.0}}
+    slow = {"old": {"ms": [4.0], "depth": 4.0}, "new": {"ms": [4.0], "depth": 4.0}}
+    found = compare_commits.summary([pair, slow])
+    assert (found["ratio"], found["range"], found["pairs"]) == (1.25, [1.0, 1.5], 2)
+    failed = {"old": {"error": "RuntimeError: no"}, "new": {"ms": [1.0]}}
+    assert compare_commits.summary([failed]) == {"errors": ["old: RuntimeError: no"]}

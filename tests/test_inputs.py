@@ -78,7 +78,7 @@ def test_z0_is_keyword_only() -> None:
         net.latent(tokens, mask, torch.zeros(6, 5, 8))
 
 
-@pytest.mark.filterwarnings("ignore:training steps run as they are")
+@pytest.mark.filterwarnings("ignore:the training step could not be captured")
 def test_a_training_step_takes_a_tuple() -> None:
     net, d, y = network(), batch(), torch.tensor([0, 1, 2, 0, 1, 2])
     step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)

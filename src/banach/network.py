@@ -13,16 +13,8 @@ from torch.nn.utils import parametrize
 from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
-from banach.nn.hidden import check_hidden
-from banach.nn.hooks import is_hooked
-from banach.nn.passes import (
-    Pass,
-    PlainPass,
-    forward_pass,
-    modules_of,
-    special_layers,
-    uses_batch_statistics,
-)
+from banach.nn.layers import is_hooked, modules_of, special_layers, uses_batch_statistics
+from banach.nn.passes import Pass, PlainPass, forward_pass
 from banach.solve import (
     ConvergenceWarning,
     Fault,
@@ -163,8 +155,6 @@ class ImplicitNetwork(nn.Module):
         _check_mode(mode)
         modules = modules_of(R)
         special = special_layers(modules)
-        if not modules:
-            check_hidden(R)
         if special:
             check_dropout(R, special)
         v = self.Q(*d)

@@ -1,4 +1,4 @@
-"""Where a number comes from: mean, spread and count, the machine, the versions, the commit, the settings."""
+"""Where a number comes from: its summary, the machine, versions, commit and settings; and JSON files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Summary:
         numbers = [float(value) for value in values]
         if not numbers:
             raise ValueError("a summary needs at least one value, got none")
-        # The built-in sum takes NaN and infinity as they come; statistics.stdev refuses them.
+        # statistics.stdev refuses NaN and infinity.
         mean = sum(numbers) / len(numbers)
         squares = sum((number - mean) ** 2 for number in numbers)
         spread = math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else None
@@ -46,7 +46,7 @@ class Summary:
 
 
 def provenance(settings: Any = None, *, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a reader needs to judge or repeat a run on `device`: plain values, ready for JSON."""
+    """Return what a reader needs to repeat a run on `device`: plain values, ready for JSON."""
     from banach import __version__
 
     commit, dirty = source_commit()
@@ -70,7 +70,7 @@ def provenance(settings: Any = None, *, device: torch.device | str = "cpu") -> d
 
 
 def device_name(device: torch.device | str) -> str:
-    """The name of the hardware behind a torch device."""
+    """Return the name of the hardware of a torch device."""
     device = torch.device(device)
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
@@ -79,7 +79,7 @@ def device_name(device: torch.device | str) -> str:
 
 @functools.cache
 def cpu_name() -> str:
-    """The processor's own name where the system tells it."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -90,16 +90,15 @@ def cpu_name() -> str:
 
 @functools.cache
 def source_commit(package: Path = _PACKAGE) -> tuple[str | None, bool | None]:
-    """The commit of the sources, and whether the tree has changes; (None, None) outside a checkout.
+    """Return the commit of the sources, and whether the tree has changes; (None, None) outside a checkout.
 
-    Asked once per process: what counts is the code that was imported, and the results that a run writes
-    would themselves make the tree dirty. Git is asked for the tree that holds `src/banach`, so that a
-    package installed inside someone else's repository does not report that repository's commit. A copy of the
-    tree without git, on another machine, is told its commit by BANACH_COMMIT.
+    Cached: what counts is the code that was imported, and the results that a run writes make the tree dirty. Only
+    a tree that holds `src/banach` counts, so a package installed inside another repository does not report that
+    repository's commit. For a copy without git set BANACH_COMMIT.
     """
-    told = os.environ.get("BANACH_COMMIT")
-    if told:
-        return told, None
+    commit = os.environ.get("BANACH_COMMIT")
+    if commit:
+        return commit, None
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() / "src" / "banach" != package:
         return None, None
@@ -108,7 +107,7 @@ def source_commit(package: Path = _PACKAGE) -> tuple[str | None, bool | None]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it. NaN and infinity become strings that `float` reads back."""
+    """Return the value as JSON can hold it. NaN and infinity become strings that `float` reads."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -121,11 +120,16 @@ def plain(value: Any) -> Any:
         return [plain(part) for part in value]
     if isinstance(value, Summary):
         return plain(dataclasses.asdict(value))
-    return str(value)  # Path, dtype, device, and the settings objects, whose repr is their definition
+    return str(value)  # Path, dtype, device, and settings objects, whose repr is their definition
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that `plain` wrote: strings become the floats they were."""
+    return {key: float(value) if isinstance(value, str) else value for key, value in values.items()}
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> Path:
-    """Write `content` as JSON, whole or not at all."""
+    """Write `content` as JSON; an old file is replaced when the new one is complete."""
     text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
     with whole_file(path) as file:
         file.write(text)
@@ -134,17 +138,17 @@ def write_json(path: str | os.PathLike[str], content: Any) -> Path:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterator[Any]:
-    """A file to write to: afterwards `path` is either the old one or the whole new one, never half of it."""
+    """Open a file to write: afterwards `path` is either the old one or the complete new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:  # of the file that is wanted, not of one that no one knows
+    except OSError as error:  # name the wanted file, not the temporary one
         raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") if binary else os.fdopen(handle, "w", encoding="utf-8") as file:
             yield file
-        os.chmod(name, 0o644)  # mkstemp's files are for their owner alone
+        os.chmod(name, 0o644)  # mkstemp's files are readable by their owner only
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

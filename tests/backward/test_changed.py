@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from banach import GMRES, Anderson, Implicit, ImplicitNetwork, Tolerance, Unroll, fixed_point
+from banach import GMRES, Anderson, Implicit, ImplicitNetwork, Tolerance, fixed_point
 from banach.backward import Mode
 
 TIGHT = Tolerance(atol=1e-13, max_steps=999)
 EXACT = Tolerance(atol=0, rtol=1e-12)
 CHANGED = "was changed in place between the forward and the backward pass"
-WEIGHT = torch.eye(4, dtype=torch.float64) / 3
 
 
 class Cell(nn.Module):
@@ -26,14 +24,6 @@ class Cell(nn.Module):
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return 0.5 * torch.tanh(self.norm(self.linear(u) + v))
-
-
-class Called:
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-
-    def __call__(self, u: Tensor, v: Tensor) -> Tensor:
-        return self.cell(u, v)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +54,7 @@ def test_one_buffer_for_two_passes(method: Any) -> None:
     loss = net(buffer).square().sum()
     buffer.copy_(data(2))
     loss = loss + net(buffer).square().sum()
-    with pytest.raises(RuntimeError, match=f"an input of T {CHANGED}"):
+    with pytest.raises(RuntimeError, match=rf"an input of T \(1\) {CHANGED}"):
         loss.backward()
 
 
@@ -93,48 +83,6 @@ def test_inputs_in_a_nest() -> None:
         z.sum().backward()
 
 
-def _closures(cell: Cell, x: Tensor, scale: Tensor) -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]:
-    def inner(z: Tensor) -> Tensor:
-        return cell(z, x) * scale
-
-    return {
-        "module": (lambda z: cell(z, x), cell.linear.weight, "the parameter cell.linear.weight that T reads"),
-        "tensor": (lambda z: cell(z, x), x, "the tensor x that T reads"),
-        "inner": (lambda z: inner(z), scale, "the tensor scale that T reads"),
-        "global": (lambda z: cell(z, x) + z @ WEIGHT, WEIGHT, "the tensor WEIGHT that T reads"),
-    }
-
-
-@pytest.mark.parametrize("which", ["module", "tensor", "inner", "global"])
-def test_what_a_closure_reads(which: str) -> None:
-    cell, scale = Cell(), torch.tensor(0.5, dtype=torch.float64)
-    T, changed, said = _closures(cell, data(), scale)[which]
-    weights, start = list(cell.parameters()), torch.zeros_like(data())
-    loss = fixed_point(T, start, tolerance=TIGHT, backward=Implicit(tolerance=EXACT)).square().sum()
-    got = torch.autograd.grad(loss, weights, retain_graph=True)
-    wanted = torch.autograd.grad(by_hand(lambda u, _: T(u), start), weights)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
-    with torch.no_grad():
-        changed.mul_(1.0)  # counts as a change, and leaves the value for other tests
-    with pytest.raises(RuntimeError, match=f"{said} {CHANGED}"):
-        torch.autograd.grad(loss, weights)
-
-
-@pytest.mark.parametrize("mode", [Implicit(), Unroll(3, checkpoint=True)], ids=["implicit", "checkpoint"])
-@pytest.mark.parametrize("how", ["lambda", "method", "object"])
-def test_a_function_for_R(mode: Mode, how: str) -> None:
-    cell = Cell()
-    R = {"lambda": lambda u, v: cell(u, v), "method": cell.forward, "object": Called(cell)}[how]
-    loss = network(R, mode)(data()).square().sum()
-    weights = list(cell.parameters())
-    torch.autograd.grad(loss, weights, retain_graph=True)
-    with torch.no_grad():
-        cell.linear.weight.mul_(3)
-    with pytest.raises(RuntimeError, match=rf"linear\.weight that T reads {CHANGED}"):
-        torch.autograd.grad(loss, weights)
-
-
 @pytest.mark.parametrize("norm", [False, True])
 def test_running_statistics_and_accumulated_gradients_are_no_change(norm: bool) -> None:
     cell = Cell(norm).train()
@@ -154,22 +102,6 @@ def test_a_closure_with_statistics_of_its_own() -> None:
     norm.eval()
     z.sum().backward()
     assert norm.weight.grad is not None
-
-
-def test_what_T_itself_writes_to_is_its_own_matter() -> None:
-    calls, cell, x = torch.zeros(()), Cell(), data()
-
-    def T(z: Tensor, v: Tensor = x) -> Tensor:
-        calls.add_(1)
-        return cell(z, v)
-
-    made = network(T, Unroll(2, checkpoint=True))(x)
-    first, second = (torch.autograd.grad(made.sum(), cell.linear.weight, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    assert int(calls) > 0
-    made = fixed_point(T, torch.zeros_like(x), tolerance=TIGHT, backward=Implicit())
-    with pytest.raises(RuntimeError, match="T writes to a tensor that it closes over"):  # torch.func's rule
-        made.sum().backward()
 
 
 def test_inference_tensors_are_not_counted() -> None:
@@ -230,24 +162,3 @@ def test_around_an_inner_implicit_network_normal_cg_says_what_to_use() -> None:
     R.zero_grad()
     by_hand(R, x).backward()
     torch.testing.assert_close(found, R.inner.R.linear.weight.grad)
-
-
-def test_a_checkpointed_closure_whose_weights_changed_is_refused() -> None:
-    W, x = WEIGHT.clone().requires_grad_(), data()
-    for changed in (False, True):
-        value = fixed_point(
-            lambda z, W=W: torch.tanh(z @ W + x),
-            torch.zeros_like(x),
-            backward=Unroll(3, checkpoint=True),
-            tolerance=TIGHT,
-        )
-        loss = value.square().sum()
-        if changed:
-            with torch.no_grad():
-                W.mul_(0.5)
-            with pytest.raises(RuntimeError, match=CHANGED):
-                loss.backward()
-        else:
-            loss.backward()
-            assert W.grad is not None
-            assert float(W.grad.norm()) > 0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from banach import data
-from banach.cli import session
 from banach.cli.app import main
+from banach.train import Settings
 
 
 class Touch:
@@ -55,14 +55,6 @@ def test_a_hostile_pickle_is_not_run(tmp_path: Path, capsys: Any) -> None:
     assert not marker.exists()
 
 
-def test_a_truncated_file_is_named(tmp_path: Path, capsys: Any) -> None:
-    folder = tmp_path / "mnist"
-    folder.mkdir()
-    (folder / "train-images-idx3-ubyte").write_bytes(idx((60000, 28, 28), bytes(1000)))
-    (folder / "train-labels-idx1-ubyte").write_bytes(idx((60000,), bytes(60000)))
-    refused(tmp_path, "mnist", capsys, "train-images-idx3-ubyte", "banach data fetch mnist")
-
-
 def test_other_content_of_the_right_shape_is_refused(tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "mnist"
     folder.mkdir()
@@ -72,18 +64,10 @@ def test_other_content_of_the_right_shape_is_refused(tmp_path: Path, capsys: Any
     refused(tmp_path, "mnist", capsys, "SHA-256")
 
 
-def test_no_matlab_file_is_refused(tmp_path: Path, capsys: Any) -> None:
-    folder = tmp_path / "svhn"
-    folder.mkdir()
-    for name in ("train_32x32.mat", "test_32x32.mat"):
-        (folder / name).write_bytes(b"not a matlab file at all" * 100)
-    refused(tmp_path, "svhn", capsys, "train_32x32.mat")
-
-
 def test_test_images_are_missed_before_the_training(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mnist").mkdir()
     digits = data.load("digits")
-    monkeypatch.setattr(session.assemble, "images", lambda *_: digits)  # as if those to train with were sound
+    monkeypatch.setattr(Settings, "load", lambda *_: digits)  # as if those to train with were sound
     refused(tmp_path, "mnist", capsys, "mnist has no t10k-images-idx3-ubyte; ")

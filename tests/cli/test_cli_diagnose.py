@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach import data, models
-from banach.cli import assemble
 from banach.cli.app import main
 from banach.cli.diagnose import measure
+from banach.cli.opened import open_run
 from banach.models import registry
 from banach.train import Run, Settings, fit
 
@@ -66,10 +66,10 @@ def own_models() -> Iterator[None]:
 
 
 def make_run(path: Path, model: str, **changes: Any) -> Path:
-    told = {"data": "digits", "epochs": 2, "batch_size": 16, "lr": 1e-2, "monitor": False, "device": "cpu"}
-    settings = Settings(model=model, **{**told, **changes})
+    given = {"data": "digits", "epochs": 2, "batch_size": 16, "lr": 1e-2, "monitor": False, "device": "cpu"}
+    settings = Settings(model=model, **{**given, **changes})
     train, held = (data.load("digits", split) for split in ("train", "validation"))
-    fit(assemble.network(settings), train.subset(48), held.subset(10), settings, run=Run.create(path, settings))
+    fit(settings.build(), train.subset(48), held.subset(10), settings, run=Run.create(path, settings))
     return path
 
 
@@ -132,7 +132,7 @@ def unrolled(net: Any, steps: int = 300) -> Route:
 
 
 def test_contraction_is_that_of_the_dense_jacobian(tiny_run: Path, figures: dict[str, Any]) -> None:
-    net: Any = assemble.open_run(tiny_run, "cpu").net
+    net: Any = open_run(tiny_run, "cpu").net
     d, _ = batch()
     own = by_hand(net, d)[2]
     W = net.R.inner.weight.detach()
@@ -149,7 +149,7 @@ def test_contraction_is_that_of_the_dense_jacobian(tiny_run: Path, figures: dict
 
 
 def test_the_curve_is_that_of_the_iteration(tiny_run: Path, figures: dict[str, Any]) -> None:
-    net: Any = assemble.open_run(tiny_run, "cpu").net
+    net: Any = open_run(tiny_run, "cpu").net
     _, residuals, _ = by_hand(net, batch()[0])
     found = figures["convergence"]
     ordered = residuals[:20].sort(1).values
@@ -168,7 +168,7 @@ def test_the_curve_is_that_of_the_iteration(tiny_run: Path, figures: dict[str, A
 def test_gradients_are_compared_with_autograd_through_the_whole_iteration(
     tiny_run: Path, figures: dict[str, Any]
 ) -> None:
-    net: Any = assemble.open_run(tiny_run, "cpu").net
+    net: Any = open_run(tiny_run, "cpu").net
     d, labels = batch()
     own = by_hand(net, d)[2]
     exact = gradient(net, d, labels, unrolled(net))
@@ -206,7 +206,7 @@ def test_train_mode_sees_batch_norm_over_the_batch(tmp_path: Path) -> None:
     assert kinds[-1] == ("JFB", True)
     d, labels = batch()
     for g in (found["gradients"][0], found["gradients"][-1]):
-        net: Any = copy.deepcopy(assemble.open_run(tmp_path / "r", "cpu").net).train(g["training"])
+        net: Any = copy.deepcopy(open_run(tmp_path / "r", "cpu").net).train(g["training"])
         with torch.no_grad():
             u = unrolled(net, 60)(d, net.Q(d))
 
@@ -238,7 +238,7 @@ def test_nothing_of_the_run_or_the_network_changes(tmp_path: Path) -> None:
         "checkpoints",
     }
 
-    net = assemble.open_run(path, "cpu").net
+    net = open_run(path, "cpu").net
     weights = copy.deepcopy(net.state_dict())
     measure(net, data.load("digits", "validation").subset(4))
     assert all(torch.equal(weights[name], value) for name, value in net.state_dict().items())
@@ -284,7 +284,7 @@ def test_without_matplotlib_all_but_the_plot_is_done(
 
 
 def test_a_map_that_expands_is_called_that(tmp_path: Path) -> None:
-    net: Any = assemble.network(Settings(data="digits", model="tiny", device="cpu")).eval()
+    net: Any = Settings(data="digits", model="tiny", device="cpu").build().eval()
     with torch.no_grad():  # u -> tanh(v - 3 P u), P a cyclic shift: the signs go round and never settle
         net.R.inner.weight.copy_(-3 * torch.eye(6).roll(1, 0))
         for p in net.Q.parameters():
@@ -292,7 +292,7 @@ def test_a_map_that_expands_is_called_that(tmp_path: Path) -> None:
     found = measure(net, data.load("digits", "validation").subset(4))
     assert found.contraction.violations == 4
     assert "does not converge on 4 of 4 samples" in found.words
-    assert "read the cosines with care" in found.words
+    assert "the cosines are approximate" in found.words
     assert not found.gradients[0].sound
     json.dumps(found.to_dict()["gradients"])
 
@@ -313,4 +313,4 @@ def test_without_a_fixed_point_it_is_refused(tmp_path: Path, capsys: Any, model:
 def test_a_number_of_samples_that_cannot_be_is_refused(tiny_run: Path, capsys: Any, count: str) -> None:
     assert main(["diagnose", str(tiny_run), "--samples", count]) == 2
     err = capsys.readouterr().err
-    assert err == f"banach: samples must lie between 2 and 180, the validation images, got {count}\n"
+    assert err == f"banach: samples must be between 2 and 180, the validation images, got {count}\n"

@@ -146,10 +146,3 @@ def test_a_misspelt_name(capsys: pytest.CaptureFixture[str]) -> None:
     out, error = capsys.readouterr()
     assert out == ""
     assert "did you mean 'mnist'?" in error
-
-
-def test_help_fits_a_screen(said: Callable[..., str]) -> None:
-    lines = said("--help").splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
-    assert "    banach models mnist" in lines

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from banach import data
-from banach.cli import assemble
 from banach.cli.app import main
 from banach.cli.console import console
+from banach.cli.opened import open_run
 from banach.cli.predict import classify, read_image
 from banach.data import CIFAR10, DIGITS
 from banach.train import Run, Settings, fit
@@ -25,10 +25,10 @@ Image: Any = pytest.importorskip("PIL.Image")
 
 
 def make_run(path: Path, model: str = "digits", **changes: Any) -> Path:
-    told = {"data": "digits", "epochs": 3, "batch_size": 16, "lr": 7e-3, "monitor": False, "device": "cpu"}
-    settings = Settings(model=model, **{**told, **changes})
+    given = {"data": "digits", "epochs": 3, "batch_size": 16, "lr": 7e-3, "monitor": False, "device": "cpu"}
+    settings = Settings(model=model, **{**given, **changes})
     train, held = (data.load("digits", split) for split in ("train", "validation"))
-    fit(assemble.network(settings), train.subset(96), held.subset(10), settings, run=Run.create(path, settings))
+    fit(settings.build(), train.subset(96), held.subset(10), settings, run=Run.create(path, settings))
     return path
 
 
@@ -66,7 +66,7 @@ def test_the_answers_are_those_of_the_network_run_by_hand(run: Path, capsys: Any
     assert main(["predict", str(run), *map(str, files), "--top", "2", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    net: Any = assemble.open_run(run, "cpu").net
+    net: Any = open_run(run, "cpu").net
     with torch.no_grad():
         output, found = net((test.pixels[:5].float() / 255 - DIGITS.mean[0]) / DIGITS.std[0], solution=True)
     chances, classes = output.softmax(1).sort(1, descending=True)
@@ -95,11 +95,11 @@ def test_settings_that_were_altered_after_training_are_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     images = [str(written(grey()))] if command == "predict" else []
     assert main([command, str(altered), *images]) == 2
-    assert f"the run was begun with setting {key}=" in capsys.readouterr().err
+    assert f"the run was started with setting {key}=" in capsys.readouterr().err
 
 
 def test_a_solve_that_is_cut_short_says_no(run: Path) -> None:
-    opened = assemble.open_run(run, "cpu")
+    opened = open_run(run, "cpu")
     net: Any = opened.net
     net.tolerance = replace(net.tolerance, max_steps=2)
     answer = classify(opened, torch.from_numpy(grey())[None, None], 1)[0]
@@ -219,13 +219,13 @@ def postscript() -> Path:
 
 BAD = {
     missing: "there is no file nothing.png",
-    folder: "folder.png is no file",
-    text: "text.png is no image that can be read: cannot identify image file",
-    empty: "empty.png is no image that can be read",
-    cut: "cut.png is no image that can be read",
+    folder: "folder.png is not a file",
+    text: "text.png is not an image that can be read: cannot identify image file",
+    empty: "empty.png is not an image that can be read",
+    cut: "cut.png is not an image that can be read",
     animated: "three.gif holds 3 pictures, expected one",
     real: "real.tif has pixels of 32 bits",
-    postscript: "p.eps is no image that can be read: cannot identify image file",
+    postscript: "p.eps is not an image that can be read: cannot identify image file",
 }
 
 
@@ -264,7 +264,7 @@ def test_without_pillow_it_says_what_to_install(run: Path, capsys: Any, monkeypa
 @pytest.mark.parametrize("top", ["0", "11"])
 def test_a_number_of_classes_that_there_is_not_is_refused(run: Path, capsys: Any, top: str) -> None:
     assert main(["predict", str(run), str(written(grey())), "--top", top]) == 2
-    assert capsys.readouterr().err == f"banach: top must lie between 1 and 10, the number of classes, got {top}\n"
+    assert capsys.readouterr().err == f"banach: top must be between 1 and 10, the number of classes, got {top}\n"
 
 
 def test_a_name_is_printed_as_it_is(run: Path, capsys: Any) -> None:

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from banach import data
-from banach.cli import assemble
+from banach.cli import app
 from banach.cli.app import main
+from banach.cli.opened import open_run
 from banach.train import Run, checkpoint
 
 SMALL = ["train", "--subset", "64", "--batch-size", "16", "--no-tensorboard", "--device", "cpu"]
+NAMES = ("train", "evaluate", "diagnose", "predict", "compare", "models", "data")
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_a_run_has_all_its_files_and_ends_with_a_table_and_a_plot(here: Path, ca
 
 def test_the_test_figure_is_that_of_the_final_weights(here: Path) -> None:
     assert main([*SMALL, "--epochs", "1", "--ema", "0.5"]) == 0
-    opened = assemble.open_run(here / "runs/digits-1", "cpu")
+    opened = open_run(here / "runs/digits-1", "cpu")
     images = data.load("digits", "test")
     with torch.no_grad():
         hits = (opened.net(images.normalise(images.pixels)).argmax(1) == images.labels).double().mean()
@@ -116,7 +118,7 @@ def test_a_stopped_run_resumes_bit_by_bit(here: Path, how: signal.Signals) -> No
     command += ["--epochs", "2", "--checkpoint-every", "5", "--ema", "0.9", "--device", "cpu"]
     stopped = subprocess.Popen(
         [sys.executable, "-m", "banach", *command, "--out", "stopped"],
-        env={**os.environ, "PYTHONPATH": str(Path(assemble.__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -129,7 +131,7 @@ def test_a_stopped_run_resumes_bit_by_bit(here: Path, how: signal.Signals) -> No
     out = stopped.communicate(timeout=60)[0]
     if how != signal.SIGKILL:
         assert stopped.returncode == 128 + how
-        assert "go on with: banach train --resume stopped" in out
+        assert "resume with: banach train --resume stopped" in out
     assert main([*command, "--out", "whole"]) == 0
     assert main(["train", "--resume", "stopped"]) == 0
     assert same(here / "whole", here / "stopped")
@@ -164,7 +166,7 @@ def test_resume_finds_the_run_by_position_by_out_and_by_age(here: Path, capsys: 
         (["--device", "meta"], "device must be auto, cpu, cuda"),
         (["--data", "mnist", "--data-dir", "nowhere"], "nowhere is not a folder"),
         (["--precision", "fp8"], "precision"),
-        (["--resume", "--config", "x.toml"], "its own settings"),
+        (["--resume", "--config", "x.toml"], "its settings already"),
         (["--data", "mnist", "--model", "cifar10", "--batch-norm", "--eps", "-1"], "eps must be a number"),
     ],
 )
@@ -236,12 +238,12 @@ def test_evaluate_at_a_tighter_tolerance_on_another_split(here: Path, capsys: An
 def test_a_warning_is_one_line_without_code(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 
-    from banach.cli import session
+    from banach.cli import train
 
     def complain(*_: Any) -> None:
         warnings.warn("the sky\nis low", RuntimeWarning, stacklevel=1)
 
-    monkeypatch.setattr(session.Session, "finish", complain)
+    monkeypatch.setattr(train.Session, "finish", complain)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main([*SMALL, "--epochs", "0"]) == 0
@@ -264,7 +266,7 @@ def test_fixed_points_that_are_not_found_are_said_once_a_command(here: Path, cap
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["evaluate"], ["diagnose"], ["predict"], ["compare"], ["models"], ["paper"]]
+    "command", [[], *([name] for name in NAMES), ["data", "list"], ["data", "verify"], ["data", "fetch"]]
 )
 def test_help_fits_a_screen(command: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -319,4 +321,4 @@ def test_penalties_by_flags_reach_the_run_and_resume_bit_by_bit(here: Path, caps
     assert main(["train", "--resume", "part", "--correction-steps", "1,3", "--no-tensorboard"]) == 0
     assert same(Path("whole"), Path("part"))
     assert main(["train", "--resume", "part", "--correction-steps", "1,4", "--no-tensorboard"]) == 2
-    assert "was begun with correction_steps=[1, 3], got [1, 4]" in " ".join(capsys.readouterr().err.split())
+    assert "was started with correction_steps=[1, 3], got [1, 4]" in " ".join(capsys.readouterr().err.split())

@@ -47,12 +47,6 @@ def test_crop(pad: int, fill: float) -> None:
                 assert torch.equal(got[i, :, r, c], expected)
 
 
-def test_every_crop_occurs() -> None:
-    x = torch.arange(35.0).view(1, 1, 5, 7).expand(2_000, 1, 5, 7)
-    got = Crop(2, fill=-1.0).apply(x, draws(Crop(2), 2_000))
-    assert len({tuple(image.flatten().tolist()) for image in got}) == 25
-
-
 def test_the_largest_draw_stays_inside() -> None:
     u = torch.full((1, 2), 1 - 2.0**-24)
     for pad in (1, 2, 3, 4, 7, 8, 50):
@@ -138,11 +132,6 @@ def test_affine(affine: Affine) -> None:
                 np.testing.assert_allclose(got[i, :, r, c].numpy(), expected, atol=1e-9)
 
 
-def test_affine_that_does_nothing() -> None:
-    x = batch(5)
-    torch.testing.assert_close(Affine(0, 0, (1, 1), fill=7.0).apply(x, draws(Affine(), 5)), x, atol=1e-12, rtol=0)
-
-
 def test_a_chain_gives_each_its_own_draws() -> None:
     parts: tuple[Augmentation, ...] = (Flip(), Crop(2, 0.449), Erase(), Affine())
     chain = Chain(*parts)
@@ -180,11 +169,11 @@ def test_nothing_is_asked_of_the_host(augmentation: Augmentation) -> None:
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Flip(1.5), "p must lie between 0 and 1"),
+        (lambda: Flip(1.5), "p must be between 0 and 1"),
         (lambda: Crop(-1), "pad must be a whole number"),
         (lambda: Crop(1.5), "pad must be a whole number"),  # type: ignore[arg-type]
-        (lambda: Erase(area=(0.5, 0.2)), "area must lie"),
-        (lambda: Erase(ratio=(0.0, 1.0)), "ratio must lie"),
+        (lambda: Erase(area=(0.5, 0.2)), "area must be"),
+        (lambda: Erase(ratio=(0.0, 1.0)), "ratio must be"),
         (lambda: Erase(attempts=0), "attempts must be"),
         (lambda: Affine(degrees=-1), "degrees must be"),
         (lambda: Affine(translate=math.nan), "translate must be"),

@@ -106,12 +106,6 @@ def test_nothing_is_asked_of_the_host() -> None:
     assert (x.shape, y.shape) == ((10, 2, 9, 7), (10,))
 
 
-def test_a_key_in_a_tensor_makes_the_same_batch() -> None:
-    batches = Batches(images(), 10, augment=EVERYTHING)
-    index = torch.arange(10)
-    assert torch.equal(batches.make(index, torch.tensor(99))[0], batches.make(index, 99)[0])
-
-
 @pytest.mark.parametrize("size", [0, -1, 2.5, True])
 def test_bad_sizes_are_refused(size: int) -> None:
     with pytest.raises(ValueError, match="whole number, at least 1"):

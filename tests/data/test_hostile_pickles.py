@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from banach.data import CIFAR10
-from banach.data.error import Damaged
+from banach.data.dataset import Damaged
 from banach.data.pickles import load_arrays
 
 
@@ -182,7 +182,7 @@ def test_other_encodings(path: Path, encoding: str) -> None:
 @pytest.mark.parametrize("cut", [1, 7, 30, 60])
 def test_truncated(path: Path, cut: int) -> None:
     data = pickle.dumps({"data": np.arange(40, dtype=np.uint8)}, protocol=2)
-    assert "no readable pickle" in refused(path, data[:-cut])
+    assert "not a readable pickle" in refused(path, data[:-cut])
 
 
 def test_deep_nesting(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,13 +56,6 @@ def test_one_flipped_bit_is_refused(name: str, real_data: Callable[[str], Path],
         load(name, "test", tmp_path)
     assert "not checked" in load(name, "test", tmp_path, check=False).title
     assert not verify(name, tmp_path)[1].ok
-
-
-def test_mnist_is_quick(real_data: Callable[[str], Path]) -> None:
-    root = real_data("mnist")
-    start = time.process_time()
-    load("mnist", "train", root)
-    assert time.process_time() - start < 1
 
 
 def test_first_labels_of_mnist(real_data: Callable[[str], Path]) -> None:

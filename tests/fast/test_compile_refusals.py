@@ -43,12 +43,6 @@ def test_nests_are_refused_in_a_sentence(name: str) -> None:
         banach.compile(net)(d)
 
 
-def test_one_tensor_is_taken() -> None:
-    net = ImplicitNetwork(nn.Identity(), halves, nn.Identity()).eval()
-    d: Tensor = torch.ones(2, 3)
-    torch.testing.assert_close(banach.compile(net)(d), 2 * d, rtol=1e-3, atol=1e-3)
-
-
 ROWS: dict[str, tuple[Any, Any, str]] = {
     "Q": (lambda d: d.flatten(0, 1), nn.Identity(), r"whose Q\(d\) has a row for each of 2"),
     "mean": (nn.Identity(), lambda u: u.mean(0), r"whose S\(u\) has a row .* shape \(3, 4\)"),
@@ -70,6 +64,10 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
         with pytest.raises(TypeError, match=f"compile takes an ImplicitNetwork, got {name}"):
             banach.compile(wrong)  # type: ignore[arg-type]
     net = ImplicitNetwork(nn.Identity(), halves, nn.Identity()).eval()
+    with pytest.raises(ValueError, match="coupled=True"):
+        banach.compile(ImplicitNetwork(nn.Identity(), halves, nn.Identity(), coupled=True))
+    with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
+        banach.compile(ImplicitNetwork(nn.Identity(), halves, nn.Identity()))(torch.ones(2, 3))
     for wrong_count in ({"first": 1.5}, {"neighbours": True}, {"neighbours": -1}, {"then": "2"}):
         with pytest.raises(ValueError, match="must be a whole number of at least"):
             banach.compile(net, **wrong_count)

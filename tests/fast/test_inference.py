@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import banach
 from banach import JFB, Anderson, Broyden, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, models
 from banach.fast import CompiledNetwork
-from banach.fast.inference import _bucket, _filled
+from banach.fast.capture import bucket, filled
 
 
 class Slope(nn.Module):
@@ -87,15 +87,6 @@ def test_the_explicit_twin_has_no_residual(solver: Any) -> None:
         assert torch.equal(getattr(found, name).double(), getattr(wanted, name).double()), name
 
 
-def test_a_solver_that_leaves_the_finite_numbers_says_so() -> None:
-    net = sloped(solver=Anderson(1), tolerance=Tolerance(atol=1e-10, max_steps=12))
-    slopes = torch.full((2, 3), 0.5, dtype=torch.float64)
-    slopes[1] = torch.inf
-    found = banach.compile(net, first=4)(slopes, solution=True)[1]
-    assert found.nonfinite.tolist() == [False, True]
-    assert found.converged.tolist() == [True, False]
-
-
 def test_alone_and_in_a_batch_it_is_the_same_answer() -> None:
     fast = CompiledNetwork(sloped(tolerance=Tolerance(atol=1e-6, max_steps=200)))
     together, found = fast(SLOPES, solution=True)
@@ -123,14 +114,6 @@ def test_a_start_near_the_answer_is_used() -> None:
     torch.testing.assert_close(again, y, rtol=1e-6, atol=0)
 
 
-def test_what_diverges_is_told_and_spoils_no_one() -> None:
-    slopes = torch.tensor([[0.5], [1e200], [0.2]], dtype=torch.float64)
-    y, found = CompiledNetwork(sloped(tolerance=Tolerance(atol=1e-8, max_steps=100)))(slopes, solution=True)
-    assert found.converged.tolist() == [True, False, True]
-    assert found.status[1] is banach.Status.NONFINITE
-    torch.testing.assert_close(y[[0, 2]], 1 / (1 - slopes[[0, 2]]), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("name", ["digits", "mnist"])
 def test_real_networks_answer_as_they_do(name: str) -> None:
     torch.manual_seed(0)
@@ -152,24 +135,14 @@ def test_changed_weights_are_seen() -> None:
     torch.testing.assert_close(fast(d), 2 * before)
 
 
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="coupled=True"):
-        banach.compile(sloped(coupled=True))
-    with pytest.raises(ValueError, match="then must be a whole number of at least 1, got 0"):
-        banach.compile(sloped(), then=0)
-    training = models.build("digits").train()
-    with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
-        banach.compile(training)(torch.randn(2, 1, 8, 8))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_buckets_are_powers_of_two(count: int, size: int) -> None:
-    assert _bucket(count) == size
+    assert bucket(count) == size
     x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
-    filled = _filled(x, size)
-    assert filled.shape == (size, 2, 3, 4)
-    assert torch.equal(filled[:count], x)
-    assert torch.equal(filled[count:], x[:1].expand(size - count, 2, 3, 4))
+    padded = filled(x, size)
+    assert padded.shape == (size, 2, 3, 4)
+    assert torch.equal(padded[:count], x)
+    assert torch.equal(padded[count:], x[:1].expand(size - count, 2, 3, 4))
 
 
 @pytest.mark.gpu

@@ -45,6 +45,8 @@ def test_a_linear_start_finds_a_linear_answer() -> None:
     torch.testing.assert_close(y, exact, rtol=1e-7, atol=1e-7)
     torch.testing.assert_close(net.start(inputs(seed=2)), exact, rtol=1e-6, atol=1e-6)
     assert int(found.steps.max()) <= 3 < int(cold.min())
+    assert "start.weight" in net.state_dict()
+    assert net.float().start.weight.dtype == torch.float32
 
 
 def test_the_fit_to_images_is_that_of_a_convolution() -> None:
@@ -60,16 +62,6 @@ def test_the_fit_to_images_is_that_of_a_convolution() -> None:
     torch.testing.assert_close(start(d), conv(d))
 
 
-def test_on_a_network_of_the_paper_steps_are_saved() -> None:
-    torch.manual_seed(0)
-    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-3, max_steps=60)).eval()
-    d = torch.randn(64, 1, 8, 8)
-    cold = net(d, solution=True)[1].steps
-    net.start = LinearStart.fit(net, [torch.randn(200, 1, 8, 8)])
-    warm = net(d, solution=True)[1].steps
-    assert float(warm.float().mean()) < float(cold.float().mean())
-
-
 def some(count: int) -> Tensor:
     return torch.ones(count, dtype=torch.bool)
 
@@ -83,12 +75,12 @@ def test_neighbours_start_at_the_nearest_and_far_ones_elsewhere() -> None:
     memory.remember(v + 0.01, torch.ones(3, 3), some(3))  # the oldest two are forgotten
     assert memory(v, other).tolist() == [[1.0] * 3, [1.0] * 3, [6.0, 7.0, 8.0]]
     assert memory(v + 0.01, other).tolist() == [[1.0] * 3] * 3
-
-
-def test_more_than_it_can_hold_leaves_the_last() -> None:
-    memory, v = Neighbours(2), torch.eye(5)
-    memory.remember(v, torch.full((5, 5), 7.0), some(5))
-    assert memory(v, torch.zeros(5, 5)).any(1).tolist() == [False, False, False, True, True]
+    memory.remember(torch.ones(1, 5), torch.full((1, 5), 3.0), some(1))  # another size
+    assert memory(torch.ones(1, 5), torch.zeros(1, 5)).tolist() == [[3.0] * 5]
+    assert memory(v + 0.01, other).tolist() == [[1.0] * 3] * 3
+    few, v = Neighbours(2), torch.eye(5)
+    few.remember(v, torch.full((5, 5), 7.0), some(5))
+    assert few(v, torch.zeros(5, 5)).any(1).tolist() == [False, False, False, True, True]
 
 
 def test_what_did_not_converge_or_is_not_finite_is_near_to_nothing() -> None:
@@ -96,14 +88,6 @@ def test_what_did_not_converge_or_is_not_finite_is_near_to_nothing() -> None:
     v = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [0.0, 1.0]])
     memory.remember(v, torch.ones(3, 2), torch.tensor([False, True, True]))
     assert memory(torch.eye(2), torch.zeros(2, 2)).tolist() == [[0.0, 0.0], [1.0, 1.0]]
-
-
-def test_sizes_have_memories_of_their_own() -> None:
-    memory = Neighbours(2)
-    memory.remember(torch.ones(1, 3), torch.full((1, 3), 2.0), some(1))
-    memory.remember(torch.ones(1, 5), torch.full((1, 5), 3.0), some(1))
-    assert memory(torch.ones(1, 3), torch.zeros(1, 3)).tolist() == [[2.0] * 3]
-    assert memory(torch.ones(1, 5), torch.zeros(1, 5)).tolist() == [[3.0] * 5]
 
 
 def test_a_compiled_network_remembers() -> None:
@@ -133,13 +117,6 @@ def test_a_network_in_bf16_can_have_neighbours() -> None:
     d = torch.randn(4, 1, 8, 8, dtype=torch.bfloat16)
     first = fast(d, solution=True)[1].steps
     assert int(fast(d, solution=True)[1].steps.max()) <= int(first.max())
-
-
-def test_a_fitted_start_goes_where_the_network_goes() -> None:
-    net = affine()
-    net.start = LinearStart.fit(net, [inputs()])
-    assert "start.weight" in net.state_dict()
-    assert net.float().start.weight.dtype == torch.float32
 
 
 def test_refusals() -> None:

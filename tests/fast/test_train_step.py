@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from banach import Tolerance, models
-from banach.fast import TrainStep, training
-from banach.train import steps
+from banach.fast import Extras, TrainStep
+from banach.fast.step import _captured_rate, _follow
+from fast.simulated import simulate_gpu
+from train.parts_train import plain_network
 
 
 def network() -> Any:
@@ -29,7 +30,7 @@ def batch(count: int = 6) -> tuple[Tensor, Tensor]:
 
 
 class Directly:
-    """In place of captured programs: the body itself, at one depth."""
+    """In place of a captured loop: the body itself, at one depth."""
 
     def __init__(self, device: Any, body: Callable[[int], Any], *_: Any) -> None:
         self.body = body
@@ -42,19 +43,17 @@ class Directly:
         return 12
 
 
-def captured(net: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch, programs: Any = Directly) -> TrainStep:
-    """As if the network were on a GPU."""
-    monkeypatch.setattr(training, "Programs", programs)
-    with pytest.warns(UserWarning, match="a step is captured on a CUDA GPU alone"):
-        step = TrainStep(net, optimizer, F.cross_entropy)
-    step.reason = None
-    return step
+def captured(net: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch, loop: Any = Directly) -> TrainStep:
+    """Simulate a GPU."""
+    simulate_gpu(monkeypatch, kernels=False)
+    monkeypatch.setattr("banach.fast.capture.CapturedLoop", loop)
+    return TrainStep(net, optimizer, F.cross_entropy)
 
 
 def test_without_a_gpu_it_is_a_plain_step_and_says_so() -> None:
     net = network()
     reference, (d, y) = copy.deepcopy(net), batch()
-    with pytest.warns(UserWarning, match="run as they are, since they cannot be captured: a step is captured on"):
+    with pytest.warns(UserWarning, match="runs eagerly: the weights are on the CPU"):
         step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
     losses = [float(step(d, y)) for _ in range(3)]
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -79,7 +78,7 @@ def test_what_cannot_be_captured_runs_plainly(monkeypatch: pytest.MonkeyPatch) -
     net = network()
     step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch, Refusing)
     d, y = batch()
-    with pytest.warns(UserWarning, match="since they cannot be captured: RuntimeError: the host was asked"):
+    with pytest.warns(UserWarning, match="runs eagerly: RuntimeError: the host was asked"):
         first = float(step(d, y))
     assert float(step(d, y)) < first  # once told, no more
     assert step.reason == "RuntimeError: the host was asked"
@@ -104,21 +103,16 @@ def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatc
 def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     net, (d, y) = network(), batch()
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
-    adam.param_groups[0]["capturable"] = True
-    rates = training._Rates(adam, torch.device("cpu"))
-    kept = adam.param_groups[0]["lr"]
+    group = adam.param_groups[0]
+    group["capturable"] = True
+    kept = _captured_rate(adam, group, torch.device("cpu"))
     assert isinstance(kept, Tensor)
-    for change in (lambda: adam.param_groups[0].update(lr=1e-4), lambda: kept.fill_(1e-4)):
+    for change in (lambda: group.update(lr=1e-4), lambda: kept.fill_(1e-4)):
         kept.fill_(1e-3)
         change()
-        rates.follow()
-        assert adam.param_groups[0]["lr"] is kept
+        _follow(group, kept)
+        assert group["lr"] is kept
         assert float(kept) == pytest.approx(1e-4)
-    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, gamma=0.5)
-    adam.step()
-    scheduler.step()
-    rates.follow()
-    assert float(kept) == pytest.approx(5e-5)
     net = network()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     step = captured(net, sgd, monkeypatch)
@@ -130,25 +124,61 @@ def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         step(d, y)
 
 
-def test_refusals() -> None:
-    layer: Any = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="TrainStep takes an ImplicitNetwork, got Linear"):
-        TrainStep(layer, torch.optim.SGD(layer.parameters(), lr=0.1), F.cross_entropy)
+def test_a_captured_step_is_that_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a depth that meets the tolerance; the plan says what runs."""
     net = network()
-    with pytest.warns(UserWarning, match="CUDA GPU alone"):
+    reference, (d, y) = copy.deepcopy(net), batch()
+    step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch)
+    loss = float(step(d, y))
+    expected = F.cross_entropy(reference(d), y)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-3)
+    assert step.reason is None
+    assert step.reached is not None
+    assert bool(step.reached.converged.all())
+    assert step.excess is not None
+    assert "one-launch kernel: no, simulated" in str(step.plan)
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=1e-3)
+
+
+def test_extras_are_parts_of_a_step() -> None:
+    """Accumulation, clipping, an average and metrics, against a loop by hand in float64."""
+    seen: list[int] = []
+
+    class Metrics:
+        def add(self, loss: Tensor, output: Tensor, targets: Tensor, found: Any) -> None:
+            seen.append(len(targets))
+
+    net = plain_network()
+    reference, (d, y) = copy.deepcopy(net), batch()
+    extras = Extras(accumulate=4, clip=0.1, metrics=Metrics())
+    with pytest.warns(UserWarning, match="the weights are on the CPU"):
+        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.5), F.cross_entropy, extras=extras)
+    expected = F.cross_entropy(reference(d), y)
+    assert float(step(d, y)) == pytest.approx(float(expected.detach()), rel=1e-10)
+    assert seen == [2, 2, 2]  # torch cuts 6 into 3 parts, not 4
+    grads = torch.autograd.grad(expected, list(reference.parameters()))
+    norm = torch.sqrt(sum(g.square().sum() for g in grads))  # type: ignore[arg-type]
+    for p, before, g in zip(net.parameters(), reference.parameters(), grads, strict=True):
+        torch.testing.assert_close(p, before - 0.5 * g * min(1.0, 0.1 / (float(norm) + 1e-6)))
+
+
+def test_any_module_is_trained() -> None:
+    layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    with pytest.warns(UserWarning, match="the weights are on the CPU"):
+        step = TrainStep(layer, torch.optim.SGD(layer.parameters(), lr=0.1), F.cross_entropy)
+    losses = [float(step(*batch())) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert step.reached is None
+
+
+def test_refusals() -> None:
+    with pytest.raises(TypeError, match="TrainStep takes a network, got function"):
+        TrainStep(batch, torch.optim.SGD(network().parameters(), lr=0.1), F.cross_entropy)  # type: ignore[arg-type]
+    net = network()
+    with pytest.warns(UserWarning, match="the weights are on the CPU"):
         step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
     inputs: Any = [1.0]
     with pytest.raises(TypeError, match="takes a tensor of inputs, got a list"):
         step(inputs, torch.arange(1))
-
-
-def test_fit_says_why_its_steps_are_not_captured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(kind: str, fast: bool = True) -> Any:
-        settings = SimpleNamespace(fast=fast)
-        return SimpleNamespace(settings=settings, device=torch.device(kind), net=nn.Identity())
-
-    monkeypatch.setattr(steps, "why_not", lambda _: "there is no whole batch")
-    with pytest.warns(UserWarning, match="steps run one by one, since they cannot be captured: there is no whole"):
-        steps.Steps(work("cuda"))
-    steps.Steps(work("cpu"))  # as was to be expected
-    steps.Steps(work("cuda", fast=False))  # as was asked

@@ -1,4 +1,4 @@
-"""Run as a program: the kernel that solves for a latent, compiled for an H100 or H200 without one; prints JSON."""
+"""Run as a program: the kernel of `latent_solve`, compiled for an H100 or H200 without a GPU; prints JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from banach.kernels import latent_launch
-from banach.kernels.latent_form import latent_map
-from kernels.latent_networks import form_of, network, stop_of
+from banach.kernels import latent, latent_kernel
+from kernels.latent_networks import NETWORKS, network, tolerance
 
 TYPES = {
     torch.float32: "*fp32",
@@ -32,7 +30,7 @@ TYPES = {
 
 
 class Recorder:
-    """In the place of a kernel: what it would have been launched with."""
+    """In place of a kernel: what it would have been launched with."""
 
     def __init__(self) -> None:
         self.arguments: tuple[Any, ...] = ()
@@ -60,7 +58,7 @@ def compiled(kernel: Any, launch: Recorder) -> Any:
 
 
 def facts(program: Any) -> dict[str, float]:
-    """Shared memory, products on tensor cores, registers and bytes of them that are spilled (-1: not known)."""
+    """Return shared memory, tensor-core products, registers and spilled bytes (-1: not known)."""
     found = {
         "shared": program.metadata.shared,
         "products": program.asm["ptx"].count("wgmma.mma_async"),
@@ -72,9 +70,8 @@ def facts(program: Any) -> dict[str, float]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(program.asm["cubin"])
             file.flush()
-            text = subprocess.run(
-                [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-            ).stdout
+            command = [tool, "-res-usage", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
         if usage:
             found["registers"], found["spilled"] = int(usage[1]), int(usage[2])
@@ -82,31 +79,20 @@ def facts(program: Any) -> dict[str, float]:
 
 
 def launched(name: str, *, train: bool, dtype: torch.dtype) -> dict[str, float]:
-    """What the compiler makes of a launch of 100 programs, and the shared memory that its tile was chosen for."""
-    kernels = latent_launch.pack, latent_launch.iterate
+    """Return facts about a launch of 100 programs, and the shared memory that was planned for it."""
     R, v = network(name, train=train)
-    pack, iterate = Recorder(), Recorder()
-    latent_launch.pack, latent_launch.iterate = pack, iterate
     v = v[:1].expand(100, -1, -1, -1)
+    kernel, record = latent_kernel.iterate, Recorder()
+    latent_kernel.iterate, latent_kernel.pack = record, Recorder()
     try:
-        R_map = latent_map(R, form_of(R))
-        latent_launch.kernel_latent_solve(R_map, v, None, stop_of(), dtype, programs=100)
+        latent.kernel_solve(latent.latent_map(R), v, None, tolerance(), dtype, programs=100)
     finally:
-        latent_launch.pack, latent_launch.iterate = kernels
-    compiled(kernels[0], pack)
-    how = latent_launch.plan(v, train, dtype, None, 100)
-    return {**facts(compiled(kernels[1], iterate)), "asked": how.sizes.shared(how.tile, dtype)}
-
-
-def main(names: list[str]) -> None:
-    found = {}
-    for name, train, dtype in itertools.product(
-        names or ["mnist", "svhn", "cifar10"], (True, False), (torch.float32, torch.bfloat16)
-    ):
-        mode = f"{name}, {'train' if train else 'eval'}, {dtype}"
-        found[mode] = launched(name, train=train, dtype=dtype)
-    print(json.dumps(found))
+        latent_kernel.iterate = kernel
+    sizes, tile, _ = latent.plan(v, train, dtype, programs=100)
+    return {**facts(compiled(kernel, record)), "asked": latent.shared_memory(sizes, tile, dtype)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cases = itertools.product(NETWORKS, (True, False), (torch.float32, torch.bfloat16))
+    found = {str(case): launched(case[0], train=case[1], dtype=case[2]) for case in cases}
+    print(json.dumps(found))

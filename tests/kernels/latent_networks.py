@@ -1,4 +1,4 @@
-"""The paper's three maps R, small or as they are, with the form in which the kernel computes them."""
+"""The paper's three maps R, small or in full size, and tolerances."""
 
 from __future__ import annotations
 
@@ -7,38 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach.kernels.latent_form import LatentForm, Stop
 from banach.models.blocks import LatentResNet
 from banach.models.cifar10 import CIFARLatent
 from banach.models.mnist import mnist
 from banach.models.svhn import svhn
-from banach.solve import RMS, Euclidean, Norm, WorstPixel
+from banach.solve import RMS, Norm, Tolerance, WorstPixel
 
-SHAPES = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10)}
-NORMS: dict[str, tuple[Norm, dict[str, bool]]] = {
-    "worst pixel": (WorstPixel(), {"worst_pixel": True}),
-    "rms": (RMS(), {"worst_pixel": False, "mean": True}),
-    "euclidean": (Euclidean(), {"worst_pixel": False}),
-}
-
-
-def form_of(R: Any) -> LatentForm:
-    if isinstance(R, CIFARLatent):
-        return LatentForm(inner=R.gamma, late=True)
-    return LatentForm(outer=R.gamma, slope_after=0.1**2)
+NETWORKS = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10)}
 
 
 def network(
     name: str, *, train: bool, batch: int = 4, seed: int = 0, device: str = "cpu"
 ) -> tuple[nn.Module, Tensor]:
-    """R with statistics of a few batches, and v. In eval mode its weights are small, so that it contracts."""
+    """Return R with statistics of a few batches, and v. In eval mode weights are small, so that R contracts."""
     torch.manual_seed(seed)
     made = {"mnist": lambda: mnist().R, "svhn": lambda: svhn().R, "cifar10": CIFARLatent}
-    return prepared(made[name](), SHAPES[name], train=train, batch=batch, device=device)
+    return prepared(made[name](), NETWORKS[name], train=train, batch=batch, device=device)
 
 
 def tiny(late: bool, *, train: bool, batch: int = 3, channels: int = 16) -> tuple[nn.Module, Tensor]:
-    """Two blocks on images of odd sizes: 35 channels, whose kernel rows are one product, or 16."""
+    """Return two blocks for images of odd sizes: 35 channels if `late`."""
     torch.manual_seed(1)
     R: Any = CIFARLatent() if late else LatentResNet(channels, 2, 0.5)
     R.blocks = R.blocks[:2]
@@ -59,5 +47,8 @@ def prepared(
     return R.train(train), v
 
 
-def stop_of(norm: str = "worst pixel", **settings: Any) -> Stop:
-    return Stop(**{"atol": 1e-3, "max_steps": 60, **settings, **NORMS[norm][1]})
+def tolerance(norm: Norm = WorstPixel(), **settings: Any) -> Tolerance:
+    return Tolerance(**{"atol": 1e-3, "max_steps": 60, "norm": norm, **settings})
+
+
+__all__ = ["NETWORKS", "RMS", "Tolerance", "network", "prepared", "tiny", "tolerance"]

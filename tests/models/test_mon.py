@@ -37,13 +37,15 @@ def test_counts_of_other_widths() -> None:
     assert count(models.mon((3, 32, 32), channels=200)) == 853_612
 
 
-@pytest.mark.parametrize("name", ["mon", "mon-tiers"])
-def test_both_splittings_give_one_answer(name: str) -> None:
+@pytest.mark.parametrize(("name", "channels"), [("mon", 8), ("mon-tiers", (4, 8, 8))])
+def test_both_splittings_give_one_answer(name: str, channels: Any) -> None:
     torch.manual_seed(0)
     builder = models.get(name).builder
     tight = Tolerance(atol=1e-11, max_steps=2000)
     nets = [
-        ImplicitNetwork(*builder(GREY, 10, splitting=kind, alpha=alpha), tolerance=tight).double()
+        ImplicitNetwork(
+            *builder(GREY, 10, channels=channels, splitting=kind, alpha=alpha), tolerance=tight
+        ).double()
         for kind, alpha in ((PeacemanRachford, 1.0), (ForwardBackward, 0.25))
     ]
     weights = {key: value for key, value in nets[0].state_dict().items() if key != "R.alpha"}
@@ -56,7 +58,7 @@ def test_both_splittings_give_one_answer(name: str) -> None:
 @pytest.mark.parametrize("which", ["own", "common"])
 def test_recipes(name: str, which: str) -> None:
     recipe = models.recipe(name, which)
-    assert (recipe.lr, recipe.batch_size) == (1e-3, 128)
+    assert (recipe.lr, recipe.batch_size) == (0.05 if (name, which) == ("mon-large", "own") else 1e-3, 128)
     assert recipe.max_steps >= 100
 
 
@@ -66,12 +68,12 @@ def test_it_learns_by_jfb_and_by_the_exact_gradient() -> None:
         torch.manual_seed(0)
         net = ImplicitNetwork(*models.mon(GREY, 4, channels=12), tolerance=Tolerance(atol=1e-3, max_steps=300))
         net.backward = mode
-        assert first_and_last_loss(net) < 0.5
+        assert first_and_last_loss(net) < 0.6
 
 
 def first_and_last_loss(net: nn.Module) -> float:
     """Train on four patterns with noise; return the last loss over the first."""
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    optimizer = torch.optim.Adam(net.parameters(), 3e-2)
     pattern = torch.randn(4, *GREY)
     labels = torch.arange(32) % 4
     losses = []

@@ -1,4 +1,4 @@
-"""Layers that R reaches through globals or as a callable object are seen as those in a closure are."""
+"""A plain function or callable object for R: train-mode batch norm and dropout that it calls are refused."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ class Calling:
         return normed(u, v)
 
 
+NORMS = r"R is a (function|Called|Calling) that calls batch_norm in train mode"
+DROPS = "R calls dropout with a dropout probability of 0.5"
+
+
 @pytest.fixture(autouse=True)
 def train_mode() -> Any:
     NORM.train()
@@ -56,24 +60,22 @@ def train_mode() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("R", "name"),
+    ("R", "said"),
     [
-        (normed, "BatchNorm1d"),
-        (dropped, "Dropout"),
-        (through_another, "BatchNorm1d"),
-        (nested, "BatchNorm1d"),
-        (Called(NORM), "BatchNorm1d"),
-        (Called(DROP), "Dropout"),
-        (Calling(), "BatchNorm1d"),
+        (normed, NORMS),
+        (dropped, DROPS),
+        (through_another, NORMS),
+        (nested, NORMS),
+        (Called(NORM), NORMS),
+        (Called(DROP), DROPS),
+        (Calling(), NORMS),
     ],
     ids=["norm", "drop", "helper", "nested", "object", "object_drop", "object_global"],
 )
-def test_refused_in_train_mode_only(R: Any, name: str) -> None:
+def test_refused_in_train_mode_only(R: Any, said: str) -> None:
     net = network(R)
-    with pytest.raises(RuntimeError, match=rf"R is a {type(R).__name__} that calls {name} in train mode"):
+    with pytest.raises(RuntimeError, match=said):
         net(normal(5, 4))
-    assert NORM.num_batches_tracked is not None
-    assert int(NORM.num_batches_tracked) == 0
     NORM.eval()
     DROP.eval()
     y, found = net(normal(5, 4), solution=True)
@@ -82,16 +84,6 @@ def test_refused_in_train_mode_only(R: Any, name: str) -> None:
     for _ in range(100):
         u = R(u, net.Q(normal(5, 4)))
     torch.testing.assert_close(y, net.S(u))
-
-
-class Holder:
-    NORM = staticmethod(torch.tanh)
-
-
-def test_an_attribute_of_the_same_name_is_another_thing() -> None:
-    """Names of attributes stand beside those of globals in `co_names`."""
-    holder = Holder()
-    network(lambda u, v: 0.3 * holder.NORM(u) + v)(normal(5, 4))
 
 
 def test_functions_compile_whole() -> None:

@@ -75,7 +75,7 @@ def test_a_network_made_in_inference_mode_is_called_without_gradients() -> None:
 
 def test_compiled_parts_are_called_with_buffers_of_their_own() -> None:
     R: Any = NormR()
-    assert Pass(R, once=True).writes
-    assert not Pass(torch.compile(R, backend="eager"), once=True).writes
+    assert Pass(R, once=True).buffers.direct
+    assert not Pass(torch.compile(R, backend="eager"), once=True).buffers.direct
     R.norm.compile(backend="eager")
-    assert not Pass(R, once=True).writes
+    assert not Pass(R, once=True).buffers.direct

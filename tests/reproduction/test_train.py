@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from banach.train import Epoch, Run, RunError
-from reproduction import jobs, records, train
+from reproduction import codec, jobs, rundir, study, train
 from reproduction.__main__ import main
 from reproduction.pack import MOST, newest, pack, unpack
-from reproduction.train import Options, Trainer
+from reproduction.study import Options
+from reproduction.train import Trainer
+from reproduction.trainings import Training
 
 NAME = "digits-jfb-seed0"
 JOB = jobs.get(NAME)
@@ -43,7 +45,7 @@ def timeless(epochs: tuple[Epoch, ...]) -> list[dict[str, object]]:
 def assert_same_run(one: Path, other: Path) -> None:
     """Bit by bit, apart from times."""
     assert timeless(Run.open(one).metrics()) == timeless(Run.open(other).metrics())
-    for name in (records.TEST, records.CONTRACTION, records.FINAL):
+    for name in (rundir.TEST, rundir.CONTRACTION, rundir.FINAL):
         assert (one / name).read_text() == (other / name).read_text(), name
     last = "snapshots/epoch-00004.safetensors"
     assert (one / last).read_bytes() == (other / last).read_bytes()
@@ -56,10 +58,10 @@ def test_a_job_that_travels_in_segments_is_the_same_bit_by_bit(whole: Path, tmp_
         given = options(tmp_path, minutes=0, runs=runs, pack=folder, unpack=folder, resume=number > 0)
         assert train.train([JOB], given) is (number == JOB.settings.epochs - 1)
     assert_same_run(runs / NAME, whole)
-    segments = records.read_lines(runs / NAME / records.SEGMENTS)
+    segments = codec.read_lines(runs / NAME / rundir.SEGMENTS)
     assert [(s["first_epoch"], s["last_epoch"]) for s in segments] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert [s["stopped"] for s in segments] == ["out of time"] * 3 + ["finished"]
-    assert {s["sources"] for s in segments} == {records.source_hash()}
+    assert {s["sources"] for s in segments} == {rundir.source_hash()}
 
 
 def test_a_finished_job_is_not_trained_again(whole: Path, tmp_path: Path) -> None:
@@ -70,18 +72,18 @@ def test_a_finished_job_is_not_trained_again(whole: Path, tmp_path: Path) -> Non
 
 
 def test_what_is_recorded(whole: Path) -> None:
-    points = records.read_lines(whole / records.TEST)
+    points = codec.read_lines(whole / rundir.TEST)
     assert [point["epoch"] for point in points] == [1, 2, 3, 4]
     assert points[-1]["clean"]["accuracy"] > 0.95
     assert points[-1]["clean"]["residual"] < 1e-4
-    contraction = records.read_lines(whole / records.CONTRACTION)
+    contraction = codec.read_lines(whole / rundir.CONTRACTION)
     assert [line["epoch"] for line in contraction] == [1, 3, 4]
     assert len(contraction[0]["eval"]["sigma"]) == 100
     assert len(contraction[0]["train"]["sigma"]) == 1
     assert contraction[0]["train"]["coupled"]
-    snapshots = sorted(path.name for path in (whole / records.SNAPSHOTS).iterdir())
+    snapshots = sorted(path.name for path in (whole / rundir.SNAPSHOTS).iterdir())
     assert snapshots == [f"epoch-0000{number}.safetensors" for number in (1, 3, 4)]
-    final = json.loads((whole / records.FINAL).read_text())
+    final = json.loads((whole / rundir.FINAL).read_text())
     assert final["clean"]["accuracy"] == points[-1]["clean"]["accuracy"]  # fp32 both
 
 
@@ -113,10 +115,10 @@ def test_a_process_killed_between_record_and_checkpoint_leaves_no_epoch_twice(
     with pytest.raises(Killed):
         train.train([JOB], made)
     monkeypatch.undo()
-    assert [point["epoch"] for point in records.read_lines(made.runs / NAME / records.TEST)] == [1, 2]
+    assert [point["epoch"] for point in codec.read_lines(made.runs / NAME / rundir.TEST)] == [1, 2]
     assert train.train([JOB], made)
     assert_same_run(made.runs / NAME, whole)
-    segments = records.read_lines(made.runs / NAME / records.SEGMENTS)
+    segments = codec.read_lines(made.runs / NAME / rundir.SEGMENTS)
     assert [(s["first_epoch"], s["last_epoch"], s["stopped"]) for s in segments] == [
         (1, 1, None),
         (2, 4, "finished"),
@@ -153,7 +155,7 @@ def test_the_run_stops_before_an_epoch_that_does_not_fit(
 
     monkeypatch.setattr(Trainer, "_after", after)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(train, "STARTED", 0.0)
+    monkeypatch.setattr(study, "STARTED", 0.0)
     made = options(tmp_path, minutes=seconds / 60)
     assert not train.train([JOB], made)
     assert len(Run.open(made.runs / NAME).metrics()) == epochs
@@ -161,7 +163,7 @@ def test_the_run_stops_before_an_epoch_that_does_not_fit(
 
 def test_later_jobs_start_only_while_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(train, "STARTED", time.monotonic())
+    monkeypatch.setattr(study, "STARTED", time.monotonic())
     assert not train.train([JOB, JOB], options(tmp_path, minutes=0, say=said.append))
     assert any("not started" in line for line in said)
 
@@ -200,17 +202,11 @@ def test_an_older_tar_does_not_replace_a_run(whole: Path, tmp_path: Path) -> Non
 
 def test_other_sources_are_refused_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not train.train([JOB], options(tmp_path, minutes=0))
-    monkeypatch.setattr(records, "source_hash", lambda: "0" * 64)
+    monkeypatch.setattr(rundir, "source_hash", lambda: "0" * 64)
     with pytest.raises(RunError, match="--changed-sources"):
         train.train([JOB], options(tmp_path, minutes=0))
     assert not train.train([JOB], options(tmp_path, minutes=0, changed_sources=True))
-    assert len(records.read_lines(tmp_path / "runs" / NAME / records.SEGMENTS)) == 2
-
-
-def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"epoch": 1}\n{"epo')
-    assert records.read_lines(path) == [{"epoch": 1}]
+    assert len(codec.read_lines(tmp_path / "runs" / NAME / rundir.SEGMENTS)) == 2
 
 
 @pytest.mark.parametrize(
@@ -250,7 +246,6 @@ def test_the_jobs_have_the_released_settings() -> None:
     assert jobs.get("resnet56-seed0").settings.epochs == 182
     twin: Any = jobs.get("svhn-twin-seed0").build()
     assert twin.tolerance.max_steps == 0
-    assert len(jobs.JOBS) == 6 + 6 + 10 + 5 + 3 + 1
     evaluated = [epoch for epoch in range(1, 1001) if jobs.get("cifar10-jfb-seed0").evaluates(epoch)]
     assert evaluated[:3] == [1, 5, 10]
     assert evaluated[-10:] == list(range(991, 1001))
@@ -259,24 +254,30 @@ def test_the_jobs_have_the_released_settings() -> None:
 def test_finished_runs_become_one_line_each_and_none_is_replaced(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    command = ["collect", str(whole.parent), "--records", str(tmp_path)]
+    assert main(command) == 0
+    assert main(["collect", str(tmp_path / "no-runs"), "--records", str(tmp_path)]) == 0, "what is there stays"
     out = tmp_path / "trainings.jsonl"
-    assert main(["collect", str(whole.parent), "--out", str(out)]) == 0
-    assert main(["collect", str(tmp_path / "no-runs"), "--out", str(out)]) == 0, "what is there stays"
-    (line,) = records.read_lines(out)
-    assert line["job"] == NAME
-    assert line["final"] == json.loads((whole / records.FINAL).read_text())
-    accuracies = [epoch.accuracy for epoch in Run.open(whole).metrics()]
-    assert [epoch["accuracy"] for epoch in line["epochs"]] == pytest.approx(accuracies, rel=1e-5)
+    (line,) = codec.read_lines(out)
+    assert line["final"] == json.loads((whole / rundir.FINAL).read_text())
+    (row,) = codec.read(Training, out)
+    assert (row.job, row.group, row.images) == (NAME, "digits-jfb", 1437)
+    assert row.clean == pytest.approx(100 * line["final"]["clean"]["accuracy"])
+    assert row.released == pytest.approx(max(100 * point["released"]["accuracy"] for point in line["test"]))
+    assert [epoch.loss for epoch in row.epochs] == pytest.approx(
+        [e.loss for e in Run.open(whole).metrics()], rel=1e-5
+    )
     line["segments"][0]["started"] = "another time"
-    records.write_lines(out, [line])
-    assert main(["collect", str(whole.parent), "--out", str(out)]) == 2
+    codec.write_lines(out, [line])
+    assert main(command) == 2
     assert "has another run of the name" in capsys.readouterr().err
 
 
-def test_the_committed_trainings_are_whole() -> None:
+@pytest.mark.parametrize("name", ["trainings", "table2", "neumann"])
+def test_the_committed_trainings_are_whole(name: str) -> None:
     """Every run was trained to its last epoch, from the sources of one commit."""
-    for line in records.read_lines(Path(__file__).parents[2] / "results/reproduction/trainings.jsonl"):
-        epochs = line["settings"]["epochs"]
-        assert [epoch["epoch"] for epoch in line["epochs"]] == list(range(1, epochs + 1))
-        assert line["final"]["epoch"] == line["segments"][-1]["last_epoch"] == epochs
-        assert len({segment["sources"] for segment in line["segments"]}) == 1
+    for row in codec.read(Training, Path(__file__).parents[2] / f"results/reproduction/{name}.jsonl"):
+        epochs = row.settings["epochs"]
+        assert [epoch.epoch for epoch in row.epochs] == list(range(1, epochs + 1))
+        assert row.test[-1].epoch == row.segments[-1]["last_epoch"] == epochs
+        assert len({segment["sources"] for segment in row.segments}) == 1

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from banach import RMS, Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, WorstPixel, solve
-from banach.solve import Norm, run, state, watched
+from banach.solve import Norm, run, state
 from banach.solve.state import to_numpy
 from problems import affine, convolution, distance, mixed_rates, nested
 
@@ -124,7 +124,7 @@ def test_the_host_is_asked_at_checks_alone(
         looks.append(tensor)
         return to_numpy(tensor)
 
-    for room in (run, state, watched):
+    for room in (run, state):
         monkeypatch.setattr(room, "to_numpy", counted)
     slow = torch.linspace(0.95, 0.99, 50)
     z0, tolerance = torch.ones(2, 50), Tolerance(atol=0, max_steps=20, check_every=every)

@@ -12,7 +12,7 @@ from torch import Tensor
 from banach import Anderson, Broyden, Picard, Solver, Status, Tolerance, solve
 from banach.latent import Space
 from banach.solve import Memory, Point, run
-from banach.solve.precision import rounding
+from banach.solve.context import rounding
 from problems import affine, convolution, distance, nested
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]

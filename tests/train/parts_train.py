@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance, data, models
 from banach.data import Images
-from banach.train import History, Settings
+from banach.train import Epoch, History, Settings
 
 
 def images(count: int = 96, split: str = "train") -> Images:
@@ -67,6 +67,30 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
     """Bit by bit, buffers too."""
     first, second = a.state_dict(), b.state_dict()
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def epoch(number: int, **changes: Any) -> Epoch:
+    """An epoch in which every figure is another number, most of them exact in float32."""
+    values: dict[str, Any] = {
+        "epoch": number,
+        "loss": 2.0 / number,
+        "accuracy": 1 - 0.5 / number,
+        "validation_loss": 2.125 / number,
+        "validation_accuracy": 1 - 0.625 / number,
+        "lr": 0.125,
+        "depth": 10.5 + number,
+        "max_depth": 20 + number,
+        "residual": 1e-5 / number,
+        "max_residual": 1e-4 / number,
+        "converged": 0.98,
+        "validation_depth": 11.25 + number,
+        "validation_converged": 0.875,
+        "sigma": 0.4567,
+        "products": 1000 * number,
+        "seconds": 1.5 * number,
+        "memory": None,
+    }
+    return Epoch(**{**values, **changes})
 
 
 def figures(history: History) -> list[dict[str, Any]]:

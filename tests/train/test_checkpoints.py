@@ -183,11 +183,11 @@ def test_settings_that_cannot_be_read(text: str, sentence: str, trained: Run) ->
 
 def test_going_on_with_something_else_is_refused(trained: Run) -> None:
     train, validation = images(), images(20, "validation")
-    with pytest.raises(RunError, match=r"begun with lr=0\.005, got 0\.1"):
+    with pytest.raises(RunError, match=r"started with lr=0\.005, got 0\.1"):
         fit(plain_network(), train, validation, settings(checkpoint_every=4, lr=0.1), run=trained)
-    with pytest.raises(CheckpointError, match="begun with train="):
+    with pytest.raises(CheckpointError, match="started with train="):
         fit(plain_network(), images(80), validation, MADE, run=trained)
-    with pytest.raises(CheckpointError, match="begun with backward=JFB"):
+    with pytest.raises(CheckpointError, match="started with backward=JFB"):
         fit(plain_network(backward=Neumann(2)), train, validation, MADE, run=trained)
     other = network(tolerance=plain_network().tolerance, backward=JFB())
     with pytest.raises(CheckpointError, match="is of another network"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from banach import ConvergenceWarning, Tolerance
-from banach.fast import CompiledNetwork
+from banach.fast import CompiledNetwork, Plan, plan
 from banach.train import evaluate, fit
-from banach.train.scorer import AT_A_TIME, Scorer
+from banach.train.evaluate import AT_A_TIME, Scorer
 from train.parts_evaluate import FINE, assert_near, by_hand, in_double
 from train.parts_train import images, network, plain_network, settings
 
@@ -41,11 +42,10 @@ def test_on_a_cpu_a_scorer_is_the_network_bit_by_bit() -> None:
     assert torch.equal(found.residual, wanted.residual)
 
 
-@pytest.mark.usefixtures("kernel")
-def test_an_r_that_the_kernels_know_gives_the_same_figures(made: list[CompiledNetwork]) -> None:
+def test_an_r_that_the_kernels_know_gives_the_same_figures(made: list[CompiledNetwork], kernel: None) -> None:
     net = in_double()
     got = evaluate(net, images(60), scorer=Scorer(net))
-    assert made[0].whole is not None
+    assert made[0].plan.kernel
     assert_near(got, by_hand(net, images(60), FINE))
 
 
@@ -58,7 +58,7 @@ def test_an_r_that_they_do_not_know_goes_in_whole_stages(
     with nullcontext() if tolerance is FINE else cut_off:
         got = evaluate(net, images(60), scorer=Scorer(net))
     wanted = by_hand(net, images(60), tolerance)
-    assert made[0].whole is None
+    assert not made[0].plan.kernel
     assert got.accuracy == wanted.accuracy
     assert got.converged == wanted.converged
     assert got.loss == pytest.approx(wanted.loss, rel=1e-6)
@@ -125,11 +125,18 @@ def test_a_scorer_of_something_else_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ema", [None, 0.5])
-def test_fit_validates_by_one_program(made: list[CompiledNetwork], ema: float | None) -> None:
+def test_fit_validates_by_one_program(
+    made: list[CompiledNetwork], ema: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three epochs: the figures are those of a run whose validation goes through the network."""
-    told = settings(epochs=3, ema=ema)
+
+    def eagerly(*args: Any, **options: Any) -> Plan:
+        return plan(*args, **{**options, "refused": "simulated"})
+
+    monkeypatch.setattr(sys.modules["banach.train.steps"], "plan", eagerly)
+    made_so = settings(epochs=3, ema=ema)
     fast, plain = (
-        fit(in_double(), images(), images(60, "validation"), replace(told, fast=fast)) for fast in (True, False)
+        fit(in_double(), images(), images(60, "validation"), replace(made_so, fast=fast)) for fast in (True, False)
     )
     assert len(made) == 1
     assert [epoch.loss for epoch in fast.epochs] == [epoch.loss for epoch in plain.epochs]

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from banach import Tolerance, data, models
 from banach.data import Images
-from banach.fast import whole
+from banach.fast import plan
 from banach.train import Totals, evaluate, fit
-from banach.train.evaluate import measure
-from banach.train.scorer import Scorer
+from banach.train.evaluate import Scorer, measure
 from train.parts_train import images, network, plain_network, settings
 
 pytestmark = [
@@ -51,7 +50,7 @@ def some(name: str, count: int = 90) -> Images:
 
 
 def in_stages(net: Any) -> bool:
-    return whole.WholeSolve.of(net.eval()) is None
+    return not plan(net.eval(), training=False).kernel
 
 
 def assert_same(got: Totals, wanted: Totals, *, stages: bool) -> None:
@@ -97,7 +96,7 @@ def test_in_training_mode(name: str) -> None:
         for (key, value), own in zip(net.named_buffers(), other.buffers(), strict=True):
             torch.testing.assert_close(value, own, rtol=5e-3, atol=5e-3, msg=key)
     assert scorer.reason is None
-    assert (scorer._made[True][1] is not None) == (whole.WholeSolve.of(net) is not None)
+    assert (scorer._made[True][1] is not None) == bool(plan(net).kernel)
 
 
 def test_a_changed_tolerance_is_captured_anew() -> None:
@@ -139,7 +138,7 @@ def test_a_network_that_asks_the_host_is_evaluated_plainly() -> None:
     net = trained_a_little("own")
     net.S = nn.Sequential(net.S, Asks())
     split, scorer = some("own"), Scorer(net)
-    with pytest.warns(UserWarning, match="images go through the network step by step"):
+    with pytest.warns(UserWarning, match="evaluation could not be captured"):
         got = evaluate(net, split, scorer=scorer)
     wanted = evaluate(net, split)
     assert got.loss == pytest.approx(wanted.loss)
@@ -147,13 +146,13 @@ def test_a_network_that_asks_the_host_is_evaluated_plainly() -> None:
 
 
 def test_the_released_protocol_repeats() -> None:
-    from banach.paper.jobs import released_accuracy
+    from reproduction.measure import released
 
     net, split = trained_a_little("digits"), data.load("digits", "train").to("cuda")
     scorer = Scorer(net)
     before = torch.cuda.get_rng_state(), [buffer.clone() for buffer in net.buffers()]
-    found = {released_accuracy(net, split, scorer) for _ in range(3)}
+    found = {released(net, split, scorer).accuracy for _ in range(3)}
     assert len(found) == 1
-    assert found.pop() == pytest.approx(released_accuracy(net, split), abs=3 / len(split))
+    assert found.pop() == pytest.approx(released(net, split, Scorer(net, fast=False)).accuracy, abs=3 / len(split))
     assert torch.equal(torch.cuda.get_rng_state(), before[0])
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before[1], strict=True))

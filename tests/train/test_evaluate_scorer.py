@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -10,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from banach import Anderson, ConvergenceWarning, Euclidean, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll
-from banach.fast import CompiledNetwork
+from banach.fast import CompiledNetwork, FixedDepth
 from banach.train import evaluate
-from banach.train import scorer as scorer_file
-from banach.train.evaluate import measure
-from banach.train.scorer import Scorer
-from banach.train.training_pass import TrainingPass
+from banach.train.evaluate import Scorer, measure
 from train.parts_evaluate import FINE, assert_near, by_hand, digits, in_double
 from train.parts_train import images, network, plain_network
 
@@ -122,11 +120,11 @@ class Asking(CompiledNetwork):
 
 
 def test_what_cannot_be_captured_warns_once(made: list[CompiledNetwork], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scorer_file, "CompiledNetwork", Asking)
+    monkeypatch.setattr(sys.modules["banach.train.evaluate"], "CompiledNetwork", Asking)
     net = network()
     scorer = Scorer(net)
     with pytest.warns(
-        UserWarning, match="step by step: RuntimeError: operation not permitted when stream"
+        UserWarning, match="runs eagerly: RuntimeError: operation not permitted when stream"
     ) as caught:
         got = evaluate(net, images(60), scorer=scorer)
     assert len(caught) == 1
@@ -164,7 +162,7 @@ def test_a_sample_that_diverges_is_left_to_the_network(made: list[CompiledNetwor
     assert got.converged == pytest.approx(59 / 60)
 
 
-@pytest.mark.usefixtures("made", "kernel")
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("backward", [None, Neumann(1)], ids=["JFB", "Neumann"])
 def test_in_training_mode_it_draws_and_updates_as_the_network(backward: Any) -> None:
     figures, buffers = [], []
@@ -201,7 +199,7 @@ def test_in_training_mode_an_r_of_ones_own_is_the_networks() -> None:
     assert scorer.reason is None
 
 
-@pytest.mark.usefixtures("made", "kernel")
+@pytest.mark.usefixtures("kernel")
 def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
     """It hands back the best finite iterates: nothing in the figures tells, but the network itself does."""
     net: Any = network(tolerance=FINE).eval()
@@ -214,16 +212,16 @@ def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
         assert evaluate(net, images(60), batch_size=60, scorer=Scorer(net)) == wanted
 
 
-@pytest.mark.usefixtures("made", "kernel")
+@pytest.mark.usefixtures("kernel")
 def test_a_kernel_that_lost_its_way_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves NaN. The network itself then answers, from the same seed, though numbers were drawn meanwhile."""
 
-    def lost(self: TrainingPass, x: Tensor) -> Any:
-        output, found = own(self, x)
-        return output * torch.nan, found
+    def lost(self: FixedDepth, d: Any, depth: int) -> Any:
+        output, found, excess = own(self, d, depth)
+        return output * torch.nan, found, excess
 
-    own = TrainingPass.__call__
+    own = FixedDepth.__call__
     net: Any = network()
     wanted = measure(Scorer(net.train(), fast=False), images(90), 40, lambda: torch.manual_seed(5))
-    monkeypatch.setattr(TrainingPass, "__call__", lost)
+    monkeypatch.setattr(FixedDepth, "__call__", lost)
     assert measure(Scorer(net), images(90), 40, lambda: torch.manual_seed(5)) == wanted

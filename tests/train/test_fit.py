@@ -1,6 +1,6 @@
 """fit(): it learns, in every mode, and what it reports and does is what a hand-written loop gives."""
 
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from banach import (
 )
 from banach.data import Batches
 from banach.diagnose import ContractionWarning
-from banach.train import Epoch, Settings, fit
+from banach.train import Epoch, Run, Settings, fit
 from banach.train.plot import plot_history
 from train.parts_train import expanding_network, images, network, plain_network, same_weights, settings
 
@@ -157,7 +157,7 @@ def test_what_the_monitor_cannot_measure_stops_no_training(monkeypatch: pytest.M
         raise RuntimeError("derivative for aten::something is not implemented")
 
     monkeypatch.setattr(ContractionMonitor, "__call__", cannot)
-    with pytest.warns(UserWarning, match="cannot be measured, so it is left out: derivative for aten") as heard:
+    with pytest.warns(UserWarning, match="cannot be measured, so it is skipped: derivative for aten") as heard:
         history = fit(network(), images(), images(20, "validation"), settings(monitor=True))
     assert len(heard) == 1
     assert [epoch.sigma for epoch in history.epochs] == [None, None]
@@ -206,18 +206,6 @@ def test_the_test_split_is_refused(place: str) -> None:
         fit(plain_network(), given["train"], given["validation"], settings())
 
 
-def test_fit_reads_no_data_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, validation = images(32), images(20, "validation")
-
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("fit read data")
-
-    monkeypatch.setattr(sys.modules["banach.data.load"], "read_part", refuse)
-    with pytest.raises(AssertionError):
-        images(32)
-    fit(plain_network(), train, validation, settings(epochs=1))
-
-
 class Questions(TorchDispatchMode):
     """Counts how often the host asks a tensor for its value."""
 
@@ -239,10 +227,15 @@ def test_the_host_asks_nothing_between_steps() -> None:
     assert asked(16) == asked(96)
 
 
-def test_on_epoch_is_told_of_every_epoch() -> None:
-    told: list[Any] = []
-    history = fit(plain_network(), images(32), images(20, "validation"), settings(), on_epoch=told.append)
-    assert tuple(told) == history.epochs
+def test_callbacks_get_every_epoch_and_the_plan_once(tmp_path: Path) -> None:
+    epochs: list[Any] = []
+    plans: list[Any] = []
+    run = Run.create(tmp_path / "run", settings())
+    calls: dict[str, Any] = {"on_epoch": epochs.append, "on_plan": plans.append}
+    history = fit(plain_network(), images(32), images(20, "validation"), settings(), run=run, **calls)
+    assert tuple(epochs) == history.epochs
+    assert [str(plan.graph) for plan in plans] == ["no, the weights are on the CPU"]
+    assert json.loads((run.path / "environment.json").read_text())["plan"] == plans[0].to_dict()
 
 
 def test_what_is_told_after_an_epoch_is_not_the_next_ones_time(monkeypatch: pytest.MonkeyPatch) -> None:

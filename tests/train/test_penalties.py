@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach import Anderson, ImplicitNetwork, Tolerance, models
-from banach.fast import FixedDepth
+from banach.fast import FixedDepth, plan
 from banach.train import Run, fit
-from banach.train.penalties import added, observing
+from banach.train.penalties import Penalties
 from train.parts_train import figures, images, network, plain_network, same_weights, settings
 
 ONE_STEP: dict[str, Any] = {"epochs": 1, "batch_size": 16, "optimizer": "sgd", "lr": 0.5, "monitor": False}
@@ -101,20 +101,19 @@ def test_a_penalty_makes_the_jacobian_smaller() -> None:
 
 
 def test_a_pass_at_a_fixed_depth_is_observed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As captured steps have it: through the network itself, since only that can be observed."""
+    """As in captured steps: through the network itself, since only that can be observed."""
     monkeypatch.setattr("banach.nn.penalty._signs", ones)
-    net, made = plain_network(), settings(**KINDS["all"])
+    net, penalties = plain_network(), Penalties(settings(**KINDS["all"]))
     data = images(16)
     x, y = data.normalise(data.pixels), data.labels
-    with observing(net, made):
-        fixed = FixedDepth(net)
-    assert FixedDepth(net).bare
-    assert not fixed.bare
-    with observing(net, made) as seen:
-        output, reached = fixed(x, 60)
-    assert seen is not None
-    assert bool(reached.converged.all())
-    total = F.cross_entropy(output, y) + added(seen, made, lambda output: F.cross_entropy(output, y))
+    assert plan(net).bare
+    fixed = FixedDepth(net, plan(net, observed=True))
+    assert not fixed.plan.bare
+    with penalties.observing(net) as seen:
+        output, found, _ = fixed(x, 60)
+    assert found is not None
+    assert bool(found.converged.all())
+    total = F.cross_entropy(output, y) + penalties.added(seen, lambda output: F.cross_entropy(output, y))
     got = torch.autograd.grad(total, list(net.parameters()))
     expected = torch.autograd.grad(written_out(net, x, y, "all"), list(net.parameters()))
     assert all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(got, expected, strict=True))

@@ -16,7 +16,7 @@ from banach.data import Crop, Flip
 from banach.data.augment import Chain
 from banach.diagnose import ContractionWarning
 from banach.train import Epoch, History, Run, Settings, fit
-from banach.train.work import Work
+from banach.train.state import TrainState
 from train.parts_train import expanding_network, figures, images, network, same_weights, settings
 
 AUGMENT = Chain(Flip(), Crop(1))
@@ -119,10 +119,10 @@ def test_a_run_from_before_a_setting_goes_on_with_its_default(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = settings(**KINDS["adam"])
-    run, net, identity = Run.create(tmp_path / "run", made), network(), Work.identity
+    run, net, identity = Run.create(tmp_path / "run", made), network(), TrainState.identity
     interrupt(net, STEPS + 3, fail)
     with monkeypatch.context() as patch:
-        patch.setattr(Work, "identity", lambda work: _without(identity(work), "setting whole"))
+        patch.setattr(TrainState, "identity", lambda work: _without(identity(work), "setting whole"))
         with pytest.raises(Interrupted):
             train(run, made, net)
     again = network(seed=9)

@@ -61,7 +61,7 @@ def test_through_json_and_back(schedule: Any) -> None:
         ({"schedule": {"kind": "steps", "at": [1], "facto": 0.1}}, "did you mean 'factor'"),
         ({"schedule": {"kind": "steps"}}, "cannot be made of"),
         ({"schedule": "cosine"}, "a schedule is"),
-        ({"schedule": {"kind": "one-cycle", "warm": 2}}, "warm is the share"),
+        ({"schedule": {"kind": "one-cycle", "warm": 2}}, "warm must be between"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(values: dict[str, Any], sentence: str) -> None:
@@ -74,7 +74,7 @@ def test_a_schedule_of_ones_own_cannot_be_kept() -> None:
         def multiplier(self, epoch: float, epochs: int) -> float:
             return 1.0
 
-    with pytest.raises(TypeError, match="to be kept in a file"):
+    with pytest.raises(TypeError, match="to be stored in a file"):
         Settings(schedule=Own()).to_dict()
 
 

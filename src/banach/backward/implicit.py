@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from banach.backward.attached import Attached
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import check_count, is_differentiated
+from banach.backward.mode import Unchanged, check_count, is_differentiated
 from banach.backward.neumann import carrying
 from banach.backward.problem import Problem, Report
-from banach.backward.reads import Reads
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
-from banach.solve.precision import rounding, with_autocast_of
+from banach.solve.context import rounding, with_autocast_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Implicit:
     the tolerance gets the best w seen, by the Euclidean norm of its true residual; if any sample of the result is
     worse than g, as it can be where T mixes samples, all get g. An unmet tolerance issues an `AdjointWarning`.
 
-    A backward pass evaluates T once, and is refused where an input, or a weight that T closes over, was changed in
-    place meanwhile. (What cannot be seen from here, such as a number that T reads off an object, must not change.)
+    A backward pass evaluates T again, so what T reads must still be what it was. A change in place of an input,
+    or of a parameter of a network's R, is refused. What a plain function closes over cannot be seen from here.
     Products with J come from torch.func. Where T holds what that refuses (an LSTM, a full backward hook) they come
     from plain autograd, and a hook is called once per product. A nonfinite cotangent stays nonfinite, so that a
     gradient scaler sees it.
@@ -93,9 +93,7 @@ class Implicit:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
         space = Space.of(z_star, coupled=coupled)
-        reads = Reads(T, inputs)
         value = T(z_star, *inputs)
-        reads.leave_out_changed()
         with torch.no_grad():
             space.rows(value)  # refuses another shape or dtype now, rather than in the backward pass
         parts: Any = leaves_like(z_star, value, "T")
@@ -110,7 +108,7 @@ class Implicit:
                 report=self.report,
                 eps=rounding(space),
                 computed_in=_type_of(space),
-                reads=reads,
+                unchanged=_unchanged(inputs),
                 order=self.order,
             )
             parts = self._corrected(T, problem, Attached.apply(self._inner(problem, 1), *parts))
@@ -145,6 +143,12 @@ _SHORT_RTOL = 1e-2
 def _derivative(part: Tensor) -> Tensor:
     """Zero, with the derivative of the part."""
     return part - part.detach()
+
+
+def _unchanged(inputs: tuple[Any, ...]) -> Unchanged:
+    leaves = [] if torch.compiler.is_compiling() else tree_leaves(inputs)
+    parts = {f"an input of T ({n})": leaf for n, leaf in enumerate(leaves, 1) if isinstance(leaf, Tensor)}
+    return Unchanged(parts, "call backward() before that, or give T a copy")
 
 
 def _type_of(space: Space) -> torch.dtype:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from banach.backward.transforms import is_functorch_wrapped_tensor
@@ -30,6 +30,23 @@ def check_count(name: str, value: int, least: int) -> None:
     """Refuse what is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+class Unchanged:
+    """Refuses tensors that were written to in place since this was made: the backward pass reads them again."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], do: str) -> None:
+        # Other kinds, such as sharded tensors, are kept by others; inference tensors do not count writes.
+        plain = {n: t for n, t in tensors.items() if type(t) in (Tensor, nn.Parameter) and not t.is_inference()}
+        self.do, self.counts = do, [(name, tensor, tensor._version) for name, tensor in plain.items()]
+
+    def check(self) -> None:
+        for name, tensor, count in self.counts:
+            if tensor._version != count:
+                raise RuntimeError(
+                    f"{name} was changed in place between the forward and the backward pass, which needs it as it "
+                    f"was: {self.do}"
+                )
 
 
 def is_differentiated(parts: Sequence[Tensor]) -> bool:

@@ -13,11 +13,11 @@ from torch import Tensor
 from banach.backward.adjoint import Adjoint, units
 from banach.backward.jacobian import Jacobian
 from banach.backward.krylov import LinearSolver
-from banach.backward.reads import Reads
+from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
-from banach.solve.derivatives import without_tangents
+from banach.solve.context import without_tangents
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
 
@@ -37,7 +37,7 @@ class Problem:
     report: Report | None
     eps: float  # the rounding of T's arithmetic, and the type it is in: autocast may be gone by now
     computed_in: torch.dtype
-    reads: Reads
+    unchanged: Unchanged
     order: int = 1  # derivatives beyond this one are refused
     zero: bool = False  # w must not be worse than zero, instead of g
 
@@ -60,7 +60,7 @@ class Problem:
         reported = checked or self.report is not None
         if not self.tolerance.max_steps and not reported:
             return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
-        self.reads.check()
+        self.unchanged.check()
         finite = g.isfinite().all(1)
         right = torch.where(finite[:, None], g, 0.0)
         unit = units(right)

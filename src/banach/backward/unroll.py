@@ -9,7 +9,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from banach.backward.mode import check_count
-from banach.backward.reads import Reads
 from banach.latent import Latent, detach, map_leaves
 from banach.solve import Map
 from banach.solve.solver import check_fraction
@@ -21,8 +20,7 @@ class Unroll:
 
     From an exact fixed point, undamped, K steps give Neumann(K - 1). Started at z0 with `max_steps=0` it is
     ordinary backpropagation through K steps. `checkpoint=True` keeps one latent per step and recomputes the
-    rest, and is refused where a weight that T closes over was changed in place meanwhile. (Phantom gradient: Geng
-    et al. 2021.)
+    rest: what T reads must still be what it was. (Phantom gradient: Geng et al. 2021.)
     """
 
     steps: int = 1
@@ -35,23 +33,10 @@ class Unroll:
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z = z_star = detach(z_star)
-        if self.checkpoint and torch.is_grad_enabled():
-            return self._checkpointed(T, z_star, inputs)
+        keep = self.checkpoint and torch.is_grad_enabled()
         for _ in range(self.steps):
-            z = self._step(T, _typed(z, z_star), *inputs)
-        return z
-
-    def _checkpointed(self, T: Map, z_star: Latent, inputs: tuple[Any, ...]) -> Latent:
-        """What is computed again must be what it was; torch itself looks at z and the inputs."""
-        z, reads = z_star, Reads(T)
-
-        def step(z: Latent, *inputs: Any) -> Latent:
-            reads.check()
-            return self._step(T, z, *inputs)
-
-        for _ in range(self.steps):
-            z = checkpoint(step, _typed(z, z_star), *inputs, use_reentrant=False)
-            reads.leave_out_changed()
+            given = (T, _typed(z, z_star), *inputs)
+            z = checkpoint(self._step, *given, use_reentrant=False) if keep else self._step(*given)
         return z
 
     def _step(self, T: Map, z: Latent, *inputs: Any) -> Latent:

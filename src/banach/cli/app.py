@@ -18,17 +18,16 @@ BAD_INPUT, STOPPED = 2, 130
 _SHORT = {
     "train": "Train an implicit network.",
     "evaluate": "Evaluate a run on a split.",
-    "diagnose": "Contraction, convergence and gradient quality of a run.",
+    "diagnose": "Measure contraction, convergence and gradient quality of a run.",
     "predict": "Classify image files.",
-    "compare": "Runs side by side, with a plot.",
-    "models": "The networks there are.",
-    "paper": "The paper's tables, figures and claims, measured.",
-    "data": "The data sets there are: list, verify, fetch.",
+    "compare": "Compare runs in a table and a plot.",
+    "models": "List the networks.",
+    "data": "List, verify and fetch data sets.",
 }
 
 
 class _Commands(TyperGroup):
-    """The sub-commands, each imported when it is called: `banach --help` does not import torch."""
+    """The sub-commands, each imported when it is called, so that `banach --help` does not import torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_SHORT)
@@ -74,21 +73,21 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Implicit networks: train, evaluate, diagnose, predict."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. The exit code: 0, or 2 for bad input with one sentence on standard error, or 128 + signal.
+    """Run a command and return the exit code: 0, 2 for bad input (with one sentence on stderr), or 128 + signal.
 
-    With BANACH_DEBUG=1 the whole trace of an error is shown.
+    With BANACH_DEBUG=1 errors show their traceback.
     """
     try:
         with spoken_warnings():
             done = typer.main.get_command(app).main(arguments, prog_name="banach", standalone_mode=False)
-        if done == STOPPED:  # typer's own answer to Ctrl-C, given in silence
+        if done == STOPPED:  # what typer returns on Ctrl-C
             return _refuse("stopped", STOPPED)
         return done if isinstance(done, int) else 0
     except (typer.Abort, KeyboardInterrupt):
@@ -96,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     except MemoryError:
         return _refuse("there is not enough memory for this; choose smaller settings")
     except Exception as error:
-        # What typer raises for bad usage; its class lies in click or in typer, with the version.
+        # What typer raises for bad usage; its class is in click or in typer, depending on the version.
         if hasattr(error, "format_message"):
             return _usage(error)
         if os.environ.get("BANACH_DEBUG"):
@@ -109,10 +108,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Return True if the sentence of the error is meant for the user."""
+    """Return True if the message of the error is meant for the user."""
     if isinstance(error, (ValueError, OSError)):
         return True
-    from banach.train import CheckpointError, RunError  # only after a command has imported it all
+    from banach.train import CheckpointError, RunError  # a command has imported it already
 
     return isinstance(error, (RunError, CheckpointError))
 
@@ -133,7 +132,7 @@ def _sentence(error: Exception) -> str:
     name = f"{error.filename}: " if error.filename else ""
     said = f"{name}{error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        said += "; free some space and resume: what was kept before is whole"
+        said += "; free some space and resume: earlier checkpoints are complete"
     return said
 
 

@@ -1,4 +1,4 @@
-"""banach compare: runs side by side in a table, and on top of each other in a plot."""
+"""`banach compare`: one table and one plot of several runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from banach.cli.console import console, fits, table
 from banach.train import Epoch, Run
@@ -18,7 +17,7 @@ from banach.train.run import SETTINGS as SETTINGS_FILE
 EPILOG = """\b
 Examples:
   banach compare runs/digits-1 runs/digits-2
-  banach compare runs/* --out jfb-and-its-rivals.png"""
+  banach compare runs/* --out jfb-and-others.png"""
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SETTINGS = ("run", "data", "model", "backward", "solver", "eps", "epochs")
@@ -27,7 +26,7 @@ FIGURES = ("validation", "test", "depth", "residual", "J-products", "seconds", "
 
 @dataclass(frozen=True)
 class Compared:
-    """A run, what it measured, and what its test file says, if it has one."""
+    """A run, its epochs, and the figures of its test file, if it has one."""
 
     name: str
     run: Run
@@ -38,12 +37,12 @@ class Compared:
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Where the plot goes, a PNG.")] = Path("comparison.png"),
+    out: Annotated[Path, typer.Option(help="The plot, a PNG.")] = Path("comparison.png"),
 ) -> None:
     """Compare runs: a table with one row per run, and a plot of all of them.
 
-    Validation accuracy, depth and residual are those of the last epoch; the residual and the depth were seen in
-    training. Test accuracy is what the run wrote when it ended ("-" before that): nothing is computed again.
+    Validation accuracy, depth and residual are those of the last epoch; depth and residual are of the training
+    solves. Test accuracy is what the run wrote when it ended ("-" before that): nothing is computed again.
     """
     _check_out(out)
     compared = _read(runs)
@@ -59,18 +58,18 @@ def compare(
 
 
 def _check_out(out: Path) -> None:
-    """Refuse what would overwrite something else than a plot."""
+    """Refuse to overwrite anything but a plot."""
     if out.suffix.lower() != ".png":
-        raise ValueError(f"the plot is a PNG, got --out {out}; give it a name that ends in .png")
+        raise ValueError(f"the plot is a PNG, got --out {out}; use a name that ends in .png")
     if not out.exists():
         return
-    with out.open("rb") as file:  # of a folder this is an OSError, which says so
+    with out.open("rb") as file:  # for a folder this raises an OSError
         if file.read(len(PNG)) != PNG:
-            raise ValueError(f"{out} is there and is no PNG; choose another --out, it will not be overwritten")
+            raise ValueError(f"{out} exists and is not a PNG; choose another --out, it will not be overwritten")
 
 
 def _read(paths: Sequence[Path]) -> list[Compared]:
-    """The runs in the order given, each once; by the names of their folders where those tell them apart."""
+    """Return the runs in the order given, each once; named by their folders where those names are unique."""
     unique: dict[Path, Path] = {}
     for path in _runs_among(paths):
         unique.setdefault(path.resolve(), path)
@@ -82,64 +81,58 @@ def _read(paths: Sequence[Path]) -> list[Compared]:
 
 
 def _runs_among(paths: Sequence[Path]) -> Sequence[Path]:
-    """A pattern may name other folders beside runs: they are passed by, unless there is no run at all."""
+    """Skip folders that are not runs, as a pattern may match some; but refuse if there is no run at all."""
     runs = [path for path in paths if (path / SETTINGS_FILE).exists()]
     others = [path for path in paths if path not in runs and path.is_dir()]
     if not runs or len(runs) + len(others) < len(paths):
-        return paths  # what is wrong is said when it is opened
+        return paths  # opening them says what is wrong
     if others:
-        console.print("no run, passed by: " + ", ".join(map(str, others)))
+        console.print("not a run, skipped: " + ", ".join(map(str, others)))
     return runs
 
 
 def _read_one(path: Path, name: str) -> Compared:
     run = Run.open(path)
-    told = run.test()
-    accuracy = None if told is None else float(told["totals"]["accuracy"])
-    return Compared(name, run, run.metrics(), accuracy, None if told is None else told.get("title"))
+    test = run.test()
+    accuracy = None if test is None else float(test["totals"]["accuracy"])
+    return Compared(name, run, run.metrics(), accuracy, None if test is None else test.get("title"))
 
 
 def _print_table(compared: Sequence[Compared]) -> None:
-    """One table; two where it is wider than the console."""
+    """Print one table, or two if it is wider than the console."""
     settings, figures = [_settings(one) for one in compared], [_figures(one) for one in compared]
     whole = table("", SETTINGS + FIGURES, [a + b for a, b in zip(settings, figures, strict=True)])
     if fits(whole):
         console.print(whole)
         return
     named = [(one.name, *row) for one, row in zip(compared, figures, strict=True)]
-    console.print(_narrow(table("", SETTINGS, settings)))
-    console.print()
-    console.print(_narrow(table("", ("run", *FIGURES), named)))
-
-
-def _narrow(made: Table) -> Table:
-    """Where there is little room the names are folded, and figures stay whole."""
-    for column in made.columns:
-        column.no_wrap = True
-    made.columns[0].no_wrap, made.columns[0].overflow = False, "fold"
-    return made
+    for number, made in enumerate((table("", SETTINGS, settings), table("", ("run", *FIGURES), named))):
+        for column in made.columns[1:]:
+            column.no_wrap = True  # only names are folded
+        if number:
+            console.print()
+        console.print(made)
 
 
 def _settings(one: Compared) -> tuple[Any, ...]:
-    asked = one.run.settings
-    fixed_point = asked.max_steps != 0
+    chosen = one.run.settings
+    fixed_point = chosen.max_steps != 0
     return (
         one.name,
-        asked.data,
-        asked.model,
-        asked.backward if fixed_point else None,
-        asked.solver if fixed_point else "explicit",
-        _number(asked.eps, "{:g}") if fixed_point else None,
-        f"{len(one.epochs)}/{asked.epochs}",
+        chosen.data,
+        chosen.model,
+        chosen.backward if fixed_point else None,
+        chosen.solver if fixed_point else "explicit",
+        _number(chosen.eps, "{:g}") if fixed_point else None,
+        f"{len(one.epochs)}/{chosen.epochs}",
     )
 
 
 def _figures(one: Compared) -> tuple[Any, ...]:
-    last = one.epochs[-1] if one.epochs else None
-    seconds = sum(epoch.seconds for epoch in one.epochs)
     test = _number(one.test, "{:.2%}")
-    if last is None:
+    if not one.epochs:
         return (None, test, *[None] * 5)
+    last, seconds = one.epochs[-1], sum(epoch.seconds for epoch in one.epochs)
     return (
         _number(last.validation_accuracy, "{:.2%}"),
         test,
@@ -152,11 +145,11 @@ def _figures(one: Compared) -> tuple[Any, ...]:
 
 
 def _remarks(compared: Sequence[Compared]) -> list[str]:
-    """What the table cannot say: which data it was, and that accuracies on different data do not compare."""
+    """Return the titles of the data, and a warning if accuracies cannot be compared."""
     titles = dict.fromkeys(one.title for one in compared if one.title is not None)
     said = [f"data: {', '.join(titles)}"] if titles else []
     if len(titles) > 1 or len({one.run.settings.data for one in compared}) > 1:
-        said.append("The runs are of different data: their accuracies are not comparable.")
+        said.append("The runs use different data: their accuracies are not comparable.")
     return said
 
 

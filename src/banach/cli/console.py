@@ -1,4 +1,4 @@
-"""What the command line writes to: standard output for answers, standard error for warnings."""
+"""Output of the command line: tables on standard output, warnings on standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 
 class Patient(Console):
-    """A console that goes on where no one reads any more: `banach train | head` is still to train."""
+    """A console that survives a closed pipe: `banach train | head` continues to train."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -22,14 +22,14 @@ class Patient(Console):
         os.dup2(devnull, sys.stdout.fileno())
 
 
-# No emoji, markup or highlighting: what is printed is what was measured, brackets and all.
+# No emoji, markup or highlighting: brackets in names are printed as they are.
 console = Patient(markup=False, emoji=False, highlight=False, soft_wrap=True)
-if console.width < 1:  # COLUMNS=0, by which some mean that they do not know
+if console.width < 1:  # COLUMNS=0, which some systems set for "unknown"
     console.width = 80
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table of these rows; numbers stand to the right."""
+    """Return a table of these rows; numbers are right-aligned."""
     made = Table(title=title or None, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     for index, column in enumerate(columns):
@@ -41,20 +41,20 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def fits(made: Table) -> bool:
-    """Has the console room for it, without a folded cell?"""
+    """Return True if the console is wide enough for the table."""
     return console.measure(made, options=console.options.update(width=10_000)).maximum <= console.width
 
 
-# What the library advises those who call it, and what to try on the command line.
+# Advice for callers of the library, and its replacement on the command line.
 _LIBRARY = "print Solution.summary() (solution=True) for advice"
 _HERE = "try more --max-steps, a larger --eps, or --solver anderson"
 
 
 @contextmanager
 def spoken_warnings() -> Iterator[None]:
-    """Print each warning once inside, as one line on standard error without a place in the code.
+    """Print each warning in the block once, as one line on standard error without a source line.
 
-    Python's own filter forgets what it has shown whenever any code changes the filters.
+    Python's filter shows a warning again whenever any code changes the filters.
     """
     said: set[str] = set()
 

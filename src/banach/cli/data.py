@@ -1,4 +1,4 @@
-"""banach data list | verify | fetch: what data is here, whether it is sound, and how to get it."""
+"""`banach data list | verify | fetch`: which data sets exist, whether they are sound, and how to get them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Examples:
   banach data verify --data-dir ~/data"""
 
 data_app = typer.Typer(
-    help="The data sets: list them, verify those that are here, fetch those that are not.",
+    help="List data sets, verify those that are here, fetch those that are not.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -30,7 +30,7 @@ data_app = typer.Typer(
 )
 DataDir = Annotated[
     Path | None,
-    typer.Option(help="Where the data lies; else BANACH_DATA, the cache.", show_default=False),
+    typer.Option(help="Folder of the data; else BANACH_DATA, the cache.", show_default=False),
 ]
 COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "here")
 COUNTS = 2  # the column of counts
@@ -42,11 +42,11 @@ def list_(data_dir: DataDir = None) -> None:
     _check_there(data_dir)
     found = data.listing(data_dir)
     made = table("", COLUMNS, [_row(one) for one in found])
-    made.columns[COUNTS].no_wrap = True  # on a narrow terminal the titles give way
+    made.columns[COUNTS].no_wrap = True  # on a narrow terminal only titles are folded
     console.print(made)
     for one in found:
         if one.here:
-            where = "comes inside a package" if one.folder is None else f"lies in {one.folder}"
+            where = "comes inside a package" if one.folder is None else f"is in {one.folder}"
             console.print(f"{one.dataset.name} {where}")
 
 
@@ -59,7 +59,7 @@ def verify(
 ) -> int:
     """Check the data that is here.
 
-    Reads the files and compares what they hold with its known SHA-256. The exit code is 2 if anything is wrong.
+    Reads the files and compares their content with its known SHA-256. The exit code is 2 if anything is wrong.
     """
     _check_there(data_dir)
     wrong = 0
@@ -80,10 +80,10 @@ def fetch(
 ) -> None:
     """Download data sets, and verify them.
 
-    They come from their publishers. Files that are there already, and sound, are left alone.
+    They come from their publishers. Files that are here already, and sound, are not downloaded again.
     """
     for name in names:
-        data.get(name)  # a misspelt one is refused before the first download
+        data.get(name)  # a misspelt name is refused before the first download
     for name in names:
         with _quiet_pooch(), _Download(name) as bar:
             reports = data.fetch(name, data_dir, progress=bar)
@@ -92,7 +92,7 @@ def fetch(
 
 def _check_there(data_dir: Path | None) -> None:
     if data_dir is not None and not data_dir.is_dir():
-        raise ValueError(f"there is no folder {data_dir}; give the one that holds the data, or fetch it first")
+        raise ValueError(f"there is no folder {data_dir}; pass the one that holds the data, or fetch it first")
 
 
 def _row(one: Listing) -> tuple[Any, ...]:
@@ -104,17 +104,17 @@ def _row(one: Listing) -> tuple[Any, ...]:
 
 
 def _print(reports: tuple[Report, ...]) -> None:
-    """One line per report; the same sentence about both parts once."""
+    """Print one line per report; a sentence about both parts once."""
     for line in dict.fromkeys(f"{'ok' if report.ok else 'wrong'}: {report.message}" for report in reports):
         console.print(line)
 
 
 @contextmanager
 def _quiet_pooch() -> Iterator[None]:
-    """It tells every address it turns to, in the middle of the bar; refusals come as errors anyway."""
+    """Silence pooch, which would print every address in the middle of the bar."""
     try:
         import pooch
-    except ImportError:  # fetch says so, if it comes to a download
+    except ImportError:  # fetch reports it if a download is needed
         yield
         return
     logger = pooch.get_logger()
@@ -127,7 +127,7 @@ def _quiet_pooch() -> Iterator[None]:
 
 
 class _Download:
-    """What pooch takes for a tqdm bar: `total` is set for each file, then come `update`, `reset` and `close`."""
+    """The part of a tqdm bar that pooch uses: `total`, set for each file, then `update`, `reset`, `close`."""
 
     def __init__(self, name: str) -> None:
         self._bars = Progress(
@@ -148,7 +148,7 @@ class _Download:
 
     @total.setter
     def total(self, size: int) -> None:
-        """A file begins. One that broke off before was never closed."""
+        """Begin a file. An earlier one that broke off was never closed."""
         self.close()
         self._files, self._total = self._files + 1, size
         self._task = self._bars.add_task(f"{self._name}, file {self._files}", total=size or None)
@@ -162,7 +162,7 @@ class _Download:
             self._bars.update(self._task, completed=0)
 
     def close(self) -> None:
-        """A file is done: its bar goes."""
+        """Remove the bar of a finished file."""
         if self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None

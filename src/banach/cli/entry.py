@@ -1,4 +1,4 @@
-"""The entry point: says what is missing where the library was installed without its command line."""
+"""The entry point of `banach`: says what is missing if the library was installed without its command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run `banach` with the arguments of the process; returns the exit code."""
+    """Run `banach` with the arguments of the process, and return the exit code."""
     try:
         from banach.cli.app import main as run
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""banach models: the networks that can be trained by name, and everything about one of them."""
+"""`banach models`: list the networks, or describe one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ COLUMNS = ("name", "parameters", "latent", "images", "explicit twin", "without b
 
 
 def models(
-    name: Annotated[
-        str | None, typer.Argument(help="A model, for everything about it.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="A model to describe.", show_default=False)] = None,
 ) -> None:
-    """List the networks, or tell everything about one: parameters, recipes, layers."""
+    """List the networks, or describe one: parameters, recipes, layers."""
     if name is None:
         _print_all()
     else:
@@ -39,7 +37,7 @@ def models(
 def _print_all() -> None:
     rows = [_row(registry.get(name)) for name in registry.names()]
     console.print(table("", COLUMNS, rows))
-    console.print("Everything about one: banach models NAME.  The explicit twin: banach train --max-steps 0.")
+    console.print("Describe one: banach models NAME.  The explicit twin: banach train --max-steps 0.")
 
 
 def _row(model: Model) -> tuple[Any, ...]:
@@ -76,7 +74,7 @@ def _parts(net: nn.Module) -> list[tuple[str, str]]:
 
 
 def _recipes(model: Model) -> list[tuple[str, ...]]:
-    """One row per setting, one column per recipe."""
+    """Return one row per setting, with one column per recipe."""
     fields = [field.name for field in dataclasses.fields(Recipe)]
     return [(field, *(_value(recipe, field) for recipe in model.recipes.values())) for field in fields]
 
@@ -89,7 +87,7 @@ def _value(recipe: Recipe, field: str) -> str:
 
 
 def _examples(model: Model, net: nn.Module) -> list[str]:
-    """Commands that train it, on the data set of its name, or else on one that has such images."""
+    """Return commands that train it, on the data set of its name, or else on one with images of its shape."""
     fitting = [name for name in data.names() if data.get(name).shape == model.image]
     fitting = [name for name in fitting if len(data.get(name).classes) == model.classes]
     if not fitting:
@@ -104,7 +102,7 @@ def _examples(model: Model, net: nn.Module) -> list[str]:
 
 
 def latent_shape(model: Model, net: nn.Module) -> str | None:
-    """What Q makes of one image, as the solver sees it; None where there is no latent."""
+    """Return the shape of the latent of one image; None if there is no latent."""
     if not isinstance(net, ImplicitNetwork):
         return None
     with torch.no_grad():
@@ -113,12 +111,12 @@ def latent_shape(model: Model, net: nn.Module) -> str | None:
 
 
 def count(net: nn.Module) -> int:
-    """The parameters of a module."""
+    """Return the number of parameters of a module."""
     return sum(parameter.numel() for parameter in net.parameters())
 
 
 def _fresh(model: Model) -> nn.Module:
-    """The network, built without a trace in the global random state."""
+    """Build the network; the global random state does not change."""
     with torch.random.fork_rng([]):
         return registry.build(model.name).eval()
 

@@ -1,4 +1,4 @@
-"""`banach predict`: the classes that a trained network gives to image files."""
+"""`banach predict`: classify image files with a trained network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import typer
 from torch import Tensor
 
-from banach.cli.assemble import Opened, open_run
 from banach.cli.console import console, table
+from banach.cli.opened import Opened, open_run
 from banach.data import DataSet, Images
 from banach.train.evaluate import scores
 from banach.train.precision import arithmetic
@@ -24,14 +24,14 @@ Examples:
   banach predict runs/mnist-1 --invert scan.png     dark strokes on light paper
   banach predict runs/digits-1 seven.png --top 5"""
 
-# Formats that are pixels and nothing else: Pillow would hand EPS, for one, to another program.
+# Formats of pixels only: Pillow would hand EPS, for example, to another program.
 FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 BATCH = 400
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The likeliest classes of one image, best first, and how its fixed point was found, where it has one."""
+    """The likeliest classes of one image, best first; and steps and residual, if the network has a fixed point."""
 
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
@@ -43,19 +43,19 @@ class Answer:
 def predict(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
     image: Annotated[list[Path], typer.Argument(help="Image files.", show_default=False)],
-    invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light, after reading.")] = False,
+    invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light.")] = False,
     top: Annotated[int, typer.Option(help="How many classes to show.")] = 3,
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
 ) -> None:
-    """Classify image files by a trained network.
+    """Classify image files with a trained network.
 
-    An image is turned upright as its EXIF data says, laid on white where it is transparent, made grey or RGB
-    as the data set is, and resized to its size.
+    An image is rotated as its EXIF data says, put on white where it is transparent, converted to grey or RGB
+    like the data set, and resized to its size.
     """
     opened = open_run(run, device)
     count = len(opened.dataset.classes)
     if not 1 <= top <= count:
-        raise ValueError(f"top must lie between 1 and {count}, the number of classes, got {top}")
+        raise ValueError(f"top must be between 1 and {count}, the number of classes, got {top}")
     pixels = torch.stack([read_image(path, opened.dataset, invert=invert) for path in image])
     answers = classify(opened, pixels, top)
     title = f"{opened.settings.model} trained on {opened.dataset.title}, after {opened.position.epoch} epochs"
@@ -65,7 +65,7 @@ def predict(
 
 
 def classify(opened: Opened, pixels: Tensor, top: int) -> list[Answer]:
-    """Answers for uint8 pixels (N, C, H, W), in the arithmetic of the run."""
+    """Return answers for uint8 pixels (N, C, H, W), in the precision of the run."""
     images = _as_images(opened.dataset, pixels).to(opened.device)
     with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says which images did not converge
@@ -85,12 +85,16 @@ def _answers(opened: Opened, x: Tensor, top: int) -> list[Answer]:
 
 
 def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
-    """The pixels, uint8 (C, H, W), as the data set has them; what cannot be read is refused by its name."""
+    """Read an image file as uint8 pixels (C, H, W) of the data set's shape.
+
+    Raises:
+        ValueError: if the file cannot be read as one picture.
+    """
     image_module = _pillow()
     if not path.exists():
-        raise ValueError(f"there is no file {path}; give the names of image files")
+        raise ValueError(f"there is no file {path}; pass image files")
     if not path.is_file():
-        raise ValueError(f"{path} is no file; give the names of image files")
+        raise ValueError(f"{path} is not a file; pass image files")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF data and the like
         warnings.simplefilter("error", image_module.DecompressionBombWarning)
@@ -104,12 +108,12 @@ def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
         except PermissionError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except Exception as error:  # a damaged file makes Pillow raise almost anything
-            raise ValueError(f"{path} is no image that can be read: {_said(error, path)}") from None
+            raise ValueError(f"{path} is not an image that can be read: {_said(error, path)}") from None
     return 255 - pixels if invert else pixels
 
 
 class _Refused(ValueError):
-    """An image that could be read, but in more ways than one."""
+    """An image that can be read in more than one way."""
 
 
 def _pixels(image_module: Any, path: Path, shape: tuple[int, int, int]) -> Tensor:
@@ -120,16 +124,16 @@ def _pixels(image_module: Any, path: Path, shape: tuple[int, int, int]) -> Tenso
         image = _upright(_still(opened))
     flat = _flattened(image_module, image).convert("L" if channels == 1 else "RGB")
     if flat.size != (width, height):
-        # This filter averages over all pixels that become one, and makes no ripples beside strokes.
+        # This filter averages all pixels that become one, without ringing at edges.
         flat = flat.resize((width, height), image_module.Resampling.BILINEAR)
     return torch.from_numpy(np.array(flat)).reshape(height, width, channels).movedim(2, 0).contiguous()
 
 
 def _still(image: Any) -> Any:
-    """The image with its pixels read. The second picture in a phone's MPO is the same scene again."""
+    """Return the image with its pixels loaded. An MPO's second picture shows the same scene."""
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":
-        raise _Refused(f"holds {frames} pictures, expected one; save the one that is meant to a file of its own")
+        raise _Refused(f"holds {frames} pictures, expected one; save one of them to a file")
     image.load()
     return image
 
@@ -141,7 +145,7 @@ def _upright(image: Any) -> Any:
 
 
 def _flattened(image_module: Any, image: Any) -> Any:
-    """8 bits a channel, nothing transparent: Pillow alone would cut 16 bits at 255, and forget about alpha."""
+    """Return 8 bits per channel, without alpha: Pillow alone would clip 16 bits at 255 and drop alpha."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM", None)):
         wide = np.array(image).astype(np.int64)
         return image_module.fromarray(((wide.clip(0, 65_535) + 128) // 257).astype(np.uint8))
@@ -162,13 +166,13 @@ def _pillow() -> Any:
 
 
 def _said(error: Exception, path: Path) -> str:
-    """Pillow's words in one line, without the name that is said already."""
+    """Return Pillow's message in one line, without the file name."""
     words = " ".join(str(error).split()).replace(f" {str(path)!r}", "")
     return words or type(error).__name__
 
 
 def _as_images(dataset: DataSet, pixels: Tensor) -> Images:
-    """So that the pixels are normalised by the one place that knows how."""
+    """Return the pixels as Images, which normalises them."""
     return Images(
         pixels=pixels,
         labels=torch.zeros(len(pixels), dtype=torch.int64),

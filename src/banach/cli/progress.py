@@ -1,10 +1,9 @@
-"""Training as it is seen: a live bar over the steps on a terminal, and one lasting line per epoch everywhere."""
+"""Progress of training: a live bar over the run on a terminal, and one permanent line per epoch everywhere."""
 
 from __future__ import annotations
 
 import math
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
@@ -14,14 +13,25 @@ from rich.text import Text
 from banach.cli.console import console as standard
 from banach.train import Epoch, Position
 
-_EVERY = 0.1  # seconds between two updates of the bar; in between, a step costs a look at the clock
-HEADER = "    epoch    loss   train validation depth residual converged  sigma  seconds"  # fits 80 columns
+_EVERY = 0.1  # seconds between two updates of the bar
+# Field of an Epoch: its name in the header, its format and its width. All columns fit into 80 characters.
+_COLUMNS = {
+    "loss": ("loss", ".4f", 7),
+    "accuracy": ("train", ".2%", 7),
+    "validation_accuracy": ("validation", ".2%", 10),
+    "depth": ("depth", ".1f", 5),
+    "residual": ("residual", ".1e", 8),
+    "converged": ("converged", ".1%", 9),
+    "sigma": ("sigma", ".3f", 6),
+    "seconds": ("seconds", ".2f", 8),
+}
+HEADER = " ".join(["epoch".rjust(9), *(name.rjust(width) for name, _, width in _COLUMNS.values())])
 
 
 class Progress:
-    """Shows `epochs` epochs of `steps` steps each; use it in a `with`. `start` is where a resumed run goes on.
+    """Shows `epochs` epochs of `steps` steps each; use it in a `with`. `start` is where a resumed run begins.
 
-    Pass `step` and `epoch` to the training loop. Where the console is no terminal there is no bar: lines alone.
+    Pass `step` and `epoch` to the training loop. If the console is not a terminal there is no bar.
     """
 
     def __init__(
@@ -29,110 +39,77 @@ class Progress:
     ) -> None:
         self._console, self._epochs, self._steps = console, epochs, steps
         self._clock = _Clock(epochs * steps)
-        self._bars = self._make_bars(start) if is_terminal(console) else None
-        self._next = 0.0 if self._bars is not None else math.inf  # when the bar is to be updated again
-        self._told = False
+        self._next = 0.0 if is_terminal(console) else math.inf  # when to update the bar again
+        self._shown_header = False
+        columns = [TextColumn("epoch {task.description}"), BarColumn(), TextColumn("{task.fields[place]}")]
+        # transient: the bar disappears when training ends, and the lines stay.
+        options = {
+            "console": console,
+            "refresh_per_second": 4,
+            "transient": True,
+            "disable": self._next == math.inf,
+        }
+        self._bars = Bars(*columns, self._clock, **options)  # type: ignore[arg-type]
+        self._task = self._bars.add_task("", total=steps, place="")
+        self._show(start, count=False)
 
     def step(self, position: Position) -> None:
-        """After every step of training. Cheap: most calls only look at the clock, if there is a bar at all."""
-        if self._next == math.inf:
-            return
-        now = time.perf_counter()
-        if now >= self._next:
-            self._next = now + _EVERY
+        """Update the bar after a step of training. Most calls only compare times."""
+        if self._next < math.inf and time.perf_counter() >= self._next:
+            self._next = time.perf_counter() + _EVERY
             self._show(position)
 
     def epoch(self, epoch: Epoch) -> None:
-        """After every epoch: its line."""
-        if not self._told:
+        """Print the line of an epoch."""
+        if not self._shown_header:
             self._console.print(HEADER, soft_wrap=True)
-            self._told = True
+            self._shown_header = True
         self._console.print(line(epoch, self._epochs), soft_wrap=True)
-        if self._bars is not None:
-            self._show(Position(epoch.epoch, 0))
+        self._show(Position(epoch.epoch, 0))
 
     def __enter__(self) -> Progress:
-        if self._bars is not None:
-            self._bars.start()
+        self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
 
-    def _make_bars(self, start: Position) -> Bars:
-        columns = [TextColumn("epoch {task.description}"), BarColumn(), TextColumn("{task.fields[place]}")]
-        # transient: when training ends the bar goes, and the lines stay.
-        bars = Bars(*columns, self._clock, console=self._console, refresh_per_second=4, transient=True)
-        self._task = bars.add_task(self._name(start), total=self._steps, place=self._place(start))
-        bars.update(self._task, completed=start.step)
-        return bars
-
-    def _show(self, position: Position) -> None:
-        assert self._bars is not None
-        self._clock.note(position.epoch * self._steps + position.step)
-        self._bars.update(
-            self._task,
-            description=self._name(position),
-            completed=position.step,
-            place=self._place(position),
-        )
-
-    def _name(self, position: Position) -> str:
-        return f"{min(position.epoch + 1, self._epochs)}/{self._epochs}"
-
-    def _place(self, position: Position) -> str:
-        return f"{position.step}/{self._steps}"
+    def _show(self, position: Position, *, count: bool = True) -> None:
+        if count:
+            self._clock.note(position.epoch * self._steps + position.step)
+        name = f"{min(position.epoch + 1, self._epochs)}/{self._epochs}"
+        place = f"{position.step}/{self._steps}"
+        self._bars.update(self._task, description=name, completed=position.step, place=place)
 
 
 class _Clock(ProgressColumn):
-    """Time since the start, and the time that is left if the steps to come take as long as those that were made.
-
-    rich's own clocks stop when a bar is full, and ours is full after every epoch.
-    """
+    """Time since the start, and time left at the pace so far. (rich's clocks stop when a bar is full.)"""
 
     def __init__(self, total: int) -> None:
         super().__init__()
-        self._total, self._start = total, time.perf_counter()
+        self._total, self._done, self._start = total, 0, time.perf_counter()
         self._first: tuple[int, float] | None = None
-        self._done = 0
 
     def note(self, done: int) -> None:
-        """`done` steps are made. The first time counts for nothing: a resumed run did not make them now."""
+        """Count steps from the first call on: a resumed run did not make the earlier ones now."""
         self._done = done
-        if self._first is None:
-            self._first = done, time.perf_counter()
+        self._first = self._first or (done, time.perf_counter())
 
     def render(self, task: Task) -> Text:
         now = time.perf_counter()
-        return Text(f"{_duration(now - self._start)} elapsed, {self._left(now)} left")
-
-    def _left(self, now: float) -> str:
         before, since = self._first or (0, now)
         made = self._done - before
-        return _duration((now - since) / made * (self._total - self._done)) if made > 0 else "-:--:--"
+        left = _duration((now - since) / made * (self._total - self._done)) if made > 0 else "-:--:--"
+        return Text(f"{_duration(now - self._start)} elapsed, {left} left")
 
 
 def line(epoch: Epoch, epochs: int) -> str:
-    """One epoch in the columns of HEADER; "-" is a figure that it does not have."""
-    cells = (
-        f"{epoch.epoch}/{epochs}".rjust(9),
-        _cell(epoch.loss, "{:.4f}", 7),
-        _cell(epoch.accuracy, "{:.2%}", 7),
-        _cell(epoch.validation_accuracy, "{:.2%}", 10),
-        _cell(epoch.depth, "{:.1f}", 5),
-        _cell(epoch.residual, "{:.1e}", 8),
-        _cell(epoch.converged, "{:.1%}", 9),
-        _cell(epoch.sigma, "{:.3f}", 6),
-        _cell(epoch.seconds, "{:.2f}", 8),
-    )
+    """Return one epoch in the columns of HEADER; "-" is a figure that it does not have."""
+    cells = [f"{epoch.epoch}/{epochs}".rjust(9)]
+    for field, (_, pattern, width) in _COLUMNS.items():
+        value = getattr(epoch, field)
+        cells.append(("-" if value is None else format(value, pattern)).rjust(width))
     return " ".join(cells)
-
-
-def _cell(value: float | None, pattern: str, width: int) -> str:
-    return ("-" if value is None else pattern.format(value)).rjust(width)
 
 
 def _duration(seconds: float) -> str:
@@ -141,5 +118,5 @@ def _duration(seconds: float) -> str:
 
 
 def is_terminal(console: Console) -> bool:
-    """Can the console show a bar? FORCE_COLOR does for rich; in a log that would be control characters."""
+    """Return True if the console can show a bar. With FORCE_COLOR rich would write control characters to a log."""
     return console.is_interactive and console.file.isatty()

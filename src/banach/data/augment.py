@@ -1,4 +1,4 @@
-"""Augmentation: random changes to a batch, as tensor operations on its device."""
+"""Augmentation: random changes to a batch of images, as tensor operations on its device."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from banach import checks
+
 
 class Augmentation(Protocol):
-    """A change to normalised images, decided by `draws` numbers per image.
+    """A change to normalised images, decided by `draws` random numbers per image.
 
-    `apply` is a function of its arguments alone and asks the host for nothing, so a step with it can be captured.
+    `apply` depends on its arguments alone and needs no host sync, so a step with it can be captured.
     Fills are in normalised units: 0 is the mean of the data.
     """
 
     @property
     def draws(self) -> int:
-        """How many random numbers an image needs."""
+        """Random numbers per image."""
         ...
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
-        """x (n, C, H, W) changed by u (n, draws), uniform in [0, 1)."""
+        """Return x (n, C, H, W) changed by u (n, draws), uniform in [0, 1)."""
         ...
 
 
@@ -51,7 +53,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Flip:
-    """Left and right change places with probability p."""
+    """Mirror left and right with probability p."""
 
     p: float = 0.5
     draws = 1
@@ -65,15 +67,14 @@ class Flip:
 
 @dataclass(frozen=True)
 class Crop:
-    """`pad` rows and columns of `fill` on every side, then a window of the old size anywhere in it."""
+    """Pad every side by `pad` pixels of `fill`, then take a random window of the old size."""
 
     pad: int = 4
     fill: float = 0.0
     draws = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.pad, bool) or not isinstance(self.pad, int) or self.pad < 0:
-            raise ValueError(f"pad must be a whole number of pixels, at least 0, got {self.pad!r}")
+        checks.whole("pad", self.pad)
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
         height, width = x.shape[2:]
@@ -87,10 +88,10 @@ class Crop:
 
 @dataclass(frozen=True)
 class Erase:
-    """A rectangle becomes `fill` with probability p: its area a share of the image, its ratio height / width.
+    """Fill a random rectangle with probability p: its area is a share of the image, its ratio height / width.
 
-    Both are drawn up to `attempts` times, until the rectangle is lower and narrower than the image (Zhong et al.,
-    2020); where none is, nothing is erased.
+    Both are drawn up to `attempts` times, until the rectangle is smaller than the image on both sides
+    (Zhong et al., 2020). If none is, nothing is erased.
     """
 
     p: float = 0.5
@@ -103,8 +104,7 @@ class Erase:
         _check_range("p", (self.p, self.p), 0, 1)
         _check_range("area", self.area, 0, 1)
         _check_range("ratio", self.ratio, 1e-6, 1e6)
-        if self.attempts < 1:
-            raise ValueError(f"attempts must be at least 1, got {self.attempts}")
+        checks.whole("attempts", self.attempts, 1)
 
     @property
     def draws(self) -> int:
@@ -118,7 +118,7 @@ class Erase:
         return torch.where((hit & erased[:, None, None])[:, None], self.fill, x)
 
     def _rectangle(self, u: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Height, width, and whether there is one. In float64, so that every device rounds to the same pixels."""
+        """Return height, width, and whether to erase. In float64, so that all devices round to the same pixels."""
         area, ratio = u[:, 3:].split(self.attempts, 1)
         area = height * width * _stretch(area, self.area)
         ratio = _stretch(ratio, (math.log(self.ratio[0]), math.log(self.ratio[1]))).exp()
@@ -126,16 +126,57 @@ class Erase:
         fits = (h < height) & (w < width)
         first = fits.to(torch.uint8).argmax(1, keepdim=True)
         erased = fits.any(1) & (u[:, 0] < self.p)
-        # Where nothing fits, any size that lies in the image will do: it is not used.
+        # Where nothing fits the size is not used, but it must not exceed the image.
         return h.gather(1, first)[:, 0].clamp(max=height), w.gather(1, first)[:, 0].clamp(max=width), erased
 
 
+@dataclass(frozen=True)
+class Affine:
+    """Rotate by at most `degrees`, scale, and shift by at most a share `translate` of each side, about the centre.
+
+    Values between pixels are bilinear; outside the image is `fill`.
+    """
+
+    degrees: float = 10.0
+    translate: float = 0.1
+    scale: tuple[float, float] = (0.9, 1.1)
+    fill: float = 0.0
+    draws = 4
+
+    def __post_init__(self) -> None:
+        checks.number("degrees", self.degrees)
+        checks.number("translate", self.translate)
+        if not 0 < self.scale[0] <= self.scale[1] < math.inf:
+            raise ValueError(f"scale must be two positive numbers, the lower first, got {self.scale}")
+
+    def apply(self, x: Tensor, u: Tensor) -> Tensor:
+        # grid_sample fills with 0, hence the shift and back.
+        return F.grid_sample(x - self.fill, self._grid(x, u), align_corners=False) + self.fill
+
+    def _grid(self, x: Tensor, u: Tensor) -> Tensor:
+        """Return the source of every pixel as grid_sample wants it: (n, H, W, 2), each side from -1 to 1.
+
+        Written out, because affine_grid multiplies matrices, which TF32 would round to a tenth of a pixel.
+        Angles turn from the x axis towards the y axis, which points down.
+        """
+        height, width = x.shape[2:]
+        u = u.to(x.dtype)[:, :, None, None]
+        angle, scale = (2 * u[:, 0] - 1) * math.radians(self.degrees), _stretch(u[:, 1], self.scale)
+        right, down = (2 * u[:, 2] - 1) * (self.translate * width), (2 * u[:, 3] - 1) * (self.translate * height)
+        column = torch.arange(width, device=x.device, dtype=x.dtype) - (width - 1) / 2 - right
+        row = torch.arange(height, device=x.device, dtype=x.dtype)[:, None] - (height - 1) / 2 - down
+        cos, sin = angle.cos() / scale, angle.sin() / scale
+        from_column, from_row = cos * column + sin * row, cos * row - sin * column
+        return torch.stack([from_column * (2 / width), from_row * (2 / height)], 3)
+
+
 def paper_cifar10() -> Chain:
-    """The JFB authors' augmentation of CIFAR-10. Their .449 fills images that are normalised already."""
+    """Return the JFB authors' augmentation of CIFAR-10. Their .449 fills images that are normalised already."""
     return Chain(Flip(), Crop(pad=2, fill=0.449), Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0)))
 
 
 def check_augmentation(part: Augmentation) -> None:
+    """Refuse a class, and an object without `apply` and `draws`."""
     if isinstance(part, type) or not hasattr(part, "apply") or not hasattr(part, "draws"):
         raise TypeError(f"an augmentation is an object such as Flip() or Chain(Flip(), Crop(4)), got {part!r}")
 
@@ -145,7 +186,7 @@ def _stretch(u: Tensor, ends: tuple[float, float]) -> Tensor:
 
 
 def _below(u: Tensor, bound: int | Tensor) -> Tensor:
-    """A whole number from 0 to bound - 1. (u is a multiple of 2^-24 below 1, so the product never rounds up.)"""
+    """Return an integer from 0 to bound - 1. (u is a multiple of 2^-24, so the product never rounds up.)"""
     return (u * bound).long()
 
 
@@ -156,4 +197,4 @@ def _between(start: Tensor, length: Tensor, size: int, device: torch.device) -> 
 
 def _check_range(name: str, ends: tuple[float, float], least: float, most: float) -> None:
     if len(ends) != 2 or not least <= ends[0] <= ends[1] <= most:
-        raise ValueError(f"{name} must lie between {least:g} and {most:g}, lower end first, got {ends}")
+        raise ValueError(f"{name} must be between {least:g} and {most:g}, lower end first, got {ends}")

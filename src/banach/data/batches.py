@@ -8,19 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from banach import checks
 from banach.data import counter
 from banach.data.augment import Augmentation, check_augmentation
 from banach.data.images import Images
 
-_ORDER, _CHANGE = 0, 1  # two streams of random numbers: which images, and what is done to them
+_ORDER, _CHANGE = 0, 1  # streams of random numbers: the order of the images, and their augmentation
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
     """(float32 images, int64 labels) on the device of `images`.
 
-    Batch k of epoch e is the same whether the epoch began there or at 0, today or after a resume, and on every
-    device (to rounding). To capture a step, put `index` and `key` in tensors of its own and call `make`.
+    Batch k of epoch e is the same whether the epoch began there or at 0, before or after a resume, and on every
+    device (to rounding). To capture a step, store `index` and `key` in tensors and call `make`.
     """
 
     images: Images
@@ -31,8 +32,7 @@ class Batches:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"the batch size must be a whole number, at least 1, got {self.size!r}")
+        checks.whole("the batch size", self.size, 1)
         if self.augment is not None:
             check_augmentation(self.augment)
         if len(self) == 0:
@@ -41,12 +41,12 @@ class Batches:
             )
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         whole, left = divmod(len(self.images), self.size)
         return whole if self.drop_last or not left else whole + 1
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from batch `start` on."""
+        """Yield the batches of an epoch, from batch `start` on."""
         if not 0 <= start <= len(self):
             raise ValueError(f"an epoch has batches 0 to {len(self) - 1}, got start={start}")
         order = self.order(epoch)
@@ -54,21 +54,21 @@ class Batches:
             yield self.make(self.index(order, k), self.key(epoch, k))
 
     def order(self, epoch: int) -> Tensor:
-        """Every image once, in the order of that epoch."""
+        """Return the index of every image once, in the order of that epoch."""
         if not self.shuffle:
             return torch.arange(len(self.images), device=self.images.device)
         return counter.permutation(counter.key(self.seed, _ORDER, epoch), len(self.images), self.images.device)
 
     def index(self, order: Tensor, k: int) -> Tensor:
-        """The images of batch k, a view of the order."""
+        """Return the images of batch k, a view of the order."""
         return order[k * self.size : (k + 1) * self.size]
 
     def key(self, epoch: int, k: int) -> int:
-        """What the augmentation of batch k is drawn from."""
+        """Return the key from which the augmentation of batch k is drawn."""
         return counter.key(self.seed, _CHANGE, epoch, k)
 
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
-        """The batch of these images. Asks the host for nothing: with tensors for both it can be captured."""
+        """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""
         x = self.images.normalise(self.images.pixels.index_select(0, index))
         if self.augment is not None and self.augment.draws:
             x = self.augment.apply(x, counter.uniform(key, len(index), self.augment.draws, x.device))

@@ -1,4 +1,4 @@
-"""cifar10: the binary version, or the Python version through an unpickler that builds nothing but arrays."""
+"""CIFAR-10: the binary version, or the Python version through an unpickler that can only build arrays."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from banach.data.dataset import Arrays, DataSet, Download, Known, Layout
-from banach.data.error import Damaged
+from banach.data.dataset import Arrays, Damaged, DataSet, Download, Known, Layout
 from banach.data.pickles import load_arrays
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/"
@@ -17,24 +16,26 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def read_binary(part: str, paths: tuple[Path, ...]) -> Arrays:
+    """Read and join files of records."""
     return _joined([_read_records(path) for path in paths])
 
 
 def read_python(part: str, paths: tuple[Path, ...]) -> Arrays:
+    """Read and join pickled batches."""
     return _joined([_read_pickle(path) for path in paths])
 
 
 def _read_records(path: Path) -> Arrays:
-    """One label byte, then the pixels, for every image."""
+    """Read records: one label byte, then the pixels."""
     size = path.stat().st_size
     if size == 0 or size % (1 + PIXELS):
-        raise Damaged(path, f"its {size:,} bytes are no whole number of records of {1 + PIXELS:,}")
+        raise Damaged(path, f"its {size:,} bytes are not a whole number of records of {1 + PIXELS:,}")
     records = np.fromfile(path, np.uint8).reshape(-1, 1 + PIXELS)
     return _checked(path, records[:, 1:], records[:, 0])
 
 
 def _read_pickle(path: Path) -> Arrays:
-    """A dictionary with `data` (N, 3072) and a list `labels`."""
+    """Read a dictionary with an array `data` (N, 3072) and a list `labels`."""
     batch = load_arrays(path)
     data, labels = batch.get("data"), batch.get("labels")
     if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != PIXELS:
@@ -47,7 +48,7 @@ def _read_pickle(path: Path) -> Arrays:
 
 
 def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> Arrays:
-    # Said here, where the one file of several is known.
+    # Checked here, where the file is known.
     if len(labels) and not (labels.min() >= 0 and labels.max() < len(CLASSES)):
         worst = labels.max() if labels.max() >= len(CLASSES) else labels.min()
         raise Damaged(path, f"it has a label of {worst}, expected 0 to {len(CLASSES) - 1}")

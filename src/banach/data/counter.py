@@ -1,8 +1,8 @@
-"""Random numbers as a function of where they are used: no state, so a resumed run draws what it would have drawn.
+"""Random numbers as a function of a key: no state, so a resumed run draws what it would have drawn.
 
-SplitMix64 (Steele, Lea and Flood, 2014), the n-th output for a key being mix(key + n * golden), in whole-number
-tensor operations. So the numbers are the same on every device and ask the host for nothing; and with the key in a
-tensor a captured graph draws afresh at every replay, which a seeded torch.Generator cannot do.
+SplitMix64 (Steele, Lea and Flood, 2014): the n-th output for a key is mix(key + n * golden), in integer tensor
+operations. So the numbers are the same on every device and need no host sync. With the key in a tensor a captured
+graph draws new numbers at every replay, which a seeded torch.Generator cannot do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WORD = 1 << 64
 
 
 def key(*numbers: int) -> int:
-    """One signed 64-bit key from several whole numbers, such as a seed, an epoch and a batch."""
+    """Return one signed 64-bit key for several integers, such as a seed, an epoch and a batch."""
     word = 0
     for number in numbers:
         word = _mix((word + (number + 1) * GOLDEN) % WORD)
@@ -23,7 +23,7 @@ def key(*numbers: int) -> int:
 
 
 def bits(key: int | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """(count,) int64, every bit random. `key`: a whole number, or a 0-d int64 tensor on the device."""
+    """Return (count,) int64, every bit random. `key`: an int, or a 0-d int64 tensor on the device."""
     z = torch.arange(1, count + 1, device=device) * _signed(GOLDEN) + key
     z = (z ^ _shift(z, 30)) * _signed(FIRST)
     z = (z ^ _shift(z, 27)) * _signed(SECOND)
@@ -31,12 +31,12 @@ def bits(key: int | Tensor, count: int, device: torch.device | str = "cpu") -> T
 
 
 def uniform(key: int | Tensor, rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:
-    """(rows, columns) float32, multiples of 2^-24 in [0, 1)."""
+    """Return (rows, columns) float32, multiples of 2^-24 in [0, 1)."""
     return (_shift(bits(key, rows * columns, device), 40).to(torch.float32) * 2.0**-24).view(rows, columns)
 
 
 def permutation(key: int | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """The numbers 0 to count - 1 in random order: the order that sorts `count` random words."""
+    """Return 0 to count - 1 in random order: the order that sorts `count` random words."""
     return torch.argsort(bits(key, count, device), stable=True)
 
 
@@ -47,7 +47,7 @@ def _mix(z: int) -> int:
 
 
 def _shift(z: Tensor, by: int) -> Tensor:
-    """z >> by, with zeros coming in: torch's own shift brings in the sign."""
+    """Return z >> by with zeros shifted in: torch's shift repeats the sign."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -1,17 +1,28 @@
-"""DataSet: what a data set is, where its files lie and how they are read; the registry that users extend."""
+"""DataSet: what a data set is, which files it has and how they are read; the registry that users extend."""
 
 from __future__ import annotations
 
-import difflib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from banach.data.error import DataError
-from banach.data.split import SPLITS
+from banach import checks
+from banach.data.images import SPLITS
+
+
+class DataError(ValueError):
+    """Data that cannot be used. The message is one sentence: what is wrong, and what to do."""
+
+
+class Damaged(DataError):
+    """A file that is not what its publisher wrote. Readers raise it; `load` adds what to do."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} cannot be used: {' '.join(what.split())}")
 
 
 class Arrays(NamedTuple):
@@ -26,7 +37,7 @@ Reader = Callable[[str, tuple[Path, ...]], Arrays]  # (part, its files) -> array
 
 @dataclass(frozen=True)
 class Download:
-    """A file at its publisher's address, and its published MD5. An archive holds all of a layout's files."""
+    """A file at its publisher's address, and its published MD5. An archive holds all files of a layout."""
 
     url: str
     md5: str
@@ -39,10 +50,11 @@ class Download:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which the files of a data set lie in a folder.
+    """One way to store a data set as files in a folder.
 
-    `files` names those of each part; each may carry one of `endings`. A reader without files, for data that
-    comes from elsewhere, gets an empty tuple. `md5`, by file name, tells which file is damaged.
+    `files` names those of each part; each may have one of `endings`. A reader without files, for data that comes
+    inside a package, gets an empty tuple. `md5`, by file name, finds the damaged one among several files; files
+    that are downloaded as they are have theirs in `downloads`.
     """
 
     read: Reader
@@ -53,16 +65,20 @@ class Layout:
     downloads: tuple[Download, ...] = ()
 
     def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
-        """The files of a part, in order; None for one that is not there."""
+        """Return the files of a part, in order; None for a missing one."""
         candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
         return tuple(
             next((path for path in paths if path.is_file() or path.is_dir()), None) for paths in candidates
         )
 
+    def published(self, name: str) -> str | None:
+        """Return the published MD5 of a file, if it is known."""
+        return {**{download.file: download.md5 for download in self.downloads}, **self.md5}.get(name)
+
 
 @dataclass(frozen=True)
 class Known:
-    """Arrays that are known: their title, and by part their SHA-256 (bytes of the labels, then of the pixels)."""
+    """Accepted arrays: their title, and by part their SHA-256 (bytes of the labels, then of the pixels)."""
 
     title: str
     sha256: Mapping[str, str]
@@ -72,7 +88,7 @@ class Known:
 class DataSet:
     """A data set. `validation` images of the train part, stratified and fixed, are its validation split.
 
-    With `known` arrays nothing else is accepted, except files that have their published MD5.
+    If `known` is not empty, other arrays are refused, except from files that have their published MD5.
     """
 
     name: str
@@ -88,54 +104,74 @@ class DataSet:
 
     def __post_init__(self) -> None:
         if not self.layouts:
-            raise ValueError(f"data set {self.name!r} has no layout; give it layouts=(Layout(read=...),)")
+            raise ValueError(f"data set {self.name!r} has no layout; pass layouts=(Layout(read=...),)")
         if set(self.counts) != {"train", "test"}:
             raise ValueError(f"counts must be given for 'train' and 'test', got {sorted(self.counts)}")
-        if not 0 < self.validation < self.counts["train"]:
-            raise ValueError(
-                f"validation must lie between 1 and {self.counts['train'] - 1}, got {self.validation}"
-            )
+        checks.whole("validation", self.validation, 1, self.counts["train"] - 1)
         if not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError(f"mean and std need {self.shape[0]} numbers each, got {self.mean} and {self.std}")
         if not all(value > 0 for value in self.std):
             raise ValueError(f"std must be positive, got {self.std}")
 
     def part(self, split: str) -> str:
-        """The part of the files that a split is cut from."""
+        """Return the part of the files that a split is taken from."""
         if split not in SPLITS:
             raise DataError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)}")
         return "test" if split == "test" else "train"
 
     @property
     def remedy(self) -> str:
-        """What to do about a file that is damaged or missing."""
+        """What to do about a damaged or missing file."""
         if any(layout.downloads for layout in self.layouts):
             return f"run `banach data fetch {self.name}`"
-        return f"put a good copy of {self.name} there"
+        return f"provide a good copy of {self.name}"
 
 
 _registry: dict[str, DataSet] = {}
 
 
 def register(dataset: DataSet, *, replace: bool = False) -> DataSet:
-    """Make a data set known by its name. `replace=True` puts it in the place of another."""
+    """Make a data set known by its name, and return it.
+
+    Args:
+        dataset: the data set.
+        replace: allow a name that is registered already.
+
+    Raises:
+        DataError: if the name is taken and `replace` is False.
+    """
     if not isinstance(dataset, DataSet):
         raise TypeError(f"register takes a DataSet, got {type(dataset).__name__}")
     if dataset.name in _registry and not replace:
-        raise DataError(f"there is a data set {dataset.name!r} already; choose another name or say replace=True")
+        raise DataError(
+            f"data set {dataset.name!r} is registered already; choose another name or pass replace=True"
+        )
     _registry[dataset.name] = dataset
     return dataset
 
 
 def get(name: str) -> DataSet:
-    """The data set of that name."""
-    if name not in _registry:
-        near = difflib.get_close_matches(str(name), _registry, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(_registry)}"
-        raise DataError(f"there is no data set {name!r}; {hint}")
-    return _registry[name]
+    """Return the data set of that name.
+
+    Raises:
+        DataError: if there is none; the message suggests the closest name.
+    """
+    try:
+        return _registry[checks.nearest("data set", name, _registry)]
+    except ValueError as error:
+        raise DataError(str(error)) from None
 
 
 def names() -> tuple[str, ...]:
-    """Every data set that is known, in the order of registration."""
+    """Return the names of all data sets, in the order of registration."""
     return tuple(_registry)
+
+
+def need(module: str, purpose: str) -> Any:
+    """Import an optional module when it is first needed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        top = module.partition(".")[0]
+        package = {"sklearn": "scikit-learn"}.get(top, top)
+        raise DataError(f"{purpose} needs {package}, which is missing; run: pip install 'banach[app]'") from error

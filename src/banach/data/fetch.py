@@ -9,24 +9,30 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from banach.data.check import md5
-from banach.data.dataset import DataSet, Download, Layout, get
-from banach.data.error import DataError, need
-from banach.data.find import Folder, home
-from banach.data.verify import Report, verify_in
+from banach.data.dataset import DataError, DataSet, Download, Layout, get, need
+from banach.data.files import Folder, Report, cache_dir, md5, verify_in
 
 
-class _Unreachable(DataError):
-    """The address did not answer, or answered with another file: another layout may do."""
+class _Unavailable(DataError):
+    """The address did not answer, or answered with another file; another layout may be available."""
 
 
 def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -> tuple[Report, ...]:
-    """Download into `data_dir`, BANACH_DATA or the cache what is not there already, and verify it.
+    """Download the files of a data set that are missing or damaged, and verify them.
 
-    Files appear under their names only when they are whole and have their published MD5. Where a data set comes in
-    several layouts, the next is tried when one cannot be had. `progress` goes to pooch: a tqdm-like object.
+    Files appear under their names only when they are complete and have their published MD5. Where a data set comes
+    in several layouts, the next one is tried if one is not available.
+
+    Args:
+        name: the data set.
+        data_dir: where the files go; else BANACH_DATA, else the cache. It is created.
+        progress: passed to pooch: a tqdm-like object, or False.
+
+    Raises:
+        DataError: if the data cannot be downloaded, written or verified.
     """
-    dataset, root = get(name), home(data_dir)
+    dataset = get(name)
+    root = Path(data_dir or os.environ.get("BANACH_DATA") or cache_dir()).expanduser()
     reports = verify_in(dataset, (root,))
     if all(report.ok for report in reports):
         return reports
@@ -44,34 +50,30 @@ def _download_any(dataset: DataSet, root: Path, progress: Any) -> None:
         try:
             if layout.downloads:
                 return _download(dataset, layout, root, progress)
-        except _Unreachable as error:
+        except _Unavailable as error:
             failure = failure or error
     raise failure or DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
 
 
 def _download(dataset: DataSet, layout: Layout, root: Path, progress: Any) -> None:
-    """Everything into a folder beside, then each file to its place in one step."""
+    """Download everything into a temporary folder, then move each file to its place in one step."""
     folder = root / layout.folders[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as beside:
+        with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as temporary:
             for download in layout.downloads:
-                if not _is_there(folder, download):
-                    _retrieve(download, Path(beside), progress)
-            for path in _unpacked(layout, Path(beside)):
-                path.chmod(0o644)  # as any file is: temporary ones are for their owner alone
+                path = folder / download.file
+                if not path.is_file() or md5(path) != download.md5:
+                    _retrieve(download, Path(temporary), progress)
+            for path in _unpacked(layout, Path(temporary)):
+                path.chmod(0o644)  # temporary files are readable by their owner only
                 os.replace(path, folder / path.name)
     except tarfile.TarError as error:
-        raise DataError(f"{layout.downloads[0].url} is no archive that can be opened ({error})") from error
+        raise DataError(f"{layout.downloads[0].url} is not an archive that can be opened ({error})") from error
     except OSError as error:
         raise DataError(
-            f"{dataset.name} cannot be written to {root} ({error}); free or choose another folder"
+            f"{dataset.name} cannot be written to {root} ({error}); free space or choose another folder"
         ) from error
-
-
-def _is_there(folder: Path, download: Download) -> bool:
-    path = folder / download.file
-    return path.is_file() and md5(path) == download.md5
 
 
 def _retrieve(download: Download, folder: Path, progress: Any) -> None:
@@ -81,16 +83,17 @@ def _retrieve(download: Download, folder: Path, progress: Any) -> None:
         pooch.retrieve(download.url, f"md5:{download.md5}", fname=download.file, path=folder, progressbar=progress)
     except refused as error:
         if error.response is not None:
-            error.response.close()  # pooch leaves a refused answer open
-        raise _Unreachable(f"{download.url} cannot be reached ({_short(error)}); check the connection") from error
-    except ValueError as error:  # pooch's word for another MD5
-        raise _Unreachable(
+            error.response.close()  # pooch leaves it open
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise _Unavailable(f"{download.url} cannot be reached ({why}); check the connection") from error
+    except ValueError as error:  # pooch's error for another MD5
+        raise _Unavailable(
             f"{download.url} does not have its published MD5 {download.md5}; try again, or get it elsewhere"
         ) from error
 
 
 def _unpacked(layout: Layout, folder: Path) -> list[Path]:
-    """The files that were downloaded; of an archive only those that the layout names, and only plain files."""
+    """Return the downloaded files; of an archive only plain files that the layout names."""
     paths = []
     for download in layout.downloads:
         path = folder / download.file
@@ -112,7 +115,3 @@ def _members(layout: Layout, archive: Path) -> list[Path]:
             with source, open(paths[-1], "wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
     return paths
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,4 +1,4 @@
-"""Images: one split of a data set, as tensors that live on the training device."""
+"""Images: one split of a data set, as tensors on the training device; and which images a split holds out."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from banach.data.split import held_out
+SPLITS = ("train", "validation", "test", "train+validation")
+# The raw stream of Philox is fixed by NumPy's compatibility policy; Generator.permutation's is not.
+KEY = 0x62616E616368  # "banach"
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
     """`pixels` uint8 (N, C, H, W) and `labels` int64 (N,), on one device.
 
-    `title` is what a result calls the data. `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    `title` names the data in results. `mean` and `std` are per channel, of pixels scaled to [0, 1].
     """
 
     pixels: Tensor
@@ -63,23 +66,46 @@ class Images:
         return replace(self, pixels=self.pixels.to(device), labels=self.labels.to(device))
 
     def take(self, index: Tensor | Sequence[int]) -> Images:
-        """The images that `index` names, in its order."""
+        """Return the images of `index`, in its order."""
         index = torch.as_tensor(index, dtype=torch.int64, device=self.device)
         return replace(self, pixels=self.pixels.index_select(0, index), labels=self.labels.index_select(0, index))
 
     def subset(self, count: int) -> Images:
-        """`count` images, each class with its share: always the same ones."""
-        index = held_out(self.labels.cpu().numpy(), count)
-        return self.take(torch.from_numpy(index))
+        """Return `count` images, stratified by class; the same ones at every call."""
+        return self.take(torch.from_numpy(held_out(self.labels.cpu().numpy(), count)))
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """(pixels / 255 - mean) / std, in float32."""
+        """Return (pixels / 255 - mean) / std, in float32."""
         scale, shift = self._affine
         return torch.addcmul(shift, pixels.to(torch.float32), scale)
 
     @cached_property
     def _affine(self) -> tuple[Tensor, Tensor]:
-        # Made once: a tensor made from Python numbers is a copy that the device waits for.
+        # Cached: making a tensor from Python numbers is a copy that the device waits for.
         mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
         both = torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
         return both[0].view(-1, 1, 1), both[1].view(-1, 1, 1)
+
+
+def held_out(labels: np.ndarray, count: int, key: int = KEY) -> np.ndarray:
+    """Return `count` indices, ascending: the first of each class in the order of `Philox(key).random_raw`.
+
+    Every class gives its share of `count`, rounded by largest remainder. The same on every machine.
+    """
+    if not 0 <= count <= len(labels):
+        raise ValueError(f"cannot hold out {count} of {len(labels)} images; choose 0 to {len(labels)}")
+    order = np.argsort(np.random.Philox(key=key).random_raw(len(labels)), kind="stable")
+    classes, sizes = np.unique(labels, return_counts=True)
+    # Integers throughout: a quotient in floating point could round differently on another machine.
+    total = max(int(sizes.sum()), 1)
+    quotas, remainders = sizes * count // total, sizes * count % total
+    quotas[np.argsort(-remainders, kind="stable")[: count - quotas.sum()]] += 1  # ties go to the lower class
+    chosen = [order[labels[order] == c][:quota] for c, quota in zip(classes, quotas, strict=True)]
+    return np.sort(np.concatenate([*chosen, np.empty(0, order.dtype)]))
+
+
+def rest(total: int, index: np.ndarray) -> np.ndarray:
+    """Return the indices below `total` that are not in `index`, ascending."""
+    keep = np.ones(total, bool)
+    keep[index] = False
+    return np.flatnonzero(keep)

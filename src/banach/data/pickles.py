@@ -1,9 +1,9 @@
-"""Reading a pickle of arrays from a stranger: nothing in it can be called, imported or changed.
+"""load_arrays(): read an untrusted pickle of arrays; nothing in it can be called, imported or changed.
 
-Two walls. The opcodes are read first, without being run, and only those that build dictionaries, lists, strings,
-numbers and arrays may occur. Then each of the few NumPy names that an array needs becomes a stand-in that only
-remembers what it was given. (NumPy's own dtype and ndarray would do for honest files; but a forged dtype state can
-make NumPy read bytes as pointers.)
+There are two barriers. The opcodes are read first, without being run; only those that build dictionaries, lists,
+strings, numbers and arrays may occur. Then each of the few NumPy names that an array needs becomes a stand-in that
+only stores its arguments. (NumPy's dtype and ndarray would do for honest files, but a forged dtype state can make
+NumPy read bytes as pointers.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from banach.data.error import Damaged
+from banach.data.dataset import Damaged
 
 LIMIT = 2**28  # bytes: ten times a batch of CIFAR-10
 
@@ -34,7 +34,7 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
 class _Refused(Exception):
-    """Something a pickle of arrays has no use for."""
+    """Something that a pickle of arrays does not need."""
 
 
 class _Dtype:
@@ -42,11 +42,11 @@ class _Dtype:
         self.code = code.decode("latin1") if isinstance(code, bytes) else code
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and the like: of no meaning for bytes, the only type that is accepted."""
+        """Ignore byte order and the like: uint8, the only accepted type, has none."""
 
 
 class _Array:
-    """What an array was: its shape, its type and its bytes."""
+    """The stored state of an array: its shape, its type and its bytes."""
 
     def __init__(self) -> None:
         self.state: tuple[Any, ...] = ()
@@ -65,7 +65,7 @@ class _Array:
 
 
 class _Maker:
-    """A name in the pickle. Called, it makes a stand-in; it has no state that a pickle could change."""
+    """A name in the pickle. Calling it makes a stand-in; a pickle cannot change its state."""
 
     __slots__ = ("make",)
     make: Callable[..., Any]
@@ -84,7 +84,7 @@ class _Maker:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """How Python 2 byte strings travel in newer pickles."""
+    """Decode Python 2 byte strings as newer pickles store them."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise _Refused(f"it encodes text as {encoding!r}")
     return text.encode("latin1")
@@ -117,12 +117,16 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.names:
-            raise _Refused(f"it asks for {module}.{name}, and only arrays may be in it")
+            raise _Refused(f"it asks for {module}.{name}, and only arrays are allowed")
         return self.names[module, name]
 
 
 def load_arrays(path: Path) -> dict[str, Any]:
-    """The dictionary that a pickle holds: text keys; arrays of uint8, lists, strings and numbers as values."""
+    """Return the dictionary in a pickle: text keys; uint8 arrays, lists, strings and numbers as values.
+
+    Raises:
+        Damaged: if it holds anything else.
+    """
     if path.stat().st_size > LIMIT:
         raise Damaged(path, f"it holds {path.stat().st_size:,} bytes, expected at most {LIMIT:,}")
     data = path.read_bytes()
@@ -134,15 +138,15 @@ def load_arrays(path: Path) -> dict[str, Any]:
         return {_text(key): _finished(value) for key, value in top.items()}
     except _Refused as error:
         raise Damaged(path, f"{error}; nothing in it was run") from error
-    except Exception as error:  # a broken pickle can fail in any way at all
-        raise Damaged(path, f"it is no readable pickle ({type(error).__name__}: {error})") from error
+    except Exception as error:  # a broken pickle can raise anything
+        raise Damaged(path, f"it is not a readable pickle ({type(error).__name__}: {error})") from error
 
 
 def _check_opcodes(data: bytes) -> None:
     for opcode, argument, position in pickletools.genops(data):
         if opcode.name not in _OPCODES:
-            raise _Refused(f"it uses {opcode.name} at byte {position}, and only arrays may be in it")
-        # The unpickler makes room for every index below the greatest, so a forged one could take all memory.
+            raise _Refused(f"it uses {opcode.name} at byte {position}, and only arrays are allowed")
+        # The unpickler allocates every index below the largest one, so a forged index could take all memory.
         if opcode.name in _PUTS and not 0 <= int(argument or 0) <= (position or 0):
             raise _Refused(f"it uses the memo index {argument} at byte {position}")
 

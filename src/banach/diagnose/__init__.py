@@ -1,12 +1,18 @@
 """MEASURE, never change: contraction, convergence, quality of the cheap gradient, the paper's theory."""
 
-from banach.diagnose.contraction import Contraction, contraction_factor, is_coupled, measure_contraction
-from banach.diagnose.convergence import error_bound, observed_rate
+from banach.diagnose.contraction import (
+    Contraction,
+    contraction_factor,
+    error_bound,
+    is_coupled,
+    measure_contraction,
+    observed_rate,
+)
 from banach.diagnose.dense import Linearised, linearise
 from banach.diagnose.descent import Agreement, Descent, descent_check, descent_checks
-from banach.diagnose.monitor import ContractionMonitor, ContractionWarning, Reading
+from banach.diagnose.frozen import NetworkMap, network_map
+from banach.diagnose.monitor import ContractionMonitor, ContractionReading, ContractionWarning
 from banach.diagnose.sensitivity import Sensitivity, measure_sensitivity
-from banach.diagnose.still import NetworkMap, network_map
 from banach.diagnose.summary import suggested_order, verdict
 from banach.diagnose.theory import (
     Conditioning,
@@ -27,6 +33,7 @@ __all__ = [
     "Conditioning",
     "Contraction",
     "ContractionMonitor",
+    "ContractionReading",
     "ContractionWarning",
     "Corollary",
     "Descent",
@@ -34,7 +41,6 @@ __all__ = [
     "Lemma",
     "Linearised",
     "NetworkMap",
-    "Reading",
     "Sensitivity",
     "Theorem",
     "conditioning",

@@ -1,4 +1,4 @@
-"""Does T contract? The largest singular value of J at the fixed point, and the rate that is observed."""
+"""Does T contract? The largest singular value of J, the observed rate, and the error bound that follows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach.diagnose.convergence import error_bound, observed_rate
-from banach.diagnose.jacobian import Jacobian, largest_singular_value
-from banach.diagnose.still import NetworkMap, check_network, network_map, unchanging, undisturbed
+from banach.backward.mode import check_count
+from banach.diagnose.frozen import NetworkMap, check_network, network_map, unchanging, undisturbed
+from banach.diagnose.jacobian import LinearMap, largest_singular_value
 from banach.latent import Latent, Space
 from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
-from banach.solve.precision import rounding
+from banach.solve.context import rounding
 
+LEFT = 10  # so many times its floor is a residual that is not rounding, whatever came before it
 STILL = 0.9999  # an observed rate from which on an iteration is not said to converge
 
 
@@ -36,7 +37,7 @@ def contraction_factor(
     """
     with undisturbed(T, z, inputs):
         held = unchanging(T) if isinstance(T, nn.Module) else T
-        J = Jacobian.of_map(held, z, tuple(inputs), coupled=coupled)
+        J = LinearMap.of_map(held, z, tuple(inputs), coupled=coupled)
         return J.source.spread(largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
 
 
@@ -48,7 +49,7 @@ def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0
     """
     with undisturbed(T, z, inputs), torch.no_grad():
         held = unchanging(T) if isinstance(T, nn.Module) else T
-        J = Jacobian.of_map(held, z, tuple(inputs))
+        J = LinearMap.of_map(held, z, tuple(inputs))
         generator = torch.Generator().manual_seed(seed)
         probe = torch.rand(J.source.samples, sum(J.source.sizes), generator=generator, dtype=torch.float64)
         probe = probe.to(J.source.device, J.source.rows_dtype) + 0.5
@@ -57,7 +58,7 @@ def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0
         return any(_crosses(J, probe, number >> digit & 1 == 1) for digit in range(digits))
 
 
-def _crosses(J: Jacobian, probe: Tensor, group: Tensor) -> bool:
+def _crosses(J: LinearMap, probe: Tensor, group: Tensor) -> bool:
     """Does the derivative lead from these samples to the others, or from the others to these?"""
     inside = torch.where(group[:, None], probe, 0.0)
     return any(bool((product(inside)[~group] != 0).any()) for product in (J.forward, J.transposed))
@@ -158,3 +159,63 @@ def _rate(held: NetworkMap, norm: Norm, steps: int) -> Tensor:
 def _size(rows: Tensor, space: Space, norm: Norm) -> Tensor:
     """(batch,): the norm of every sample."""
     return space.spread(norm.measure(rows, space) * norm.scale(space))
+
+
+def observed_rate(
+    trace: Tensor, steps: Tensor | None = None, *, last: int = 10, floor: Tensor | float | None = None
+) -> Tensor:
+    """(batch,): the geometric mean of the last ratios |r_k| / |r_{k-1}| of a Picard solve.
+
+    `trace` is `Solution.trace`, (steps, batch). Below 1 the iteration converges, above it diverges; NaN: fewer
+    than two residuals to compare. From the first residual at or below `floor` on they are rounding, not
+    convergence, and are left out, unless a later one rises beyond LEFT times its floor: such an iteration has
+    left the point again. `floor` is one number, one per sample, or (steps, batch) (None: a hundred roundings of
+    the first residual). `steps` is `Solution.steps`: it says where a sample froze. Without it trailing repeats
+    are taken for freezing.
+    """
+    if trace.dim() != 2:
+        raise ValueError(f"trace must be (steps, batch), got shape {tuple(trace.shape)}; give Solution.trace")
+    check_count("last", last, 1)
+    if len(trace) < 2:
+        return trace.new_full((trace.shape[1],), torch.nan)
+    if floor is None:
+        floor = 100 * torch.finfo(trace.dtype).eps * trace[0]
+    count = _counted(trace, _frozen_at(trace) if steps is None else steps, floor)
+    end = (count - 1).clamp(min=0)
+    start = (end - last).clamp(min=0)
+    ratio = trace.gather(0, end[None])[0] / trace.gather(0, start[None])[0]
+    rate = ratio ** (1 / (end - start).clamp(min=1).to(trace.dtype))
+    return torch.where(count > 1, rate, torch.nan)
+
+
+def _counted(trace: Tensor, steps: Tensor, floor: Tensor | float) -> Tensor:
+    """(batch,): how many residuals from the first count: finite, before the freeze and the rest at the floor."""
+    index = torch.arange(len(trace), device=trace.device)[:, None]
+    live = trace.isfinite() & (index < steps)
+    # Rounding alone may go above the floor and back, but not far.
+    leaves_later = (live & (trace > LEFT * floor)).long().flip(0).cummax(0).values.flip(0).bool()
+    count = (live & ((trace > floor) | leaves_later)).long().cumprod(0).sum(0)
+    # One step that falls to the floor is still a ratio: an exact hit has rate 0.
+    return torch.where((count == 1) & live[1], 2, count)
+
+
+def _frozen_at(trace: Tensor) -> Tensor:
+    """(batch,): the step after which a sample only repeats its last residual."""
+    changed = trace[1:] != trace[:-1]
+    index = torch.arange(2, len(trace) + 1, device=trace.device)[:, None]
+    return torch.where(changed, index, 1).amax(0)
+
+
+def error_bound(residual: Tensor, gamma: Tensor | float, *, after_step: bool = False) -> Tensor:
+    """|u - u*| <= r / (1 - gamma), r = |T(u) - u|; one step on, |T(u) - u*| <= gamma r / (1 - gamma).
+
+    Infinite where gamma is at least 1. A Picard `Solution` holds the value after the step whose residual it
+    reports: bound its error with `after_step=True`. gamma is a Lipschitz constant in the norm of r on the way
+    from u to u*. The largest singular value at u* is its local value, in the Euclidean norm and so in RMS,
+    but not in WorstPixel. (Banach 1922.)
+    """
+    gamma = torch.as_tensor(gamma, dtype=residual.dtype, device=residual.device)
+    if bool((gamma < 0).any()):
+        raise ValueError(f"gamma must be at least 0, got {float(gamma.min())}")
+    bound = residual * (gamma if after_step else 1.0) / (1 - gamma)
+    return torch.where(gamma < 1, bound, torch.where(gamma.isnan(), torch.nan, torch.inf))

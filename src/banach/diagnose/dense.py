@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from banach.backward import JFB
 from banach.diagnose.descent import gradient, tight_implicit
-from banach.diagnose.still import Still, check_network, plain, undisturbed
+from banach.diagnose.frozen import Frozen, check_network, plain, undisturbed
 from banach.latent import Latent, Space, leaves_like, rebuild
 from banach.network import as_inputs
 
@@ -64,22 +64,22 @@ def linearise(net: Any, d: Any, loss: Callable[[Any], Tensor], z0: Latent | None
     theta_S, theta_T = _weights(net)
     weights = [*theta_S, *theta_T]
     with undisturbed(net, d):
-        still = Still(net)
+        frozen = Frozen(net)
         with torch.enable_grad():
-            v = still.Q(*plain(as_inputs(d)))
-        z0, found = still.find(v, z0)
-        u = still.find(v, found.value, tolerance=still.tight(z0))[1].value
+            v = frozen.Q(*plain(as_inputs(d)))
+        z0, found = frozen.find(v, z0)
+        u = frozen.find(v, found.value, tolerance=frozen.tight(z0))[1].value
         with torch.no_grad():
-            still.T(u, v)  # draws the masks, had the solves evaluated nothing
+            frozen.T(u, v)  # draws the masks, had the solves evaluated nothing
         space = _one_sample(u)
         rows = space.rows(u)
-        J, dT, y, dS_du, dS = _blocks(still, v, rows, space, (theta_S, theta_T))
-        true = gradient(still, v, u, (tight_implicit(u, still.coupled), loss), weights)[1]
+        J, dT, y, dS_du, dS = _blocks(frozen, v, rows, space, (theta_S, theta_T))
+        true = gradient(frozen, v, u, (tight_implicit(u, frozen.coupled), loss), weights)[1]
         g = _output_gradient(loss, y)
 
     def direction_at(near: Tensor) -> Tensor:
         with undisturbed(net, d):
-            return -_flat(gradient(still, v, space.nest(near.reshape(1, -1)), (JFB(), loss), weights)[1])
+            return -_flat(gradient(frozen, v, space.nest(near.reshape(1, -1)), (JFB(), loss), weights)[1])
 
     through = dS_du.mT @ g
     M = torch.block_diag(dS.mT, dT.mT) if theta_S else dT.mT
@@ -89,15 +89,15 @@ def linearise(net: Any, d: Any, loss: Callable[[Any], Tensor], z0: Latent | None
 
 
 def _blocks(
-    still: Still, v: Latent, rows: Tensor, space: Space, weights: tuple[list[Tensor], list[Tensor]]
+    frozen: Frozen, v: Latent, rows: Tensor, space: Space, weights: tuple[list[Tensor], list[Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """J, dT/dtheta_T, the output y, dS/du and dS/dtheta_S at u*."""
     theta_S, theta_T = weights
     with torch.enable_grad():
         u = rows.detach().clone().requires_grad_()
         nest = space.nest(u)
-        t = space.rows(rebuild(nest, leaves_like(nest, still.T(nest, v), "T")))[0]
-        y = still.S(nest)
+        t = space.rows(rebuild(nest, leaves_like(nest, frozen.T(nest, v), "T")))[0]
+        y = frozen.S(nest)
     if not isinstance(y, Tensor):
         raise TypeError(f"S must return one tensor to be linearised, got {type(y).__name__}")
     _check_size(len(t), y.numel(), sum(w.numel() for w in (*theta_S, *theta_T)))

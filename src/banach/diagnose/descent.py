@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.backward import Implicit, Mode
-from banach.diagnose.still import Still, close, plain, undisturbed
+from banach.diagnose.frozen import Frozen, close, plain, undisturbed
 from banach.latent import Latent, Space, detach
 from banach.network import as_inputs
 from banach.solve import Solution, Tolerance
@@ -75,15 +75,15 @@ def descent_checks(
 ) -> tuple[Descent, ...]:
     """`descent_check` for several modes: Q(d), the fixed point and the exact gradient, which cost most, once."""
     with undisturbed(net, d):
-        still = Still(net)
+        frozen = Frozen(net)
         with torch.enable_grad():
-            v = still.Q(*plain(as_inputs(d)))
-        z0, found = still.find(v, z0)
-        final = still.find(v, found.value, tolerance=tolerance or still.tight(z0))[1]
-        exact = exact or tight_implicit(found.value, still.coupled)
+            v = frozen.Q(*plain(as_inputs(d)))
+        z0, found = frozen.find(v, z0)
+        final = frozen.find(v, found.value, tolerance=tolerance or frozen.tight(z0))[1]
+        exact = exact or tight_implicit(found.value, frozen.coupled)
         weights = _weights(net)
-        true = gradient(still, v, final.value, (exact, loss), list(weights))[1]
-        cheap = [gradient(still, v, found.value, (mode, loss), list(weights)) for mode in modes]
+        true = gradient(frozen, v, final.value, (exact, loss), list(weights))[1]
+        cheap = [gradient(frozen, v, found.value, (mode, loss), list(weights)) for mode in modes]
     return tuple(
         _descent(weights, one, true, modes=(mode, exact), solution=final)
         for mode, one in zip(modes, cheap, strict=True)
@@ -109,12 +109,12 @@ def _descent(
 
 
 def gradient(
-    still: Still, v: Latent, u: Latent, how: tuple[Mode, Callable[[Any], Tensor]], weights: Sequence[Tensor]
+    frozen: Frozen, v: Latent, u: Latent, how: tuple[Mode, Callable[[Any], Tensor]], weights: Sequence[Tensor]
 ) -> tuple[float, list[Tensor]]:
     """The loss and its gradient in `weights`, attached at u by a mode: how = (mode, loss)."""
     mode, loss = how
     with torch.enable_grad():
-        value = loss(still.S(mode.attach(still.T, detach(u), (v,), coupled=still.coupled)))
+        value = loss(frozen.S(mode.attach(frozen.T, detach(u), (v,), coupled=frozen.coupled)))
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")

@@ -1,4 +1,4 @@
-"""Products with a Jacobian and its transpose, one row per sample, and its largest singular value."""
+"""Products with a LinearMap and its transpose, one row per sample, and its largest singular value."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from torch import Tensor
 
 from banach.backward.jacobian import Pullbacks, explained
 from banach.backward.mode import check_count
-from banach.diagnose.still import plain
+from banach.diagnose.frozen import plain
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map
-from banach.solve.precision import rounding, with_autocast_of, without_autocast
+from banach.solve.context import rounding, with_autocast_of, without_autocast
 
 CYCLE = 24  # vectors kept of each sample before the iteration starts again from their best combination
 QUIET = 5
 
 
 @dataclass(frozen=True)
-class Jacobian:
-    """J = df/dx at one x: `forward` takes rows v to J v, `transposed` takes rows w to J' w.
-
-    f is evaluated once. J' comes from torch.func.vjp; J is the vjp of J', which is linear, so that f needs no
-    forward-mode derivatives.
-    """
+class LinearMap:
+    """A linear map J between rows: `forward` takes rows v to J v, `transposed` takes rows w to J' w."""
 
     forward: Callable[[Tensor], Tensor]
     transposed: Callable[[Tensor], Tensor]
@@ -36,10 +32,11 @@ class Jacobian:
     @staticmethod
     def of(
         f: Callable[[Any], Latent], x: Latent, *, coupled: bool = False, target: Space | None = None
-    ) -> Jacobian:
-        """df/dx at x, rectangular: f(x) may have any shape with the same batch axis.
+    ) -> LinearMap:
+        """Return df/dx at x, rectangular: f(x) may have any shape with the same batch axis.
 
-        `target` is the layout of f(x), where it has to be that of something else too.
+        f is evaluated once. J' comes from torch.func.vjp; J is the vjp of J', which is linear, so f needs no
+        forward-mode derivatives. `target` is the layout of f(x), where it has to be that of something else too.
         """
         x = plain(x)
         source = Space.of(x, coupled=coupled)
@@ -54,7 +51,7 @@ class Jacobian:
         target = Space.of(detach(ways.value), coupled=source.coupled) if target is None else target
         if target.samples != source.samples:
             raise ValueError(f"f must keep the batch axis: {source.batch} samples became {target.batch}")
-        return Jacobian(
+        return LinearMap(
             forward=lambda v: target.rows(detach(ways.forward(source.nest(v))), "J"),
             transposed=lambda w: source.rows(detach(ways.pull(target.nest(w))[0]), "J'"),
             source=source,
@@ -62,12 +59,12 @@ class Jacobian:
         )
 
     @staticmethod
-    def of_map(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Jacobian:
+    def of_map(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> LinearMap:
         """dT/dz at z, square: T must keep the structure and shape of z."""
         z = plain(z)
         space = Space.of(z, coupled=coupled)
         fixed = tuple(plain(part) for part in inputs)
-        return Jacobian.of(lambda x: shaped_like(z, T(x, *fixed), space), z, coupled=coupled, target=space)
+        return LinearMap.of(lambda x: shaped_like(z, T(x, *fixed), space), z, coupled=coupled, target=space)
 
 
 def shaped_like(z: Latent, value: Latent, space: Space) -> Latent:
@@ -79,9 +76,12 @@ def shaped_like(z: Latent, value: Latent, space: Space) -> Latent:
     return rebuild(z, parts)
 
 
+Jacobian = LinearMap  # TODO(merge): old name
+
+
 @torch.no_grad()
-def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: int) -> Tensor:
-    """(samples,): sigma_max of every row's Jacobian: power iteration on J'J, accelerated by Lanczos.
+def largest_singular_value(J: LinearMap, *, max_steps: int, rtol: float, seed: int) -> Tensor:
+    """(samples,): sigma_max of every row's LinearMap: power iteration on J'J, accelerated by Lanczos.
 
     A step is one product with J and one with J', as in plain power iteration, which was measured to need five
     to ten times as many: it looks at the last vector alone, this at the best combination of the last CYCLE.
@@ -112,7 +112,7 @@ def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: in
 class _Krylov:
     """Orthonormal vectors V, their images W = J V, and the Gram matrix of those, one set per sample."""
 
-    def __init__(self, J: Jacobian, v: Tensor) -> None:
+    def __init__(self, J: LinearMap, v: Tensor) -> None:
         self.J, self.V = J, v[:, None]
         self.W = v.new_empty(len(v), 0, sum(J.target.sizes))
         self.gram = torch.empty(len(v), 0, 0, dtype=torch.float64)  # on the host: it is small

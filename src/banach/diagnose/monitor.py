@@ -8,7 +8,7 @@ from typing import Any
 
 from banach.backward.mode import check_count
 from banach.diagnose.contraction import STILL, Contraction, measure_contraction
-from banach.diagnose.still import check_network
+from banach.diagnose.frozen import check_network
 from banach.latent import map_leaves
 
 
@@ -17,7 +17,7 @@ class ContractionWarning(RuntimeWarning):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ContractionReading:
     """One measurement in short: at which call, over how many samples, and the worst of each figure."""
 
     call: int
@@ -33,7 +33,7 @@ class ContractionMonitor:
     Warns with `ContractionWarning` when the contraction is violated on the data (sigma_max(dT/du) >= 1, or
     residuals that do not shrink), once per run (`once=False`: every time). `samples` is how many of the batch
     are measured (None: all). With batch norm in train mode they are normalised by themselves, as a batch of
-    that size would be. `history` holds a `Reading` per measurement.
+    that size would be. `history` holds a `ContractionReading` per measurement.
     """
 
     def __init__(self, *, samples: int | None = 8, every: int = 1, once: bool = True, seed: int = 0) -> None:
@@ -43,7 +43,7 @@ class ContractionMonitor:
         self.samples, self.every, self.once, self.seed = samples, every, once, seed
         self.calls = 0
         self.warned = False
-        self.history: list[Reading] = []
+        self.history: list[ContractionReading] = []
 
     def __call__(self, net: Any, d: Any) -> Contraction | None:
         """The measurement, or None at a call between two."""
@@ -67,9 +67,9 @@ def _first(d: Any, count: int) -> Any:
         return d
 
 
-def _reading(call: int, measured: Contraction) -> Reading:
+def _reading(call: int, measured: Contraction) -> ContractionReading:
     rates = measured.rate[~measured.rate.isnan()]
-    return Reading(
+    return ContractionReading(
         call=call,
         samples=len(measured.sigma),
         violations=measured.violations,
@@ -78,7 +78,7 @@ def _reading(call: int, measured: Contraction) -> Reading:
     )
 
 
-def _complaint(reading: Reading) -> str:
+def _complaint(reading: ContractionReading) -> str:
     if reading.rate != reading.rate:
         pace = "the observed rate is not known"
     else:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.diagnose.convergence import error_bound
-from banach.diagnose.jacobian import Jacobian, largest_singular_value, shaped_like
-from banach.diagnose.still import Still, close, plain, undisturbed
+from banach.diagnose.contraction import error_bound
+from banach.diagnose.frozen import Frozen, close, plain, undisturbed
+from banach.diagnose.jacobian import LinearMap, largest_singular_value, shaped_like
 from banach.latent import Latent, leaves
 from banach.network import as_inputs
-from banach.nn.passes import uses_batch_statistics
+from banach.nn.layers import uses_batch_statistics
 from banach.solve import Anderson, Tolerance, solve
 
 
@@ -51,17 +51,17 @@ def measure_sensitivity(
     """
     _check_data(d)
     with undisturbed(net, d), torch.no_grad():
-        still = Still(net)
+        frozen = Frozen(net)
         d = plain(d)
-        v = still.Q(*as_inputs(d))
-        z0, found = still.find(v, z0)
-        u = still.find(v, found.value, tolerance=still.tight(z0))[1].value
-        still.T(u, v)  # draws the masks, had the solves evaluated nothing
-        coupled = still.coupled or uses_batch_statistics(net.Q)
-        J = Jacobian.of_map(still.T, u, (v,), coupled=coupled)
+        v = frozen.Q(*as_inputs(d))
+        z0, found = frozen.find(v, z0)
+        u = frozen.find(v, found.value, tolerance=frozen.tight(z0))[1].value
+        frozen.T(u, v)  # draws the masks, had the solves evaluated nothing
+        coupled = frozen.coupled or uses_batch_statistics(net.Q)
+        J = LinearMap.of_map(frozen.T, u, (v,), coupled=coupled)
         # In the layout of J: the two are multiplied below.
-        K = Jacobian.of(
-            lambda x: shaped_like(u, still.T(u, still.Q(*as_inputs(x))), J.source),
+        K = LinearMap.of(
+            lambda x: shaped_like(u, frozen.T(u, frozen.Q(*as_inputs(x))), J.source),
             d,
             coupled=coupled,
             target=J.source,
@@ -76,7 +76,7 @@ def measure_sensitivity(
     )
 
 
-def _through_solves(J: Jacobian, K: Jacobian, options: dict[str, Any]) -> Tensor:
+def _through_solves(J: LinearMap, K: LinearMap, options: dict[str, Any]) -> Tensor:
     """sigma_max of (I - J)^-1 K."""
     met = torch.ones(J.source.samples, dtype=torch.bool, device=J.source.device)
 
@@ -87,7 +87,7 @@ def _through_solves(J: Jacobian, K: Jacobian, options: dict[str, Any]) -> Tensor
         met.logical_and_(found.converged)
         return found.value
 
-    through = Jacobian(
+    through = LinearMap(
         forward=lambda v: inverted(J.forward, K.forward(v)),
         transposed=lambda w: K.transposed(inverted(J.transposed, w)),
         source=K.source,

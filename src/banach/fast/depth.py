@@ -1,4 +1,4 @@
-"""How deep to go without asking: the next depth follows from residuals that arrive a few steps late."""
+"""The depth of the next captured step, from residuals that arrive a few steps late."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
-LAG = 8  # training steps between a residual and the first step that knows of it
+LAG = 8  # training steps between a residual and the first step that uses it
 WINDOW = 64  # residuals that are remembered
-TREND, _LEAST = 16, 4  # of them, at most and at least, whose mean is compared with that of as many before
-SHARE = 0.98  # of the remembered steps would have met the tolerance at the depth that is chosen
-_FASTEST, _SLOWEST = 0.2, 0.97  # rates that are believed: a step is never worth more, or less
+TREND, _LEAST = 16, 4  # at most and at least so many are averaged, and compared with as many before them
+SHARE = 0.98  # of the remembered steps would have met the tolerance at the chosen depth
+_FASTEST, _SLOWEST = 0.2, 0.97  # limits for the estimated rate of convergence
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The depths there are: few, since every one of them is a program of its own."""
+    """The depths that may be captured: few, since each is a CUDA graph."""
 
     rungs: tuple[int, ...]
 
     @staticmethod
     def up_to(max_steps: int) -> Ladder:
-        """1, 2, ... 16, then every second, fourth, eighth: never more than an eighth too deep, and `max_steps`."""
+        """Return 1, 2, ... 16, then every second, fourth, eighth, and `max_steps`: at most an eighth too deep."""
         if max_steps < 1:
             raise ValueError(f"a ladder needs at least one step, got max_steps={max_steps}")
         rungs, depth = [], 1
@@ -32,32 +32,32 @@ class Ladder:
         return Ladder((*rungs, max_steps))
 
     def at_least(self, need: float) -> int:
-        """The lowest rung that is deep enough, the last one if none is."""
+        """Return the lowest rung that is deep enough, or the last one."""
         return next((rung for rung in self.rungs if rung >= need), self.rungs[-1])
 
 
 class DepthControl:
-    """The depth of the next step, from what earlier ones reached.
+    """The depth of the next step, from what earlier steps reached.
 
-    A step at depth k tells its excess e_k = residual / tolerance, and e_{k+1}. Their ratio is the rate of the
-    iteration, so that e_k would have been 1 at depth k + log(e_k) / log(1 / rate). The next depth is the rung for
-    the largest such need that is remembered, but for the few largest; where needs rise, as they do when a training
-    begins, for as much more as they will have risen by then. What was told at step n counts from step n + LAG on,
-    whenever it arrived: so a run repeats.
+    A step at depth k gives its excess e_k = residual / tolerance, and e_{k+1}. Their ratio is the rate of the
+    iteration, so e_k would have been 1 at depth k + log(e_k) / log(1 / rate). The next depth is the rung for the
+    largest remembered need, except for the few largest. Where needs rise, as at the start of a training, their
+    trend is extrapolated. The residual of step n counts from step n + LAG on, whenever it arrived: so a run
+    repeats.
     """
 
     def __init__(self, ladder: Ladder, start: int) -> None:
         self.ladder, self.depth = ladder, ladder.at_least(start)
-        self._needs: deque[float] = deque([start], maxlen=WINDOW)  # the first steps go no less deep
+        self._needs: deque[float] = deque([start], maxlen=WINDOW)  # the first steps are at least as deep
 
     def observe(self, depth: int, excess: float, next_excess: float) -> None:
-        """What a step at `depth` reached."""
+        """Take in what a step at `depth` reached."""
         self._needs.append(need(depth, excess, next_excess))
         worst = sorted(self._needs)[math.ceil(SHARE * len(self._needs)) - 1]
         self.depth = self.ladder.at_least(worst + self._rise())
 
     def _rise(self) -> float:
-        """From the mean of the latest needs over those before them, carried on to the step that will go by it."""
+        """Extrapolate the rise of the mean need to the step that uses it."""
         half = min(len(self._needs) // 2, TREND)
         if half < _LEAST:
             return 0.0
@@ -67,7 +67,7 @@ class DepthControl:
 
 
 def need(depth: int, excess: float, next_excess: float) -> float:
-    """The depth at which the excess would have been 1; infinite where nothing is known of the residual."""
+    """Return the depth at which the excess would have been 1; infinite if the excess is not finite."""
     if not math.isfinite(excess):
         return math.inf
     if excess <= 0:

@@ -1,13 +1,5 @@
-"""Is a module still what its class says? Only then may something else compute in its place."""
+"""TODO(merge): old name."""
 
-from __future__ import annotations
+from banach.kernels.blocks import says
 
-from typing import Any
-
-
-def says(part: Any, name: str) -> bool:
-    """Is the class that defines `forward` the one that defines this? Or has the module itself been given it?"""
-    if "forward" in vars(part):
-        return False
-    owners = [next((c for c in type(part).__mro__ if word in vars(c)), None) for word in ("forward", name)]
-    return name in vars(part) or (owners[1] is not None and owners[0] is owners[1])
+__all__ = ["says"]

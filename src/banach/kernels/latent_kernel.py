@@ -1,175 +1,525 @@
-"""A whole solve as one kernel: u <- R(u, v), step after step, until the residual is small. Triton.
+"""Device code of `latent.py`: u <- R(u, v) until the residual is small, in one Triton kernel.
 
-With known statistics every image is solved by one program on its own, which then takes the next one. With those
-of the batch all programs work on their images in step: they meet at every batch norm, and the residual of a step
-travels with the first batch norm of the next. So the step after the last is begun, and thrown away.
+With known statistics (eval mode) one program solves one image, then takes the next. With batch statistics (train
+mode) all programs run in step, each on its own images, and wait for each other at every batch norm. The residual
+of a step is exchanged together with the first batch norm of the next, so one step more is started and dropped.
+
+Images that are convolved have a border of zeros in memory, so no load needs a border test. `K` holds the
+compile-time constants, see `latent.Constants`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import triton
 import triton.language as tl
 
-from banach.kernels.latent_block import convolve, hide, join, join_all, settle_all
-from banach.kernels.latent_ends import finish, start, turn
-from banach.kernels.latent_parts import clear, judge, kept_rows, settle, window
-from banach.kernels.latent_together import gathered, meet, statistics
+# A float32 number is multiplied as a sum of two float16 numbers: its leading 11 bits and, times FINER, the rest.
+# Pixels are divided by LESS first, so that they may be as large as 10^6.
+FINER = tl.constexpr(2048.0)
+LESS = tl.constexpr(16.0)
+LOST = tl.constexpr(3)  # exit code: a program waited in vain for the others
 
 
-@triton.jit(do_not_specialize=["images", "places", "max_steps", "groups"])
+@triton.jit
+def pack(w, out, counters, K: tl.constexpr):
+    """Rearrange weights (layers, C, C, 3, 3) to (layers, groups, columns out, depth in), one tap per program.
+
+    Also sets the counters of the following solve to zero, so that a captured solve can be replayed.
+    """
+    layer = tl.program_id(0) // 9
+    tap = tl.program_id(0) % 9
+    if tl.program_id(0) == 0:
+        tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    ci = tl.arange(0, K.depth)
+    co = tl.arange(0, K.columns)
+    C: tl.constexpr = K.channels
+    real = (co < C)[:, None] & (ci < C)[None, :]
+    weight = tl.load(w + (layer * C * C + co * C)[:, None] * 9 + (ci * 9)[None, :] + tap, mask=real, other=0.0)
+    group = tap // 3 if K.groups == 3 else tap
+    column = tap % 3 * K.pitch if K.groups == 3 else 0
+    # The last tap of a group pads it with zeros.
+    fills = tl.where(tap % 3 == 2, K.depth - 2 * K.pitch, K.pitch) if K.groups == 3 else K.depth
+    to = out + ((layer * K.groups + group) * K.columns + co)[:, None] * K.depth + (column + ci)[None, :]
+    here = (co < K.columns)[:, None] & (ci < fills)[None, :]
+    _store_operand(to, 2 * K.blocks * K.groups * K.depth * K.columns, weight, here, K)
+
+
+@triton.jit
+def _window(m, K: tl.constexpr):
+    """Return where the 3x3 window of each pixel begins in an image with a border."""
+    q = m % (K.height * K.width)
+    return m // (K.height * K.width) * K.area + (q // K.width * (K.width + 2) + q % K.width) * K.pitch
+
+
+@triton.jit
+def _product(x, w, begin, low, groups, K: tl.constexpr):
+    """Convolve at some pixels: one matrix product per group of weights.
+
+    Nine groups are single taps. Three groups are rows of the kernel, whose three pixels are neighbours in memory.
+    K.split: numbers have two parts, the second `low` elements further on. The least of their four products is
+    left out.
+    """
+    k = tl.arange(0, K.depth)
+    co = tl.arange(0, K.columns)
+    acc = tl.zeros([begin.shape[0], K.columns], tl.float32)
+    one = acc
+    two = acc
+    from_x = x + begin[:, None] + k[None, :]
+    if K.near:
+        # Copies of 8 bytes go through the L1 cache, where other taps find the same pixel.
+        from_x = tl.max_contiguous(from_x, (1, 4))
+    from_w = w + (co * K.depth)[:, None] + k[None, :]
+    LOW: tl.constexpr = 2 * K.blocks * K.groups * K.depth * K.columns
+    # A constant nine would be unrolled and run out of registers: then the count is an argument.
+    for group in tl.range(0, groups if K.groups == 9 else K.groups, num_stages=K.stages):
+        row = group if K.groups == 3 else group // 3
+        column = 0 if K.groups == 3 else group % 3
+        at_x = from_x + (row * (K.width + 2) + column) * K.pitch
+        at_w = from_w + group * (K.depth * K.columns)
+        a = tl.load(at_x)
+        b = tl.load(at_w)
+        if K.split:
+            # Three sums: a single one, passed from product to product, would move between warps.
+            one = tl.dot(tl.load(at_x + low), tl.trans(b), one)
+            two = tl.dot(a, tl.trans(tl.load(at_w + LOW)), two)
+            acc = tl.dot(a, tl.trans(b), acc)
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return LESS * (acc + (one + two) / FINER) if K.split else acc
+
+
+@triton.jit
+def _kept_weights(w, K: tl.constexpr):
+    """Load the weights of the three rows of a kernel, if they are kept for all tiles of pixels."""
+    w0, w1, w2 = 0.0, 0.0, 0.0
+    if K.keep:
+        at = w + (tl.arange(0, K.columns) * K.depth)[:, None] + tl.arange(0, K.depth)[None, :]
+        w0 = tl.load(at)
+        w1 = tl.load(at + K.depth * K.columns)
+        w2 = tl.load(at + 2 * K.depth * K.columns)
+    return w0, w1, w2
+
+
+@triton.jit
+def _convolve(x, w, w0, w1, w2, begin, low, groups, K: tl.constexpr):
+    """Convolve at pixels whose windows begin at `begin`, with weights that are kept (w0, w1, w2) or in memory."""
+    if K.keep:
+        # Pixels go through the L1 cache, where one row of the window finds those of another.
+        from_x = x + begin[:, None] + tl.arange(0, K.depth)[None, :]
+        a0 = tl.load(from_x)
+        a1 = tl.load(from_x + (K.width + 2) * K.pitch)
+        a2 = tl.load(from_x + 2 * (K.width + 2) * K.pitch)
+        y = tl.zeros([begin.shape[0], K.columns], tl.float32)
+        y = tl.dot(a0, tl.trans(w0), y, input_precision="ieee")
+        y = tl.dot(a1, tl.trans(w1), y, input_precision="ieee")
+        y = tl.dot(a2, tl.trans(w2), y, input_precision="ieee")
+    else:
+        y = _product(x, w, begin, low, groups, K)
+    return y
+
+
+@triton.jit
+def _store_operand(to, low, value, here, K: tl.constexpr):
+    """Store numbers for a product. What is too large for the stored type becomes infinite, so not finite."""
+    high = value.to(to.dtype.element_ty)
+    tl.store(to, high, mask=here)
+    if K.split:
+        rest = (value - high.to(tl.float32)) * FINER
+        tl.store(to + low, rest.to(to.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _store_pixels(to, low, value, here, K: tl.constexpr):
+    _store_operand(to, low, value / LESS if K.split else value, here, K)
+
+
+@triton.jit
+def _leaky(value, slope):
+    return tl.where(value > 0, value, value * slope)
+
+
+@triton.jit
+def _zero(p, begin, end):
+    for start in range(begin, end, 2048):
+        at = start + tl.arange(0, 2048)
+        tl.store(p + at, tl.zeros([2048], p.dtype.element_ty), mask=at < end)
+
+
+@triton.jit
+def _hidden(operand, hidden, w, bias, begin, end, low, groups, slope, K: tl.constexpr):
+    """Compute the first convolution of a block and its leaky ReLU, at all pixels of a program."""
+    co = tl.arange(0, K.columns)
+    shift = tl.load(bias + co)
+    w0, w1, w2 = _kept_weights(w, K)
+    for tile in tl.range(begin, end, K.rows, num_stages=1):
+        m = tile + tl.arange(0, K.rows)
+        at = _window(tl.minimum(m, end - 1), K)
+        y = _convolve(operand, w, w0, w1, w2, at, low, groups, K)
+        here = (m < end)[:, None] & (co < K.pitch)[None, :]
+        to = hidden + (at + (K.width + 3) * K.pitch)[:, None] + co[None, :]
+        _store_pixels(to, low, _leaky(y + shift[None, :], slope), here, K)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _join(y, x, shift, slope, K: tl.constexpr):
+    """Return what a block gives before batch norm, from its second convolution y and its input x."""
+    y += shift[None, :]
+    return _leaky(y + x, slope) if K.late else _leaky(y, slope) + x
+
+
+@triton.jit
+def _join_all(
+    hidden, stream, w, bias, x_mean, x_rstd, pivot, begin, end, low, groups, slope, K: tl.constexpr
+):  # fmt: skip
+    """Replace a block's input in `stream`, not yet normalised, by what the block gives before batch norm.
+
+    Returns sums over pixels of that minus `pivot`, and of its square.
+    """
+    co = tl.arange(0, K.columns)
+    shift = tl.load(bias + co)
+    first = tl.zeros([K.rows, K.columns], tl.float32)
+    second = tl.zeros([K.rows, K.columns], tl.float32)
+    w0, w1, w2 = _kept_weights(w, K)
+    for tile in tl.range(begin, end, K.rows, num_stages=1):
+        m = tile + tl.arange(0, K.rows)
+        here = (m < end)[:, None] & (co < K.pitch)[None, :]
+        y = _convolve(hidden, w, w0, w1, w2, _window(tl.minimum(m, end - 1), K), low, groups, K)
+        to = stream + (m * K.pitch)[:, None] + co[None, :]
+        x = (tl.load(to, mask=here, other=0.0) - x_mean[None, :]) * x_rstd[None, :]
+        y = _join(y, x, shift, slope, K)
+        tl.store(to, y, mask=here)
+        y = tl.where(here, y - pivot[None, :], 0.0)
+        first, second = first + y, second + y * y
+    return tl.sum(first, axis=0), tl.sum(second, axis=0)
+
+
+@triton.jit
+def _squares(value, NEEDED: tl.constexpr):
+    """Return the largest squared norm of a pixel, and the sum of all."""
+    top = 0.0
+    total = 0.0
+    if NEEDED:
+        pixels = tl.sum(value * value, axis=1)
+        top = tl.max(pixels, axis=0)
+        total = tl.sum(pixels, axis=0)
+    return top, total
+
+
+@triton.jit
+def _normalise(
+    y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, LAZY: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Normalise what a block gave: the input of the next block or, after the last one, the next iterate.
+
+    LAZY: `stream` keeps what the block gave, except after the last block. Returns the squares that the residual
+    and the norm of T(z) are computed from.
+    """
+    co = tl.arange(0, y.shape[1])
+    at = (m * K.pitch)[:, None] + co[None, :]
+    here = (m < end)[:, None] & (co < K.pitch)[None, :]
+    x = (y - mean[None, :]) * rstd[None, :]
+    top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+    if last:
+        z = outer * x
+        moved = tl.where(here, z - tl.load(before + at, mask=here, other=0.0), 0.0)
+        top, total = _squares(moved, True)
+        top_T, total_T = _squares(tl.where(here, z, 0.0), K.relative)
+        tl.store(after + at, z, mask=here)
+        x = tl.load(held + at, mask=here, other=0.0) + inner * z
+        if LAZY:
+            tl.store(stream + at, x, mask=here)
+    if not LAZY:
+        tl.store(stream + at, x, mask=here)
+    center = _window(m, K) + (K.width + 3) * K.pitch
+    _store_pixels(operand + center[:, None] + co[None, :], low, x, here, K)
+    return top, total, top_T, total_T
+
+
+@triton.jit
+def _normalise_all(
+    mean, rstd, last, inner, outer, before, after, held, stream, operand, begin, end, low, K: tl.constexpr
+):  # fmt: skip
+    """Call `_normalise` for what `_join_all` left in the stream."""
+    co = tl.arange(0, K.columns)
+    top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+    for tile in range(begin, end, K.rows):
+        m = tile + tl.arange(0, K.rows)
+        here = (m < end)[:, None] & (co < K.pitch)[None, :]
+        y = tl.load(stream + (m * K.pitch)[:, None] + co[None, :], mask=here, other=0.0)
+        a, b, c, d = _normalise(
+            y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, True, K
+        )
+        top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
+        total, total_T = total + b, total_T + d
+    return top, total, top_T, total_T
+
+
+@triton.jit
+def _barrier(counter, target, K: tl.constexpr):
+    """Wait for all programs. Return 0 if they do not come within K.spins reads of the counter.
+
+    Writes before the barrier are visible after it to reads that bypass the L1 cache (.cg).
+    """
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release")
+    seen = tl.load(counter, volatile=True)  # polled by loads: atomics would delay programs that still count
+    reads = 0
+    while (seen < target) & (reads < K.spins):
+        seen = tl.load(counter, volatile=True)
+        reads += 1
+    seen = tl.atomic_add(counter, 0, sem="acquire")
+    tl.debug_barrier()
+    return (seen >= target).to(tl.int32)
+
+
+@triton.jit
+def _statistics(sums, pivot, programs, share, eps, K: tl.constexpr):
+    """Return mean and 1 / deviation per channel, from the sums of all programs, added in a fixed order.
+
+    The sums are of values minus `pivot`, the mean of the previous evaluation, so that nothing cancels.
+    """
+    part = tl.arange(0, K.chunk)
+    both = tl.arange(0, 2 * K.columns)
+    at = sums + (part * 2 * K.columns)[:, None] + both[None, :]
+    here = (part < programs)[:, None] & (both % K.columns < K.pitch)[None, :]
+    means = tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), axis=0) * share
+    first, second = tl.split(tl.trans(tl.reshape(means, [2, K.columns])))
+    variance = tl.maximum(second - first * first, 0.0)
+    return pivot + first, 1.0 / tl.sqrt(variance + eps)
+
+
+@triton.jit
+def _gather(tests, programs, K: tl.constexpr):
+    """Return largest and total squares of the residual and of T(z) over all programs."""
+    part = tl.arange(0, K.chunk)
+    at, here = tests + part * 4, part < programs
+    top = tl.max(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
+    total = tl.sum(tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
+    top_T = tl.max(tl.load(at + 2, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
+    total_T = tl.sum(tl.load(at + 3, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
+    return top, total, top_T, total_T
+
+
+@triton.jit
+def _test(top, total, top_T, total_T, atol, rtol, K: tl.constexpr):
+    """Return the residual and a code: 0 continue, 1 converged, 2 not finite.
+
+    atol is in units of the norm without its scale. A maximum ignores NaN, a total does not.
+    """
+    size = tl.sqrt(top if K.worst_pixel else total)
+    size = tl.where(total < float("inf"), size, float("nan"))
+    excess = size
+    if K.relative:
+        norm_T = tl.sqrt(top_T if K.worst_pixel else total_T)
+        excess = size - rtol * tl.where(total_T < float("inf"), norm_T, float("nan"))
+    ended = tl.where(excess <= atol, 1, 0)
+    return size, tl.where(excess > -float("inf"), ended, 2).to(tl.int32)
+
+
+@triton.jit
+def _rotate(reached, least, old, new, best):
+    """After an evaluation, whose residual belongs to slot `old`: return the next slots and the least residual."""
+    best = tl.where(reached < least, old, best)
+    least = tl.where(reached < least, reached, least)
+    free = tl.where((best != 1) & (new != 1), 1, 2)
+    return least, new, tl.where((best != 0) & (new != 0), 0, free), best
+
+
+@triton.jit
+def _start(v, z0, held, slots, stream, operand, begin, end, shift, low, inner, K: tl.constexpr):
+    """Copy v and z0 to the program's memory, and compute the input of the first block."""
+    co = tl.arange(0, K.columns)
+    for tile in range(begin, end, K.rows):
+        m = tile + tl.arange(0, K.rows)
+        here = (m < end)[:, None] & (co < K.pitch)[None, :]
+        real = (m < end)[:, None] & (co < K.channels)[None, :]
+        given = ((m + shift) * K.channels)[:, None] + co[None, :]
+        at = (m * K.pitch)[:, None] + co[None, :]
+        x = tl.load(v + given, mask=real, other=0.0).to(tl.float32)
+        z = tl.zeros([K.rows, K.columns], tl.float32)
+        if not K.from_zero:
+            z = tl.load(z0 + given, mask=real, other=0.0).to(tl.float32)
+        tl.store(held + at, x, mask=here)
+        tl.store(slots + at, z, mask=here)
+        x += inner * z
+        tl.store(stream + at, x, mask=here)
+        center = _window(m, K) + (K.width + 3) * K.pitch
+        _store_pixels(operand + center[:, None] + co[None, :], low, x, here, K)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _finish(
+    slot, value, residual, steps, flags, begin, end, shift, image, count, images, code, diverged, made, reached,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Write the result of `count` images, from `image` on. Programs that lost each other write NaN and -1."""
+    co = tl.arange(0, K.columns)
+    for tile in range(begin, end, K.rows):
+        m = tile + tl.arange(0, K.rows)
+        real = (m < end)[:, None] & (co < K.channels)[None, :]
+        z = tl.load(slot + (m * K.pitch)[:, None] + co[None, :], mask=real, other=0.0)
+        z = tl.where(code == LOST, float("nan"), z)
+        tl.store(value + ((m + shift) * K.channels)[:, None] + co[None, :], z, mask=real)
+    for own in range(image, image + count):
+        tl.store(residual + own, tl.where(code == LOST, float("nan"), reached))
+        tl.store(steps + own, tl.where(code == LOST, -1, made).to(tl.int64))
+        tl.store(flags + own, tl.where(code == 1, 1, 0).to(tl.int8))
+        tl.store(flags + images + own, tl.where(code < 0, 1, 0).to(tl.int8))
+        tl.store(flags + 2 * images + own, tl.where(code >= 2, 1, 0).to(tl.int8))
+        tl.store(flags + 3 * images + own, tl.where(diverged, 1, 0).to(tl.int8))
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["images", "max_steps", "groups"])
 def iterate(
     v, z0, w, bias, known, slots, held, stream, operand, hidden, sums, tests, pivots, counters,
     value, residual, steps, flags,
-    images, places, max_steps, groups, atol, rtol, scale, share, eps, inner, outer, slope, slope_after,
-    C: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, TRAIN: tl.constexpr, PIXEL: tl.constexpr, RELATIVE: tl.constexpr,
-    LATE: tl.constexpr, FROM_ZERO: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr, SPINS: tl.constexpr,
-    ALONE: tl.constexpr, KEEP: tl.constexpr,
+    images, max_steps, groups, atol, rtol, scale, share, eps, inner, outer, slope, slope_after, K: tl.constexpr,
 ):  # fmt: skip
-    """places: images that memory of the programs' own has room for. LATE: activate after the sum, not before.
-    ALONE: a program has one tile, whose values it keeps while the programs meet. KEEP: as in
-    `LatentTile`. In training, where a program has several tiles, batch norm of a block waits for the next one: the
-    stream has values before it, and x_mean and x_rstd say how they are to be normalised."""
+    """Solve. Memory of the programs: three `slots` for iterates, `held` for v, `stream` for the input of a block,
+    `operand` and `hidden` for what its two convolutions read. `sums` and `tests` are read by all programs.
+
+    In train mode, if a program has several tiles, the next block normalises its own input: `stream` then holds
+    values before batch norm, whose statistics are x_mean and x_rstd.
+    """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
-    co = tl.arange(0, WIDTH)
-    LAYERS: tl.constexpr = 2 * BLOCKS
-    LAYER: tl.constexpr = GROUPS * DEPTH * WIDTH
-    if TRAIN:
+    co = tl.arange(0, K.columns)
+    PIXELS: tl.constexpr = K.height * K.width
+    WIDTH: tl.constexpr = K.columns
+    LAYER: tl.constexpr = K.groups * K.depth * K.columns
+    if K.coupled:
+        places = images
         first_place = pid * images // programs
         own = (pid + 1) * images // programs - first_place
         image = first_place
     else:
+        places = programs
         first_place = pid
         own = 1
         image = tl.atomic_add(counters + 1, 1)
-    size = places * (H * W * P)
-    low = places * AREA
-    begin = first_place * (H * W)
-    end = begin + own * (H * W)
+    size = places * (PIXELS * K.pitch)
+    low = places * K.area
+    begin = first_place * PIXELS
+    end = begin + own * PIXELS
     x_mean = tl.zeros([WIDTH], tl.float32)
     x_rstd = tl.full([WIDTH], 1.0, tl.float32)
-    for half in tl.static_range(2 if SPLIT else 1):
-        clear(operand + half * low, first_place * AREA, (first_place + own) * AREA)
-        clear(hidden + half * low, first_place * AREA, (first_place + own) * AREA)
-    clear(pivots, pid * BLOCKS * WIDTH, (pid + 1) * BLOCKS * WIDTH)
+    for half in tl.static_range(2 if K.split else 1):
+        _zero(operand + half * low, first_place * K.area, (first_place + own) * K.area)
+        _zero(hidden + half * low, first_place * K.area, (first_place + own) * K.area)
+    _zero(pivots, pid * K.blocks * WIDTH, (pid + 1) * K.blocks * WIDTH)
     tl.debug_barrier()
     while image < images:
-        shift = (image - first_place) * (H * W)
-        start(
-            v, z0, held, slots, stream, operand, begin, end, shift, low, inner, C, P, WIDTH, H, W, AREA, ROWS,
-            FROM_ZERO, SPLIT,
-        )  # fmt: skip
+        shift = (image - first_place) * PIXELS
+        _start(v, z0, held, slots, stream, operand, begin, end, shift, low, inner, K)
         made = 0  # evaluations so far
-        met = 0  # times that the programs have met
-        code = 0  # what `judge` says; 3: the programs have lost each other
-        old, new, best = 0, 1, 0  # slots of z, of T(z), and of the iterate whose residual is least
+        met = 0  # barriers so far
+        code = 0  # of `_test`, or LOST
+        old, new, best = 0, 1, 0  # slots of z, of T(z), and of the iterate with the least residual
         reached, least = float("inf"), float("inf")
         top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
         while (code == 0) & (made < max_steps):
-            for block in range(BLOCKS):
+            for block in range(K.blocks):
                 if code == 0:
-                    last = block == BLOCKS - 1
-                    hide(
+                    last = block == K.blocks - 1
+                    _hidden(
                         operand, hidden, w + block * 2 * LAYER, bias + block * 2 * WIDTH, begin, end, low, groups,
-                        slope, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT, KEEP,
+                        slope, K,
                     )  # fmt: skip
                     if last:
                         top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
-                    if TRAIN:
-                        pivot = pivots + (pid * BLOCKS + block) * WIDTH + co
+                    if K.coupled:
+                        pivot = pivots + (pid * K.blocks + block) * WIDTH + co
                         mean = tl.load(pivot)
                         rstd = mean
                     else:
                         mean = tl.load(known + block * WIDTH + co)
-                        rstd = tl.load(known + (BLOCKS + block) * WIDTH + co)
+                        rstd = tl.load(known + (K.blocks + block) * WIDTH + co)
                     first = tl.zeros([WIDTH], tl.float32)
                     second = tl.zeros([WIDTH], tl.float32)
-                    kept = tl.zeros([ROWS if ALONE else 1, WIDTH], tl.float32)
+                    kept = tl.zeros([K.rows if K.alone else 1, WIDTH], tl.float32)
                     second_w = w + (block * 2 + 1) * LAYER
                     second_bias = bias + (block * 2 + 1) * WIDTH
-                    if TRAIN and not ALONE:
-                        first, second = join_all(
+                    if K.coupled and not K.alone:
+                        first, second = _join_all(
                             hidden, stream, second_w, second_bias, x_mean, x_rstd, mean, begin, end, low, groups,
-                            slope_after, P, WIDTH, DEPTH, GROUPS, H, W, AREA, LAYERS, ROWS, STAGES, NEAR, SPLIT,
-                            KEEP, LATE,
+                            slope_after, K,
                         )  # fmt: skip
                     else:
-                        w0, w1, w2 = kept_rows(second_w, WIDTH, DEPTH, KEEP)
+                        w0, w1, w2 = _kept_weights(second_w, K)
                         second_shift = tl.load(second_bias + co)
-                        for tile in tl.range(begin, begin + 1 if ALONE else end, ROWS, num_stages=1):
-                            m = tile + tl.arange(0, ROWS)
-                            here = (m < end)[:, None] & (co < P)[None, :]
-                            at = window(tl.minimum(m, end - 1), H, W, P, AREA)
-                            y = convolve(
-                                hidden, second_w, w0, w1, w2, at, low, groups, P, WIDTH, DEPTH, GROUPS, W, LAYERS,
-                                STAGES, NEAR, SPLIT, KEEP,
-                            )  # fmt: skip
-                            x = tl.load(stream + (m * P)[:, None] + co[None, :], mask=here, other=0.0)
-                            y = join(y, x, second_shift, slope_after, LATE)
-                            if ALONE:
+                        for tile in tl.range(begin, begin + 1 if K.alone else end, K.rows, num_stages=1):
+                            m = tile + tl.arange(0, K.rows)
+                            here = (m < end)[:, None] & (co < K.pitch)[None, :]
+                            at = _window(tl.minimum(m, end - 1), K)
+                            y = _convolve(hidden, second_w, w0, w1, w2, at, low, groups, K)
+                            x = tl.load(stream + (m * K.pitch)[:, None] + co[None, :], mask=here, other=0.0)
+                            y = _join(y, x, second_shift, slope_after, K)
+                            if K.alone:
                                 kept = y
                                 y = tl.where(here, y - mean[None, :], 0.0)
                                 first, second = tl.sum(y, axis=0), tl.sum(y * y, axis=0)
                             else:
-                                a, b, c, d = settle(
-                                    y, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
-                                    slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,
-                                    False,
+                                a, b, c, d = _normalise(
+                                    y, m, end, mean, rstd, last, inner, outer, slots + old * size,
+                                    slots + new * size, held, stream, operand, low, False, K,
                                 )  # fmt: skip
                                 top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
                                 total, total_T = total + b, total_T + d
                     tl.debug_barrier()
-                    if TRAIN:
-                        # Buffers alternate: a program may be writing its next sums while others read these.
+                    if K.coupled:
+                        # Two buffers in turn: a program may write its next sums while others read these.
                         all_sums = sums + met % 2 * programs * (2 * WIDTH)
                         tl.store(all_sums + pid * 2 * WIDTH + co, first)
                         tl.store(all_sums + pid * 2 * WIDTH + WIDTH + co, second)
                         met += 1
-                        together = meet(counters, met * programs, SPINS)
+                        together = _barrier(counters, met * programs, K)
                         if (block == 0) & (made > 0):
-                            a, b, c, d = gathered(tests + made % 2 * programs * 4, programs, CHUNK)
-                            reached, code = judge(a, b, c, d, atol, rtol, PIXEL, RELATIVE)
-                            least, old, new, best = turn(reached, least, old, new, best)
-                        code = tl.where(together == 0, 3, code)
+                            a, b, c, d = _gather(tests + made % 2 * programs * 4, programs, K)
+                            reached, code = _test(a, b, c, d, atol, rtol, K)
+                            least, old, new, best = _rotate(reached, least, old, new, best)
+                        code = tl.where(together == 0, LOST, code)
                         if code == 0:
-                            mean, rstd = statistics(all_sums, mean, programs, share, eps, P, WIDTH, CHUNK)
+                            mean, rstd = _statistics(all_sums, mean, programs, share, eps, K)
                             tl.store(pivot, mean)
-                            if ALONE:
-                                m = begin + tl.arange(0, ROWS)
-                                top, total, top_T, total_T = settle(
-                                    kept, m, m < end, mean, rstd, last, inner, outer, slots + old * size,
-                                    slots + new * size, held, stream, operand, low, P, H, W, AREA, RELATIVE, SPLIT,
-                                    False,
+                            if K.alone:
+                                m = begin + tl.arange(0, K.rows)
+                                top, total, top_T, total_T = _normalise(
+                                    kept, m, end, mean, rstd, last, inner, outer, slots + old * size,
+                                    slots + new * size, held, stream, operand, low, False, K,
                                 )  # fmt: skip
                             else:
-                                top, total, top_T, total_T = settle_all(
+                                top, total, top_T, total_T = _normalise_all(
                                     mean, rstd, last, inner, outer, slots + old * size, slots + new * size, held,
-                                    stream, operand, begin, end, low, P, WIDTH, H, W, AREA, ROWS, RELATIVE, SPLIT,
+                                    stream, operand, begin, end, low, K,
                                 )  # fmt: skip
-                                # The next block normalises its input for itself; what follows the last is ready.
+                                # The next block normalises its own input; the next iterate is ready.
                                 x_mean = tl.where(last, 0.0, mean)
                                 x_rstd = tl.where(last, 1.0, rstd)
                             tl.debug_barrier()
             if code == 0:
                 made += 1
-                if TRAIN:
+                if K.coupled:
                     mine = tests + (made % 2 * programs + pid) * 4
                     tl.store(mine, top)
                     tl.store(mine + 1, total)
                     tl.store(mine + 2, top_T)
                     tl.store(mine + 3, total_T)
                 else:
-                    reached, code = judge(top, total, top_T, total_T, atol, rtol, PIXEL, RELATIVE)
-                    least, old, new, best = turn(reached, least, old, new, best)
-        if TRAIN and (code == 0) & (made > 0):
-            together = meet(counters, (met + 1) * programs, SPINS)
-            a, b, c, d = gathered(tests + made % 2 * programs * 4, programs, CHUNK)
-            reached, code = judge(a, b, c, d, atol, rtol, PIXEL, RELATIVE)
-            least, old, new, best = turn(reached, least, old, new, best)
-            code = tl.where(together == 0, 3, code)
-        finish(
-            slots + tl.where(code == 2, best, old) * size, value, residual, steps, flags, begin, end, shift, image,
-            own, images, code, made, tl.where(code == 2, least, reached) * scale, C, P, WIDTH, ROWS,
+                    reached, code = _test(top, total, top_T, total_T, atol, rtol, K)
+                    least, old, new, best = _rotate(reached, least, old, new, best)
+        if K.coupled and (code == 0) & (made > 0):
+            together = _barrier(counters, (met + 1) * programs, K)
+            a, b, c, d = _gather(tests + made % 2 * programs * 4, programs, K)
+            reached, code = _test(a, b, c, d, atol, rtol, K)
+            least, old, new, best = _rotate(reached, least, old, new, best)
+            code = tl.where(together == 0, LOST, code)
+        diverged = (code == 0) & (reached > 10.0 * least)  # as `solve` has it: then the best iterate is kept
+        worse = diverged | (code == 2)
+        _finish(
+            slots + tl.where(worse, best, old) * size, value, residual, steps, flags, begin, end, shift, image,
+            own, images, code, diverged, made, tl.where(worse, least, reached) * scale, K,
         )  # fmt: skip
-        image = images if TRAIN else tl.atomic_add(counters + 1, 1)
+        image = images if K.coupled else tl.atomic_add(counters + 1, 1)

@@ -1,85 +1,179 @@
-"""conv2d of few channels: an operation of its own, so that compilers and graphs take it as it is."""
+"""conv2d of few channels: a custom operation, so that compilers and graphs take it as one call.
+
+The device code is in `window_kernel.py`; the reference is `F.conv2d`. No host sync happens here.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from banach.kernels.beside import Beside
-from banach.kernels.modules import has_triton
+from banach.kernels.device import SideStream, constants, has_triton, power_of_two
+
+ADD = {"BLOCK": 64, "CHUNK": 64}  # numbers of a gradient, and parts of it, that one program adds at a time
+
+
+@dataclass(frozen=True)
+class WindowTiles:
+    """Pixels that a program takes at a time: `fewest`, `few` or `many`, by the pixels of the batch.
+
+    `fewest`: float32 products take long, so that even of few pixels every multiprocessor should have some.
+    `weights`: for the gradient of weights, by about `parts` programs.
+    """
+
+    fewest: int = 32
+    few: int = 64
+    many: int = 128
+    weights: int = 64
+    parts: int = 264
+
+    def of(self, pixels: int, dtype: torch.dtype) -> int:
+        if dtype == torch.float32 and pixels < 8192:
+            return self.fewest
+        return self.many if pixels >= 32768 else self.few
+
+
+TILES = WindowTiles()
+
+
+@dataclass(frozen=True)
+class Window:
+    """A convolution as the kernels' K: channels summed over and made, sizes in and out, its window, a tile."""
+
+    summed: int
+    made: int
+    height: int
+    width: int
+    rows_out: int
+    columns_out: int
+    side: int
+    stride: int
+    padding: int
+    from_made: int  # strides of the weights
+    from_summed: int
+    from_row: int
+    from_column: int
+    depth: int  # of a chunk of places of the window and their channels
+    precision: str
+    rows: int = 64  # pixels of a tile
+    stages: int = 3
+    chunks: int = 0
+    columns: int = 0
+    whole: bool = False  # a chunk holds channels of one place
+
+    def sized(self, rows: int) -> Window:
+        """Return the constants of a launch with tiles of `rows` pixels."""
+        return replace(
+            self,
+            rows=rows,
+            chunks=-(-self.summed * self.side**2 // self.depth),
+            columns=max(16, power_of_two(self.made)),
+            whole=self.summed % self.depth == 0,
+        )
+
+    @property
+    def back(self) -> Window:
+        """The gradient of the input, as a convolution."""
+        return replace(
+            self, summed=self.made, made=self.summed, height=self.rows_out, width=self.columns_out,
+            rows_out=self.height, columns_out=self.width, from_made=self.from_summed, from_summed=self.from_made,
+            depth=_depth(self.made, self.side),
+        )  # fmt: skip
+
+    @property
+    def even(self) -> Window:
+        """The same with chunks of at most one place each, if the channels allow it."""
+        even = self.summed & -self.summed
+        return replace(self, depth=min(even, 64)) if even >= 16 else self
+
+
+def _depth(summed: int, side: int) -> int:
+    return min(64, max(16, power_of_two(summed * side**2)))
+
+
+def window_of(x: Tensor, weight: Tensor, stride: int, padding: int) -> Window:
+    """Return the sizes of a convolution; `weight` as the kernels read it."""
+    (made, summed, side, _), (H, W) = weight.shape, x.shape[2:]
+    rows, columns = ((size + 2 * padding - side) // stride + 1 for size in (H, W))
+    precision = "tf32x3" if x.dtype == torch.float32 else "ieee"
+    depth = _depth(summed, side)
+    return Window(
+        summed, made, H, W, rows, columns, side, stride, padding, *weight.stride(), depth, precision
+    )  # fmt: skip
 
 
 @torch.library.custom_op("banach::conv2d", mutates_args=())
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    """As F.conv2d of a batch with a square window, channels_last. float32 products are exact to about float32.
+    """Compute F.conv2d of a batch with a square window, channels_last, with about the precision of float32.
 
-    On a GPU with Triton by kernels that multiply on tensor cores, float32 numbers as sums of parts that those
-    take whole; elsewhere F.conv2d. It has first derivatives by backward passes, no others.
+    On a GPU with Triton by kernels on tensor cores, which multiply float32 numbers as sums of TF32 ones; elsewhere
+    F.conv2d. It has first derivatives by backward passes, no others.
+
+    Args:
+        x: (N, C, H, W), in the type of the weight.
+        weight: (outputs, C, side, side).
+        bias: (outputs,) or None.
+        stride: in both directions.
+        padding: zeros on each side.
+    Raises:
+        ValueError: if the channels of x and of the weight differ.
     """
     if x.dim() != 4 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"conv2d takes (batch, {weight.shape[1]}, height, width), got {tuple(x.shape)}; check the channels"
-        )
+        expected = f"(batch, {weight.shape[1]}, height, width)"
+        raise ValueError(f"conv2d: expected {expected}, got {tuple(x.shape)}; check the channels")
     if not has_kernel(x, weight):
         with torch.autocast(x.device.type, enabled=False):
-            return F.conv2d(x, weight, bias, stride, padding).contiguous(memory_format=torch.channels_last)
-    from banach.kernels import window_launch
-
-    return window_launch.forward(x, weight, bias, window_launch.Sizes.of(x, weight, stride, padding))
+            return _last(F.conv2d(x, weight, bias, stride, padding))
+    weight = _last(weight)
+    return _look(x, weight, bias, window_of(x, weight, stride, padding), back=False)
 
 
 @conv2d.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
-    side = weight.shape[2]
-    rows, columns = ((size + 2 * padding - side) // stride + 1 for size in x.shape[2:])
-    return torch.empty(
-        (x.shape[0], weight.shape[0], rows, columns), dtype=x.dtype, device=x.device
-    ).contiguous(memory_format=torch.channels_last)  # fmt: skip
+    rows, columns = ((size + 2 * padding - weight.shape[2]) // stride + 1 for size in x.shape[2:])
+    return _last(torch.empty((x.shape[0], weight.shape[0], rows, columns), dtype=x.dtype, device=x.device))
 
 
 @torch.library.custom_op("banach::conv2d_backward", mutates_args=())
 def conv2d_backward(
     g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, wants_w: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; empty ones where none is wanted. The two kinds of work go side by side."""
+    """Return gradients of x, weight and bias, empty if not wanted. Those of the weight run on a second stream."""
+    wanted = wants_x, wants_w, wants_w and has_bias
     if not has_kernel(x, weight):
         with torch.autocast(x.device.type, enabled=False):
-            return _plain_backward(g, x, weight, stride, padding, (wants_x, wants_w, wants_w and has_bias))
-    from banach.kernels import window_launch
-
-    g = g.contiguous(memory_format=torch.channels_last)
-    sizes, beside = window_launch.Sizes.of(x, weight, stride, padding), Beside(x.device)
-    dw, db = weight.new_empty(0), None
+            return _reference_backward(g, x, weight, stride, padding, wanted)
+    g, read, side = _last(g), _last(weight), SideStream(x.device)
+    window = window_of(x, read, stride, padding)
+    dw, db, dx = weight.new_empty(0), weight.new_empty(0), x.new_empty(0)
     if wants_w:
-        dw, db = beside.run(
-            lambda g, x: window_launch.weight_gradient(g, x, weight, sizes, bias=has_bias), g, x
-        )  # fmt: skip
-    dx = window_launch.input_gradient(g, weight, sizes) if wants_x else x.new_empty(0)
-    beside.join()
-    return dx, dw, weight.new_empty(0) if db is None else db
+        dw, db = side.run(lambda g, x: _weight_gradient(g, x, weight, window, bias=has_bias), g, x)
+    if wants_x:
+        dx = _input_gradient(g, read, window)
+    side.join()
+    return dx, dw, db
 
 
-def _plain_backward(
+def _reference_backward(
     g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dw, db = torch.ops.aten.convolution_backward(
         g, x, weight, [weight.shape[0]], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(wanted)
     )
     dw = torch.empty_like(weight).copy_(dw) if wanted[1] else weight.new_empty(0)
-    dx = dx.contiguous(memory_format=torch.channels_last) if wanted[0] else x.new_empty(0)
-    return dx, dw, db if wanted[2] else weight.new_empty(0)
+    return _last(dx) if wanted[0] else x.new_empty(0), dw, db if wanted[2] else weight.new_empty(0)
 
 
 @conv2d_backward.register_fake
 def _(
     g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, wants_w: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = x.new_empty(0)
-    if wants_x:
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device).contiguous(memory_format=torch.channels_last)
+    dx = _last(torch.empty(x.shape, dtype=x.dtype, device=x.device)) if wants_x else x.new_empty(0)
     dw = torch.empty_like(weight) if wants_w else weight.new_empty(0)
     return dx, dw, weight.new_empty(weight.shape[0] if wants_w and has_bias else 0)
 
@@ -102,7 +196,66 @@ conv2d.register_autograd(_backward, setup_context=_setup)
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Is there a kernel for these? They count pixels and channels in 32 bits."""
+    """Return True if the kernels can compute this. They count pixels and channels in 32 bits."""
     known = x.is_cuda and has_triton() and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
     most = x.shape[0] * x.shape[2] * x.shape[3] * max(weight.shape[:2])
     return known and 0 < most < 2**31
+
+
+def _look(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, back: bool) -> Tensor:
+    from banach.kernels.window_kernel import look
+
+    out = _empty(x, window)
+    pixels = len(x) * window.rows_out * window.columns_out
+    K = window.even.sized(TILES.of(pixels, x.dtype))
+    look[(-(-pixels // K.rows),)](
+        _last(x), weight, weight if bias is None else bias.contiguous(), out, pixels, BACK=back,
+        BIAS=bias is not None, K=constants(K), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _input_gradient(g: Tensor, weight: Tensor, window: Window) -> Tensor:
+    """Return the gradient of the input. `window` is that of the convolution."""
+    back = window.back.even
+    if back.stride == 1 or back.summed % back.depth:
+        return _look(g, weight, None, window.back, back=True)
+    from banach.kernels.window_kernel import look_back
+
+    out = _empty(g, back)
+    pixels = len(g) * math.prod(-(-size // back.stride) for size in (back.rows_out, back.columns_out))  # of a kind
+    K = back.sized(TILES.of(pixels * back.stride**2, g.dtype))
+    look_back[(-(-pixels // K.rows), back.stride**2)](g, weight, out, len(g), K=constants(K), num_warps=4)
+    return out
+
+
+def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, window: Window, *, bias: bool) -> tuple[Tensor, Tensor]:
+    """Return gradients of the weight, with its strides, and of the bias."""
+    from banach.kernels.window_kernel import add, correlate
+
+    dw = torch.empty_like(weight)
+    strides = dict(zip(("from_made", "from_summed", "from_row", "from_column"), dw.stride(), strict=True))
+    K = replace(window.sized(TILES.weights), **strides)
+    pixels = len(x) * K.rows_out * K.columns_out
+    tiles = -(-pixels // K.rows)
+    share = -(-tiles // max(1, min(tiles, TILES.parts // K.chunks)))
+    count = -(-tiles // share)
+    parts = torch.empty((count, K.columns, K.chunks * K.depth), device=x.device)
+    bias_parts = torch.empty((count, K.columns), device=x.device) if bias else parts
+    db = torch.empty(K.made if bias else 0, dtype=weight.dtype, device=x.device)
+    correlate[(count, K.chunks)](
+        _last(x), g, parts, bias_parts, pixels, share, BIAS=bias, K=constants(K), num_warps=4
+    )
+    add[(-(-K.summed * K.side**2 // ADD["BLOCK"]), K.made)](
+        parts, bias_parts, dw, db if bias else dw, count, BIAS=bias, K=constants(K), **ADD
+    )
+    return dw, db
+
+
+def _empty(x: Tensor, window: Window) -> Tensor:
+    shape = len(x), window.made, window.rows_out, window.columns_out
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)

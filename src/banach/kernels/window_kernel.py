@@ -1,8 +1,8 @@
-"""Convolutions of few channels as matrix products: what pixels see through their windows, times the weights.
+"""Device code of `window.py`: convolutions of few channels as matrix products of windows and weights. Triton.
 
-Triton. Pixels lie in rows, channels side by side. The places of a window and their channels are counted by one
-number, in chunks; WHOLE: a chunk is channels of one place, so that it lies side by side in memory. FROM_...: the
-strides of the weights.
+Images are channels_last. Places of a window and their channels are counted by one number, in chunks of K.depth;
+K.whole: a chunk holds channels of one place, which are neighbours in memory. K.from_*: strides of the weights.
+`K` holds the compile-time constants, see `window.Window`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -11,175 +11,158 @@ import triton.language as tl
 
 
 @triton.jit
-def _through(
-    row, col, place, H: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
-    PAD: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """What a pixel sees at a place of its window: row, column, and whether that is in the image.
+def _through(row, col, place, BACK: tl.constexpr, K: tl.constexpr):
+    """Return row and column that a pixel sees at a place of its window, and whether they are in the image.
 
-    BACK: from a pixel of the input to the output whose window it was seen through at that place, if there is one.
+    BACK: go from a pixel of the input to the output that sees it at that place, if there is one.
     """
     if BACK:
-        y = row + PAD - place // SIDE
-        x = col + PAD - place % SIDE
+        y = row + K.padding - place // K.side
+        x = col + K.padding - place % K.side
         ok = (y >= 0) & (x >= 0)
-        if STRIDE > 1:
-            ok = ok & (y % STRIDE == 0) & (x % STRIDE == 0)
-            y = y // STRIDE
-            x = x // STRIDE
+        if K.stride > 1:
+            ok = ok & (y % K.stride == 0) & (x % K.stride == 0)
+            y = y // K.stride
+            x = x // K.stride
     else:
-        y = row * STRIDE + place // SIDE - PAD
-        x = col * STRIDE + place % SIDE - PAD
+        y = row * K.stride + place // K.side - K.padding
+        x = col * K.stride + place % K.side - K.padding
         ok = (y >= 0) & (x >= 0)
-    return y, x, ok & (y < H) & (x < W)
+    return y, x, ok & (y < K.height) & (x < K.width)
 
 
 @triton.jit
-def _seen(
-    x, m, pixels, chunk,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS_OUT: tl.constexpr, COLUMNS_OUT: tl.constexpr,
-    SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr, DEPTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """A chunk of what the pixels m see; zero outside the image."""
-    image = m // (ROWS_OUT * COLUMNS_OUT)
-    row = m // COLUMNS_OUT % ROWS_OUT
-    col = m % COLUMNS_OUT
-    if WHOLE:
-        c = tl.arange(0, DEPTH)
-        if C > DEPTH:
-            c += chunk % (C // DEPTH) * DEPTH
-        y, at, ok = _through(row, col, chunk // (C // DEPTH), H, W, SIDE, STRIDE, PAD, BACK)
-        at = ((image * H + y) * W + at) * C
+def _seen(x, m, pixels, chunk, BACK: tl.constexpr, K: tl.constexpr):
+    """Load a chunk of what the pixels m see; zero outside the image."""
+    image = m // (K.rows_out * K.columns_out)
+    row = m // K.columns_out % K.rows_out
+    col = m % K.columns_out
+    if K.whole:
+        c = tl.arange(0, K.depth)
+        if K.summed > K.depth:
+            c += chunk % (K.summed // K.depth) * K.depth
+        y, at, ok = _through(row, col, chunk // (K.summed // K.depth), BACK, K)
+        at = ((image * K.height + y) * K.width + at) * K.summed
         seen = tl.load(x + at[:, None] + c[None, :], mask=((m < pixels) & ok)[:, None], other=0.0)
     else:
-        k = chunk * DEPTH + tl.arange(0, DEPTH)
-        y, at, ok = _through(
-            row[:, None], col[:, None], (k // C)[None, :], H, W, SIDE, STRIDE, PAD, BACK
-        )  # fmt: skip
-        at = ((image[:, None] * H + y) * W + at) * C + (k % C)[None, :]
-        ok = ok & (m < pixels)[:, None] & (k < C * SIDE * SIDE)[None, :]
+        k = chunk * K.depth + tl.arange(0, K.depth)
+        y, at, ok = _through(row[:, None], col[:, None], (k // K.summed)[None, :], BACK, K)
+        at = ((image[:, None] * K.height + y) * K.width + at) * K.summed + (k % K.summed)[None, :]
+        ok = ok & (m < pixels)[:, None] & (k < K.summed * K.side * K.side)[None, :]
         seen = tl.load(x + at, mask=ok, other=0.0)
     return seen
 
 
+@triton.jit
+def _weight(k, K: tl.constexpr):
+    """Return the offset of the k-th weight of an output channel."""
+    place = k // K.summed
+    return k % K.summed * K.from_summed + place // K.side * K.from_row + place % K.side * K.from_column
+
+
 @triton.jit(do_not_specialize=["pixels"])
-def look(
-    x, w, bias, out, pixels, FROM_SUMMED: tl.constexpr, FROM_MADE: tl.constexpr, FROM_ROW: tl.constexpr,
-    FROM_COLUMN: tl.constexpr, C: tl.constexpr, MADE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    ROWS_OUT: tl.constexpr, COLUMNS_OUT: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
-    PAD: tl.constexpr, BACK: tl.constexpr,
-    BIAS: tl.constexpr, DEPTH: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The convolution, or BACK the gradient of its input, at ROWS pixels."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    j = tl.arange(0, WIDTH)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
-        a = _seen(x, m, pixels, chunk, C, H, W, ROWS_OUT, COLUMNS_OUT, SIDE, STRIDE, PAD, BACK, DEPTH, WHOLE)
-        k = chunk * DEPTH + tl.arange(0, DEPTH)
-        at = k % C * FROM_SUMMED + k // C // SIDE * FROM_ROW + k // C % SIDE * FROM_COLUMN
-        real = (k < C * SIDE * SIDE)[:, None] & (j < MADE)[None, :]
-        b = tl.load(w + at[:, None] + (j * FROM_MADE)[None, :], mask=real, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+def look(x, w, bias, out, pixels, BACK: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr):
+    """Compute the convolution or, if BACK, the gradient of its input, at K.rows pixels."""
+    m = tl.program_id(0) * K.rows + tl.arange(0, K.rows)
+    j = tl.arange(0, K.columns)
+    acc = tl.zeros([K.rows, K.columns], tl.float32)
+    for chunk in tl.range(0, K.chunks, num_stages=K.stages):
+        a = _seen(x, m, pixels, chunk, BACK, K)
+        k = chunk * K.depth + tl.arange(0, K.depth)
+        at = _weight(k, K)
+        real = (k < K.summed * K.side * K.side)[:, None] & (j < K.made)[None, :]
+        b = tl.load(w + at[:, None] + (j * K.from_made)[None, :], mask=real, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=K.precision)
     if BIAS:
-        acc += tl.load(bias + j, mask=j < MADE, other=0.0).to(tl.float32)[None, :]
-    real = (m < pixels)[:, None] & (j < MADE)[None, :]
-    tl.store(out + (m * MADE)[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
+        acc += tl.load(bias + j, mask=j < K.made, other=0.0).to(tl.float32)[None, :]
+    real = (m < pixels)[:, None] & (j < K.made)[None, :]
+    tl.store(out + (m * K.made)[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["images"])
-def look_back(
-    g, w, out, images, FROM_SUMMED: tl.constexpr, FROM_MADE: tl.constexpr, FROM_ROW: tl.constexpr,
-    FROM_COLUMN: tl.constexpr, C: tl.constexpr, MADE: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    ROWS_OUT: tl.constexpr, COLUMNS_OUT: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr,
-    PAD: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the input where windows step on by STRIDE. Pixels that windows see at the same places go
-    together, one kind a program: so no product is of zeros. A chunk is channels of one place."""
-    kind_y = tl.program_id(1) // STRIDE  # the first place, and every STRIDE-th after it
-    kind_x = tl.program_id(1) % STRIDE
-    DOWN: tl.constexpr = (ROWS_OUT + STRIDE - 1) // STRIDE
-    ACROSS: tl.constexpr = (COLUMNS_OUT + STRIDE - 1) // STRIDE
-    PER: tl.constexpr = C // DEPTH
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def look_back(g, w, out, images, K: tl.constexpr):
+    """Compute the gradient of the input of a convolution with a stride, K.whole only.
+
+    Pixels that windows see at the same places are of one kind. A program has pixels of one kind, so that it does
+    not multiply zeros.
+    """
+    kind_y = tl.program_id(1) // K.stride  # the first place; the next ones are K.stride further on
+    kind_x = tl.program_id(1) % K.stride
+    DOWN: tl.constexpr = (K.rows_out + K.stride - 1) // K.stride
+    ACROSS: tl.constexpr = (K.columns_out + K.stride - 1) // K.stride
+    PER: tl.constexpr = K.summed // K.depth
+    m = tl.program_id(0) * K.rows + tl.arange(0, K.rows)
     image = m // (DOWN * ACROSS)
-    row = m // ACROSS % DOWN * STRIDE + (kind_y + (STRIDE - 1) * PAD) % STRIDE
-    col = m % ACROSS * STRIDE + (kind_x + (STRIDE - 1) * PAD) % STRIDE
-    ok = (image < images) & (row < ROWS_OUT) & (col < COLUMNS_OUT)
-    top = (row + PAD - kind_y) // STRIDE
-    left = (col + PAD - kind_x) // STRIDE
-    places_down = (SIDE - kind_y + STRIDE - 1) // STRIDE
-    places_across = (SIDE - kind_x + STRIDE - 1) // STRIDE
-    j = tl.arange(0, WIDTH)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    for chunk in tl.range(0, places_down * places_across * PER, num_stages=STAGES):
+    row = m // ACROSS % DOWN * K.stride + (kind_y + (K.stride - 1) * K.padding) % K.stride
+    col = m % ACROSS * K.stride + (kind_x + (K.stride - 1) * K.padding) % K.stride
+    ok = (image < images) & (row < K.rows_out) & (col < K.columns_out)
+    top = (row + K.padding - kind_y) // K.stride
+    left = (col + K.padding - kind_x) // K.stride
+    places_down = (K.side - kind_y + K.stride - 1) // K.stride
+    places_across = (K.side - kind_x + K.stride - 1) // K.stride
+    j = tl.arange(0, K.columns)
+    acc = tl.zeros([K.rows, K.columns], tl.float32)
+    for chunk in tl.range(0, places_down * places_across * PER, num_stages=K.stages):
         down = chunk // PER // places_across
         across = chunk // PER % places_across
         y = top - down
         x = left - across
-        seen = ok & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-        c = tl.arange(0, DEPTH)
+        seen = ok & (y >= 0) & (y < K.height) & (x >= 0) & (x < K.width)
+        c = tl.arange(0, K.depth)
         if PER > 1:
-            c += chunk % PER * DEPTH
-        a = tl.load(g + (((image * H + y) * W + x) * C)[:, None] + c[None, :], mask=seen[:, None], other=0.0)
-        at = c * FROM_SUMMED + (kind_y + down * STRIDE) * FROM_ROW + (kind_x + across * STRIDE) * FROM_COLUMN
-        b = tl.load(w + at[:, None] + (j * FROM_MADE)[None, :], mask=(j < MADE)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    to = ((image * ROWS_OUT + row) * COLUMNS_OUT + col) * MADE
-    tl.store(out + to[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None] & (j < MADE)[None, :])
+            c += chunk % PER * K.depth
+        pixel = (image * K.height + y) * K.width + x
+        a = tl.load(g + (pixel * K.summed)[:, None] + c[None, :], mask=seen[:, None], other=0.0)
+        at_row, at_column = kind_y + down * K.stride, kind_x + across * K.stride
+        at = c * K.from_summed + at_row * K.from_row + at_column * K.from_column
+        b = tl.load(w + at[:, None] + (j * K.from_made)[None, :], mask=(j < K.made)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=K.precision)
+    to = ((image * K.rows_out + row) * K.columns_out + col) * K.made
+    tl.store(
+        out + to[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None] & (j < K.made)[None, :]
+    )
 
 
 @triton.jit(do_not_specialize=["pixels", "share"])
-def correlate(
-    x, g, parts, bias_parts, pixels, share,
-    C: tl.constexpr, MADE: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS_OUT: tl.constexpr,
-    COLUMNS_OUT: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, BIAS: tl.constexpr,
-    DEPTH: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a chunk of the weights, and of the bias, from `share` tiles of pixels: one part of a sum."""
+def correlate(x, g, parts, bias_parts, pixels, share, BIAS: tl.constexpr, K: tl.constexpr):
+    """Compute one part of the gradients of a chunk of weights and of the bias, from `share` tiles of pixels."""
     part = tl.program_id(0)
     chunk = tl.program_id(1)
-    j = tl.arange(0, WIDTH)
-    acc = tl.zeros([WIDTH, DEPTH], tl.float32)
-    total = tl.zeros([WIDTH], tl.float32)
-    last = tl.minimum((part + 1) * share, tl.cdiv(pixels, ROWS))
-    for tile in tl.range(part * share, last, num_stages=STAGES):
-        m = tile * ROWS + tl.arange(0, ROWS)
-        a = _seen(x, m, pixels, chunk, C, H, W, ROWS_OUT, COLUMNS_OUT, SIDE, STRIDE, PAD, False, DEPTH, WHOLE)
-        real = (m < pixels)[:, None] & (j < MADE)[None, :]
-        back = tl.load(g + (m * MADE)[:, None] + j[None, :], mask=real, other=0.0)
-        acc = tl.dot(tl.trans(back), a, acc, input_precision=PRECISION)
+    j = tl.arange(0, K.columns)
+    acc = tl.zeros([K.columns, K.depth], tl.float32)
+    total = tl.zeros([K.columns], tl.float32)
+    last = tl.minimum((part + 1) * share, tl.cdiv(pixels, K.rows))
+    for tile in tl.range(part * share, last, num_stages=K.stages):
+        m = tile * K.rows + tl.arange(0, K.rows)
+        a = _seen(x, m, pixels, chunk, False, K)
+        real = (m < pixels)[:, None] & (j < K.made)[None, :]
+        back = tl.load(g + (m * K.made)[:, None] + j[None, :], mask=real, other=0.0)
+        acc = tl.dot(tl.trans(back), a, acc, input_precision=K.precision)
         if BIAS:
             total += tl.sum(back.to(tl.float32), axis=0)
-    k = chunk * DEPTH + tl.arange(0, DEPTH)
-    tl.store(parts + ((part * WIDTH + j) * (CHUNKS * DEPTH))[:, None] + k[None, :], acc)
+    k = chunk * K.depth + tl.arange(0, K.depth)
+    tl.store(parts + ((part * K.columns + j) * (K.chunks * K.depth))[:, None] + k[None, :], acc)
     if BIAS and chunk == 0:
-        tl.store(bias_parts + part * WIDTH + j, total)
+        tl.store(bias_parts + part * K.columns + j, total)
 
 
 @triton.jit(do_not_specialize=["count"])
 def add(
-    parts, bias_parts, dw, db, count, FROM_SUMMED: tl.constexpr, FROM_MADE: tl.constexpr, FROM_ROW: tl.constexpr,
-    FROM_COLUMN: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    parts, bias_parts, dw, db, count, BIAS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """The parts of the gradients, summed in a fixed order, for one output channel: written as the weights lie."""
+    """Add the parts of the gradients of one output channel, in a fixed order."""
     j = tl.program_id(1)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = k < C * SIDE * SIDE
+    real = k < K.summed * K.side * K.side
     acc = tl.zeros([CHUNK, BLOCK], tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
     for first in range(0, count, CHUNK):
         part = first + tl.arange(0, CHUNK)
-        at = parts + ((part * WIDTH + j) * TOTAL)[:, None] + k[None, :]
+        at = parts + ((part * K.columns + j) * (K.chunks * K.depth))[:, None] + k[None, :]
         acc += tl.load(at, mask=(part < count)[:, None] & real[None, :], other=0.0)
         if BIAS:
-            total += tl.load(bias_parts + part * WIDTH + j, mask=part < count, other=0.0)
-    to = dw + j * FROM_MADE + k % C * FROM_SUMMED + k // C // SIDE * FROM_ROW + k // C % SIDE * FROM_COLUMN
+            total += tl.load(bias_parts + part * K.columns + j, mask=part < count, other=0.0)
+    to = dw + j * K.from_made + _weight(k, K)
     tl.store(to, tl.sum(acc, axis=0).to(dw.dtype.element_ty), mask=real)
     if BIAS and tl.program_id(0) == 0:
         tl.store(db + j, tl.sum(total, axis=0).to(db.dtype.element_ty))

@@ -1,4 +1,4 @@
-"""Named networks: the paper's three, their twins, the explicit rival, one for digits; and your own."""
+"""Named networks: the paper's three, their explicit twins, ResNet-56, one for digits; and your own."""
 
 from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortcut
 from banach.models.cifar10 import cifar10
@@ -7,8 +7,20 @@ from banach.models.mdeq import mdeq, mdeq_tiny, unrolled
 from banach.models.mnist import mnist
 from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
 from banach.models.ode import ODENet, anode, node
-from banach.models.recipe import Constant, Cosine, Recipe, Schedule, Steps
-from banach.models.registry import Model, build, get, names, recipe, register
+from banach.models.registry import (
+    Constant,
+    Cosine,
+    Model,
+    OneCycle,
+    Recipe,
+    Schedule,
+    Steps,
+    build,
+    get,
+    names,
+    recipe,
+    register,
+)
 from banach.models.resnet import ResNet, resnet56
 from banach.models.svhn import svhn
 
@@ -20,6 +32,7 @@ __all__ = [
     "LatentResNet",
     "Model",
     "ODENet",
+    "OneCycle",
     "Parts",
     "Recipe",
     "ResNet",

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from banach.kernels import LatentForm
 from banach.models.blocks import SLOPE, Image, Parts, conv3x3, latent_norm
-from banach.models.recipe import Recipe, Steps
-from banach.models.registry import register
+from banach.models.registry import Recipe, Steps, register
 from banach.solve import WorstPixel
 
 CHANNELS = 35

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, conv3x3
-from banach.models.recipe import Cosine, Recipe
-from banach.models.registry import register
+from banach.models.registry import Cosine, Recipe, register
 
 CHANNELS = 24
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from banach.backward import Unroll
 from banach.models.blocks import Image, conv3x3
 from banach.models.mon import COMMON
-from banach.models.recipe import Cosine, Recipe
-from banach.models.registry import register
+from banach.models.registry import Cosine, Recipe, register
 from banach.network import ImplicitNetwork
 from banach.nn import Dropout2d
 from banach.solve import Picard

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.models.blocks import Image, Parts
-from banach.models.recipe import Constant, Cosine, Recipe, Steps
-from banach.models.registry import register
+from banach.models.registry import Constant, Cosine, OneCycle, Recipe, Steps, register
 from banach.nn import MonotoneConv2d, MonotoneLinear, PeacemanRachford
 from banach.nn.monotone import Splitting
 from banach.nn.monotone_conv import zero_border
@@ -137,7 +136,9 @@ def mon_large(
 COMMON = Recipe(lr=1e-3, epochs=20, batch_size=128, schedule=Cosine(), eps=1e-3, max_steps=100)
 # The authors stop the whole batch at a relative change of 1e-2: about 3e-3 of latents whose RMS is about .3.
 OWN = Recipe(lr=1e-3, epochs=40, batch_size=128, schedule=Steps((10, 20, 30), 0.1), eps=3e-3, max_steps=300)
-LARGE = replace(OWN, epochs=200, schedule=Constant())
+# From 1e-3 to .05 in 30 epochs, and back. (The authors also change Adam's first beta, .95 to .85 and back.)
+LARGE = replace(OWN, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02, end=0.02))
+CONSTANT = replace(OWN, epochs=200, schedule=Constant())
 
 register(
     "mon",
@@ -158,5 +159,5 @@ register(
     mon_large,
     description="monotone operator network, three large tiers: 1,014,546 parameters",
     image=(3, 32, 32),
-    recipes={"own": LARGE, "common": COMMON},
+    recipes={"own": LARGE, "constant": CONSTANT, "common": COMMON},
 )

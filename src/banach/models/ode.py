@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from banach.models.blocks import Image
 from banach.models.mon import COMMON
-from banach.models.recipe import Recipe
-from banach.models.registry import register
+from banach.models.registry import Recipe, register
 
 
 class ODEFailure(RuntimeError):

@@ -1,34 +1,124 @@
-"""Networks by name: build() makes one, register() adds your own Q, R, S."""
+"""Networks by name, with the recipes they were tuned with: build() makes one, register() adds your own."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
+from banach import checks
 from banach.backward import JFB, Mode
 from banach.models.blocks import Image
-from banach.models.recipe import Recipe
 from banach.network import ImplicitNetwork
-from banach.solve import Picard, Solver, Tolerance
+from banach.solve import RMS, Norm, Picard, Solver, Tolerance
 
-# builder(image, classes), or builder(image, classes, *, batch_norm=True) where a twin without batch norm in R
-# exists. It returns (Q, R, S), or a whole module where there is no fixed point, or more than these settings.
+# builder(image, classes), or builder(image, classes, *, batch_norm=True) where a variant without batch norm in R
+# exists. It returns (Q, R, S), or a module where there is no fixed point, or more than these settings.
 Builder = Callable[..., Any]
 
 _MODELS: dict[str, Model] = {}
 
 
+class Schedule(Protocol):
+    """How the learning rate changes over a run."""
+
+    def multiplier(self, epoch: float, epochs: int) -> float:
+        """Return the factor of the learning rate after `epoch` of `epochs` epochs; fractions count."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """1 throughout."""
+
+    def multiplier(self, epoch: float, epochs: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """factor^k, where k is the number of milestones `at` (in epochs) that are reached."""
+
+    at: tuple[int, ...]
+    factor: float
+
+    def __post_init__(self) -> None:
+        integers = isinstance(self.at, tuple) and all(type(epoch) is int and epoch >= 0 for epoch in self.at)
+        if not integers or list(self.at) != sorted(self.at):
+            raise ValueError(f"at must be epochs in ascending order, whole numbers from 0 on, got {self.at!r}")
+        checks.number("factor", self.factor)
+
+    def multiplier(self, epoch: float, epochs: int) -> float:
+        return self.factor ** sum(epoch >= milestone for milestone in self.at)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """(1 + cos(pi t)) / 2, where t is the share of the run that is done: from 1 down to 0."""
+
+    def multiplier(self, epoch: float, epochs: int) -> float:
+        return _half_cosine(1.0, 0.0, epoch / epochs)
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """From `start` up to 1 over the first `warm` share of the run, then down to `end`, each half a cosine."""
+
+    warm: float = 0.3
+    start: float = 0.04
+    end: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for name in ("warm", "start", "end"):
+            checks.number(name, getattr(self, name))
+        if not 0 < self.warm < 1:
+            raise ValueError(f"warm must be between 0 and 1, a share of the run, got {self.warm!r}")
+
+    def multiplier(self, epoch: float, epochs: int) -> float:
+        done = epoch / epochs
+        if done < self.warm:
+            return _half_cosine(self.start, 1.0, done / self.warm)
+        return _half_cosine(1.0, self.end, (done - self.warm) / (1 - self.warm))
+
+
+def _half_cosine(first: float, last: float, share: float) -> float:
+    return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a network is solved (eps, max_steps, norm) and trained (the rest), with cross entropy.
+
+    `momentum=None` is Adam; a number is SGD with that momentum. In both cases the weight decay is added to the
+    gradient (`torch.optim.Adam`, not `AdamW`).
+    """
+
+    lr: float
+    epochs: int
+    batch_size: int
+    weight_decay: float = 0.0
+    momentum: float | None = None
+    label_smoothing: float = 0.0
+    schedule: Schedule = Constant()
+    eps: float = 1e-4
+    max_steps: int = 50
+    norm: Norm = RMS()
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return Tolerance(atol=self.eps, max_steps=self.max_steps, norm=self.norm)
+
+
 @dataclass(frozen=True)
 class Model:
-    """A named network: how it is built, for which images, and the recipes it comes with, the default one first.
+    """A named network: its builder, the images it is for, and its recipes, the default one first.
 
-    `channels_last`: its weights may lie with channels side by side, so that its images do too. Not where something
-    views an image as if they did not.
+    `channels_last`: weights and images may use the channels_last memory format. Set it only if no layer views an
+    image as rows of pixels.
     """
 
     name: str
@@ -46,7 +136,7 @@ class Model:
 
     @property
     def has_twin(self) -> bool:
-        """Can it be built without batch norm in R?"""
+        """True if it can be built without batch norm in R."""
         return "batch_norm" in inspect.signature(self.builder).parameters
 
 
@@ -61,35 +151,50 @@ def register(
     channels_last: bool = False,
     overwrite: bool = False,
 ) -> Model:
-    """Make `build(name)` call `builder(image, classes)`, which returns (Q, R, S) or a module.
+    """Make `build(name)` call `builder(image, classes)`.
 
-    `image` is (channels, height, width); it and `classes` are what the builder gets unless `build` is given
-    others. Without recipes the network is solved to an RMS of 1e-4 and trained by Adam for 20 epochs.
-    `channels_last` lets `banach train` lay its weights out as oneDNN likes them, on a CPU.
+    Args:
+        name: the name of the model.
+        builder: returns (Q, R, S) or a module.
+        description: one line for `banach models`.
+        image: (channels, height, width) that the builder gets by default.
+        classes: the number of classes that it gets by default.
+        recipes: by name, the default one first. Without any: RMS 1e-4, Adam, 20 epochs.
+        channels_last: lets `banach train` use the channels_last memory format on a CPU.
+        overwrite: allow a name that is registered already.
+
+    Raises:
+        ValueError: if the name is taken.
     """
     if not callable(builder):
         raise TypeError(f"builder must be a function of (image, classes), got {type(builder).__name__}")
     if name in _MODELS and not overwrite:
-        raise ValueError(f"there is a model {name!r} already; choose another name, or pass overwrite=True")
+        raise ValueError(f"model {name!r} is registered already; choose another name, or pass overwrite=True")
     recipes = dict(recipes or {"default": Recipe(lr=1e-3, epochs=20, batch_size=100)})
-    _MODELS[name] = Model(name, builder, description, _shape(image), _count(classes), recipes, channels_last)
+    _MODELS[name] = Model(name, builder, description, _shape(image), _classes(classes), recipes, channels_last)
     return _MODELS[name]
 
 
 def names() -> tuple[str, ...]:
-    """The names that `build` knows, in the order they were registered."""
+    """Return the registered names, in order."""
     return tuple(_MODELS)
 
 
 def get(name: str) -> Model:
-    """What is registered under a name."""
-    return _MODELS[_known("model", name, _MODELS)]
+    """Return the model of that name.
+
+    Raises:
+        ValueError: if there is none; the message suggests the closest name.
+    """
+    return _MODELS[checks.nearest("model", name, _MODELS)]
 
 
 def recipe(name: str, which: str | None = None) -> Recipe:
-    """A recipe of a model by its name; the default one without."""
+    """Return a recipe of a model by its name, or the default one."""
     model = get(name)
-    return model.recipe if which is None else model.recipes[_known(f"recipe of {name}", which, model.recipes)]
+    if which is None:
+        return model.recipe
+    return model.recipes[checks.nearest(f"recipe of {name}", which, model.recipes)]
 
 
 def build(
@@ -103,15 +208,21 @@ def build(
     tolerance: Tolerance | None = None,
     backward: Mode | None = None,
 ) -> nn.Module:
-    """The network of that name, with fresh weights: an `ImplicitNetwork`, or a plain module for an explicit rival.
+    """Build a network with fresh weights: an `ImplicitNetwork`, or a plain module for an explicit model.
 
-    `batch_norm=False` leaves batch norm out of R, for Jacobian-based modes. `explicit=True` is the twin
-    S(R(0, Q(d))), the same network with no step of the solver; train it by JFB, which is then exact. What is not
-    given: Picard(), the tolerance of the model's default recipe, JFB().
+    Args:
+        name: the model, see `names()`.
+        image: (channels, height, width); the model's by default.
+        classes: the number of classes; the model's by default.
+        batch_norm: False leaves batch norm out of R, for Jacobian-based modes.
+        explicit: True is the twin S(R(0, Q(d))), with no step of the solver; JFB is then exact.
+        solver: by default Picard().
+        tolerance: by default that of the model's default recipe.
+        backward: by default JFB().
     """
     model = get(name)
     shape = model.image if image is None else _shape(image)
-    made = _made(model, shape, model.classes if classes is None else _count(classes), batch_norm)
+    made = _made(model, shape, model.classes if classes is None else _classes(classes), batch_norm)
     given = {"solver": solver, "tolerance": tolerance, "backward": backward}
     net = _network(model, made, {key: value for key, value in given.items() if value is not None})
     if explicit and isinstance(net, ImplicitNetwork):
@@ -127,7 +238,7 @@ def _made(model: Model, image: Image, classes: int, batch_norm: bool) -> Any:
 
 
 def _network(model: Model, made: Any, given: dict[str, Any]) -> nn.Module:
-    """Q, R, S become a network with the settings that were given; a whole one gets those that it has."""
+    """Return (Q, R, S) as a network with the given settings; on a network they are assigned."""
     if isinstance(made, tuple) and len(made) == 3:
         defaults = {"solver": Picard(), "tolerance": model.recipe.tolerance, "backward": JFB()}
         return ImplicitNetwork(*made, **{**defaults, **given})
@@ -143,26 +254,12 @@ def _network(model: Model, made: Any, given: dict[str, Any]) -> nn.Module:
 
 
 def _shape(image: Any) -> Image:
-    if not isinstance(image, (tuple, list)) or len(image) != 3 or not all(_positive(size) for size in image):
+    positive = isinstance(image, (tuple, list)) and all(type(size) is int and size > 0 for size in image)
+    if not positive or len(image) != 3:
         raise ValueError(f"image must be (channels, height, width), three whole numbers, got {image!r}")
     channels, height, width = image
     return channels, height, width
 
 
-def _count(classes: Any) -> int:
-    if not _positive(classes):
-        raise ValueError(f"classes must be a whole number of at least 1, got {classes!r}")
-    return classes
-
-
-def _positive(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
-
-
-def _known(what: str, name: str, known: Iterable[str]) -> str:
-    if name in known:
-        return name
-    lower = {key.lower(): key for key in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
-    advice = f"did you mean {lower[near[0]]!r}? " if near else ""
-    raise ValueError(f"unknown {what}: {name!r}; {advice}choose from {', '.join(known)}")
+def _classes(count: Any) -> int:
+    return checks.whole("classes", count, 1)

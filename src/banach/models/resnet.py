@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.models.blocks import Image, Shortcut, conv3x3
-from banach.models.recipe import Recipe, Steps
-from banach.models.registry import register
+from banach.models.registry import Recipe, Steps, register
 
 
 class BasicBlock(nn.Module):

@@ -2,6 +2,7 @@
 
 from banach.nn.affine import operator_norm
 from banach.nn.attention import MultiheadAttention, scaled_dot_product_attention
+from banach.nn.contractive import Scaled, ScaledInput, TwoStream
 from banach.nn.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d, convert_dropout
 from banach.nn.lipschitz import Lipschitz, lipschitz_
 from banach.nn.monotone import (
@@ -15,8 +16,6 @@ from banach.nn.monotone import (
 from banach.nn.monotone_conv import MonotoneConv2d
 from banach.nn.observe import Observed, fixed_point_correction, observe
 from banach.nn.penalty import finite_difference_penalty, jacobian_penalty
-from banach.nn.scaled import Scaled, ScaledInput
-from banach.nn.streams import TwoStream
 from banach.nn.substitute import substitute
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from banach.nn.masks import masked, pass_of
+from banach.nn.passes import masked, pass_of
 
 
 def scaled_dot_product_attention(

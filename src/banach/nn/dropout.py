@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.nn.attention import MultiheadAttention
-from banach.nn.masks import masked, pass_of
+from banach.nn.passes import masked, pass_of
 
 
 class _OneMask:

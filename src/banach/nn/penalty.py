@@ -9,7 +9,7 @@ from torch import Tensor
 
 from banach.latent import Latent, Space, detach, leaves
 from banach.solve import Map
-from banach.solve.precision import rounding
+from banach.solve.context import rounding
 
 
 def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Tensor:

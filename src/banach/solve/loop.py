@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach, leaves, select
-from banach.solve.derivatives import without_derivatives
-from banach.solve.exported import run_exported
+from banach.solve.context import (
+    is_compiling,
+    is_exporting,
+    is_transformed,
+    is_vmapped,
+    without_autocast,
+    without_derivatives,
+)
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
-from banach.solve.precision import is_transformed, without_autocast
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
+from banach.solve.stages import run_exported, untraced
 from banach.solve.state import to_numpy
 from banach.solve.tolerance import Tolerance, measure
-from banach.solve.watched import Watched
-
-try:  # not public, so perhaps not there in every version
-    from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-except ImportError:
-
-    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
-        return False
-
-
-_dynamo_callback: Callable[[], object]
-try:  # not public, so perhaps not there in every version
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo_callback
-except ImportError:
-
-    def _dynamo_callback() -> object:
-        return None
 
 
 @without_derivatives
@@ -81,9 +70,8 @@ def solve(
         NotConverged: if `throw` is True and a sample did not converge.
     """
     _check(T, solver, inputs, tolerance)
-    space = Space.of(z0, coupled=coupled)
-    compiled = torch.compiler.is_compiling() or is_called_by_dynamo()
-    if tolerance.max_steps and not compiled and is_transformed() and any(map(_is_vmapped, leaves(z0))):
+    space, compiling = Space.of(z0, coupled=coupled), is_compiling()
+    if tolerance.max_steps and not compiling and is_transformed() and any(map(is_vmapped, leaves(z0))):
         raise RuntimeError(
             "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on "
             "the first (batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and "
@@ -91,36 +79,31 @@ def solve(
         )
     if compact:
         _check_compact(space, inputs)
-    # torch 2.11 says so under torch.compile as well; there the loop is Python's.
-    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
-    watched = every == 1 and not exporting and not compiled
-    run: Any = (Watched if watched else Run)(T, solver, tolerance, space, inputs)
+    on_host = every == 1 and not compiling
+    run = Run(T, solver, tolerance, space, inputs, on_host=on_host)
     run.shown = on_step is not None
     state = run.start(detach(z0))
+    check, finish = run.check, run.finish
+    if compiling and every:
+        check, finish = untraced(check), untraced(finish)
     trace: list[Tensor] | None = [] if record else None
-    if exporting:
-        state, steps = run_exported(run, state), range(0)
-    else:
-        steps = range(1, tolerance.max_steps + 1)
-    quick = watched and trace is None and on_step is None
     with without_autocast(space):
-        k = 0
-        while k < len(steps):
-            k += 1
-            if quick:
-                k = run.sprint(state, k, len(steps))
-            run.step(state, k, k)
-            if trace is not None:
-                trace.append(run.residual(state))
-            if on_step is not None:
-                on_step(k, space.nest(run.everyone(state).z))
-            if every and (k % every == 0 or k == tolerance.max_steps):
-                state = run.check(state, k, compact=compact)
-                if not run.busy:
-                    break
-        found: Solution = run.finish(state, trace)
-    if run.whole is not None:  # samples have left the batch, and nobody has looked at them since
+        if is_exporting():
+            state = run_exported(run, state)
+        else:
+            k = run.sprint(state) if on_host and trace is None and on_step is None else 0
+            while run.busy and k < tolerance.max_steps:
+                k += 1
+                run.step(state, k, k)
+                if trace is not None:
+                    trace.append(run.residual(state))
+                if on_step is not None:
+                    on_step(k, space.nest(run.everyone(state).z))
+                if every and (k % every == 0 or k == tolerance.max_steps):
+                    state = check(state, k, compact=compact)
+        found = finish(state, trace)
+    if run.whole is not None:  # samples have left the batch, and were not evaluated since
         run.risen = _risen(run, found, inputs)
     if run.risen is not None and not space.coupled:
         found = _probed(run, T, found, inputs)
@@ -129,9 +112,9 @@ def solve(
     return found
 
 
-def _probed(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
+def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
     """Return the solution as it is, or with what is wrong with T: then no sample has converged."""
-    fault = probe(T, found.value, inputs, int(run.risen[0]))
+    fault = probe(T, found.value, inputs, int(cast(np.ndarray, run.risen)[0]))
     if fault is None:
         return found
     return replace(
@@ -146,7 +129,7 @@ def _probed(run: Any, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
 _LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
 
 
-def _risen(run: Any, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
     """Return the numbers of converged samples that are above the tolerance in other company, or None.
 
     A few samples are evaluated together: if T mixes samples, their values are others than in the batches in which
@@ -161,28 +144,10 @@ def _risen(run: Any, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | N
     return risen if len(risen) else None
 
 
-def _residual(run: Any, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _residual(run: Run, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Return the residual at z, and what is allowed of it, per sample."""
     with without_autocast(space):
         return measure(space, run.tolerance, z, run.T(z, *inputs))
-
-
-def _is_vmapped(tensor: Tensor) -> bool:
-    while is_functorch_wrapped_tensor(tensor):
-        if is_batchedtensor(tensor):
-            return True
-        tensor = get_unwrapped(tensor)  # of torch.func.grad
-    return False
-
-
-@torch.compiler.disable(recursive=False)
-def is_called_by_dynamo() -> bool:
-    """Return True if Dynamo compiles what is called from here.
-
-    It cannot trace a loop with host checks, so it runs that eagerly and compiles the pieces, in which numbers
-    should be tensors.
-    """
-    return _dynamo_callback() not in (None, False)
 
 
 def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach
-from banach.solve.precision import rounding
+from banach.solve.context import rounding
 
 if TYPE_CHECKING:
     from banach.solve.run import Map

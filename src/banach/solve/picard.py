@@ -27,8 +27,4 @@ class Picard:
         return ()
 
     def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
-        return self.propose(at.z, at.Tz), memory
-
-    def propose(self, z: Tensor, Tz: Tensor) -> Tensor:
-        """The next z; `Tz` itself where nothing is damped."""
-        return torch.lerp(Tz, z, self.damping) if self.damping else Tz
+        return torch.lerp(at.Tz, at.z, self.damping) if self.damping else at.Tz, memory

@@ -1,67 +1,122 @@
-"""One solve: what stays the same from step to step, the step, and the look from the host."""
+"""One solve: what stays the same from step to step, the step, the host check, and the end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, Self, TypeVar
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, select
-from banach.solve.precision import rounding, with_autocast_of
-from banach.solve.solution import Solution, Status
-from banach.solve.solver import Memory, Point, Solver
-from banach.solve.state import State, finish, on_device, rises_alone, to_numpy
-from banach.solve.tolerance import Tolerance
+from banach.solve.context import is_transformed, rounding, with_autocast_of
+from banach.solve.picard import Picard
+from banach.solve.solution import DEFERRED, Solution, Status
+from banach.solve.solver import Point, Solver
+from banach.solve.state import DIVERGED, IDLE, Array, State, all_on_device, on_device, to_numpy
+from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
 
 Map = Callable[..., Latent]
 Versions = list[int | None]
 
 
-class Samples(Protocol):
-    """What a run knows of a state: it can be rid of NaN, and samples taken out of it and put back."""
-
-    z: Tensor
-    memory: Memory
-
-    def scrub(self) -> None: ...
-
-    def take(self, chosen: np.ndarray) -> Self: ...
-
-    def put(self, chosen: np.ndarray, part: Self) -> None: ...
-
-
-S = TypeVar("S", bound=Samples)
-
-
-class Base(Generic[S]):
-    """What a run is made of, and the samples that have left its batch."""
+class Run:
+    """A solve in progress, and the samples that have left its batch."""
 
     def __init__(
-        self, T: Map, solver: Solver, tolerance: Tolerance, space: Space, inputs: tuple[Any, ...]
+        self,
+        T: Map,
+        solver: Solver,
+        tolerance: Tolerance,
+        space: Space,
+        inputs: tuple[Any, ...],
+        *,
+        on_host: bool = False,
     ) -> None:
         self.T, self.solver, self.tolerance = with_autocast_of(space, T), solver, tolerance
-        self.space, self.inputs = space, inputs
-        self.space_of_all = space
+        self.space = self.space_of_all = space
+        self.inputs, self.on_host = inputs, on_host
         self.plain = space.is_matrix  # a latent that is its own rows
         self.busy = True
-        self.shown = False  # does anybody hold the iterates?
+        self.shown = False  # True if `on_step` may hold the iterates
         self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
         self.atol = float(tolerance.atol / self.scale)
         if self.atol > 1e30:
             self.atol = min(self.atol, torch.finfo(space.rows_dtype).max)
-        self.whole: S | None = None  # the whole batch, once some samples have left it
+        self.whole: State | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
-        # What host checks have seen: how often nonfinite (here, and among those that left), how samples failed,
-        # and which ones converged but were above the tolerance later.
-        self.nonfinite = self.nonfinite_left = 0
-        self.failures: frozenset[Status] = frozenset()
-        self.failures_left: frozenset[Status] = frozenset()
+        # What host checks have seen: all numbers at the last one, how many samples were nonfinite, the residual at
+        # the first evaluation after a sample froze, and which samples rose above the tolerance after they froze.
+        self.seen: np.ndarray | None = None
+        self.nonfinite = 0
+        self.after: np.ndarray | None = None
         self.risen: np.ndarray | None = None
-        self.after: np.ndarray | None = None  # the residual at the first check that found a sample frozen
+
+    def start(self, z0: Latent) -> State:
+        rows = self.space.rows(z0, "start").contiguous()
+        memory = () if type(self.solver) is Picard else self.solver.start(rows)
+        return State.start(rows, memory, relative=self.tolerance.rtol > 0, on_host=self.on_host)
+
+    def sprint(self, state: State) -> int:
+        """Take Picard steps while there is nothing to decide, and return how many evaluations were recorded.
+
+        The common case of `step` and `check` in a few lines, for small networks on a CPU: all samples are active,
+        better than before and above the tolerance. `step` finishes the evaluation that ended it.
+        """
+        # These norms give new memory each time, in the type of the rows; not inside a torch.func transform.
+        known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
+        if type(self.solver) is not Picard or not known or self.tolerance.rtol or not len(state.z):
+            return 0
+        z, least, count, damping = state.z, state.least, len(state.z), self.solver.damping
+        evaluate, measure, space, atol = self.evaluate, self.measure, self.space, self.atol
+        counted, k, most = np.count_nonzero, 1, self.tolerance.max_steps
+        while True:
+            Tz = evaluate(z, first=k == 1)
+            r = Tz - z
+            residual = measure(r, space)
+            seen = to_numpy(residual)
+            if k >= most or counted(seen <= atol) or counted(seen < least) < count:
+                break
+            state.best_z, least, k = z, seen, k + 1
+            z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write its next value into Tz
+        if k > 1:
+            state.stats[:, 0], state.stats[:, 1] = least, k - 1
+        state.z, state.Tz, state.pending = z, Tz, (r, seen)
+        return k - 1
+
+    def step(self, state: State, k: int | Tensor, turn: int) -> None:
+        """Evaluate T once, record the residual, move every sample that is still active.
+
+        `turn` is the step as the solver counts it; in an exported program k is a tensor and turn repeats.
+        """
+        rtol = self.tolerance.rtol
+        r, residual = self._measured(state, first=turn == 1)
+        Tz = cast(Tensor, state.Tz)
+        state.observe(k, residual, (self.measure(Tz, self.space).to(residual.dtype), rtol) if rtol else None)
+        if type(self.solver) is Picard:
+            damping = self.solver.damping
+            proposal = torch.lerp(Tz, state.z, damping) if damping else Tz
+        else:
+            point = Point(turn, state.z, Tz, r, *state.numbers(), k)
+            proposal, state.memory = self.solver.step(state.memory, point)
+        state.advance(proposal)
+        state.freeze(self.atol)
+
+    def _measured(self, state: State, *, first: bool) -> tuple[Tensor, Array]:
+        """Return T(z) - z and its norm per sample, from an evaluation at z unless there was one."""
+        if state.pending is not None:
+            known, state.pending = state.pending, None
+            return known
+        state.Tz = self.evaluate(state.z, first=first)
+        r = state.Tz - state.z
+        residual = self.measure(r, self.space)
+        if first and residual.shape != r.shape[:1]:
+            got = tuple(residual.shape)
+            raise ValueError(f"norm.measure must give one number for each of {len(r)} rows, got shape {got}")
+        return r, residual if residual.dtype == r.dtype else residual.to(r.dtype)
 
     def evaluate(self, z: Tensor, *, first: bool) -> Tensor:
         """Return the rows of T(z). The first evaluation also looks for mistakes that a T may make."""
@@ -75,6 +130,13 @@ class Base(Generic[S]):
         return self.space.rows(value)
 
     def _evaluate_first(self, z: Tensor) -> Tensor:
+        """Return the rows of T(z), and refuse a T that writes to what it was given.
+
+        A tensor made in inference mode does not count writes, so T gets a copy of z that does.
+        """
+        if not torch.compiler.is_compiling() and z.is_inference():
+            with torch.inference_mode(False):
+                z = z.clone()
         given = [z, *leaves(self.inputs)] if self.inputs else [z]
         before = _versions(given)
         try:
@@ -86,79 +148,78 @@ class Base(Generic[S]):
                     "give z0 the dtype and device of T's weights"
                 ) from error
             raise
-        rows = self.space.rows(value)
-        self._check_unwritten(z, value, before, _versions(given))
+        rows, after = self.space.rows(value), _versions(given)
+        if after != before:
+            what = "its input" if after[0] != before[0] else "`inputs` (in a network: R must not change v)"
+            raise ValueError(f"T must not change {what} in place: begin with an operation that is not in place")
         return rows
 
-    def _check_unwritten(self, z: Tensor, value: Latent, before: Versions, after: Versions) -> None:
-        """Refuse a T that has written to what it was given.
+    def check(self, state: State, k: int, *, compact: bool) -> State:
+        """Find which samples are done; judge stalling; let done samples leave the batch. Syncs with the host."""
+        stats = self.seen = state.stats if state.on_host else to_numpy(state.stats)
+        test = stats[0, state.tested]
+        active = test > self.atol
+        if state.stalled is not None:
+            active &= ~self._on_host(state.stalled)
+        if k > IDLE:
+            active &= ~self._stalled(state, active & (stats[1, 1] <= k - IDLE), stats[0, 0])
+        count = np.count_nonzero(active)
+        self.busy = bool(count)
+        if count < len(active):
+            self._note_frozen(stats, k)
+            nonfinite = np.count_nonzero(~(test > -np.inf))
+            if nonfinite > self.nonfinite:
+                self.nonfinite = nonfinite
+                state.scrub()
+        return self._without(state, ~active) if compact and self.busy else state
 
-        A tensor made in inference mode has no version: a write to z is noticed where T returns z's own memory,
-        and a write to `inputs` is not.
-        """
-        if not after or (after == before and after[0] is not None):  # not counted while compiling
-            return
-        if after[0] != before[0] or (after[0] is None and _shares_memory(z, value) and self._writes_to(z)):
-            raise ValueError("T must not change its input in place: begin with an operation that is not in place")
-        if after != before:
-            raise ValueError(
-                "T must not change `inputs` (in a network: R must not change v) in place: "
-                "begin with an operation that is not in place"
-            )
-
-    def _writes_to(self, z: Tensor) -> bool:
-        """Does T write to its input? Asked once more, of a copy that has a version; the identity does not."""
-        with torch.inference_mode(False):
-            copy = z.clone()
-        before = copy._version
-        self.T(self.space.nest(copy), *self.inputs)
-        return copy._version != before
-
-    def size(self, rows: Tensor) -> Tensor:
-        return self.measure(rows, self.space)
-
-    def flat(self, idle: np.ndarray, residual: np.ndarray, Tz: Tensor) -> np.ndarray:
-        """Of the idle samples, those whose residual is no more than rounding.
+    def _stalled(self, state: State, idle: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """Stall the idle samples whose residual is not more than rounding, and return which these are.
 
         In a divergence the norm of T(z) may overflow before that of the residual: then it tells nothing.
         """
-        size = to_numpy(self.size(Tz))
-        return idle & (residual <= rounding(self.space) * size) & (size < np.inf)
+        if not np.count_nonzero(idle) or state.Tz is None:
+            return np.zeros_like(idle)
+        size = to_numpy(self.measure(state.Tz, self.space))
+        flat = idle & (residual <= rounding(self.space) * size) & (size < np.inf)
+        if flat.any():
+            state.stall(flat)
+        return flat
 
-    def present(self, risen: np.ndarray | None) -> np.ndarray | None:
-        """Return the numbers, in the whole batch, of the samples in this mask; None if there are none."""
-        if risen is None or not risen.any():
+    def _note_frozen(self, stats: np.ndarray, k: int) -> None:
+        """Keep the residual of every frozen sample at the first check after it froze."""
+        if self.after is None:
+            self.after = np.full_like(stats[2, 0], np.nan)
+        np.copyto(self.after, stats[2, 0], where=np.isnan(self.after) & (stats[0, 1] < k))
+
+    def _risen(self, state: State) -> np.ndarray | None:
+        """Return the numbers of samples that converged and froze, but are above the tolerance now; None if none.
+
+        Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
+        raise its residual a little, to a value that then stays the same at every evaluation.
+        """
+        if self.seen is None or self.after is None or self.whole is not None:
             return None
-        here = np.flatnonzero(risen)
-        return here if self.index is None else self.index[here]
+        test, now, now_test = self.seen[0, state.tested], self.seen[2, 0], self.seen[2, state.tested]
+        risen = (test <= self.atol) & ~(now_test <= self.atol)
+        if not np.count_nonzero(risen):
+            return None
+        with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
+            earlier = np.where(self.seen[0, 1] < np.max(self.seen[0, 1]) - 1, self.after, np.nan)
+            steady = np.abs(now - earlier) <= 1e-3 * np.abs(earlier)
+            alone = steady & (now <= 10 * (now - now_test + self.atol))  # 10 times what the tolerance allows
+        found = np.flatnonzero(risen & ~alone)
+        return found if len(found) else None
 
-    def count_failures(self, met: np.ndarray, stalled: np.ndarray, nonfinite: np.ndarray) -> None:
-        """Record how samples failed, for warnings that need no host sync."""
-        kinds = set()
-        if not met.all():
-            kinds |= {Status.NONFINITE} if nonfinite.any() else set()
-            kinds |= {Status.STALLED} if stalled.any() else set()
-            kinds |= {Status.MAX_STEPS} if not (met | nonfinite | stalled).all() else set()
-        self.failures = self.failures_left | kinds
-
-    def everyone(self, state: S) -> S:
-        """The whole batch: the samples that are here put back among those that have left."""
+    def everyone(self, state: State) -> State:
+        """Return the whole batch: the samples that are here put back among those that have left."""
         if self.whole is None or self.index is None:
             return state
         self.whole.put(self.index, state)
         return self.whole
 
-    def looked(self, state: S, active: np.ndarray, nonfinite: np.ndarray, *, compact: bool) -> S:
-        """The end of a look: T never sees NaN again; is there more to do, and for whom?"""
-        count = int(np.count_nonzero(nonfinite)) + self.nonfinite_left
-        if count > self.nonfinite:
-            self.nonfinite = count
-            state.scrub()
-        self.busy = bool(np.count_nonzero(active))
-        return self.without(state, ~active) if compact and self.busy else state
-
-    def without(self, state: S, done: np.ndarray) -> S:
-        """The state without those that are done, if enough are: leaving costs a copy of what stays."""
+    def _without(self, state: State, done: np.ndarray) -> State:
+        """Return the state without those that are done, if enough are: leaving costs a copy of what stays."""
         if 16 * done.sum() < done.size:
             return state
         stay = np.flatnonzero(~done)
@@ -166,69 +227,75 @@ class Base(Generic[S]):
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite_left, self.failures_left = self.nonfinite, self.failures - {Status.MAX_STEPS}
-        self.after = None
+        self.nonfinite, self.after = 0, None
         left = state.take(stay)
         self.whole.memory = ()
         return left
 
-
-def check_measured(residual: Tensor, rows: Tensor) -> None:
-    """Is it one number for every row?"""
-    if residual.shape != rows.shape[:1]:
-        got = tuple(residual.shape)
-        raise ValueError(f"norm.measure must give one number for each of {len(rows)} rows, got shape {got}")
-
-
-class Run(Base[State]):
-    """The device keeps the numbers, so that the host need not be asked."""
-
-    def start(self, z0: Latent) -> State:
-        rows = self.space.rows(z0, "start").contiguous()
-        return State.start(rows, self.solver.start(rows), relative=self.tolerance.rtol > 0)
-
-    def step(self, state: State, k: int | Tensor, turn: int) -> None:
-        """Evaluate T once, record the residual, move every sample that is still active.
-
-        `turn` is the step as the solver counts it; in an exported program k is a tensor and turn repeats.
-        """
-        rtol = self.tolerance.rtol
-        state.Tz = Tz = self.evaluate(state.z, first=turn == 1)
-        r = Tz - state.z
-        residual, kind = self.size(r), state.residual.dtype  # a norm may compute in a longer type
-        if turn == 1:
-            check_measured(residual, r)
-        state.observe(k, residual.to(kind), (self.size(Tz).to(kind), rtol) if rtol else None)
-        point = Point(turn, state.z, Tz, r, state.residual, state.least, state.least_at, k)
-        proposal, state.memory = self.solver.step(state.memory, point)
-        state.advance(proposal)
-        state.freeze(self.atol)
-        state.keep_best()
-
-    @torch.compiler.disable  # the host decides here: traced, it would be compiled anew at every step
-    def check(self, state: State, k: int, *, compact: bool) -> State:
-        """Ask the host which samples are done; judge stalling; let done samples leave the batch."""
-        seen = state.on_host(k, self.atol)
-        active = seen.active
-        if seen.idle.any() and state.Tz is not None:
-            flat = self.flat(seen.idle, seen.residual, state.Tz)
-            if flat.any():
-                state.stall(flat)
-                active = active & ~flat
-        before = np.full_like(seen.now, np.nan) if self.after is None else self.after
-        self.risen = self.present(seen.risen & ~rises_alone(seen.now, seen.now_test, before, self.atol))
-        self.after = np.where(seen.active | ~np.isnan(before), before, seen.now)
-        stalled = np.zeros_like(active) if state.stalled is None else to_numpy(state.stalled)
-        self.count_failures(~active & ~seen.nonfinite & ~stalled, stalled, seen.nonfinite)
-        return self.looked(state, active, seen.nonfinite, compact=compact)
-
     def residual(self, state: State) -> Tensor:
-        """Of everyone, as it is now: a copy."""
-        return self.everyone(state).reached[0].clone()
+        """Return a copy of the residuals of the whole batch, as they are now, in the units of norm.measure."""
+        now = self.everyone(state).residual
+        return on_device(now.copy(), state.z) if self.on_host else now.clone()
 
     def finish(self, state: State, trace: list[Tensor] | None) -> Solution:
-        known = {"solver": self.solver, "failures": self.failures}
-        return finish(self.everyone(state), self.space_of_all, self.tolerance, trace, **known)
+        """Return the solution: scaled residuals, and the best iterate where that is kept.
+
+        If the host keeps the numbers, they become tensors when they are read, which most passes never do.
+        """
+        self.risen = self._risen(state)
+        state = self.everyone(state)
+        found: dict[str, Any] = {"solver": self.solver, "tolerance": self.tolerance}
+        if trace is not None:
+            found["residuals"] = tuple(self.space_of_all.spread(row * self.scale) for row in trace)
+        met = state.test <= self.atol
+        if not self.on_host or state.tested or np.count_nonzero(met) < len(met):
+            return self._finish(state, met, found)
+        if state.Tz is None or self.shown:  # the value would share its memory with z0, or with what on_step saw
+            state.z = state.z.clone()
+        numbers = partial(_numbers, self.space_of_all, self.scale, state.reached, met)
+        return Solution.deferred(self.space_of_all.nest(state.z), numbers, found)
+
+    def _finish(self, state: State, met: Any, found: dict[str, Any]) -> Solution:
+        space, nonfinite, residual = self.space_of_all, state.nonfinite, state.residual
+        stalled = met ^ met if state.stalled is None else state.stalled
+        diverged = (residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
+        best, met = nonfinite | diverged, met & ~nonfinite
+        mask = on_device(best, state.z) if self.on_host else best
+        value = space.nest(torch.where(mask[:, None], state.best_z, state.z).detach())
+        reached = (np.where if self.on_host else torch.where)(best, state.best, state.reached)
+        steps = state.reached[1]
+        if self.seen is not None:
+            found["failures"] = self._failures(state)
+        if self.on_host:
+            numbers = partial(
+                _numbers, space, self.scale, (reached[0], steps), met, (stalled, nonfinite, diverged)
+            )
+            return Solution.deferred(value, numbers, found)
+        parts = (reached[0] * self.scale, met, steps.long(), stalled, nonfinite, diverged)
+        named = dict(zip(DEFERRED, map(space.spread, parts), strict=True))
+        return Solution(value=value, **named, **found)
+
+    def _failures(self, state: State) -> frozenset[Status]:
+        """Return how samples failed, from what the last check has seen, for warnings that need no host sync."""
+        seen = self.seen if self.whole is None else self._on_host(state.stats)
+        test = cast(np.ndarray, seen)[0, state.tested]
+        nonfinite = ~(test > -np.inf)
+        stalled = np.zeros_like(nonfinite) if state.stalled is None else self._on_host(state.stalled)
+        masks = (nonfinite, stalled, (test > self.atol) & ~stalled)
+        kinds = (Status.NONFINITE, Status.STALLED, Status.MAX_STEPS)
+        return frozenset(status for status, mask in zip(kinds, masks, strict=True) if mask.any())
+
+    def _on_host(self, part: Any) -> np.ndarray:
+        return part if isinstance(part, np.ndarray) else to_numpy(part)
+
+
+def _numbers(space: Space, scale: float, reached: Any, met: np.ndarray, flags: Any = None) -> dict[str, Tensor]:
+    """Return the tensors of a solution, by name, from arrays: (residual, steps), met, and the three flags."""
+    residual = reached[0] * reached[0].dtype.type(scale)
+    flags = [np.zeros(len(met), bool) for _ in range(3)] if flags is None else flags
+    arrays = (residual, met, reached[1].astype(np.int64), *flags)
+    shown = all_on_device(arrays, leaves(space.template)[0])
+    return dict(zip(DEFERRED, map(space.spread, shown), strict=True))
 
 
 def _versions(tensors: list[Tensor]) -> Versions:
@@ -236,14 +303,3 @@ def _versions(tensors: list[Tensor]) -> Versions:
     if torch.compiler.is_compiling():
         return []
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _shares_memory(z: Tensor, value: Latent) -> bool:
-    """Return True if a part of the value is where z is. A T that is not in place makes new memory."""
-    if torch.compiler.is_compiling():
-        return False
-    try:
-        where = z.untyped_storage().data_ptr()
-        return any(leaf.untyped_storage().data_ptr() == where for leaf in leaves(value))
-    except NotImplementedError:  # inside a torch.func transform a tensor has no storage of its own
-        return False

@@ -27,7 +27,8 @@ class Status(enum.Enum):
     NONFINITE = "T gave NaN or infinity; the best finite iterate is kept"
 
 
-_DEFERRED = ("residual", "converged", "steps", "stalled", "nonfinite", "diverged")
+# The per-sample tensors of a solution, which may be made when they are first read.
+DEFERRED = ("residual", "converged", "steps", "stalled", "nonfinite", "diverged")
 _BY_CODE = (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
 
 
@@ -72,13 +73,13 @@ class Solution:
         return made
 
     def __getattr__(self, name: str) -> Any:
-        if "_numbers" not in self.__dict__ or name not in _DEFERRED:
+        if "_numbers" not in self.__dict__ or name not in DEFERRED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.__dict__.update(self.__dict__["_numbers"]())
         return self.__dict__[name]
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_DEFERRED})
+        return sorted({*super().__dir__(), *DEFERRED})
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,15 +1,13 @@
 """Training: fit(), its settings, run directories and checkpoints."""
 
-from banach.train.average import Average
+from banach.models import OneCycle
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position, read_checkpoint
-from banach.train.evaluate import evaluate
+from banach.train.evaluate import Scorer, evaluate
 from banach.train.fit import fit
-from banach.train.history import Epoch, History
+from banach.train.metrics import Epoch, History, Totals
 from banach.train.run import Run, RunError
-from banach.train.schedule import OneCycle
-from banach.train.scorer import Scorer
 from banach.train.settings import Settings
-from banach.train.tally import Totals
+from banach.train.state import Average
 
 __all__ = [
     "Average",

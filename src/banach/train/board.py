@@ -1,17 +1,16 @@
-"""TensorBoard: the figures of every epoch, for those who watch a run in a browser."""
+"""TensorBoard: the figures of every epoch, for watching a run in a browser."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from types import TracebackType
 from typing import Any
 
-from banach.train.history import Epoch
+from banach.train.metrics import Epoch
 
 MISSING = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
 
-# Field of an Epoch: its name in TensorBoard, where what stands before the slash is one group.
+# Field of an Epoch: its name in TensorBoard, where the part before the slash is a group.
 TAGS = {
     "loss": "loss/train",
     "validation_loss": "loss/validation",
@@ -35,51 +34,42 @@ TAGS = {
 class Board:
     """Writes epochs to an event file in `folder`; use it in a `with`.
 
-    What stands there already, from before an interruption, is hidden: write every epoch again, so that none is
-    missing and none is there twice.
+    Earlier files in the folder, from before an interruption, are hidden: write every epoch again, so that each
+    occurs once.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         writer = _writer()
         if writer is None:
             raise RuntimeError(MISSING)
-        # Epochs are counted from 1. On an empty folder there is nothing to hide, and this says so harmlessly.
-        self._writer = writer(os.fspath(folder), purge_step=1)
+        self._writer = writer(os.fspath(folder), purge_step=1)  # epochs are counted from 1
 
     def write(self, epoch: Epoch) -> None:
-        """The figures of one epoch, on the disk when this returns; those it does not have are left out."""
+        """Write the figures of one epoch to the disk; figures that are None are left out."""
         for field, tag in TAGS.items():
             value = getattr(epoch, field)
             if value is not None:
                 self._writer.add_scalar(tag, float(value), epoch.epoch)
         self._writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
     def __enter__(self) -> Board:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
 
 
 def open_board(folder: str | os.PathLike[str]) -> Board | None:
-    """A `Board`, or None where tensorboard is not installed: then `MISSING` is what to say."""
+    """Return a `Board`, or None if tensorboard is not installed."""
     return None if _writer() is None else Board(folder)
 
 
 def _writer() -> Any:
-    """torch's SummaryWriter, None where it cannot be had."""
+    """Return torch's SummaryWriter, None if it cannot be imported."""
     with warnings.catch_warnings():
-        # Its imports use what newer Pythons, protobufs and numpys deprecate; that is for its authors to mend.
-        warnings.filterwarnings(
-            "ignore",
-            category=DeprecationWarning,
-            module=r"tensorboard|torch\.utils\.tensorboard|google|pkg_resources",
-        )
+        # Its imports use what newer versions of Python, protobuf and NumPy deprecate.
+        modules = r"tensorboard|torch\.utils\.tensorboard|google|pkg_resources"
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=modules)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

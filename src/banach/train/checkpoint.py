@@ -17,16 +17,16 @@ from torch import Tensor
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF = "epoch-", ".half-"
 KEEP = 2
-KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a sound state
+KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a complete state
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used; the sentence says which and why."""
+    """A checkpoint that cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far training is: `epoch` epochs are done, and `step` steps of the next one."""
+    """The progress of training: `epoch` epochs are done, and `step` steps of the next one."""
 
     epoch: int
     step: int
@@ -38,14 +38,14 @@ class Position:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The tensors and the plain values of one."""
+    """The tensors and the plain values of a checkpoint."""
 
     path: Path
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors of one part ("net", "average", "optimizer"), by their names in it."""
+        """Return the tensors of one part ("net", "average", "optimizer"), by their names in it."""
         start = f"{prefix}."
         return {name.removeprefix(start): v for name, v in self.tensors.items() if name.startswith(start)}
 
@@ -53,9 +53,9 @@ class Checkpoint:
 def write_checkpoint(
     folder: Path, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
 ) -> Path:
-    """Write a checkpoint under a temporary name, then rename it: it is there whole, or not at all.
+    """Write a checkpoint under a temporary name, then rename it, so that it is complete or absent.
 
-    The last two up to this position are kept. Later ones were refused, or training would have gone on from them.
+    The last two up to this position are kept. Later ones were refused, or training would have resumed from them.
     """
     from safetensors.torch import save
 
@@ -63,14 +63,15 @@ def write_checkpoint(
     if _is_sound(target):  # replacing a folder takes two steps, and a kill between them would lose it
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    data = save({name: _portable(tensor) for name, tensor in tensors.items()})
+    # Copies: safetensors refuses tensors that share memory, as tied weights do.
+    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     text = json.dumps({"tensors": _digest(data), "sha256": _digest(_canonical(state)), "state": state}, indent=1)
     half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
     try:
         _write(half / TENSORS, data)
         _write(half / STATE, text.encode())
         _sync(half)
-        half.chmod(0o755)  # mkdtemp's folders are for their owner alone
+        half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
         if target.exists():
             shutil.rmtree(target)
         os.replace(half, target)
@@ -83,33 +84,40 @@ def write_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first."""
+    """Return the checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read one, both checksums first; a `CheckpointError` says what is wrong with it."""
+    """Read a checkpoint after comparing both checksums.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
     from safetensors.torch import load
 
     try:
         content = json.loads((path / STATE).read_bytes())
-        state, wanted, own = content["state"], content["tensors"], content["sha256"]
-        data = (path / TENSORS).read_bytes()
+        state, data = content["state"], (path / TENSORS).read_bytes()
+        sums = {
+            STATE: (_digest(_canonical(state)), content["sha256"]),
+            TENSORS: (_digest(data), content["tensors"]),
+        }
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from None
-    for name, got, expected in ((STATE, _digest(_canonical(state)), own), (TENSORS, _digest(data), wanted)):
+    for name, (got, expected) in sums.items():
         if got != expected:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged: {name} has the SHA-256 {got}, expected {expected}"
             )
     try:
         return Checkpoint(path, load(data), state)
-    except Exception as error:  # safetensors has exceptions of its own
+    except Exception as error:  # safetensors has its own types
         raise CheckpointError(f"the checkpoint {path} is damaged: {TENSORS}: {error}") from None
 
 
 def check_state(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is whole and does not hold the state of a run."""
+    """Refuse a checkpoint with correct checksums that does not hold the state of a run."""
     state: Any = checkpoint.state
     missing = [key for key in KEYS if key not in state] if isinstance(state, dict) else list(KEYS)
     if missing:
@@ -117,18 +125,11 @@ def check_state(checkpoint: Checkpoint) -> None:
 
 
 def _is_sound(path: Path) -> bool:
-    if not path.exists():
-        return False
     try:
         check_state(read_checkpoint(path))
     except CheckpointError:
         return False
     return True
-
-
-def _portable(tensor: Tensor) -> Tensor:
-    # A copy: safetensors refuses tensors that share memory, as tied weights do.
-    return tensor.detach().cpu().contiguous().clone()
 
 
 def _canonical(state: Any) -> bytes:
@@ -147,7 +148,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder reach the disk too, where the system lets a folder be opened."""
+    """Write the names in a folder to the disk, where the system lets a folder be opened."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

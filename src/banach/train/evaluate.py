@@ -1,22 +1,129 @@
-"""evaluate(): what a network comes to on a split, in eval mode, on clean images, each image once."""
+"""evaluate(): loss, accuracy and depth of a network on a split, each image once; Scorer captures it on a GPU."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from banach.backward import JFB, Implicit, Neumann
 from banach.data import Augmentation, Batches, Images
-from banach.solve import ConvergenceWarning, Status
+from banach.fast.body import FixedDepth
+from banach.fast.capture import CapturedCalls, reason_of
+from banach.fast.inference import CompiledNetwork
+from banach.fast.plan import plan, runs_graphs
+from banach.fast.step import at_least_fp32, run_network
+from banach.network import ImplicitNetwork
+from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
-from banach.train.precision import arithmetic
-from banach.train.scorer import Scorer, scores
+from banach.train.precision import arithmetic, autocast
 from banach.train.tally import Tally, Totals
 
-__all__ = ["evaluate", "measure", "scores"]
+Scores = tuple[Tensor, Solution | None]
+AT_A_TIME = 512  # images per captured batch in eval mode; batches are powers of two
+
+
+class Scorer:
+    """x -> (scores in at least fp32, Solution or None), without gradients, in the mode that the network is in.
+
+    On a GPU a network that iterates by Picard is captured at the first call, and again when its tolerance, solver,
+    a part, a module's mode or the address of a weight has changed. In eval mode `CompiledNetwork` predicts; in
+    training mode only an R that the kernels know is captured. Everything else goes through the network itself. So
+    does, with one warning, what cannot be captured: `reason` then says why.
+    """
+
+    def __init__(self, net: Any, precision: str = "fp32", *, fast: bool = True) -> None:
+        self.net, self.precision = net, precision
+        self.reason: str | None = None if fast else "fast is off"
+        self._made: dict[bool, tuple[Any, Callable[[Tensor], Scores] | None]] = {}  # by mode: state, program
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Scores:
+        program = self._program(x.device)
+        if program is not None:
+            try:
+                return program(x)
+            except Exception as error:  # a user's network may do anything
+                self.reason = reason_of(error)
+                self._made.clear()
+                text = "the evaluation could not be captured as a CUDA graph and runs eagerly"
+                warn_user(f"{text}: {self.reason}", UserWarning)
+        return scores(self.net, x, self.precision)
+
+    def captures(self, device: torch.device) -> bool:
+        """Return True if images are scored by CUDA graphs, in the mode that the network is in."""
+        return self._program(device) is not None
+
+    def batch_size(self, asked: int, device: torch.device) -> int:
+        """Return how many images to score at a time. In training mode scores depend on it: then as asked."""
+        if self.net.training or not self.captures(device):
+            return asked
+        # Without gradients there is room for more images than in training, but how many is unknown.
+        return min(AT_A_TIME, 1 << (8 * asked - 1).bit_length())
+
+    def eager(self) -> Scorer:
+        """Return the scorer that captures nothing."""
+        return Scorer(self.net, self.precision, fast=False)
+
+    def _program(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
+        """Return the program for the network as it is, None if there is none."""
+        if self.reason is not None or not runs_graphs(device) or not isinstance(self.net, ImplicitNetwork):
+            return None
+        mode, now = self.net.training, _state(self.net)
+        if mode not in self._made or self._made[mode][0] != now:
+            self._made.pop(mode, None)  # frees its memory before the next one needs some
+            self._made[mode] = now, self._in_training(device) if mode else self._in_evaluation(device)
+        return self._made[mode][1]
+
+    def _in_evaluation(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
+        how = plan(self.net, device, self.precision, training=False)
+        if not how.graph or not how.bare:
+            return None
+        predict = CompiledNetwork(self.net, bf16=self.precision == "bf16")
+
+        def program(x: Tensor) -> Scores:
+            output, found = predict(x, solution=True)
+            return at_least_fp32(output), found
+
+        return program
+
+    def _in_training(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
+        """Dropout draws and batch norm updates as if the network had been called."""
+        net = copy.copy(self.net)  # modules are shared
+        if type(net.backward) in (Neumann, Implicit):
+            net.backward = JFB()  # the same value, and the mode that FixedDepth takes apart
+        # Not as bf16, which autocast does: fused blocks draw other dropout masks, and bf16 weights need a refresh.
+        how = plan(net, device, "tf32" if self.precision == "tf32" else "fp32")
+        if not (how.graph and how.bare and how.kernel):
+            return None
+        network, calls = FixedDepth(net, how), CapturedCalls(net.buffers())
+
+        def forward(x: Tensor) -> Scores:
+            with autocast(self.precision, x.device):
+                output, found, _ = network(x, 0)
+            return at_least_fp32(output), found
+
+        def program(x: Tensor) -> Scores:
+            output, found = calls((x.shape, x.stride(), x.dtype), forward, (x,), len(x))
+            numbers = {
+                name: getattr(found, name).clone() for name in ("residual", "converged", "nonfinite", "steps")
+            }
+            return output.clone(), replace(found, **numbers, value=())  # the next replay overwrites the tensors
+
+        return program
+
+
+def scores(net: Any, x: Tensor, precision: str = "fp32") -> Scores:
+    """Return the network's output in at least fp32 and the Solution, None for one without fixed point."""
+    with autocast(precision, x.device):
+        output, found = run_network(net, (x,))
+    return at_least_fp32(output), found
 
 
 def evaluate(
@@ -27,11 +134,18 @@ def evaluate(
     precision: str = "fp32",
     scorer: Scorer | None = None,
 ) -> Totals:
-    """Loss, accuracy and, where there is a fixed point, how well it was found: means over the images.
+    """Evaluate a network in eval mode. Its mode is restored.
 
-    The network keeps its mode, and is on the device of the images. A `scorer` of this network, kept from one
-    evaluation to the next, is fast on a GPU, and takes the images in batches of its own size there. A
-    `ConvergenceWarning` says that fixed points were not found.
+    Args:
+        net: the network, on the device of the images.
+        images: each is used once, without augmentation.
+        batch_size: images at a time; a scorer that captures chooses its own.
+        precision: "fp32", "tf32" or "bf16".
+        scorer: a `Scorer` of this network that is kept between evaluations, which is fast on a GPU.
+    Returns:
+        Means over the images: loss, accuracy and, where there is a fixed point, how well it was found.
+    Warns:
+        ConvergenceWarning: if fixed points were not found.
     """
     scorer = Scorer(net, precision, fast=False) if scorer is None else scorer
     if scorer.net is not net or scorer.precision != precision:
@@ -57,9 +171,12 @@ def measure(
     augment: Augmentation | None = None,
     epoch: int = 0,
 ) -> Totals:
-    """The same in the mode that the network is in; `begin` comes before the first image.
+    """Evaluate in the mode that the network is in.
 
-    With `augment` the images are changed, for every `epoch` anew.
+    Args:
+        scorer, images, batch_size: as for `evaluate`.
+        begin: called before the first image; it may be called twice.
+        augment: changes the images, differently in every `epoch`.
     """
     begin()
     tally = _once(scorer, images, batch_size, augment, epoch)
@@ -67,9 +184,9 @@ def measure(
     if not scorer.captures(images.device):
         return totals  # the network itself has warned of samples that did not converge
     if tally.nonfinite or not math.isfinite(totals.loss):
-        # The network itself warns of samples that diverge, and a kernel that gave up is no answer at all.
+        # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
         begin()
-        return _once(scorer.itself(), images, batch_size, augment, epoch).read()
+        return _once(scorer.eager(), images, batch_size, augment, epoch).read()
     if totals.converged is not None and totals.converged < 1 and scorer.net.tolerance.check_every != 0:
         text = f"the fixed point was not found for all samples: {Status.MAX_STEPS.value}"
         warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)
@@ -84,3 +201,13 @@ def _once(scorer: Scorer, images: Images, batch_size: int, augment: Augmentation
             output, found = scorer(x)
             tally.add(F.cross_entropy(output, y), output, y, found)
     return tally
+
+
+def _state(net: Any) -> tuple[Any, ...]:
+    """Return what a CUDA graph holds fixed: tensors by their address, not by their values."""
+    return (
+        *(net.tolerance, net.solver, net.backward, net.start, net.coupled),
+        *(id(part) for part in (net.Q, net.R, net.S)),
+        *((id(module), module.training) for module in net.modules()),
+        *((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in (*net.parameters(), *net.buffers())),
+    )

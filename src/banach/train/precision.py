@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 @contextmanager
 def arithmetic(precision: str, device: torch.device, *, search: bool | None = None) -> Iterator[None]:
-    """TF32 on a GPU is a global switch, and convolutions have it on: set for the block, then put back.
+    """Set TF32 for the block and restore it: on a GPU it is a global switch, and on for convolutions.
 
-    `search` lets cuDNN try its algorithms, which pays where the same shapes come again and again.
+    Args:
+        precision: "fp32", "tf32" or "bf16".
+        device: where the network runs; on a CPU nothing is set.
+        search: let cuDNN try its algorithms, which pays where shapes repeat. None: as it is.
     """
     if device.type != "cuda":
         yield
@@ -30,10 +32,5 @@ def arithmetic(precision: str, device: torch.device, *, search: bool | None = No
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 where it is asked for, nothing elsewhere."""
+    """Return autocast to bf16 for "bf16", else a context that does nothing."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
-
-
-def at_least_fp32(output: Tensor) -> Tensor:
-    """What a loss is computed from: half precision would lose its digits in the sum over classes."""
-    return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output

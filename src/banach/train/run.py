@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from banach.provenance import provenance, whole_file, write_json
+from banach.provenance import numbers, provenance, whole_file, write_json
 from banach.train.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -23,98 +25,79 @@ from banach.train.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from banach.train.history import Epoch
+from banach.train.metrics import Epoch, Totals
 from banach.train.settings import Settings
-from banach.train.tally import Totals
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
 TEST, LOCK = "test.json", ".lock"
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of a damaged JSON file
 
 
 class RunError(RuntimeError):
-    """A run directory that cannot be used as asked; the sentence says why, and what to do."""
-
-
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold the directory of a run, or say that another process does. The system lets go when a process dies."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows: there two processes are the user's to keep apart
-        yield
-        return
-    with (path / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"another process is training {path}; wait for it, or choose another directory"
-            ) from None
-        yield
-
-
-def _check_free(path: Path) -> None:
-    """Is this a place for a new run? A kill may have left the first file of one that never began."""
-    if (path / SETTINGS).exists():
-        raise RunError(f"there is a run in {path} already; resume it, or choose another directory")
-    if path.exists() and (not path.is_dir() or any(not _is_left_over(f.name) for f in path.iterdir())):
-        raise RunError(f"{path} is not an empty directory; choose another one for the run")
-
-
-def _is_left_over(name: str) -> bool:
-    """Of a run that never began: its first file, its lock, or a file of which the writing was cut off."""
-    return name in (ENVIRONMENT, LOCK) or name.startswith((f".{SETTINGS}.", f".{ENVIRONMENT}."))
+    """A run directory that cannot be used; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The directory of one training run. `fit(..., run=run)` goes on from its last checkpoint, if it has one."""
+    """The directory of one training run. `fit(..., run=run)` resumes from its last checkpoint, if it has one."""
 
     path: Path
     settings: Settings
 
     @staticmethod
     def create(path: str | os.PathLike[str], settings: Settings) -> Run:
-        """A new run; a directory that holds one already, or other files, is refused."""
+        """Make the directory of a new run.
+
+        Raises:
+            RunError: if the directory holds a run or other files.
+        """
         path = Path(path)
         _check_free(path)
         path.mkdir(parents=True, exist_ok=True)
         with lock(path):
             _check_free(path)
-            # The settings come last: where they are, the rest of a new run is there too.
+            # The settings come last: if they exist, the rest of a new run exists too.
             write_json(path / ENVIRONMENT, provenance(settings.to_dict(), device=settings.torch_device))
             write_json(path / SETTINGS, settings.to_dict())
         return Run(path, settings)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Run:
-        """The run in a directory."""
+        """Return the run in a directory.
+
+        Raises:
+            RunError: if there is none, or its settings cannot be read.
+        """
         path = Path(path)
         try:
             values = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
-            settings = Settings.from_dict(values)
+            return Run(path, Settings.from_dict(values))
         except OSError as error:
             raise RunError(f"there is no run in {path}: {error.strerror}: {SETTINGS}") from None
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise RunError(f"{path / SETTINGS} cannot be read: {error}; put it right, or train anew") from None
-        return Run(path, settings)
+        except _UNREADABLE as error:
+            advice = "fix the file, or start a new run with --out"
+            raise RunError(f"{path / SETTINGS} cannot be read: {error}; {advice}") from None
 
     def locked(self) -> AbstractContextManager[None]:
-        """For the time of training: a second process that trains the same run is refused."""
+        """Hold the run while training: a second process that trains it is refused."""
         return lock(self.path)
 
     def check(self, settings: Settings) -> None:
-        """Refuse to go on with other settings; the device may change."""
+        """Refuse to resume with other settings; the device may change."""
         mine, given = self.settings.to_dict(), settings.to_dict()
         for key in mine:
             if key != "device" and mine[key] != given[key]:
                 raise RunError(
-                    f"{self.path} was begun with {key}={mine[key]!r}, got {given[key]!r}; go on with the settings "
-                    "of the run, or choose another directory"
+                    f"{self.path} was started with {key}={mine[key]!r}, got {given[key]!r}; resume with the "
+                    "settings of the run, or choose another directory"
                 )
 
     def latest(self) -> Checkpoint | None:
-        """The newest sound checkpoint, None before the first. A damaged one is passed by with a warning."""
+        """Return the newest sound checkpoint, None before the first. Damaged ones are skipped with a warning.
+
+        Raises:
+            CheckpointError: if there are checkpoints and none is sound.
+        """
         found = checkpoints(self.path / CHECKPOINTS)
         for path in reversed(found):
             try:
@@ -132,44 +115,102 @@ class Run:
         return None
 
     def save(self, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Keep a checkpoint, whole or not at all."""
+        """Write a checkpoint."""
         write_checkpoint(self.path / CHECKPOINTS, position, tensors, state)
 
     def write_metrics(self, epochs: Iterable[Epoch]) -> None:
-        """One JSON line per epoch. The file is written anew each time, so no epoch can stand in it twice."""
+        """Write one JSON line per epoch. The whole file is replaced, so no epoch can occur twice."""
         lines = [json.dumps(epoch.to_dict(), allow_nan=False) + "\n" for epoch in epochs]
         with whole_file(self.path / METRICS) as file:
             file.writelines(lines)
 
     def metrics(self) -> tuple[Epoch, ...]:
-        """The epochs that are done."""
+        """Return the epochs that are done."""
         path = self.path / METRICS
         if not path.exists():
             return ()
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
             return tuple(Epoch.from_dict(json.loads(line)) for line in lines)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise RunError(
-                f"{path} cannot be read: {error}; delete it, and resume the run to write it anew"
-            ) from None
+        except _UNREADABLE as error:
+            raise RunError(f"{path} cannot be read: {error}; delete it, and resume the run to write it") from None
 
     def write_test(self, content: Mapping[str, Any]) -> None:
-        """Keep what the test set said: it is read once."""
+        """Store the figures of the test set, which is read once."""
         write_json(self.path / TEST, content)
 
     def test(self) -> dict[str, Any] | None:
-        """What the test set said at the end of the run, None before that."""
+        """Return the figures of the test set at the end of the run, None before that."""
         path = self.path / TEST
         if not path.exists():
             return None
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            content["title"], content["count"]
-            totals = {key: float(v) if isinstance(v, str) else v for key, v in content["totals"].items()}
-            made: Any = Totals
-            content["totals"] = vars(made(**totals))
-            float(totals["accuracy"]), float(totals["loss"])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            totals = Totals(**numbers(content["totals"]))
+            float(totals.accuracy), float(totals.loss), content["title"], content["count"]
+        except _UNREADABLE as error:
             raise RunError(f"{path} cannot be read: {error}; delete it, and resume the run") from None
-        return content
+        return {**content, "totals": vars(totals)}
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Lock the directory of a run. The system releases the lock when the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # on Windows there is no lock
+        yield
+        return
+    with (path / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another process is training {path}; wait for it, or choose another directory"
+            ) from None
+        yield
+
+
+def _check_free(path: Path) -> None:
+    """Refuse a directory that holds a run or other files. A kill may have left some of a run that never began."""
+    if (path / SETTINGS).exists():
+        raise RunError(f"there is a run in {path} already; resume it, or choose another directory")
+    left_over = (f".{SETTINGS}.", f".{ENVIRONMENT}.", ENVIRONMENT, LOCK)
+    if path.exists() and (not path.is_dir() or any(not f.name.startswith(left_over) for f in path.iterdir())):
+        raise RunError(f"{path} is not an empty directory; choose another one for the run")
+
+
+class Stop:
+    """`asked` is the signal that came, None before one does."""
+
+    asked: int | None = None
+
+
+@contextmanager
+def stop_on_signals(wanted: bool = True) -> Iterator[Stop]:
+    """Note the first SIGINT or SIGTERM in the block; a second one acts as before.
+
+    Outside the main thread, where Python does not allow signal handlers, nothing changes.
+    """
+    stop = Stop()
+    if not wanted or threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: Any) -> None:
+        stop.asked = number
+        restore()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # An ignored signal stays ignored, as in a background job. None: a handler that Python did not install.
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            before[number] = signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        restore()

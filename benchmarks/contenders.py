@@ -1,0 +1,342 @@
+"""The contenders of the training-step benchmark: what a user would write or install instead, and banach.
+
+Every contender is one whole training step: zero_grad, forward, cross entropy, backward, Adam with the recipe's
+rates. All start from the same network in training. Peers run as their users run them, and tuned: channels_last,
+fused Adam and compiled Q, R and S. Each is tried in fp32, TF32 and bf16; the fastest precision that meets eps
+counts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from banach import Anderson, ImplicitNetwork
+from banach.fast import TrainStep
+from benchmarks.libraries import ABSENT, has_torchdeq, torchdeq_layer
+from benchmarks.points import Point
+from benchmarks.timer import PRECISIONS, autocast
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a contender is built for. `depth` is what a plain loop needs there: fixed depths are given it."""
+
+    point: Point
+    precision: str
+    device: torch.device
+    depth: int = 1
+    seed: int = 0
+
+
+class Seen(NamedTuple):
+    """What a step leaves behind: the solver's steps, and a function for its largest residual over the threshold.
+
+    Both are read after the clock has stopped. The excess is at most 1 where eps is met, NaN without a solver.
+    """
+
+    depth: int | Tensor = 0
+    excess: Callable[[], Any] = lambda: float("nan")
+
+    def read(self) -> tuple[float, float]:
+        """Return depth and excess, the largest of the samples."""
+        depth, excess = (torch.as_tensor(one, dtype=torch.float64).max() for one in (self.depth, self.excess()))
+        return float(depth), float(excess)
+
+
+class Step:
+    """step(inputs, labels) -> loss. A contender writes `forward`, which returns the output and sets `seen`."""
+
+    captured = False  # replayed from a graph: its memory shows at the capture alone
+    recorded_passes = 1  # passes through R that carry a gradient
+
+    def __init__(self, net: ImplicitNetwork, setting: Setting, *, tuned: bool = False) -> None:
+        self.net, self.setting, self.seen = net, setting, Seen()
+        cuda = setting.device.type == "cuda"
+        if tuned or self.captured:
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        options: dict[str, Any] = {
+            "fused": cuda and (tuned or self.captured),
+            "capturable": cuda and self.captured,
+        }
+        self.optimizer = torch.optim.Adam(net.parameters(), **(options | setting.point.rates))
+        self.loss = partial(F.cross_entropy, label_smoothing=setting.point.label_smoothing)
+        wrap: Callable[[Any], Any] = torch.compile if tuned and cuda else (lambda part: part)
+        self.Q, self.R, self.S = wrap(net.Q), wrap(net.R), wrap(net.S)
+
+    def forward(self, d: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gradients(self, d: Tensor, y: Tensor) -> Tensor:
+        """Return the loss; the gradients are in the parameters."""
+        self.optimizer.zero_grad()
+        output = self.forward(d)
+        loss = self.loss(output if output.dtype == torch.float64 else output.float(), y)
+        loss.backward()
+        return loss.detach()
+
+    def __call__(self, d: Tensor, y: Tensor) -> Tensor:
+        loss = self.gradients(d, y)
+        self.optimizer.step()
+        return loss
+
+    def load(self, weights: Any, moments: Any) -> None:
+        """Go on from a network in training. The optimizer keeps its own options; its moments are copies."""
+        self.net.load_state_dict(weights)
+        own = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": copy.deepcopy(moments["state"]), "param_groups": own})
+        for p, state in self.optimizer.state.items():
+            for name, value in state.items():  # fused Adam wants the moments in the memory format of the weights
+                if isinstance(value, Tensor) and value.shape == p.shape:
+                    state[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)
+                elif self.captured:  # counted on the device, so that the count can be captured
+                    state[name] = value.to(p.device)
+
+    def passes(self, depth: float) -> tuple[float, float]:
+        """Return how often such a step goes through R at the least: forward, backward."""
+        return depth + 1, self.recorded_passes
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self.setting.precision, self.setting.device)
+
+
+def zeros(v: Any) -> Any:
+    """Return u0 = 0, in fp32 under autocast, as the authors start."""
+    return tree_map(lambda t: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)), v)
+
+
+class Plain(Step):
+    """The paper's algorithm as its authors wrote it, in plain PyTorch.
+
+    Q is computed without autograd; u <- R(u, Q(d)) until the worst residual is at most eps, with a host check at
+    every step. Then Q is computed a second time with autograd, and R once more at the u that was found.
+    """
+
+    def forward(self, d: Tensor) -> Tensor:
+        with torch.no_grad(), self.autocast():
+            u = self.find(self.Q(d))
+        with self.autocast():
+            output: Tensor = self.S(self.R(u, self.Q(d)))
+            return output
+
+    def find(self, v: Any) -> Any:
+        point = self.setting.point
+        u, depth, excess = zeros(v), 0, float("inf")
+        while excess > 1 and depth < point.max_steps:
+            before, u = u, self.R(u, v)
+            excess = point.excess(u, before).item()
+            depth += 1
+        self.seen = Seen(depth, lambda: excess)
+        return u
+
+
+class TorchDEQ(Step):
+    """TorchDEQ 0.1.0: its Picard solver, its one-step gradient, its public options.
+
+    Its test is the largest 2-norm of a row's residual. For the paper's networks the state is one row per pixel, so
+    that this is the authors' test. In channels_last the rows are a view, and nothing is copied.
+    """
+
+    pixels = True
+
+    def __init__(self, net: ImplicitNetwork, setting: Setting, *, tuned: bool = False) -> None:
+        super().__init__(net, setting, tuned=tuned)
+        point = setting.point
+        mode = "rel" if point.relative else "abs"
+        self.deq = torchdeq_layer(solver="picard", max_steps=point.max_steps, tol=point.eps, mode=mode)
+        self.by_pixel = self.pixels and not point.own
+
+    def forward(self, d: Tensor) -> Tensor:
+        with self.autocast():
+            v = self.Q(d)
+            if self.by_pixel:
+                v = v.contiguous(memory_format=torch.channels_last)
+            self.steps = 0
+            several = isinstance(v, tuple)
+
+            def T(*state: Tensor) -> Any:
+                u = state if several else self.to_latent(state[0], v)
+                return self.to_state(self.evaluate(u, v))
+
+            found = self.deq(T, self.to_state(zeros(v)))[0][-1]
+            output: Tensor = self.S(tuple(found) if several else self.to_latent(found, v))
+            return output
+
+    def evaluate(self, u: Any, v: Any) -> Any:
+        """Return R(u, v). The last evaluation without autograd is the last step of the solve."""
+        if torch.is_grad_enabled():
+            # An older PyTorch would use the bf16 weights of the evaluations without autograd again.
+            torch.clear_autocast_cache()
+            return self.R(u, v)
+        after = self.R(u, v)
+        self.steps += 1
+        self.seen = Seen(self.steps, lambda: self.setting.point.excess(after, u))
+        return after
+
+    def to_state(self, u: Any) -> Any:
+        return u.permute(0, 2, 3, 1).reshape(-1, u.shape[1]) if self.by_pixel else u
+
+    def to_latent(self, state: Tensor, v: Tensor) -> Tensor:
+        if not self.by_pixel:
+            return state
+        batch, channels, height, width = v.shape
+        return state.view(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+class EuclideanTorchDEQ(TorchDEQ):
+    """The same on the latent as it is: one row per sample. Its norm is at least that of the worst pixel."""
+
+    pixels = False
+
+
+class Unrolled(Step):
+    """Autograd through the whole loop, at the depth that the plain loop needed."""
+
+    def forward(self, d: Tensor) -> Tensor:
+        with self.autocast():
+            v = self.Q(d)
+            before = u = zeros(v)
+            for _ in range(self.setting.depth):
+                before, u = u, self.R(u, v)
+            last = tree_map(Tensor.detach, (u, before))  # not the graph
+            self.seen = Seen(self.setting.depth, partial(self.setting.point.excess, *last))
+            output: Tensor = self.S(self.R(u, v))
+            return output
+
+    def passes(self, depth: float) -> tuple[float, float]:
+        return depth + 1, depth + 1
+
+
+class Eager(Step):
+    """banach.ImplicitNetwork, called eagerly: Picard, JFB, the point's tolerance."""
+
+    def forward(self, d: Tensor) -> Tensor:
+        with self.autocast():
+            output, found = self.net(d, solution=True)
+        self.seen = self.saw(found)
+        return output
+
+    def saw(self, found: Any) -> Seen:
+        if self.net.tolerance.max_steps == 0:
+            return Seen()
+        steps, eps = found.steps.clone(), self.setting.point.eps  # copies: the next captured step overwrites them
+        if self.setting.point.relative:
+            converged = found.converged.clone()
+            return Seen(steps, lambda: 1.0 if bool(converged.all()) else float("inf"))
+        residual = found.residual.clone()
+        return Seen(steps, lambda: residual / eps)
+
+
+class Captured(Eager):
+    """banach.fast.TrainStep: the whole step as one CUDA graph."""
+
+    captured = True
+
+    def __init__(self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False) -> None:
+        super().__init__(net, setting)
+        bf16 = setting.precision == "bf16"
+        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, compile=compiled)
+
+    def __call__(self, d: Tensor, y: Tensor) -> Tensor:
+        loss = self.step(d, y)
+        self.seen = self.saw(solution_of(self.step, d))
+        return loss
+
+
+def solution_of(step: Any, d: Tensor) -> Any:
+    """Return what the last call of a TrainStep reached: steps, residual, converged.
+
+    Raises:
+        RuntimeError: if the step runs eagerly on a GPU, which would be measured under the wrong name.
+    """
+    reason = getattr(step, "reason", None)
+    if reason is not None and d.is_cuda:
+        raise RuntimeError(f"the step was not captured: {reason}")
+    return step.solution if hasattr(step, "solution") else step.reached
+
+
+def as_twin(net: ImplicitNetwork) -> ImplicitNetwork:
+    """Make a network its explicit twin S(R(0, Q(d))): the same weights, no step of a solver."""
+    net.tolerance = replace(net.tolerance, max_steps=0)
+    return net
+
+
+def hide_form(net: ImplicitNetwork) -> ImplicitNetwork:
+    """Give R another class whose `forward` no kernel knows; it computes the same."""
+    R: nn.Module = net.R
+    known: Any = type(R)
+
+    class Own(known):
+        def forward(self, u: Any, v: Any) -> Any:
+            return known.forward(self, u, v)
+
+    R.__class__ = Own
+    return net
+
+
+def with_anderson(net: ImplicitNetwork) -> ImplicitNetwork:
+    net.solver = Anderson()
+    return net
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name and how its step is made.
+
+    `role`: "peer" solves to the tolerance another way, "fixed" unrolls to a given depth, "twin" is explicit,
+    "ours" is banach, "variant" another way to use it. `change` edits the network. `settle` steps are not timed.
+    """
+
+    name: str
+    make: Callable[[ImplicitNetwork, Setting], Step]
+    role: str
+    change: Callable[[ImplicitNetwork], ImplicitNetwork] = lambda net: net
+    settle: int = 5
+    needs: str | None = None  # cuda or torchdeq
+
+    def missing(self, point: Point, device: torch.device) -> str | None:
+        """Return why it is not measured at a point, or None."""
+        if self.needs == "torchdeq" and not has_torchdeq():
+            return ABSENT
+        if self.needs == "cuda" and device.type != "cuda":
+            return "needs CUDA"
+        if self.role in ("peer", "fixed") and point.relative and not point.own:
+            return "has no relative test in this norm"
+        return None
+
+    def precisions(self, point: Point) -> tuple[str, ...]:
+        """Return the precisions it is tried in: all, or the point's for the fast path."""
+        return (point.precision,) if self.needs == "cuda" and point.precision else PRECISIONS
+
+    def build(self, setting: Setting) -> Step:
+        return self.make(self.change(setting.point.network(setting.device, setting.seed)), setting)
+
+
+CONTENDERS = {
+    one.name: one
+    for one in (
+        Contender("plain", Plain, "peer"),
+        Contender("plain-tuned", partial(Plain, tuned=True), "peer", settle=8),
+        Contender("torchdeq", TorchDEQ, "peer", needs="torchdeq"),
+        Contender("torchdeq-tuned", partial(TorchDEQ, tuned=True), "peer", settle=8, needs="torchdeq"),
+        Contender("torchdeq-euclidean", EuclideanTorchDEQ, "peer", needs="torchdeq"),
+        Contender("unroll", Unrolled, "fixed"),
+        Contender("explicit", Eager, "twin", as_twin),
+        Contender("banach-eager", Eager, "ours"),
+        Contender("banach-captured", Captured, "ours", needs="cuda"),
+        Contender("banach-fast", partial(Captured, compiled=True), "ours", needs="cuda"),
+        Contender("banach-general", partial(Captured, compiled=True), "variant", hide_form, 40, "cuda"),
+        Contender("banach-anderson", Captured, "variant", with_anderson, 40, "cuda"),
+        Contender("explicit-captured", Captured, "twin", as_twin, needs="cuda"),
+        Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, needs="cuda"),
+    )
+}

@@ -1,0 +1,119 @@
+"""Prediction: the implicit network against its explicit twin, both by banach.compile and called eagerly.
+
+Claim: by banach.compile an implicit prediction takes at most 2.5 times as long as the explicit one at batch 1,
+and 1.3 times at batch 1024. Settings: the CIFAR-10 network after 400 training steps, bf16, eval mode, median of
+30 calls that are waited for. Result: results/gpu/inference.json.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import banach
+from banach import ImplicitNetwork
+from banach.fast import LinearStart
+from benchmarks.contenders import CONTENDERS, Setting
+from benchmarks.points import POINTS, Point, feed
+from benchmarks.results import Benchmark, Report, Row, Target
+from benchmarks.timer import autocast, milliseconds_of, switches
+
+WANTED = {1: 2.5, 1024: 1.3}
+
+
+@dataclass(frozen=True)
+class Settings:
+    point: Point = POINTS["cifar512"]
+    batches: tuple[int, ...] = (1, 32, 1024)
+    repeats: int = 30
+    train_steps: int = 400
+    contender: str = "banach-captured"  # that trains the network
+    compile: bool = True
+    device: str = "cuda"
+    data_dir: Path | None = None
+
+
+def run(settings: Settings) -> Report:
+    device, precision = torch.device(settings.device), settings.point.precision or "fp32"
+    with switches(precision, device):
+        net, both, title = _trained(settings, precision, device)
+        images, known = both.chunk(2)
+        guess = LinearStart.fit(net, known.split(256))  # in fp32, to other images than those that are timed
+        rows = [row for size in settings.batches for row in _rows(net, guess, images[:size], precision, settings)]
+    ms = {(row["batch"], row["path"]): row["ms"].median for row in rows}
+    targets = [
+        Target(f"{path} / explicit, fast, batch {size}", ms[size, path] / ms[size, "explicit, fast"], WANTED[size])
+        for size in settings.batches
+        for path in ("implicit, fast", "implicit, fast, fitted start")
+        if size in WANTED
+    ]
+    notes = [
+        f"ms per call, median of {settings.repeats}; eval mode, {settings.train_steps} training steps; {title}",
+        "fast: banach.compile(net, compile=True); eager: net(d) under autocast",
+        f"fitted start: LinearStart, a convolution fitted to the fixed points of {len(known)} training images",
+    ]
+    return Report(rows, targets, notes)
+
+
+def _trained(settings: Settings, precision: str, device: torch.device) -> tuple[ImplicitNetwork, Tensor, str]:
+    """Return a network after some training steps, in eval mode, and training images."""
+    batches, title = feed(settings.point, device, settings.data_dir)
+    step = CONTENDERS[settings.contender].build(Setting(settings.point, precision, device))
+    for batch in islice(batches, settings.train_steps):
+        step(*batch)
+    most = -(-2 * max(settings.batches) // settings.point.batch)
+    images = torch.cat([d for d, _ in islice(batches, most)]).contiguous(memory_format=torch.channels_last)
+    return step.net.eval(), images, title
+
+
+@torch.no_grad()
+def _rows(net: ImplicitNetwork, guess: Any, d: Tensor, precision: str, settings: Settings) -> list[Row]:
+    twin = copy.deepcopy(net)
+    twin.tolerance = replace(net.tolerance, max_steps=0)
+    fitted = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance, start=guess).eval()
+    how: dict[str, Any] = {"bf16": precision == "bf16", "compile": settings.compile}
+    fast = {
+        "implicit, fast": banach.compile(net, **how),
+        "implicit, fast, fitted start": banach.compile(fitted, **how),
+        "explicit, fast": banach.compile(twin, **how),
+    }
+    calls: dict[str, Callable[[], Any]] = {name: partial(one, d) for name, one in fast.items()}
+    calls["implicit, eager"] = partial(_eager, net, d, precision)
+    calls["explicit, eager"] = partial(_eager, twin, d, precision)
+    exact = _eager(net, d, "fp32").argmax(1)
+    rows = []
+    for name, call in calls.items():
+        row: Row = {"batch": len(d), "path": name, "ms": milliseconds_of(call, d.device, settings.repeats)}
+        if name.startswith("implicit, fast"):
+            output, found = fast[name](d, solution=True)
+            row["depth"] = float(found.steps.double().mean())
+            row["converged"] = float(found.converged.double().mean())
+            row["agrees with fp32"] = float((output.argmax(1) == exact).double().mean())
+        rows.append(row)
+    return rows
+
+
+def _eager(net: ImplicitNetwork, d: Tensor, precision: str) -> Tensor:
+    with autocast(precision, d.device):
+        output: Tensor = net(d)
+        return output
+
+
+QUICK = Settings(
+    point=POINTS["cifar512"].tiny(),
+    batches=(1, 3),
+    repeats=2,
+    train_steps=2,
+    contender="banach-eager",
+    compile=False,
+    device="cpu",
+)
+BENCHMARKS = (Benchmark("inference", "what does prediction cost?", run, Settings(), QUICK, "gpu"),)

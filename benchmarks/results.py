@@ -1,0 +1,164 @@
+"""What a benchmark is and what it returns: rows, targets, a table of at most 120 columns and one JSON file."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from banach.provenance import provenance, write_json
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured quantity: mean, sample standard deviation (None for one value), count, median and range."""
+
+    mean: float
+    spread: float | None
+    count: int
+    median: float
+    least: float
+    most: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Figure:
+        numbers = [float(value) for value in values]
+        mean = sum(numbers) / len(numbers)
+        squares = sum((number - mean) ** 2 for number in numbers)  # statistics.stdev refuses infinity
+        spread = math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else None
+        return Figure(mean, spread, len(numbers), statistics.median(numbers), min(numbers), max(numbers))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A promised figure and the measured one. NaN misses every target."""
+
+    what: str
+    measured: float
+    bound: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.bound if self.at_least else self.measured <= self.bound
+
+    def sentence(self) -> str:
+        side = "at least" if self.at_least else "at most"
+        return f"{self.what}: {cell(self.measured)}, {side} {cell(self.bound)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one run measured. The keys of `rows` are the columns of the table; `details` are written only."""
+
+    rows: list[Row]
+    targets: Sequence[Target] = ()
+    notes: Sequence[str] = ()
+    details: Any = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A named question, the function that answers it, and its two sizes."""
+
+    name: str
+    question: str
+    run: Callable[[Any], Report]
+    full: Any
+    quick: Any
+    group: str = "cpu"  # or gpu, training: what the command line selects by
+
+    def settings(self, *, quick: bool, **changes: Any) -> Any:
+        """Return the settings of one of the sizes, with those `changes` that they have a field for."""
+        size = self.quick if quick else self.full
+        known = {key: value for key, value in changes.items() if value is not None and hasattr(size, key)}
+        return replace(size, **known) if known else size
+
+    def measure(self, settings: Any) -> Result:
+        """Run it and keep what a reader needs to judge the figures."""
+        return Result(self.name, self.question, settings, self.run(settings))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A report with the benchmark and the settings it belongs to."""
+
+    name: str
+    question: str
+    settings: Any
+    report: Report
+
+    @property
+    def missed(self) -> int:
+        return sum(not target.met for target in self.report.targets)
+
+    def as_dict(self) -> Row:
+        report = self.report
+        made = {
+            "name": self.name,
+            "question": self.question,
+            "targets": [{**asdict(target), "met": target.met} for target in report.targets],
+            "rows": as_plain(report.rows),
+            "notes": list(report.notes),
+            "details": as_plain(report.details),
+            "provenance": provenance(as_plain(self.settings), device=getattr(self.settings, "device", "cpu")),
+        }
+        return {key: value for key, value in made.items() if key != "details" or value is not None}
+
+    def write(self, folder: Path) -> Path:
+        return write_json(folder / f"{self.name}.json", self.as_dict())
+
+    def show(self, console: Console) -> None:
+        rows = self.report.rows
+        title = f"{self.name}: {self.question}"
+        console.print(table(title, rows) if rows else title, highlight=False)  # no rows: no title in a table
+        for target in self.report.targets:
+            mark = "[green]met[/]    " if target.met else "[bold red]missed[/] "
+            console.print(f"  {mark}{target.sentence()}")
+        for note in self.report.notes:
+            console.print(f"  {note}", style="dim", highlight=False, markup=False)
+        console.print()
+
+
+def table(title: str, rows: list[Row]) -> Table:
+    """Return the rows as a table: words to the left, numbers to the right."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        words = any(isinstance(row.get(column), str) for row in rows)
+        made.add_column(column, justify="left" if words else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(cell(row.get(column)) for column in columns))
+    return made
+
+
+def cell(value: Any) -> str:
+    """Return a value as a table shows it: three digits, no exponent where a plain number is short."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Figure):
+        return cell(value.mean) if value.spread is None else f"{cell(value.mean)} ± {cell(value.spread)}"
+    if not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
+        return f"{int(value)}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}" if abs(value) < 1e6 else f"{value:.2e}"
+
+
+def as_plain(value: Any) -> Any:
+    """Return dataclasses as dicts, at any depth; `write_json` does the rest."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: as_plain(part) for key, part in value.items()}
+    return [as_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,130 @@
+"""The timer: actions in turn on a CPU, events between steps on a GPU, peak memory, precision switches.
+
+Ratios are taken within one run, never across runs. On a CPU the processor time of this process counts: with one
+thread it equals the wall clock on an idle machine, and it leaves out other programs on a busy one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.counting import LiveBytes
+from benchmarks.results import Figure
+
+Action = Callable[[], object]
+Input = TypeVar("Input")
+Seen = TypeVar("Seen")
+PRECISIONS = ("fp32", "tf32", "bf16")
+
+
+def interleaved(actions: Mapping[str, Action], repeats: int, *, warm_up: int = 2) -> dict[str, list[float]]:
+    """Return the processor seconds of each action at each repetition.
+
+    The actions run in turn, and the order turns around each time: a slow moment hits all of them alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for repeat in range(-warm_up, repeats):
+        for name in list(actions) if repeat % 2 else list(actions)[::-1]:
+            start = time.process_time()
+            actions[name]()
+            taken = time.process_time() - start
+            if repeat >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
+def ratio(above: list[float], below: list[float]) -> Figure:
+    """Return the ratio of two interleaved actions, from its value at each repetition."""
+    return Figure.of(a / b for a, b in zip(above, below, strict=True))
+
+
+def timed_steps(
+    step: Callable[[Input], Seen], inputs: Iterable[Input], device: torch.device
+) -> tuple[list[float], list[Seen]]:
+    """Return the milliseconds of each step and what it returned.
+
+    On a GPU events stand between the steps and only the end waits, as in a training loop. The time of a step then
+    includes every pause in which the device had nothing to do.
+    """
+    if device.type != "cuda":
+        return _timed_on_cpu(step, inputs)
+    given, seen = list(inputs), list[Seen]()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(given) + 1)]
+    torch.cuda.synchronize(device)
+    marks[0].record()
+    for one, mark in zip(given, marks[1:], strict=True):
+        seen.append(step(one))
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) for a, b in pairwise(marks)], seen
+
+
+def _timed_on_cpu(step: Callable[[Input], Seen], inputs: Iterable[Input]) -> tuple[list[float], list[Seen]]:
+    ms, seen = [], []
+    for one in inputs:
+        start = time.perf_counter()
+        seen.append(step(one))
+        ms.append(1e3 * (time.perf_counter() - start))
+    return ms, seen
+
+
+def milliseconds_of(action: Action, device: torch.device, repeats: int = 10, *, warm_up: int = 3) -> Figure:
+    """Return the wall time of an action that is waited for each time."""
+    taken = []
+    for repeat in range(-warm_up, repeats):
+        synchronise(device)
+        start = time.perf_counter()
+        action()
+        synchronise(device)
+        taken += [1e3 * (time.perf_counter() - start)] if repeat >= 0 else []
+    return Figure.of(taken)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, where it works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(action: Action, device: torch.device) -> int:
+    """Return the most bytes that `action` held at one time, beyond what was there before it."""
+    if device.type != "cuda":
+        with LiveBytes() as live:
+            action()
+        return live.peak
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    action()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@contextmanager
+def switches(precision: str, device: torch.device) -> Iterator[None]:
+    """Allow TF32 for "tf32" and nowhere else, and let cuDNN search; restore both afterwards.
+
+    PyTorch allows TF32 in convolutions unless it is turned off.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    if device.type == "cuda":
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
+        cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return bf16 autocast for "bf16", else nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()

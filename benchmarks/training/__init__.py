@@ -1,1 +1,0 @@
-"""Whole training runs by the command line, and what they came to."""

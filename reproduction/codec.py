@@ -1,0 +1,95 @@
+"""Dataclasses as lines of JSON, and back: the only format in which results are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from banach.provenance import plain, whole_file
+from banach.train import RunError
+
+T = TypeVar("T")
+
+
+def encode(value: Any) -> Any:
+    """Return the value as JSON holds it: dataclasses as objects, NaN and infinities as strings."""
+    return plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)  # type: ignore[arg-type]
+
+
+def decode(kind: Any, value: Any, at: str = "") -> Any:
+    """Return the object of type `kind` that `encode` wrote.
+
+    Supported: dataclasses, tuples, lists, dictionaries, unions, numbers, strings, None, Any. Keys that a dataclass
+    does not have are ignored, so that records may hold more than a study reads; missing keys take their defaults.
+
+    Raises:
+        ValueError: if the value does not fit; the message names the place.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, at)
+    if origin in (UnionType, Union):
+        return _union(inner, value, at)
+    if origin in (tuple, list) and isinstance(value, list):
+        kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(value)
+        return origin(decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+    if origin is dict and isinstance(value, dict):
+        return {key: decode(inner[1], part, f"{at}[{key!r}]") for key, part in value.items()}
+    if kind is Any or type(value) is kind or (kind is NoneType and value is None):
+        return value
+    if kind is float and (type(value) is int or value in ("nan", "inf", "-inf")):
+        return float(value)
+    raise ValueError(f"{at or 'the value'} must be {getattr(kind, '__name__', kind)}, got {str(value)[:80]!r}")
+
+
+def _dataclass(kind: Any, value: Any, at: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{at or kind.__name__} must be an object, got {str(value)[:80]!r}")
+    kinds = get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind) if field.name in value]
+    try:
+        return kind(**{name: decode(kinds[name], value[name], f"{at}.{name}") for name in known})
+    except TypeError as error:
+        raise ValueError(f"{at or kind.__name__}: {error}") from None
+
+
+def _union(kinds: tuple[Any, ...], value: Any, at: str) -> Any:
+    errors = []
+    for kind in kinds:
+        try:
+            return decode(kind, value, at)
+        except ValueError as error:
+            errors.append(str(error))
+    raise ValueError(" or ".join(errors))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, an empty list if there is no file.
+
+    A last line without its line break was cut off by a kill and is left out.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    try:
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}; restore the file, or delete it and run again") from None
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file, completely or not at all."""
+    with whole_file(path) as file:
+        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in lines)
+
+
+def read(kind: type[T], path: Path) -> list[T]:
+    """Return the objects of a file of JSON lines, as dataclasses of type `kind`."""
+    try:
+        return [decode(kind, line) for line in read_lines(path)]
+    except ValueError as error:
+        raise RunError(f"{path} does not fit: {error}; restore the file, or delete it and run again") from None

@@ -1,0 +1,75 @@
+"""Means with 95% intervals over seeds, and the four verdicts on a printed number."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+REPRODUCED, NOT_REPRODUCED, UNDECIDED, UNTESTED = "reproduced", "not reproduced", "undecided", "untested"
+WIDEST = 0.3  # points, or units of a ratio: a wider interval decides nothing
+SEEDS = 3  # fewer runs decide nothing
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over `count` runs. `half`: half-width of its 95% interval by the t quantile, NaN for one run."""
+
+    mean: float
+    half: float
+    count: int
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Interval:
+        """Return the interval of independent values.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        numbers = [float(value) for value in values]
+        if not numbers:
+            raise ValueError("an interval needs at least one value, got none")
+        mean, n = statistics.fmean(numbers), len(numbers)
+        error = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else math.nan
+        return Interval(mean, _quantile(n - 1) * error, n)
+
+    def minus(self, other: Interval) -> Interval:
+        """Return the interval of the difference of two independent means, by Welch's degrees of freedom."""
+        n, mean = min(self.count, other.count), self.mean - other.mean
+        if n < 2:
+            return Interval(mean, math.nan, n)
+        a, b = ((one.half / _quantile(one.count - 1)) ** 2 for one in (self, other))
+        if a + b == 0:
+            return Interval(mean, 0.0, n)
+        freedom = (a + b) ** 2 / (a**2 / (self.count - 1) + b**2 / (other.count - 1))
+        return Interval(mean, _quantile(freedom) * math.sqrt(a + b), n)
+
+    def __format__(self, spec: str) -> str:
+        """Return "mean ± half" in a number format, two decimals unless stated."""
+        spec = spec or ".2f"
+        half = "" if math.isnan(self.half) else f" ± {self.half:{spec.lstrip('+')}}"
+        return f"{self.mean:{spec}}{half}"
+
+    def __str__(self) -> str:
+        return f"{self:.2f} (n = {self.count})"
+
+
+def verdict(ours: Interval | None, printed: float, *, full: bool = True, widest: float = WIDEST) -> str:
+    """Return the verdict on the claim "at least `printed`".
+
+    Reproduced: the interval contains the printed value or lies above it, and is narrow. Not reproduced: it lies
+    below. Undecided: it is too wide. Untested: shortened runs (`full` is False), or fewer than three seeds.
+    """
+    if ours is None or not full or ours.count < SEEDS:
+        return UNTESTED
+    if ours.mean + ours.half < printed:
+        return NOT_REPRODUCED
+    return REPRODUCED if ours.half <= widest else UNDECIDED
+
+
+def _quantile(freedom: float) -> float:
+    """Return the 97.5% quantile of Student's t distribution, NaN without a degree of freedom."""
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, freedom)) if freedom > 0 else math.nan

@@ -1,0 +1,146 @@
+"""What a study is, and what all studies share: options, records with their origin, processes, tables, figures.
+
+A study is a module of this package that `__main__.STUDIES` lists. The first line of its docstring is the claim.
+It offers:
+
+    RECORDS: str                file of its records in results/reproduction, one line of JSON per row
+    Row                         frozen dataclass: one line of that file, and one row of its table
+    run(options) -> list[Row]   compute or train what is missing, write the records, return all rows
+    values(rows) -> dict        numbers, strings and Markdown tables for the placeholders of pages
+    figures(rows) -> dict       matplotlib figures by name; the report writes docs/reproduction/NAME.svg
+
+`values` and `figures` get the rows that the file holds, and compute nothing that needs a network or data. A page
+(pages/*.md) shows a value by `{STUDY.KEY}` or `{STUDY.KEY:.2f}`. Numbers stay numbers until there.
+With `options.quick` a study runs on digits, on a CPU, in seconds, and writes below runs/quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from banach.provenance import provenance
+from banach.train import Settings
+from reproduction import STARTED
+from reproduction.codec import encode, read_lines, write_lines
+
+T = TypeVar("T")
+U = TypeVar("U")
+RESULTS = Path("results/reproduction")
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Where records, runs, data and tars are, what may be used, and how long the process may take.
+
+    `records` is the folder of the .jsonl files, `runs` that of run directories. `pack` and `unpack` are folders of
+    JOB.tar files. `resume` refuses to start a run from its beginning. `workers` processes share independent work.
+    """
+
+    quick: bool = False
+    records: Path = RESULTS
+    runs: Path = Path("runs")
+    data_dir: Path | None = None
+    device: str = "auto"
+    workers: int = 1
+    minutes: float = math.inf
+    pack: Path | None = None
+    unpack: Path | None = None
+    resume: bool = False
+    changed_sources: bool = False
+    say: Callable[[str], None] = field(default=_print, repr=False)
+
+    @property
+    def left(self) -> float:
+        """Seconds left of the budget, which began with the process."""
+        return STARTED + 60 * self.minutes - time.monotonic()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that `device` names; "auto" is the GPU if there is one."""
+        return Settings(device=self.device).torch_device
+
+
+def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:
+    """Write dataclass rows to a file of records, each with its origin: date, device, versions, commit."""
+    made = {k: v for k, v in provenance(device=device).items() if k not in ("settings", "threads", "platform")}
+    before = read_lines(path) if append else []
+    write_lines(path, [*before, *({**encode(row), "origin": made} for row in rows)])
+
+
+def origins(path: Path) -> str:
+    """Return where the records of a file were computed, for a page: device, torch and commit, with counts."""
+    counts: dict[str, int] = {}
+    for line in read_lines(path):
+        made = line["origin"] if "origin" in line else line["segments"][-1]
+        torch_version = made["versions"]["torch"] if "versions" in made else made["torch"]
+        key = f"{made['device']}, torch {torch_version}, commit {(made['commit'] or 'unknown')[:7]}"
+        counts[key] = counts.get(key, 0) + 1
+    return "; ".join(f"{place} ({count} records)" for place, count in counts.items())
+
+
+def parallel(function: Callable[[T, Options], U], items: Sequence[T], options: Options) -> list[U]:
+    """Return function(item, options) for every item, in `options.workers` processes.
+
+    `function` and items must be picklable, so `function` is defined at the top of a module.
+    """
+    if options.workers <= 1 or len(items) <= 1:
+        return [function(item, options) for item in items]
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    alone = replace(options, workers=1, say=_print)
+    pool = ProcessPoolExecutor(
+        options.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    )
+    with pool:
+        return list(pool.map(function, items, [alone] * len(items)))
+
+
+def table(rows: Sequence[Any], columns: Sequence[str] = ()) -> str:
+    """Return dataclass rows, or sequences with their `columns`, as a Markdown table."""
+    if not rows:
+        return "(no records)"
+    if dataclasses.is_dataclass(rows[0]):
+        names = [f.name for f in dataclasses.fields(rows[0])]
+        columns = columns or [name.replace("_", " ") for name in names]
+        rows = [[getattr(row, name) for name in names] for row in rows]
+    lines = [list(columns), ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """Return a value as tables show it: four digits, a dash for None, yes or no."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.2e}"
+    return str(value)
+
+
+def panels(count: int = 1, *, width: float = 5.0, height: float = 3.6) -> tuple[Any, Any]:
+    """Return a matplotlib figure with `count` panels in a row, in the one style of all figures, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    for one in axes:
+        one.grid(alpha=0.3)
+        one.set_axisbelow(True)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes)

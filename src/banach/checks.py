@@ -1,0 +1,51 @@
+"""Checks of arguments that several rooms share: counts, numbers and names."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+
+def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
+    """Return `value` if it is an int (not a bool) between `least` and `most`.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most or value) < value:
+        upto = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{name} must be a whole number, at least {least}{upto}, got {value!r}")
+    return value
+
+
+def number(
+    name: str, value: Any, least: float = 0, most: float = sys.float_info.max, *, below: float | None = None
+) -> float:
+    """Return `value` if it is a finite int or float between `least` and `most`, and less than `below`.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    sound = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not sound or not least <= value <= most or (below is not None and value >= below):
+        upto = f"below {below:g}" if below is not None else "finite"
+        upto = f"at most {most:g}" if most < sys.float_info.max else upto
+        raise ValueError(f"{name} must be a number, at least {least:g} and {upto}, got {value!r}")
+    return float(value)
+
+
+def nearest(what: str, name: Any, known: Iterable[str]) -> str:
+    """Return `name` if it is one of `known`.
+
+    Raises:
+        ValueError: if it is not; the message suggests the closest name.
+    """
+    known = list(known)
+    if name in known:
+        return str(name)
+    lower = {key.lower(): key for key in known}
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.4)
+    advice = f"did you mean {lower[near[0]]!r}? " if near else ""
+    raise ValueError(f"unknown {what}: {name!r}; {advice}choose from {', '.join(known) or 'none'}")

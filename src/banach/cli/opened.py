@@ -1,0 +1,54 @@
+"""A run with its trained network, as evaluate, predict and diagnose use it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from banach import data
+from banach.data import DataSet
+from banach.train import CheckpointError, Position, Run, RunError, Settings
+from banach.train.state import check_identity, described
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A run and its network: in eval mode, on its device, with the newest weights, averaged ones if any."""
+
+    run: Run
+    settings: Settings
+    net: nn.Module
+    dataset: DataSet
+    device: torch.device
+    position: Position
+
+
+def open_run(path: Path, device: str = "auto") -> Opened:
+    """Load the network of a run from its newest checkpoint.
+
+    Raises:
+        RunError: if there is no run, no checkpoint, or the run does not name its data and model.
+        CheckpointError: if the checkpoint does not hold this network.
+    """
+    run = Run.open(path)
+    if run.settings.data is None or run.settings.model is None:
+        raise RunError(f"{path} was made from Python, and does not name its data and model; use it from Python")
+    settings = replace(run.settings, device=device)
+    where, checkpoint = settings.usable_device(), run.latest()
+    if checkpoint is None:
+        command = f"banach train --resume {shlex.quote(str(path))}"
+        raise RunError(f"{path} has no checkpoint yet; train it first: {command}")
+    net = settings.build()
+    try:
+        net.load_state_dict({**checkpoint.under("net"), **checkpoint.under("average")})
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{checkpoint.path} is of another network: {why[:300]}") from None
+    now = described(net, run.settings)
+    check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
+    position = Position(checkpoint.state["epoch"], checkpoint.state["step"])
+    return Opened(run, settings, net.to(where).eval(), data.get(str(settings.data)), where, position)

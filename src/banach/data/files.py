@@ -1,0 +1,262 @@
+"""load(), verify() and listing(): find the files of a data set, read them and check what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from banach.data.dataset import Arrays, Damaged, DataError, DataSet, Layout, get, names
+from banach.data.images import Images, held_out, rest
+
+Folder = str | os.PathLike[str]
+PARTS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of one part of a data set, and their layout."""
+
+    layout: Layout
+    paths: tuple[Path, ...]
+
+    def altered(self) -> list[Path]:
+        """Return the files that do not have their published MD5."""
+        return [path for path in self.paths if md5(path) != self.layout.published(path.name)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The check of one part of a data set. `message` is a sentence; `files` are those that exist."""
+
+    name: str
+    part: str
+    ok: bool
+    message: str
+    title: str | None = None
+    count: int = 0
+    sha256: str | None = None
+    files: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A registered data set, and its folder: None if it was not found, or comes inside a package."""
+
+    dataset: DataSet
+    here: bool
+    folder: Path | None
+
+
+def load(
+    name: str,
+    split: str = "train",
+    data_dir: Folder | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    check: bool = True,
+) -> Images:
+    """Read a split of a data set from its publisher's files.
+
+    Args:
+        name: the data set, see `names()`.
+        split: "train", "validation", "test" or "train+validation".
+        data_dir: where to look first; then BANACH_DATA and the cache.
+        device: where the tensors go.
+        check: compare the arrays with their known SHA-256 (a quarter of a second at most) and refuse others.
+            Without it the title says "not checked". Shapes, counts and labels are always checked.
+
+    Raises:
+        DataError: if the files are missing or damaged.
+    """
+    dataset = get(name)
+    part = dataset.part(split)
+    found = find(dataset, part, roots(dataset, data_dir))
+    arrays = _read(dataset, part, found)
+    title = _identify(dataset, part, _sha256(arrays), found) if check else f"{dataset.title} (not checked)"
+    pixels, labels = _cut(dataset, split, arrays)
+    return Images(
+        pixels=torch.from_numpy(pixels).to(device),
+        labels=torch.from_numpy(labels.astype(np.int64)).to(device),
+        name=dataset.name,
+        title=title,
+        split=split,
+        classes=dataset.classes,
+        mean=dataset.mean,
+        std=dataset.std,
+    )
+
+
+def verify(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
+    """Read both parts of a data set and compare them with their known SHA-256; return one report per part."""
+    dataset = get(name)
+    return verify_in(dataset, roots(dataset, data_dir))
+
+
+def verify_in(dataset: DataSet, places: tuple[Path, ...]) -> tuple[Report, ...]:
+    """Verify a data set in these folders."""
+    return tuple(_report(dataset, part, places) for part in PARTS)
+
+
+def listing(data_dir: Folder | None = None) -> tuple[Listing, ...]:
+    """Return every registered data set and its folder. Looks for the files and reads none."""
+    return tuple(_listed(get(name), data_dir) for name in names())
+
+
+def cache_dir() -> Path:
+    """Return BANACH_CACHE, or `banach` in XDG_CACHE_HOME, in Windows' local folder, or in ~/.cache."""
+    own = os.environ.get("BANACH_CACHE")
+    if own:
+        return Path(own).expanduser()
+    windows = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else None
+    shared = os.environ.get("XDG_CACHE_HOME") or windows or "~/.cache"
+    return Path(shared).expanduser() / "banach"
+
+
+def roots(dataset: DataSet, data_dir: Folder | None = None) -> tuple[Path, ...]:
+    """Return the folders to look in, first to last. `data_dir` and BANACH_DATA must exist; the cache need not."""
+    if not any(layout.files for layout in dataset.layouts):
+        return (Path(),)  # such data comes inside a package, so a wrong folder does not matter
+    named = (("the data folder", data_dir), ("BANACH_DATA", os.environ.get("BANACH_DATA")))
+    given = [(what, Path(folder).expanduser()) for what, folder in named if folder]
+    for what, folder in given:
+        if not folder.is_dir():
+            raise DataError(f"{what} {folder} is not a folder; pass an existing one")
+    return (*(folder for _, folder in given), cache_dir())
+
+
+def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Found:
+    """Return the files of a part, in the first place that has them all.
+
+    Raises:
+        DataError: if no place has them all; it names a missing file of the first place that has some.
+    """
+    incomplete = []
+    for layout, folder, paths in _candidates(dataset, part, places):
+        present = tuple(path for path in paths if path is not None)
+        if len(present) == len(paths):
+            return Found(layout, present)
+        if present or (folder.is_dir() and folder not in places):
+            missing = layout.files[part][paths.index(None)]
+            incomplete.append((not present, f"{folder} has no {missing}; {dataset.remedy}"))
+    if incomplete:
+        raise DataError(min(incomplete, key=lambda one: one[0])[1])
+    looked = ", ".join(map(str, places))
+    advice = "or pass its folder (--data-dir, BANACH_DATA)"
+    raise DataError(f"{dataset.name} was not found in {looked}; {dataset.remedy}, {advice}")
+
+
+def _candidates(
+    dataset: DataSet, part: str, places: tuple[Path, ...]
+) -> Iterator[tuple[Layout, Path, tuple[Path | None, ...]]]:
+    """Yield each layout and folder to look in, with the files of the part that are there."""
+    for place, layout in product(places, dataset.layouts):
+        for folder in (*layout.folders, "."):
+            yield layout, place / folder, layout.locate(place / folder, part)
+
+
+def md5(path: Path) -> str:
+    """Return the MD5 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def _read(dataset: DataSet, part: str, found: Found) -> Arrays:
+    """Return the arrays of a part, in the order of the files, with shapes, counts and labels checked."""
+    with _advice(dataset):
+        arrays = found.layout.read(part, found.paths)
+        wrong = _fault(dataset, part, arrays)
+        if wrong:
+            raise Damaged(_culprit(dataset, found), wrong)
+        return arrays
+
+
+def _identify(dataset: DataSet, part: str, digest: str, found: Found) -> str:
+    """Return the title of arrays with this SHA-256. Files with their published MD5 have the data set's title."""
+    expected = {known.sha256[part]: known.title for known in dataset.known}
+    if digest in expected or not expected:
+        return expected.get(digest, dataset.title)
+    with _advice(dataset):
+        if found.paths and not found.altered():
+            return dataset.title
+        what = f"the {part} arrays have SHA-256 {digest}, expected {' or '.join(expected)}"
+        raise Damaged(_culprit(dataset, found), what)
+
+
+def _sha256(arrays: Arrays) -> str:
+    """Return the SHA-256 of the bytes of the labels, then of the pixels."""
+    digest = hashlib.sha256(np.ascontiguousarray(arrays.labels).data)
+    digest.update(np.ascontiguousarray(arrays.pixels).data)
+    return digest.hexdigest()
+
+
+def _fault(dataset: DataSet, part: str, arrays: Arrays) -> str | None:
+    """Return what is wrong with the arrays: types, shapes, the count or the labels."""
+    pixels, labels = arrays
+    if pixels.dtype != np.uint8 or labels.dtype != np.uint8 or pixels.shape[1:] != dataset.shape:
+        got = f"{pixels.dtype} images of shape {pixels.shape[1:]} and {labels.dtype} labels"
+        return f"it holds {got}, expected uint8 and {dataset.shape}"
+    count, classes = dataset.counts[part], len(dataset.classes)
+    if len(pixels) != count or labels.shape != (count,):
+        return f"the {part} part has {len(pixels):,} images and {labels.size:,} labels, expected {count:,} of each"
+    if count and labels.max() >= classes:
+        return f"it has a label of {labels.max()}, expected 0 to {classes - 1}"
+    return None
+
+
+def _culprit(dataset: DataSet, found: Found) -> Path:
+    return (found.altered() or found.paths)[0] if found.paths else Path(dataset.name)
+
+
+@contextmanager
+def _advice(dataset: DataSet) -> Iterator[None]:
+    """Add what to do to a reader's error, which names the file and the fault."""
+    try:
+        yield
+    except Damaged as error:
+        raise DataError(f"{error}; delete it and {dataset.remedy}") from error
+    except OSError as error:
+        where = error.filename or dataset.name
+        raise DataError(f"{where} cannot be read ({error.strerror or error}); {dataset.remedy}") from error
+
+
+def _cut(dataset: DataSet, split: str, arrays: Arrays) -> Arrays:
+    """Return the arrays of a split of a part."""
+    if split in ("test", "train+validation"):
+        return arrays
+    index = held_out(arrays.labels, dataset.validation)
+    if split == "train":
+        index = rest(len(arrays.labels), index)
+    return Arrays(arrays.pixels[index], arrays.labels[index])
+
+
+def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
+    present = (tuple(path for path in paths if path) for _, _, paths in _candidates(dataset, part, places))
+    files = next(filter(None, present), ())
+    try:
+        found = find(dataset, part, places)
+        arrays = _read(dataset, part, found)
+        digest = _sha256(arrays)
+        title = _identify(dataset, part, digest, found)
+    except DataError as error:
+        return Report(dataset.name, part, False, str(error), files=files)
+    verdict = "as expected" if dataset.known else "with no known value to compare it to"
+    message = f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
+    return Report(dataset.name, part, True, message, title, len(arrays.labels), digest, found.paths)
+
+
+def _listed(dataset: DataSet, data_dir: Folder | None) -> Listing:
+    places = roots(dataset, data_dir)
+    try:
+        found = [find(dataset, part, places) for part in PARTS]
+    except DataError:
+        return Listing(dataset, False, None)
+    return Listing(dataset, True, found[0].paths[0].parent if found[0].paths else None)

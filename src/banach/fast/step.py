@@ -1,0 +1,329 @@
+"""TrainStep: forward, loss, backward and optimizer as one step, captured as a CUDA graph where the plan allows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from banach.fast.plan import Plan, plan
+from banach.network import ImplicitNetwork, as_inputs
+from banach.solve import Solution
+from banach.solve.warning import warn_user
+
+_CAST = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Extras:
+    """What a step does besides loss, gradient and optimizer.
+
+    Attributes:
+        accumulate: so many parts of a batch go through the network one after the other.
+        clip: largest norm of the gradient.
+        penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
+        average: `average.update(net)` is called after the optimizer.
+        metrics: `metrics.add(loss, output, targets, solution)` is called for every part.
+    """
+
+    accumulate: int = 1
+    clip: float | None = None
+    penalty: Any = None
+    average: Any = None
+    metrics: Any = None
+
+
+class TrainStep:
+    """step(inputs, targets) -> loss: one training step, on a GPU as one CUDA graph.
+
+    The depth is chosen from the residuals of earlier steps, so that nearly all of them meet the network's
+    tolerance, or found by a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next
+    step overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU,
+    it runs eagerly and a warning gives the reason.
+
+    Args:
+        net: the network, usually an `ImplicitNetwork`.
+        optimizer: one that can be captured, such as `torch.optim.Adam(..., fused=True, capturable=True)`. The
+            learning rate of Adam and AdamW may then change from step to step.
+        loss: loss(output, targets), a tensor without axes.
+        bf16: compute under autocast.
+        compile: compile Q, R, S and the loss, if the step is captured.
+        extras: clipping, penalties, averages and metrics that are part of the step.
+        feed: gives the batches of `run()`, with the methods of `_Given`. None: they are the arguments of the call.
+        how: the plan. None: `plan(net)`.
+
+    Attributes:
+        plan: what runs, and why not something faster; `print(step.plan)`.
+        reached: the `Solution` of the last step, without its value; None for a network without fixed point.
+        excess: (2,) its residual over the tolerance, here and one step deeper; None if the iteration chose its
+            depth itself.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Tensor], Tensor],
+        *,
+        bf16: bool = False,
+        compile: bool = False,
+        extras: Extras = Extras(),
+        feed: Any = None,
+        how: Plan | None = None,
+    ) -> None:
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"TrainStep takes a network, got {type(net).__name__}")
+        observed = extras.penalty is not None
+        self.plan = how or plan(net, precision="bf16" if bf16 else None, compile=compile, observed=observed)
+        self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
+        self.feed: Any = _Given(optimizer) if feed is None else feed
+        self.loss: Callable[[Any, Tensor], Tensor] = loss
+        self.reached: Solution | None = None
+        self.excess: Tensor | None = None
+        self._loop: Any = None
+        self._network: Any = None
+        self._results: dict[int | None, tuple[Tensor, Solution | None, Tensor | None]] = {}
+        if how is None and not self.plan.graph:
+            self.warn()
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step is not captured, None if it is."""
+        return None if self.plan.graph else self.plan.graph.why
+
+    def __call__(self, inputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """Take a step on a batch and return its loss.
+
+        Args:
+            inputs: a tensor, or a tuple of tensors for a Q that takes several.
+            targets: what the loss is computed from.
+        """
+        d = as_inputs(inputs)
+        for name, value in (*(("inputs", one) for one in d), ("targets", targets)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
+        self.feed.take((*d, targets), captured=bool(self.plan.graph))
+        return self.run()
+
+    def prepare(self) -> None:
+        """Capture the step, if the plan says so. This draws random numbers and changes nothing else."""
+        if self.plan.graph and self._loop is None:
+            self._loop = self._capture()
+
+    def run(self) -> Tensor:
+        """Take a step on the next batch of the feed and return its loss."""
+        self.prepare()
+        depth = None
+        if self._loop is not None and self.feed.whole:
+            depth = self._loop.run()
+        else:
+            self._body(None)
+        loss, self.reached, self.excess = self._results[depth]
+        return loss
+
+    def _capture(self) -> Any:
+        from banach.fast.body import FixedDepth, first_control
+        from banach.fast.capture import CapturedLoop, reason_of, unchanged
+        from banach.fast.weights import compiled
+
+        try:
+            self._network = FixedDepth(self.net, self.plan)
+            self._captured_loss = compiled(self.loss, self.plan)
+            with unchanged(self.feed.changing()):
+                d = self.feed.captured()[0]
+            control = first_control(self._network, d, self._autocast)
+            made = CapturedLoop(d[0].device, self._body, control, self._restored)
+            made.prepare()
+        except Exception as error:  # a user's network may do anything
+            self.plan = self.plan.without_graph(reason_of(error))
+            self.warn()
+            del error
+            gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
+            return None
+        return made
+
+    def warn(self) -> None:
+        """Warn that the step runs eagerly."""
+        text = "the training step could not be captured as a CUDA graph and runs eagerly"
+        warn_user(f"{text}: {self.plan.graph.why}", UserWarning)
+
+    def _body(self, depth: int | None) -> Tensor | None:
+        """Take a step at a depth, as part of a CUDA graph, or eagerly at the network's own (None)."""
+        eager, extras = depth is None, self.extras
+        d, targets = self.feed.eager() if eager else self.feed.captured()
+        self.optimizer.zero_grad(set_to_none=True)
+        if not eager:
+            self._network.refresh()
+        results = [
+            self._part(x, y, len(y) / len(targets), depth) for x, y in _parts(d, targets, extras.accumulate)
+        ]
+        if not eager:
+            self._network.collect()
+        if extras.clip is not None:
+            nn.utils.clip_grad_norm_(self.net.parameters(), extras.clip)
+        self.optimizer.step()
+        if extras.average is not None:
+            extras.average.update(self.net)
+        self._results[depth] = _joined(results)
+        return self._results[depth][2]
+
+    def _part(
+        self, d: tuple[Any, ...], targets: Tensor, share: float, depth: int | None
+    ) -> tuple[Tensor, Solution | None, Tensor | None]:
+        """Run a part of the batch forward and backward; `share` is its share of the batch."""
+        penalty, metrics = self.extras.penalty, self.extras.metrics
+        with nullcontext() if penalty is None else penalty.observing(self.net) as seen:
+            output, found, excess = self._forward(d, depth)
+        compute = self.loss if depth is None else self._captured_loss
+        loss = compute(output, targets)
+        if metrics is not None:
+            metrics.add(loss, output, targets, found)
+        total = loss if penalty is None else loss + penalty.added(seen, lambda y: compute(y, targets))
+        with nullcontext() if penalty is None else penalty.explained():
+            (total if share == 1 else total * share).backward()
+        return loss.detach() * share if share != 1 else loss.detach(), found, excess
+
+    def _forward(self, d: tuple[Any, ...], depth: int | None) -> tuple[Any, Solution | None, Tensor | None]:
+        excess = None
+        with self._autocast():
+            if depth is None:
+                output, found = run_network(self.net, d)
+            else:
+                output, found, excess = self._network(d, depth)
+                # A graph would otherwise keep the latent of every depth.
+                found = None if found is None else replace(found, value=())
+        return at_least_fp32(output), found, excess
+
+    def _autocast(self) -> Any:
+        kind = next(self.net.parameters()).device.type
+        return torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Undo the steps in the block; an optimizer without state gets one as if it had taken no step."""
+        from banach.fast.capture import unchanged
+
+        fresh = not self.optimizer.state
+        try:
+            with unchanged([*self.net.parameters(), *self.net.buffers(), *self._state(), *self.feed.changing()]):
+                yield
+        finally:
+            for value in self._state() if fresh else ():
+                value.zero_()
+
+    def _state(self) -> list[Tensor]:
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        return [value for value in values if isinstance(value, Tensor)]
+
+
+def run_network(net: nn.Module, d: tuple[Any, ...]) -> tuple[Any, Solution | None]:
+    """Call the network. Return its output and the Solution, None for one without fixed point."""
+    if isinstance(net, ImplicitNetwork):
+        return cast(tuple[Any, Solution], net(*d, solution=True))
+    return net(*d), None
+
+
+def at_least_fp32(output: Any) -> Any:
+    """Return an output in half precision as fp32: the sum over classes in a loss would lose its digits."""
+    return output.float() if isinstance(output, Tensor) and output.dtype in _CAST else output
+
+
+class _Given:
+    """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place.
+
+    Learning rates of Adam and AdamW become tensors, which a graph reads at every replay. Other numbers are part of
+    the graph.
+    """
+
+    whole = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.kept: tuple[Tensor, ...] | None = None
+
+    def take(self, given: tuple[Tensor, ...], *, captured: bool) -> None:
+        """Take inputs and targets. A captured step refuses what it was not captured for."""
+        if not captured:
+            self.given = given
+        elif self.kept is None:
+            self.given, self.kept = given, tuple(one.clone() for one in given)
+            self.rates = [
+                _captured_rate(self.optimizer, group, given[0].device) for group in self.optimizer.param_groups
+            ]
+        else:
+            _check(given, self.kept)
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                _follow(group, rate)
+            for value, kept in zip(given, self.kept, strict=True):
+                kept.copy_(value)
+
+    def eager(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return (inputs, targets)."""
+        return self.given[:-1], self.given[-1]
+
+    def captured(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return (inputs, targets) for the CUDA graph."""
+        assert self.kept is not None  # `take` comes first
+        return self.kept[:-1], self.kept[-1]
+
+    def changing(self) -> Iterable[Tensor]:
+        """Return the tensors that `captured` changes."""
+        return ()
+
+
+def _check(given: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> None:
+    if len(given) != len(kept):
+        wanted, got = len(kept) - 1, len(given) - 1
+        raise ValueError(f"a captured step takes {wanted} inputs, as at its first call, got {got}")
+    names = ["inputs"] * (len(kept) - 1) + ["targets"]
+    for name, value, first in zip(names, given, kept, strict=True):
+        if (value.shape, value.dtype) != (first.shape, first.dtype):
+            raise ValueError(
+                f"a captured step takes {name} of one shape and type, {tuple(first.shape)} of {first.dtype}, "
+                f"got {tuple(value.shape)} of {value.dtype}; drop the last batch, or make a TrainStep for it"
+            )
+
+
+def _captured_rate(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> Any:
+    takes_tensors = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and group["capturable"]
+    if takes_tensors and not isinstance(group["lr"], Tensor):
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    return group["lr"]
+
+
+def _follow(group: dict[str, Any], rate: Any) -> None:
+    """Take up a learning rate that was set since the last step."""
+    if group["lr"] is rate:
+        return
+    if isinstance(rate, Tensor):
+        rate.fill_(group["lr"])
+        group["lr"] = rate
+    elif group["lr"] != rate:
+        raise ValueError(
+            f"the learning rate {rate:g} is part of the captured step, got {group['lr']:g}; give the optimizer a "
+            "tensor, lr=torch.tensor(...), on the GPU"
+        )
+
+
+def _parts(d: tuple[Any, ...], targets: Tensor, count: int) -> Iterable[tuple[tuple[Any, ...], Tensor]]:
+    """Cut a batch into parts of nearly the same size."""
+    if count == 1:
+        return [(d, targets)]
+    cut = [one.chunk(count) for one in (*d, targets)]
+    return [(part[:-1], part[-1]) for part in zip(*cut, strict=True)]
+
+
+def _joined(
+    results: list[tuple[Tensor, Solution | None, Tensor | None]],
+) -> tuple[Tensor, Solution | None, Tensor | None]:
+    """Return the loss of the batch, the solution of its last part, and the largest excess."""
+    loss, _, excess = results[0]
+    for more, _, other in results[1:]:
+        loss = loss + more
+        excess = other if excess is None or other is None else torch.maximum(excess, other)
+    return loss, results[-1][1], excess

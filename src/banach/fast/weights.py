@@ -1,0 +1,191 @@
+"""Parts of a network with other weights or layers: bf16 weights, frozen copies, fused blocks, channels_last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from banach.fast.plan import Plan, is_stack, is_window
+from banach.network import ImplicitNetwork
+from banach.nn import substitute
+
+Net = TypeVar("Net", bound=nn.Module)
+
+# Layers whose weights autocast would cast at every call. Norms keep theirs in fp32, as autocast does.
+_CAST = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
+    """Return Q, R and S with the layers of the plan.
+
+    R is not fused where its values measure the residual: fused blocks keep them in bf16, whose rounding is above a
+    tolerance of 0.1 in the paper's CIFAR-10 network.
+    """
+    parts: dict[str, Any] = {"Q": net.Q, "R": net.R, "S": net.S}
+    measures = not plan.kernel and net.tolerance.max_steps > 0
+    if plan.fused:
+        parts = {k: part if k == "R" and measures else with_fused_blocks(part) for k, part in parts.items()}
+    return {k: with_windows(part) for k, part in parts.items()} if plan.windows else parts
+
+
+def compiled(part: Any, plan: Plan) -> Any:
+    """Return the part compiled for fixed shapes, if the plan says so: a CUDA graph has one."""
+    return torch.compile(part, dynamic=False) if plan.compiled else part
+
+
+class Bf16Weights:
+    """Copies of modules whose matrix weights are bf16; the optimizer changes the fp32 originals.
+
+    `refresh()` before a step casts the originals, `collect()` after its backward pass gives them the gradients.
+    This is what autocast computes, in two kernels rather than two per weight and evaluation. Other parameters and
+    all buffers are shared with the originals.
+    """
+
+    def __init__(self, modules: dict[str, Any]) -> None:
+        self.originals: list[Tensor] = list(dict.fromkeys(p for m in modules.values() for p in _matrices(m)))
+        self.casts: list[Tensor] = [nn.Parameter(p.detach().bfloat16(), p.requires_grad) for p in self.originals]
+        instead = dict(zip(self.originals, self.casts, strict=True))
+        self.modules = {name: substitute(module, instead) for name, module in modules.items()}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the originals, and drop the gradients of the step before."""
+        if self.casts:  # torch refuses empty lists
+            torch._foreach_copy_(self.casts, self.originals)
+        for cast in self.casts:
+            cast.grad = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Give the originals the gradients, in fp32."""
+        pairs = [
+            (p, cast.grad) for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None
+        ]
+        into = [torch.empty_like(p) for p, _ in pairs]
+        for (p, _), grad in zip(pairs, into, strict=True):
+            p.grad = grad
+        if pairs:
+            torch._foreach_copy_(into, [grad for _, grad in pairs])
+
+
+def _matrices(module: Any) -> list[nn.Parameter]:
+    if not isinstance(module, nn.Module):
+        return []
+    layers = [layer for layer in module.modules() if isinstance(layer, _CAST)]
+    return [p for layer in layers for p in layer.parameters(recurse=False) if p.dtype == torch.float32]
+
+
+def frozen_copy(R: Any) -> Any:
+    """Return R with the same weights and buffers, whose train-mode batch norm keeps no statistics.
+
+    An iteration would otherwise copy the running statistics at every step, and throw them away.
+    """
+    made = substitute(R)
+    for module in made.modules() if isinstance(made, nn.Module) else ():
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+        if isinstance(module, FusedStack):
+            module.frozen = True
+    return made
+
+
+class FusedStack(nn.Module):
+    """A Sequential of blocks x -> BN(LReLU(x + conv(drop(LReLU(conv(x)))))), computed by fused kernels.
+
+    The blocks are the network's and not children of this module: their parameters get the gradients, and their
+    mode is the network's. A frozen one is for iterations: it records no gradient, updates no statistics, and packs
+    the weights once, until `forget_packed`.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], *, frozen: bool = False) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.blocks = list(blocks)  # a list, so that they stay out of parameters() and of copies
+        self.packed: Callable[[Tensor], Tensor] | None = None
+
+    @torch.compiler.disable  # kernels are launched as they are; the code around them is compiled
+    def forward(self, x: Tensor) -> Tensor:
+        from banach.kernels import repeated_stack, residual_stack
+
+        if not self.frozen:
+            return residual_stack(self.blocks, x)
+        if self.packed is None:
+            self.packed = repeated_stack(self.blocks, x)
+        return self.packed(x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedStack:
+        return FusedStack(self.blocks, frozen=self.frozen)
+
+
+def forget_packed(part: Any) -> None:
+    """Make the stacks of a part pack their weights at the next call: they may have changed."""
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        if isinstance(module, FusedStack):
+            module.packed = None
+
+
+def with_fused_blocks(part: Any) -> Any:
+    """Return the part with a `FusedStack` in place of every stack; everything else is shared."""
+    modules = part.modules() if isinstance(part, nn.Module) else ()
+    return substitute(
+        part, {module: FusedStack(list(module.children())) for module in modules if is_stack(module)}
+    )
+
+
+class WindowConv2d(nn.Conv2d):
+    """A Conv2d by `banach.kernels.conv2d`, in the dtype of autocast where it is on, else of the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from banach.kernels import conv2d
+
+        kind, dtype = x.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        out: Tensor = conv2d(x.to(dtype), self.weight.to(dtype), bias, self.stride[0], int(self.padding[0]))
+        return out
+
+
+def with_windows(part: Any) -> Any:
+    """Return the part with a `WindowConv2d` for each convolution that fits; everything else is shared."""
+    modules = part.modules() if isinstance(part, nn.Module) else ()
+    return substitute(part, {layer: _window(layer) for layer in modules if is_window(layer)})
+
+
+def _window(layer: Any) -> Any:
+    made = substitute(layer)
+    made.__class__ = WindowConv2d
+    return made
+
+
+def channels_last(net: Net) -> Net:
+    """Return the network itself, the weights of its convolutions in channels_last memory format.
+
+    The values stay the same. Activations follow the weights, so use `flatten` or `reshape` where the network views
+    an image: `view` fails.
+    """
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return net
+
+
+def align_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the strides of its weights: fused optimizers refuse a mixture."""
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                state[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)

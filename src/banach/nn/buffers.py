@@ -1,0 +1,125 @@
+"""The buffers of R in one pass: every evaluation starts from the same values, and the last one is written back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from banach.latent import Latent
+from banach.nn.layers import is_compiled
+from banach.solve.context import is_transformed
+
+Named = dict[str, Tensor]
+
+
+class Buffers:
+    """Calls R on copies of its buffers, such as running statistics and spectral norm's vectors.
+
+    If batch norm alone has buffers, evaluations that are not the last need no copies: batch norm is set not to
+    track. With `once=True`, which promises one evaluation after the iteration, that evaluation then writes to
+    R's own buffers. (If it fails, some of them may have been updated.)
+    """
+
+    def __init__(self, R: Any, modules: list[nn.Module], special: list[nn.Module], *, once: bool) -> None:
+        changing = any(module._buffers for module in modules) and any(module.training for module in modules)
+        own = dict(R.named_buffers()) if changing else {}
+        self.R = R
+        self.norms = _batch_norms(special, own)
+        self.direct = once and bool(self.norms) and _is_writable(modules, own.values())
+        self.snapshot = {} if self.direct else {name: part.detach().clone() for name, part in own.items()}
+        self.scratch: Named | None = None  # the buffers of evaluations that are not recorded
+        self.latest: Named | None = None
+
+    def call(self, u: Latent, v: Latent, *, last: bool) -> Latent:
+        """Return R(u, v), and keep what it leaves in its buffers if it may be the last evaluation of the pass."""
+        if self.direct and last:
+            with _aliased(self.norms):
+                return self.R(u, v)
+        if not self.snapshot:
+            return self.R(u, v)
+        buffers = self.fresh(recorded=torch.is_grad_enabled() or not last)
+        value = torch.func.functional_call(self.R, buffers, (u, v))
+        if last:
+            self.latest = buffers
+        return value
+
+    def fresh(self, *, recorded: bool = True) -> Named:
+        """Return the snapshot again. A recorded evaluation gets its own copy, because its graph may hold it."""
+        if recorded:
+            return {name: buffer.clone() for name, buffer in self.snapshot.items()}
+        if self.scratch is None:
+            self.scratch = {name: buffer.clone() for name, buffer in self.snapshot.items()}
+        else:
+            _copy_all(self.scratch, self.snapshot)
+        return dict(self.scratch)
+
+    @property
+    def skips_updates(self) -> bool:
+        """True if an evaluation that is not recorded can run on R itself, without updating its buffers."""
+        bare = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return bool(self.norms) and (self.direct or bare)
+
+    @contextmanager
+    def untracked(self) -> Iterator[None]:
+        """Keep batch norm from updating its statistics. Where R runs on its own buffers, hide those too."""
+        own = [norm._buffers for norm in self.norms]
+        for norm, buffers in zip(self.norms, own, strict=True):
+            norm.__dict__["track_running_stats"] = False
+            if self.direct:
+                norm.__dict__["_buffers"] = dict.fromkeys(buffers)
+        try:
+            yield
+        finally:
+            for norm, buffers in zip(self.norms, own, strict=True):
+                norm.__dict__["track_running_stats"] = True
+                norm.__dict__["_buffers"] = buffers
+
+    def finish(self, *, failed: bool) -> None:
+        """End the pass: write back what the last evaluation left."""
+        if self.latest is not None and not failed:
+            # By `data`: a batch norm that Q has too may have saved its buffers, which its backward pass does not
+            # read.
+            _copy_all({name: buffer.data for name, buffer in self.R.named_buffers()}, self.latest)
+        self.latest = self.scratch = None
+
+
+def _batch_norms(modules: list[nn.Module], buffers: Named) -> list[nn.Module]:
+    """Return the batch norms that track, if all buffers are theirs; else an empty list."""
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    norms = [m for m in modules if type(m) in plain and m.training and m.track_running_stats] if buffers else []
+    own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return norms if all(id(buffer) in own for buffer in buffers.values()) else []
+
+
+def _is_writable(modules: list[nn.Module], buffers: Iterable[Tensor]) -> bool:
+    """Return True if R can run on its own buffers. False inside torch.func and if Dynamo compiles part of R."""
+    if torch.compiler.is_compiling() or is_transformed() or is_compiled(modules):
+        return False
+    return not any(buffer.is_inference() for buffer in buffers)
+
+
+@contextmanager
+def _aliased(norms: list[nn.Module]) -> Iterator[None]:
+    """Give batch norms the same memory under another version counter.
+
+    A later pass writes to it. Autograd would take that for a change of a tensor that this graph has saved.
+    """
+    own = [norm._buffers for norm in norms]
+    for norm, buffers in zip(norms, own, strict=True):
+        norm.__dict__["_buffers"] = {name: None if part is None else part.data for name, part in buffers.items()}
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, own, strict=True):
+            norm.__dict__["_buffers"] = buffers
+
+
+def _copy_all(target: Named, source: Named) -> None:
+    """Copy with one kernel per type rather than one per buffer: this happens at every step of a pass."""
+    for dtype in {tensor.dtype: None for tensor in source.values()}:
+        names = [name for name, tensor in source.items() if tensor.dtype == dtype]
+        torch._foreach_copy_([target[name] for name in names], [source[name] for name in names])

@@ -1,0 +1,155 @@
+"""What R holds: layers that a pass has to care for, functions that are refused, hooks, compiled parts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from banach.solve.context import is_compiling
+
+
+def modules_of(R: Any) -> list[nn.Module]:
+    """Return the modules of R, each once. Every pass needs them, and `R.modules()` also makes their names."""
+    if not isinstance(R, nn.Module):
+        return []
+    if torch.compiler.is_compiling():
+        return list(R.modules())
+    found: dict[nn.Module, None] = {}
+    waiting = [R]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [part for part in module._modules.values() if part is not None]
+    return list(found)
+
+
+class _Classes(dict[type, bool]):
+    """For every class that was looked at: do its modules normalise by the batch or draw at random?"""
+
+    special = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, self.special) or hasattr(kind, "one_mask_per_pass")
+        return self[kind]
+
+
+_is_special = _Classes()
+
+
+def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules that normalise by the batch or draw at random. Most networks have none."""
+    if torch.compiler.is_compiling():
+        return modules
+    return [module for module in modules if _is_special[type(module)]]
+
+
+def draws_masks(module: nn.Module) -> bool:
+    """Return True if this module, in the mode it is in, drops by one mask per pass."""
+    return module.training and bool(getattr(module, "one_mask_per_pass", False)) and bool(getattr(module, "p", 0))
+
+
+def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> bool:
+    """Return True if R mixes the samples of a batch: batch norm does, unless it uses its running statistics."""
+    for module in modules_of(R) if modules is None else modules:
+        if isinstance(module, _BatchNorm) and (
+            module.training or (module.running_mean is None and module.running_var is None)
+        ):
+            return True
+    return False
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return True if hooks of this module, or hooks of all modules, are called with it."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    of_all = nn.modules.module
+    forward = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
+    return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
+
+
+def is_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Return True if Dynamo compiles one of these modules, or the code that calls this."""
+    compiled = (type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) for m in modules)
+    return any(compiled) or is_compiling()
+
+
+# Every module whose first pass in train mode drew nothing by a function. Later passes are not watched: that would
+# cost about a microsecond for every operation of R.
+_quiet: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+# What drops at random, and the names of its arguments by place: only those up to the probability matter.
+_PLAIN = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys(_PLAIN, ("input", "p", "training")),
+    torch.dropout: ("input", "p", "train"),
+    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p"),
+    F.multi_head_attention_forward: (*map(str, range(10)), "dropout_p"),
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training"),
+}
+_LAYER = "banach.nn.Dropout({p:g})"
+_ATTENTION = f"banach.nn.scaled_dot_product_attention(q, k, v, dropout=layer) with layer = {_LAYER}"
+
+
+class Watch(TorchFunctionMode):
+    """Raises a RuntimeError, with advice, when R calls a function that a pass cannot care for.
+
+    A function that drops draws another mask at every evaluation. If R is a plain function, the buffers of a batch
+    norm that it calls in train mode cannot be kept for the pass.
+    """
+
+    def __init__(self, R: Any) -> None:
+        super().__init__()
+        self.R = R
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None and isinstance(self.R, nn.Module):
+            _quiet.add(self.R)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ARGUMENTS:
+            given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
+            if func is F.batch_norm:
+                self._check_statistics(given)
+            elif given.get("training", given.get("train", True)):
+                _check_probability(func, given.get("p", given.get("dropout_p", 0.0)))
+        return func(*args, **kwargs)
+
+    def _check_statistics(self, given: dict[str, Any]) -> None:
+        tracked = given.get("training", False) and given.get("running_mean") is not None
+        if tracked and not isinstance(self.R, nn.Module):
+            raise RuntimeError(
+                f"R is a {type(self.R).__name__} that calls batch_norm in train mode, whose statistics have to be "
+                "kept for a whole pass: give ImplicitNetwork the module itself as R"
+            )
+
+
+def _check_probability(func: Any, p: float) -> None:
+    if p:
+        advice = (_LAYER if "dropout_p" not in _ARGUMENTS[func] else _ATTENTION).format(p=p)
+        raise RuntimeError(
+            f"R calls {getattr(func, '__name__', func)} with a dropout probability of {p:g}, which draws a new "
+            "mask at every evaluation, so there is no fixed point to find: make a layer in R's __init__ and use "
+            f"{advice}"
+        )
+
+
+def watch_over(R: Any) -> Watch | None:
+    """Return the watch over a pass: the first train-mode pass of a module, every pass of a plain function.
+
+    None if Dynamo compiles some of R, because it would compile the watch too.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if isinstance(R, nn.Module):
+        return Watch(R) if R.training and R not in _quiet and not is_compiled(R.modules()) else None
+    return None if hasattr(R, "_torchdynamo_orig_callable") or is_compiling() else Watch(R)

@@ -1,0 +1,139 @@
+"""What surrounds a solve: grad mode, forward mode, autocast, torch.func, Dynamo; and the rounding of T."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from banach.latent import Space
+
+F = TypeVar("F", bound=Callable[..., Any])
+TF32_EPS = 2.0**-10
+
+# None of these are public, so they may be missing in some version of torch.
+is_transformed: Callable[[], bool]  # True inside a torch.func transform
+try:
+    from torch._C import _are_functorch_transforms_active as is_transformed
+except ImportError:
+
+    def is_transformed() -> bool:
+        return True
+
+
+try:
+    from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+except ImportError:
+
+    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
+        return False
+
+
+_dynamo_callback: Callable[[], object]
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo_callback
+except ImportError:
+
+    def _dynamo_callback() -> object:
+        return None
+
+
+def is_compiling() -> bool:
+    """Return True if Dynamo traces this call, or compiles the functions that are called from here.
+
+    Dynamo cannot trace a loop with host checks. It runs that eagerly and compiles the functions it calls.
+    """
+    return torch.compiler.is_compiling() or _dynamo_callback() not in (None, False)
+
+
+def is_exporting() -> bool:
+    """Return True inside torch.export. (torch 2.11 also says so under torch.compile, where the loop is traced.)"""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def is_vmapped(tensor: Tensor) -> bool:
+    """Return True if torch.func.vmap maps over this tensor."""
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)  # of torch.func.grad
+    return False
+
+
+def without_derivatives(function: F) -> F:
+    """Make the function run without recording gradients and without carrying tangents.
+
+    The same as `torch.no_grad()` and `without_tangents()`, at a fraction of their time. No derivative is taken
+    through a solve: `attach` gives the derivative of z*.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                return function(*arguments, **named)
+        recorded, carried = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        torch._C._set_fwd_grad_enabled(False)
+        try:
+            return function(*arguments, **named)
+        finally:
+            torch._C._set_grad_enabled(recorded)
+            torch._C._set_fwd_grad_enabled(carried)
+
+    return cast(F, run)
+
+
+@contextmanager
+def without_tangents() -> Iterator[None]:
+    """Turn forward mode off, as `torch.no_grad` turns off recording. (Dynamo does not trace that mode.)"""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before = torch._C._is_fwd_grad_enabled()
+    torch._C._set_fwd_grad_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_fwd_grad_enabled(before)
+
+
+def rounding(space: Space) -> float:
+    """Return eps of the type T computes in: autocast's, TF32's where that is allowed, else the latent's own."""
+    if space.autocast and space.dtype != torch.float64:  # which autocast leaves alone
+        return float(torch.finfo(torch.get_autocast_dtype(space.device.type)).eps)
+    if space.device.type == "cuda" and space.dtype == torch.float32 and _tf32_allowed():
+        return TF32_EPS
+    return float(torch.finfo(space.dtype).eps)
+
+
+def without_autocast(space: Space) -> AbstractContextManager[Any]:
+    """Turn autocast off: norms, histories and Gram matrices are computed in the type of the rows."""
+    return torch.autocast(space.device.type, enabled=False) if space.autocast else nullcontext()
+
+
+def with_autocast_of(space: Space, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, called under the autocast that is on now, wherever it is called from."""
+    if not space.autocast:
+        return function
+    kind = space.device.type
+    dtype = torch.get_autocast_dtype(kind)
+
+    def under_autocast(*arguments: Any) -> Any:
+        with torch.autocast(kind, dtype=dtype):
+            return function(*arguments)
+
+    return under_autocast
+
+
+def _tf32_allowed() -> bool:
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    try:
+        return any(switch.allow_tf32 for switch in switches)
+    except RuntimeError:  # set through the newer per-operator switches, which refuse to be read by the old name
+        newer = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None))
+        return any(getattr(switch, "fp32_precision", "ieee") == "tf32" for switch in newer)

@@ -1,0 +1,140 @@
+"""Figures of training: sums on the device, their totals, one Epoch per epoch, and the History of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.provenance import numbers, plain
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Means and maxima over samples; the last five are None if no fixed point was computed."""
+
+    loss: float
+    accuracy: float
+    depth: float | None
+    max_depth: int | None
+    residual: float | None
+    max_residual: float | None
+    converged: float | None
+
+
+class MetricSums:
+    """Sums of loss, hits, depth, residual and convergence: a few kernels per step, no host sync before `read`."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Samples, loss, hits; then solved samples, depth, residual, converged, not finite.
+        self.sums = torch.zeros(8, dtype=torch.float64, device=device)
+        self.most = torch.zeros(2, dtype=torch.float64, device=device)  # depth, residual
+        self.nonfinite = 0  # samples with a nonfinite residual, set by `read`
+
+    def reset(self) -> None:
+        """Set all sums to zero, in place: a captured step adds to these tensors."""
+        self.sums.zero_()
+        self.most.zero_()
+
+    def add(self, loss: Tensor, output: Tensor, labels: Tensor, solution: Any) -> None:
+        """Add one batch: its mean loss, its output, and its `Solution`, or None."""
+        count = labels.new_full((), len(labels))
+        hits = (output.argmax(1) == labels).sum()
+        parts = [count, loss * len(labels), hits]
+        if solution is not None:
+            # Without a step there is no residual: infinity would hide those of other batches.
+            residual = torch.where(solution.steps > 0, solution.residual, torch.zeros_like(solution.residual))
+            parts += [count, solution.steps.sum(), residual.double().sum(), solution.converged.sum()]
+            parts.append(solution.nonfinite.sum())
+            most = torch.stack([solution.steps.max(), residual.max()]).double()
+            torch.maximum(self.most, most, out=self.most)
+        self.sums[: len(parts)] += torch.stack([part.detach().double() for part in parts])
+
+    def read(self) -> Totals:
+        """Return the means, with one host sync."""
+        figures = torch.cat([self.sums, self.most]).tolist()
+        count, loss, hits, solved, depth, residual, converged, nonfinite, *most = figures
+        self.nonfinite = int(nonfinite)
+        if not count:
+            raise ValueError("cannot average over no samples; add a batch first")
+        shares = (loss / count, hits / count)
+        if not solved:
+            return Totals(*shares, None, None, None, None, None)
+        sought = most[0] > 0  # the explicit twin takes no step, so it has no residual and meets no tolerance
+        return Totals(
+            *shares,
+            depth=depth / solved,
+            max_depth=int(most[0]),
+            residual=residual / solved if sought else None,
+            max_residual=most[1] if sought else None,
+            converged=converged / solved if sought else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One epoch. Train figures are those seen while training; validation uses the averaged weights, if any.
+
+    Depth, residual and the share of converged samples are of the training solves, and None for a network without a
+    fixed point. Validation is None if nothing is held out. `sigma` is the largest singular value of dT/du that the
+    monitor measured on a few images, None if it is off. `products` counts J-products. `memory` is the peak on a
+    GPU in bytes, None elsewhere. `warm_up`: the first epoch of a process, so `seconds` includes set-up.
+    """
+
+    epoch: int
+    loss: float
+    accuracy: float
+    validation_loss: float | None
+    validation_accuracy: float | None
+    lr: float
+    depth: float | None
+    max_depth: int | None
+    residual: float | None
+    max_residual: float | None
+    converged: float | None
+    validation_depth: float | None
+    validation_converged: float | None
+    sigma: float | None
+    products: int
+    seconds: float
+    memory: int | None
+    warm_up: bool = False
+
+    @property
+    def validated(self) -> float:
+        """The validation accuracy of an epoch that has one."""
+        if self.validation_accuracy is None:
+            raise ValueError("nothing was validated; pass validation images to fit()")
+        return self.validation_accuracy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values; NaN and infinity are strings, since JSON has neither."""
+        values: dict[str, Any] = plain(dataclasses.asdict(self))
+        return values
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Epoch:
+        """Return what `to_dict` wrote. Older files have no `warm_up`."""
+        return Epoch(**{"warm_up": values.get("epoch") == 1} | numbers(values))
+
+
+@dataclass(frozen=True)
+class History:
+    """The epochs that are done. `finished` is False if a signal (`stopped_by`) ended the run early."""
+
+    epochs: tuple[Epoch, ...]
+    finished: bool
+    stopped_by: int | None = None
+
+    @property
+    def last(self) -> Epoch:
+        if not self.epochs:
+            raise ValueError("no epoch is done yet; the history is empty")
+        return self.epochs[-1]
+
+
+Tally = MetricSums  # TODO(merge): old name

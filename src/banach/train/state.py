@@ -1,0 +1,223 @@
+"""TrainState: everything that changes while a network trains, and so everything that a checkpoint holds."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from banach.data import Batches, Images
+from banach.diagnose import ContractionMonitor
+from banach.network import ImplicitNetwork
+from banach.train.checkpoint import Checkpoint, CheckpointError, Position
+from banach.train.metrics import Epoch, MetricSums
+from banach.train.settings import Settings
+
+
+class Average:
+    """The exponential moving average of the weights: a <- d a + (1 - d) w after every step, from a = w.
+
+    Parameters are averaged; buffers (batch norm's statistics, which are averages already) stay the network's.
+    """
+
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights: dict[str, Tensor] = {name: p.detach().clone() for name, p in net.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, net: nn.Module) -> None:
+        """Move the average towards the network's weights, in one kernel for all of them."""
+        own = dict(net.named_parameters())
+        torch._foreach_lerp_(list(self.weights.values()), [own[name] for name in self.weights], 1 - self.decay)
+
+    @torch.no_grad()
+    def put_into(self, net: nn.Module) -> None:
+        """Copy the averaged weights into the network."""
+        for name, p in net.named_parameters():
+            p.copy_(self.weights[name])
+
+    @contextmanager
+    def inside(self, net: nn.Module) -> Iterator[None]:
+        """Use the averaged weights in the block, then restore the network's own."""
+        own = {name: p.detach().clone() for name, p in net.named_parameters()}
+        self.put_into(net)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in net.named_parameters():
+                    p.copy_(own[name])
+
+
+class TrainState:
+    """A network in training: its optimizer, averaged weights, sums of the epoch, and position.
+
+    There is no random state to store: batches are a function of (seed, epoch, step), and `fit` seeds what the
+    network draws by the same three.
+    """
+
+    def __init__(self, net: nn.Module, batches: Batches, validation: Images | None, settings: Settings) -> None:
+        self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
+        self.device = settings.torch_device
+        self.implicit = isinstance(net, ImplicitNetwork)
+        self.optimizer = settings.make_optimizer(net)
+        self.metrics = MetricSums(self.device)
+        self.average = None if settings.ema is None else Average(net, settings.ema)
+        self.monitor = ContractionMonitor(seed=settings.seed)
+        self.epoch = self.step = 0
+        self.done: list[Epoch] = []
+        self.warm_up, self.begun_at = True, 0
+        self.begin_epoch()
+
+    @property
+    def tally(self) -> MetricSums:  # TODO(merge): old name of metrics
+        return self.metrics
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.step)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this epoch, before an interruption and since."""
+        return self.spent + time.perf_counter() - self.since
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step of this epoch."""
+        settings = self.settings
+        return settings.lr * settings.schedule.multiplier(self.epoch + step / len(self.batches), settings.epochs)
+
+    def changing(self) -> Iterator[Tensor]:
+        """Yield every existing tensor that a training step changes in place."""
+        yield from self.net.parameters()
+        yield from self.net.buffers()
+        yield from (self.metrics.sums, self.metrics.most)
+        if self.average is not None:
+            yield from self.average.weights.values()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def begin_epoch(self) -> None:
+        """Reset the sums, the counts and the clock."""
+        self.metrics.reset()
+        self.products, self.spent = 0, 0.0
+        self.begin_clock()
+
+    def begin_clock(self) -> None:
+        """Measure time and peak memory from now on."""
+        self.since = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def end_epoch(self, epoch: Epoch) -> None:
+        """Store the figures of an epoch and go to the next one."""
+        self.done.append(epoch)
+        self.warm_up = self.warm_up and self.step == self.begun_at  # no step of this epoch was left
+        self.begun_at = 0
+        self.epoch, self.step = self.epoch + 1, 0
+        self.begin_epoch()
+
+    def identity(self) -> dict[str, str]:
+        """Return what must be the same for a run to resume."""
+        parts = {"train": self.batches.images, "validation": self.validation, "augment": self.batches.augment}
+        return _reprs(parts) | described(self.net, self.settings)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor that a checkpoint holds."""
+        kept = {f"net.{name}": _tensor(name, value) for name, value in self.net.state_dict().items()}
+        kept |= {"tally.sums": self.metrics.sums, "tally.most": self.metrics.most}
+        if self.average is not None:
+            kept |= {f"average.{name}": value for name, value in self.average.weights.items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            kept |= {f"optimizer.{index}.{key}": v for key, v in values.items() if isinstance(v, Tensor)}
+        return kept
+
+    def state(self, identity: Mapping[str, str]) -> dict[str, Any]:
+        """Return the rest of a checkpoint, as plain values."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "products": self.products,
+            "seconds": self.seconds,
+            "warned": self.monitor.warned,
+            "done": [epoch.to_dict() for epoch in self.done],
+            "identity": dict(identity),
+        }
+
+    def restore(self, checkpoint: Checkpoint, identity: Mapping[str, str]) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            CheckpointError: if it is of another network, other data or other settings.
+        """
+        check_identity(checkpoint.state["identity"], identity)
+        try:
+            self.net.load_state_dict(checkpoint.under("net"))
+        except RuntimeError as error:
+            raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
+        try:
+            self._restore_rest(checkpoint)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
+
+    def _restore_rest(self, checkpoint: Checkpoint) -> None:
+        tensors, state = checkpoint.tensors, checkpoint.state
+        self._restore_optimizer(checkpoint.under("optimizer"))
+        if self.average is not None:
+            for name, value in checkpoint.under("average").items():
+                self.average.weights[name].copy_(value)
+        self.metrics.sums.copy_(tensors["tally.sums"])
+        self.metrics.most.copy_(tensors["tally.most"])
+        self.epoch, self.step, self.products = state["epoch"], state["step"], state["products"]
+        self.spent, self.since = state["seconds"], time.perf_counter()
+        self.monitor.warned, self.begun_at = state["warned"], self.step
+        self.done = [Epoch.from_dict(values) for values in state["done"]]
+
+    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def described(net: Any, settings: Settings) -> dict[str, str]:
+    """Return the settings, and how a network finds and differentiates its fixed point; the device may change."""
+    fixed_point = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
+    given = {f"setting {key}": value for key, value in settings.to_dict().items() if key != "device"}
+    return _reprs({name: getattr(net, name) for name in fixed_point} | given)
+
+
+def check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuse to resume with something else. A setting newer than the run had its default then."""
+    kept = {**{f"setting {key}": repr(value) for key, value in Settings().to_dict().items()}, **kept}
+    del kept["setting device"]
+    for name in sorted({*kept, *now}):
+        if kept.get(name) != now.get(name):
+            raise CheckpointError(
+                f"the run was started with {name}={kept.get(name)}, got {now.get(name)}; resume with the same one"
+            )
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise TypeError(f"the network's {name} must be a tensor to be checkpointed, got {kind}")
+    return value
+
+
+def _reprs(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the repr of each part, without addresses in memory and devices."""
+    return {
+        name: re.sub(r" on \w+(:\d+)?\)$", ")", re.sub(r" at 0x[0-9a-f]+", "", repr(part)))
+        for name, part in parts.items()
+    }
+
+
+Work = TrainState  # TODO(merge): old name

@@ -1,0 +1,284 @@
+"""Other weights and layers compute the same: bf16 weights, fused blocks, window convolutions, channels_last."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from banach import ImplicitNetwork, Tolerance, WorstPixel, models
+from banach.fast import FixedDepth, channels_last, plan
+from banach.fast.plan import convolves_in_tf32
+from banach.fast.weights import (
+    Bf16Weights,
+    FusedStack,
+    WindowConv2d,
+    forget_packed,
+    frozen_copy,
+    with_fused_blocks,
+    with_windows,
+)
+
+
+def stacks_of(part: nn.Module) -> list[FusedStack]:
+    return [module for module in part.modules() if isinstance(module, FusedStack)]
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-2, max_steps=20)).train()
+    net.S.drop.p = 0.0
+    return net
+
+
+def gradients(bf16: bool) -> tuple[Any, torch.Tensor]:
+    net = network()
+    made = FixedDepth(net, plan(net, precision="bf16" if bf16 else "fp32"))
+    d = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    made.refresh()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = made(d, 6)[0]
+    F.cross_entropy(output.float(), torch.arange(6)).backward()
+    made.collect()
+    return net, output
+
+
+def test_outputs_gradients_and_statistics_are_those_of_autocast() -> None:
+    (own, expected), (net, output) = gradients(False), gradients(True)
+    torch.testing.assert_close(output, expected)
+    for (name, a), b in zip(net.named_parameters(), own.parameters(), strict=True):
+        assert a.grad is not None, name
+        assert a.grad.dtype == torch.float32
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+    for (name, a), b in zip(net.named_buffers(), own.buffers(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_refresh_follows_the_originals_and_collect_fills_them() -> None:
+    layer: Any = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    made = Bf16Weights({"layer": layer})
+    copy = made.modules["layer"]
+    assert copy[0].weight.dtype == torch.bfloat16
+    assert copy[1].weight is layer[1].weight
+    with torch.no_grad():
+        layer[0].weight.fill_(1.5)
+    made.refresh()
+    assert bool((copy[0].weight == 1.5).all())
+    (copy[0](torch.ones(4, 3, dtype=torch.bfloat16)).float().sum()).backward()
+    made.collect()
+    torch.testing.assert_close(layer[0].weight.grad, torch.full((2, 3), 4.0))
+    made.refresh()
+    assert copy[0].weight.grad is None
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    shared = Bf16Weights({"Q": first, "R": torch.tanh, "S": second})
+    assert shared.modules["Q"].weight is shared.modules["S"].weight
+    assert shared.modules["R"] is torch.tanh
+    assert len(shared.originals) == 3
+
+
+def test_modules_without_a_matrix_of_their_own_are_stepped_too() -> None:
+    """Parametrised weights are no parameters of their layers, and norms keep theirs in fp32: nothing is left."""
+    made = Bf16Weights(
+        {"norm": nn.LayerNorm(2), "Q": nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False))}
+    )
+    assert made.originals == []
+    made.refresh()
+    made.collect()
+
+
+def latent_map() -> Any:
+    torch.manual_seed(0)
+    net = models.build("cifar10")
+    assert isinstance(net, ImplicitNetwork)
+    return net.R.double().train()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    u, v = (torch.randn(2, 35, 4, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    return u, v
+
+
+def test_the_same_value_gradient_and_statistics() -> None:
+    own, other = latent_map(), latent_map()
+    fused = with_fused_blocks(other)
+    u, v = inputs()
+    expected, value = own(u, v), fused(u, v)
+    torch.testing.assert_close(value, expected)
+    expected.square().sum().backward()
+    value.square().sum().backward()
+    for (name, a), b in zip(own.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, msg=name)
+    for (name, a), b in zip(own.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(b, a, msg=name)
+
+
+def test_a_frozen_stack_keeps_no_statistics_and_packs_once() -> None:
+    R = latent_map()
+    before = copy.deepcopy(R.state_dict())
+    twin = frozen_copy(with_fused_blocks(R))
+    u, v = inputs()
+    with torch.no_grad():
+        value = twin(u, v)
+        torch.testing.assert_close(value, latent_map()(u, v))
+        assert all(torch.equal(value, before[name]) for name, value in R.state_dict().items())
+        for p in R.parameters():
+            p.mul_(0.5)
+        torch.testing.assert_close(twin(u, v), value)  # packed before the change
+        forget_packed(twin)
+        assert not torch.allclose(twin(u, v), value)
+
+
+def test_only_stacks_are_replaced_and_their_blocks_are_not_children() -> None:
+    net = models.build("cifar10")
+    assert isinstance(net, ImplicitNetwork)
+    fused = with_fused_blocks(net.Q)
+    assert [type(child).__name__ for child in fused.children()] == ["Conv2d", "FusedStack", "FusedStack"]
+    assert fused.conv.weight is net.Q.conv.weight
+    assert isinstance(net.Q.stage1, nn.Sequential)
+    assert sum(p.numel() for p in fused.parameters()) == net.Q.conv.weight.numel() + net.Q.conv.bias.numel()
+    again = copy.deepcopy(fused)
+    assert stacks_of(again)[0].blocks[0] is net.Q.stage1[0]
+
+
+def test_other_networks_have_nothing_to_fuse() -> None:
+    for name in ("mnist", "svhn", "digits"):
+        assert not stacks_of(with_fused_blocks(models.build(name)))
+    net: Any = models.build("cifar10", batch_norm=False)
+    assert not stacks_of(with_fused_blocks(net.R))
+    assert len(stacks_of(with_fused_blocks(net.Q))) == 2
+    assert isinstance(with_fused_blocks(net.Q.stage1), FusedStack)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where a graph goes on
+def test_what_is_around_a_stack_compiles() -> None:
+    """A stack is called as it is between compiled pieces."""
+    torch.manual_seed(0)
+    Q: Any = models.build("cifar10").Q.double().eval()  # type: ignore[union-attr]
+    Q.stage1, Q.stage2 = Q.stage1[:1], Q.stage2[:1]
+    d = torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    compiled = torch.compile(with_fused_blocks(Q), backend="aot_eager")
+    value = compiled(d)
+    torch.testing.assert_close(value, Q(d))
+    gradients = torch.autograd.grad(Q(d).square().sum(), list(Q.parameters()))
+    for a, b in zip(torch.autograd.grad(value.square().sum(), list(Q.parameters())), gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_a_fused_step_is_near_the_plain_one() -> None:
+    """The first loss and the gradients of a bf16 step, against the network itself in fp32."""
+    torch.manual_seed(0)
+    net: Any = (
+        models.build("cifar10", tolerance=Tolerance(atol=0.1, max_steps=50, norm=WorstPixel())).cuda().train()
+    )
+    for module in net.modules():
+        if isinstance(module, (nn.Dropout, nn.Dropout2d)):
+            module.p = 0.0
+    d, y = torch.randn(64, 3, 32, 32, device="cuda"), torch.randint(10, (64,), device="cuda")
+    F.cross_entropy(net(d), y).backward()
+    exact = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    made: Any = FixedDepth(net, plan(net, precision="bf16"))
+    assert stacks_of(made.Q)
+    made.refresh()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        output, reached, _ = made(d, 12)
+    F.cross_entropy(output.float(), y).backward()
+    made.collect()
+    cosine = torch.nn.functional.cosine_similarity(
+        torch.cat([p.grad.flatten() for p in net.parameters()]), torch.cat([g.flatten() for g in exact]), dim=0
+    )
+    assert float(cosine) > 0.98
+    assert float(reached.residual.max()) < 0.1
+
+
+def windows(part: nn.Module) -> list[nn.Module]:
+    return [layer for layer in part.modules() if isinstance(layer, WindowConv2d)]
+
+
+@pytest.mark.parametrize(("name", "image"), [("mnist", (1, 28, 28)), ("svhn", (3, 32, 32))])
+def test_the_same_value_and_gradients(name: str, image: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    Q: Any = models.build(name).double().eval().Q
+    other = with_windows(Q)
+    assert windows(other)
+    assert not windows(Q)
+    assert all(a is b for a, b in zip(Q.parameters(), other.parameters(), strict=True))
+    d = torch.randn(2, *image, dtype=torch.float64)
+    wanted = Q(d)
+    value = other(d)
+    torch.testing.assert_close(value, wanted)
+    gradients = torch.autograd.grad(wanted.square().sum(), list(Q.parameters()))
+    for a, b in zip(torch.autograd.grad(value.square().sum(), list(Q.parameters())), gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_windows_have_bf16_weights_and_their_gradients_are_collected() -> None:
+    layer = with_windows(nn.Sequential(nn.Conv2d(2, 3, 3)))
+    bf16 = Bf16Weights({"Q": layer})
+    x = torch.randn(1, 2, 4, 4)
+    bf16.refresh()
+    out = bf16.modules["Q"](x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    bf16.collect()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_autocast_has_the_last_word_on_the_type() -> None:
+    layer = with_windows(nn.Sequential(nn.Conv2d(2, 3, 3)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(1, 2, 4, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(65, 3, 3),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 3, dilation=2),
+        nn.Conv2d(4, 4, (3, 1)),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
+        nn.Conv1d(4, 4, 3),
+    ],
+    ids=str,
+)
+def test_other_convolutions_stay(layer: nn.Module) -> None:
+    assert not windows(with_windows(nn.Sequential(layer)))
+
+
+def test_tf32_is_read_from_the_new_flags() -> None:
+    """The old flag raises where the new one was set."""
+    backends: Any = torch.backends.cudnn
+    conv = backends.conv
+    before = conv.fp32_precision
+    try:
+        conv.fp32_precision = "ieee"
+        assert not convolves_in_tf32()
+        conv.fp32_precision = "tf32"
+        assert convolves_in_tf32()
+    finally:
+        conv.fp32_precision = before
+
+
+def test_channels_last_stays_through_the_network() -> None:
+    """The weights are the same numbers, and what the network makes of an image follows them."""
+    torch.manual_seed(0)
+    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-9, max_steps=300)).double().eval()
+    d = torch.randn(3, 1, 8, 8, dtype=torch.float64)
+    before, weights = net(d), [p.detach().clone() for p in net.parameters()]
+    assert channels_last(net) is net
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), weights, strict=True))
+    assert net.Q(d).is_contiguous(memory_format=torch.channels_last)
+    after, found = net(d, solution=True)
+    assert found.value.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,68 @@
+"""The Triton kernels without a GPU: interpreted against float64 or `solve`, and compiled for an H200."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach.kernels import has_triton
+from kernels.window_cases import CASES
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_triton(), reason="Triton is not installed")]
+TESTS = Path(__file__).resolve().parent.parent
+MOST_SHARED = 227 * 1024  # bytes that a program on an H200 can have
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(TESTS), str(TESTS.parent / "src"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    program = [sys.executable, str(TESTS / "kernels" / name), *arguments]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_stack_agrees_with_float64() -> None:
+    found = run("interpret.py", "stack")
+    assert len(found) == 4
+    for name, errors in found.items():
+        for kind, error in errors.items():
+            # A bf16 value may round to the other side of zero, where the leaky ReLU has another slope.
+            assert error < (2e-6 if "float32" in name else 6e-3 if kind == "output" else 1e-1), f"{name}: {kind}"
+
+
+def test_convolutions_agree_with_float64() -> None:
+    found = run("interpret.py", "window")
+    assert len(found) == 2 * len(CASES)
+    for name, of in found.items():
+        assert max(of.values()) < (1e-6 if "float32" in name else 6e-3), name
+
+
+def test_a_latent_solve_agrees_with_solve() -> None:
+    found = run("interpret.py", "latent")
+    assert found.pop("alone") == {"first": -1, "nan": 1, "ok": 0}
+    assert found.pop("eval, too large")["ends"] == 0  # in two float16 parts it is not finite somewhat earlier
+    assert found.pop("of size 2e+06")["ends"] > 0  # infinite there, and not in float32
+    assert found.pop("of size 1e-06")["value"] < 1e-3  # float16 does not reach as low as float32
+    assert len(found) == 18
+    for name, errors in found.items():
+        assert errors["steps"] == errors["ends"] == 0, name
+        assert errors["value"] < 1e-6, name
+        assert errors["residual"] < 1e-3, name  # of a difference of iterates, which is small itself
+    assert found["three programs, train"]["least steps"] > 5
+
+
+def test_a_latent_solve_fits_a_multiprocessor_and_uses_tensor_cores() -> None:
+    found = run("compile_latent.py")
+    assert len(found) == 12
+    for name, facts in found.items():
+        assert facts["shared"] <= facts["asked"] <= MOST_SHARED, name
+        assert facts["products"] >= 8, name
+        assert facts["registers"] <= 255, name
+        assert facts["spilled"] <= 1024, name  # of float32 products by four warps, which is faster than by eight

@@ -1,0 +1,137 @@
+"""The codec of records, intervals and verdicts, tables and placeholders of pages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from banach.train import RunError
+from reproduction import codec, report
+from reproduction.intervals import Interval, verdict
+from reproduction.study import Options, origins, parallel, store, table
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: int
+    share: float
+    flag: bool
+    inner: Inner
+    parts: tuple[Inner, ...]
+    pair: tuple[int, str]
+    by_name: dict[str, list[float]]
+
+
+FULL = Outer(3, math.inf, True, Inner("a", 1.5), (Inner("b"),), (1, "x"), {"k": [1.0, -math.inf]})
+
+
+def test_dataclasses_come_back_as_they_were(tmp_path: Path) -> None:
+    store(tmp_path / "rows.jsonl", [FULL, FULL], torch.device("cpu"))
+    store(tmp_path / "rows.jsonl", [FULL], torch.device("cpu"), append=True)
+    assert codec.read(Outer, tmp_path / "rows.jsonl") == [FULL] * 3
+    assert "(3 records)" in origins(tmp_path / "rows.jsonl")
+    assert codec.read(Outer, tmp_path / "no.jsonl") == []
+    assert math.isnan(codec.decode(float, codec.encode(math.nan)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("count", 1.5, ".count must be int"),
+        ("count", True, ".count must be int"),
+        ("share", "much", ".share must be float"),
+        ("inner", [], ".inner must be an object"),
+        ("inner", {"value": 1}, "name"),
+        ("parts", {}, ".parts must be"),
+        ("inner", {"name": "a", "value": "b"}, ".inner.value must be float"),
+    ],
+)
+def test_what_does_not_fit_is_named(key: str, value: Any, words: str, tmp_path: Path) -> None:
+    line = {**codec.encode(FULL), key: value}
+    codec.write_lines(tmp_path / "rows.jsonl", [line])
+    with pytest.raises(RunError, match=words):
+        codec.read(Outer, tmp_path / "rows.jsonl")
+
+
+def test_a_damaged_file_is_named_and_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"epoch": 1}\n{"epo')
+    assert codec.read_lines(path) == [{"epoch": 1}]
+    path.write_text('{"epoch": 1\n{"epoch": 2}\n')
+    with pytest.raises(RunError, match="is damaged"):
+        codec.read_lines(path)
+
+
+def test_intervals_by_the_t_quantile() -> None:
+    ours = Interval.of([99.0, 99.2, 99.4])
+    assert ours.half == pytest.approx(4.3027 * 0.2 / 3**0.5, rel=1e-4)  # t of 2 degrees of freedom
+    assert str(ours) == "99.20 ± 0.50 (n = 3)"
+    assert f"{Interval.of([1.0]):+.1f}" == "+1.0"
+    assert math.isnan(Interval.of([1.0]).half)
+    with pytest.raises(ValueError, match="at least one"):
+        Interval.of([])
+
+
+def test_the_difference_of_means_is_welchs() -> None:
+    from scipy.stats import ttest_ind
+
+    a, b = [93.4, 93.5, 93.2], [92.5, 92.7, 92.6, 93.0]
+    wanted = ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    ours = Interval.of(a).minus(Interval.of(b))
+    assert (ours.mean - ours.half, ours.mean + ours.half) == pytest.approx((wanted.low, wanted.high))
+    assert ours.count == 3
+    assert math.isnan(Interval.of(a).minus(Interval.of([1.0])).half)
+    assert Interval.of([1.0, 1.0]).minus(Interval.of([1.0, 1.0])).half == 0
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "count", "full", "wanted"),
+    [
+        (99.3, 0.2, 3, True, "reproduced"),  # contains 99.4
+        (99.8, 0.1, 3, True, "reproduced"),  # lies above
+        (99.0, 0.1, 5, True, "not reproduced"),
+        (99.0, 0.5, 3, True, "undecided"),  # contains it, too wide
+        (99.9, 0.4, 3, True, "undecided"),
+        (98.0, 0.5, 3, True, "not reproduced"),
+        (99.3, 0.2, 3, False, "untested"),
+        (99.9, 0.1, 2, True, "untested"),
+    ],
+)
+def test_the_four_verdicts(mean: float, half: float, count: int, full: bool, wanted: str) -> None:
+    assert verdict(Interval(mean, half, count), 99.4, full=full) == wanted
+    assert verdict(None, 99.4) == "untested"
+
+
+def test_pages_show_values_and_name_those_that_are_missing() -> None:
+    values = {"a": {"x.y": 1.234, "i": Interval(2.0, 0.5, 3), "s": "text"}, "empty": {}}
+    text = "{a.x.y:.1f} {a.i} {a.i:.1f} {a.s:.2f} {empty.z} {other.z} {not a placeholder}"
+    assert report.fill(text, values) == "1.2 2.00 ± 0.50 2.0 ± 0.5 text not run {other.z} {not a placeholder}"
+    with pytest.raises(ValueError, match=r"names a\.q"):
+        report.fill("{a.q}", values)
+
+
+def test_tables_show_numbers_dashes_and_bars() -> None:
+    shown = table([Inner("a|b", 0.123456), Inner("c")])
+    assert shown.splitlines() == ["| name | value |", "| --- | --- |", "| a\\|b | 0.1235 |", "| c | - |"]
+    assert table([]) == "(no records)"
+    assert "| 1,000 | yes | 1.00e+06 |" in table([(1000, True, 1e6)], ("a", "b", "c"))
+
+
+def _double(item: int, options: Options) -> tuple[int, int]:
+    return 2 * item, options.workers
+
+
+def test_work_is_shared_between_processes() -> None:
+    assert parallel(_double, [1, 2], Options(workers=2)) == [(2, 1), (4, 1)]
+    assert parallel(_double, [1], Options(workers=2)) == [(2, 2)]

@@ -1,0 +1,212 @@
+"""Studies of trainings, their values by hand, and the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from banach import RMS, ImplicitNetwork, Neumann, models
+from reproduction import accelerate, codec, figures, neumann, table1, table2
+from reproduction.__main__ import _modules, main
+from reproduction.study import Options
+from reproduction.trainings import Epoch, Final, Point, Totals, Training
+
+ROOT = Path(__file__).parents[2]
+
+
+def training(job: str, accuracy: float, seconds: float = 1.0, **changes: Any) -> Training:
+    """A training of three epochs; the first one warms up, and the released protocol is two points worse."""
+    data = job.removeprefix("table2-").partition("-")[0]
+    settings = {
+        "data": data,
+        "model": data,
+        "recipe": "released",
+        "epochs": 100,
+        "subset": None,
+        "batch_size": 100,
+    }
+    points = [Point(epoch=k, clean=Totals(accuracy=accuracy - (3 - k) / 10)) for k in (1, 2, 3)]
+    points = [replace(p, released=Totals(accuracy=p.clean.accuracy - 0.02)) for p in points]
+    times = (9.0, seconds, seconds)
+    epochs = [Epoch(epoch=k, loss=1.0, seconds=t, warm_up=k == 1, converged=1.0) for k, t in enumerate(times, 1)]
+    made = Training(
+        job=job,
+        settings=settings,
+        segments=({"device": "cpu", "torch": "2", "commit": "abc"},),
+        final=Final(test=data, parameters=1, clean=Totals(accuracy=accuracy, depth=4.0)),
+        test=tuple(points),
+        epochs=tuple(epochs),
+    )
+    return replace(made, **changes)
+
+
+def short(one: Training, epochs: int) -> Training:
+    return replace(one, settings={**one.settings, "epochs": epochs})
+
+
+def test_the_longest_runs_of_a_group_are_judged_and_reruns_count() -> None:
+    rows = [training(f"mnist-jfb-seed{s}", 0.993 + s / 1000) for s in range(3)]
+    rows += [training("table1-mnist-jfb-seed0", 0.994), short(training("mnist-jfb-seed9", 0.5), 40)]
+    rows += [training(f"mnist-twin-seed{s}", 0.99 + s / 1000) for s in range(3)]
+    found = table1.values(rows)
+    assert found["mnist-jfb.n"] == 4
+    assert found["mnist-jfb.clean"] == "99.40 ± 0.13"
+    assert found["mnist-jfb.verdict"] == "reproduced"
+    assert found["mnist-jfb.released_verdict"] == "not reproduced"
+    assert found["mnist-gain.clean"].startswith("+0.30 ± ")
+    assert found["svhn-jfb.verdict"] == "untested"
+    assert "| 40 of 100 | 1 |" in found["table"]
+    alone = table1.values(rows[:1])
+    assert alone["mnist-jfb.verdict"] == "untested (one seed, full length)"
+    assert table1.values([short(row, 40) for row in rows])["mnist-jfb.verdict"] == "untested"
+
+
+def test_settings_of_our_own_are_never_a_verdict() -> None:
+    found = table1.values([training(f"svhn-jfb-decayed-seed{s}", 0.96) for s in range(3)])
+    assert found["svhn-jfb-decayed.verdict"] == "-"
+    assert found["svhn-jfb.verdict"] == "untested"
+
+
+def test_the_pair_of_the_second_table_by_hand() -> None:
+    rows = [training(f"table2-mnist-jfb-pair-seed{s}", 0.99, 2.0) for s in range(3)]
+    rows += [training(f"table2-mnist-cg-pair-seed{s}", 0.98 + s / 1000, 6.0 + s) for s in range(3)]
+    found = table2.values(rows)
+    assert found["mnist.ratio"].mean == pytest.approx(3.5)
+    assert found["mnist.range"] == "3.00 to 4.00"
+    assert found["mnist.n"] == 3
+    assert found["mnist.gain_verdict"] == "untested"  # a short training decides nothing about accuracy
+    assert found["mnist.ratio_verdict"] == "undecided"  # half-width 1.24
+    assert found["svhn.ratio_verdict"] == "untested"
+    assert table2.PAPER["cifar10"] == pytest.approx(3.62, abs=0.01)
+
+
+def test_a_share_below_one_is_never_shown_as_all() -> None:
+    assert table2._percent([1.0, 0.99999]) == "99.99%"
+    assert table2._percent([1.0, None]) == "100%"
+
+
+def test_shares_of_solved_equations_and_skipped_batches() -> None:
+    counts = {"adjoint CONVERGED": 30, "adjoint MAX_STEPS": 10, "batch skipped": 18}
+    one = training("table2-mnist-cg-relative-plain-seed0", 0.9, segments=({"counts": counts},))
+    assert table2._solved(one) == pytest.approx(0.75)
+    assert table2._solved(replace(one, job="table2-mnist-cg-absolute-plain-seed0")) == pytest.approx(0.99)
+
+
+def test_seconds_to_a_level_and_what_a_training_spent() -> None:
+    one = training("table2-mnist-jfb-plain-seed0", 0.9, 2.0)
+    assert one.elapsed == [2.0, 4.0, 6.0]  # the first epoch counts like the others
+    assert figures.seconds_to(0.75, one) == 4.0
+    assert figures.seconds_to(0.95, one) is None
+    epochs = [replace(e, validation_accuracy=a, depth=d) for e, a, d in zip(one.epochs, (0.5, 0.7, 0.9), (10.0, 8.0, 6.0), strict=True)]  # fmt: skip  # noqa: E501
+    spent = accelerate.spent("mnist", "Picard", replace(one, epochs=tuple(epochs)), 0.7)
+    assert (spent.iterations, spent.seconds) == (18.0, 4.0)
+
+
+@pytest.mark.parametrize("order", [0, 1, 5])
+def test_an_order_of_the_study_is_the_neumann_series(order: int) -> None:
+    """By products with J' at the fixed point, against plain autograd through further evaluations of T."""
+    gradients = []
+    for mode in (neumann.mode(order), Neumann(order)):
+        torch.manual_seed(0)
+        net: Any = models.build("digits", backward=mode).double().eval()
+        d = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        gradients.append(torch.autograd.grad(net(d).square().sum(), list(net.parameters())))
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+@torch.no_grad()
+def test_picards_count_is_that_of_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    net = models.build("digits").eval()
+    assert isinstance(net, ImplicitNetwork)
+    assert isinstance(net.tolerance.norm, RMS)
+    v = net.Q(torch.randn(5, 1, 8, 8))
+    counts = []
+    for one in v.split(1):
+        u, steps, gap = torch.zeros_like(one), 0, float("inf")
+        while gap > 1e-3:
+            after = net.R(u, one)
+            gap = float((after - u).square().mean().sqrt())
+            u, steps = after, steps + 1
+        counts.append(steps)
+    row = accelerate._timed("digits", "Picard", net.R, v, replace(net.tolerance, atol=1e-3), repeats=1)
+    assert row.iterations == sum(counts) / 5
+
+
+def test_jobs_differ_in_what_their_names_say() -> None:
+    jobs = {job.name: job for job in table2.JOBS}
+    jfb, cg = (jobs[f"table2-svhn-{kind}-pair-seed1"] for kind in ("jfb", "cg"))
+    assert replace(cg, name=jfb.name, backward=jfb.backward) == jfb
+    assert jfb.settings == cg.settings
+    assert (cg.epochs, cg.batch_norm, cg.subset) == (5, False, None)
+    released: Any = jobs["table2-mnist-cg-absolute-plain-seed0"].backward()
+    assert (released.tolerance.atol, released.tolerance.max_steps) == (0.1, 50)  # the cap of the forward pass
+    late = jobs["table2-cifar10-cg-trained-bn-seed0"]
+    assert late.after is not None
+    assert late.after.name == "cifar10-jfb-seed0"
+    assert late.batch_norm
+
+
+def test_a_study_trains_what_is_missing_and_reads_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    options = Options(quick=True, device="cpu", records=tmp_path, runs=tmp_path / "runs", say=said.append)
+    monkeypatch.setattr(neumann, "QUICK", [replace(job, epochs=1, subset=64) for job in neumann.QUICK[:2]])
+    rows = neumann.run(options)
+    assert [row.group for row in rows] == ["neumann-digits-k0", "neumann-digits-k1"]
+    said.clear()
+    assert neumann.run(options) == rows
+    assert not said, "nothing is trained again"
+    assert codec.read(Training, tmp_path / "neumann.jsonl") == rows
+    assert set(neumann.figures(rows)) == {"neumann-digits"}
+
+
+def test_a_job_goes_on_from_the_weights_of_another(tmp_path: Path) -> None:
+    from reproduction import rundir, train
+
+    before = replace(neumann.QUICK[0], name="before-seed0", epochs=1, subset=64)
+    after = replace(before, name="after-seed0", after=before)
+    options = Options(device="cpu", runs=tmp_path, say=lambda line: None)
+    trainer = train.Trainer(after, options)
+    start = trainer._start()
+    assert start is not None
+    weights = rundir.read_snapshot(tmp_path / "before-seed0", 1)
+    assert all(torch.equal(value, start[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "zzz"])
+def test_a_study_is_refused_a_device_before_it_begins(device: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["memory", "--quick", "--device", device, "--records", str(tmp_path)]) == 2
+    assert device in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_everything_runs_quickly_on_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["all", "--quick"]) == 0
+    page = Path("runs/quick/docs/reproduction.md").read_text()
+    assert all(f"## {name}" in page for name in _modules())
+    assert Path("runs/quick/docs/reproduction/table1.svg").exists()
+
+
+def test_the_committed_pages_are_what_the_records_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte; figures too."""
+    monkeypatch.chdir(ROOT)
+    assert main(["report", "--docs", str(tmp_path)]) == 0
+    made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    del made[Path("reproduction.html")]
+    kept = [ROOT / "docs/reproduction.md", *sorted((ROOT / "docs/reproduction").iterdir())]
+    assert set(made) == {path.relative_to(ROOT / "docs") for path in kept}
+    for path in kept:
+        assert made[path.relative_to(ROOT / "docs")] == path.read_bytes(), path.name
+    text = made[Path("reproduction.md")].decode()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 4000
+    assert "{" not in text

@@ -1,0 +1,360 @@
+"""The training-step benchmark and the other GPU benchmarks, tiny on a CPU: contenders, counts and reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks import ladder, libraries, roofline, training_step
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.contenders import CONTENDERS, Captured, Contender, Eager, Plain, Seen, Setting, Step, hide_form
+from benchmarks.points import POINTS, Batch, Point, feed
+from benchmarks.results import Figure
+from torch import Tensor, nn
+
+from banach import models
+
+CPU = torch.device("cpu")
+TIGHT = Point("tiny", "digits", 4, 1e-11, 400, "fp32")
+LOOSE = replace(TIGHT, eps=1e-1, max_steps=50)
+FEW = replace(BENCHMARKS["mnist100"].quick, point=LOOSE)
+needs_torchdeq = pytest.mark.skipif(not libraries.has_torchdeq(), reason="torchdeq is not installed")
+solvers = pytest.mark.parametrize(
+    "name",
+    ["plain", "plain-tuned", "banach-eager"]
+    + [pytest.param(name, marks=needs_torchdeq) for name in ("torchdeq", "torchdeq-tuned", "torchdeq-euclidean")],
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(seed: int = 0) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    images = torch.randn(4, 1, 8, 8, generator=draw, dtype=torch.float64)
+    return images, torch.randint(0, 10, (4,), generator=draw)
+
+
+def still(name: str, point: Point = TIGHT, depth: int = 60) -> Step:
+    """Return a contender in float64 without dropout, so that all of them compute the same function."""
+    contender = CONTENDERS[name]
+    net = contender.change(point.network(CPU)).double()
+    for module in net.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return contender.make(net, Setting(point, "fp32", CPU, depth))
+
+
+def gradient(step: Step) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in step.net.parameters() if p.grad is not None])
+
+
+def by_hand(steps: int, *, recorded: int = 1) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient of S(R(..R(u, v)..)), `recorded` passes with autograd after `steps` without."""
+    net = still("banach-eager").net
+    images, labels = batch()
+    v = net.Q(images)
+    u = torch.zeros_like(v)
+    with torch.no_grad():
+        for _ in range(steps):
+            u = net.R(u, v)
+    for _ in range(recorded):
+        u = net.R(u, v)
+    loss = F.cross_entropy(net.S(u), labels, label_smoothing=0.1)  # as the digits recipe has it
+    return loss.detach(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+
+
+def check(step: Step, expected: tuple[Tensor, Tensor], atol: float) -> None:
+    loss = step.gradients(*batch())
+    assert float(loss) == pytest.approx(float(expected[0]), abs=atol)
+    assert torch.allclose(gradient(step), expected[1], atol=atol)
+
+
+@solvers
+def test_those_that_solve_take_the_same_step(name: str) -> None:
+    step = still(name)
+    check(step, by_hand(100), 1e-8)
+    depth, excess = step.seen.read()
+    assert 10 < depth < 100
+    assert excess <= 1
+
+
+def test_unrolling_is_the_gradient_of_the_whole_loop() -> None:
+    step = still("unroll", depth=7)
+    check(step, by_hand(0, recorded=8), 1e-12)
+    assert step.seen.read()[0] == 7
+    assert step.passes(7) == (8, 8)
+
+
+def test_the_explicit_twin_solves_nothing() -> None:
+    step = still("explicit")
+    check(step, by_hand(0), 1e-12)
+    depth, excess = step.seen.read()
+    assert depth == 0
+    assert math.isnan(excess)
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("torchdeq", marks=needs_torchdeq)])
+def test_the_same_test_stops_at_the_same_step(name: str) -> None:
+    for seed in range(3):
+        theirs, ours = still(name, LOOSE), still("banach-eager", LOOSE)
+        theirs.gradients(*batch(seed))
+        ours.gradients(*batch(seed))
+        found, expected = theirs.seen.read(), ours.seen.read()
+        assert found[0] == expected[0] > 2
+        assert found[1] == pytest.approx(expected[1], rel=1e-9)
+
+
+@needs_torchdeq
+def test_the_norm_of_a_sample_stops_later_never_earlier() -> None:
+    sample, pixel = still("torchdeq-euclidean", LOOSE), still("torchdeq", LOOSE)
+    sample.gradients(*batch())
+    pixel.gradients(*batch())
+    assert sample.seen.read()[0] > pixel.seen.read()[0]
+    assert sample.seen.read()[1] < pixel.seen.read()[1] <= 1
+
+
+def test_the_plain_loop_computes_Q_twice() -> None:
+    step = still("plain", LOOSE)
+    calls = []
+    step.net.Q.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    step(*batch())
+    assert calls == [False, True]
+
+
+def test_a_step_moves_the_weights_as_adam_with_the_recipes_rates_does() -> None:
+    step = still("plain")
+    weight: Any = step.net.S.linear.weight
+    before = weight.detach().clone()
+    step(*batch())
+    recipe = models.recipe("digits")
+    grad = weight.grad + recipe.weight_decay * before  # the first step of Adam: lr * sign, up to its eps
+    assert torch.allclose(weight, before - recipe.lr * grad / (grad.abs() + 1e-8))
+
+
+def test_contenders_go_on_from_one_network_in_training(tmp_path: Path) -> None:
+    training_step.train(FEW, tmp_path / "start.pt")
+    weights, moments, _ = torch.load(tmp_path / "start.pt", weights_only=False)
+    batches = feed(LOOSE, CPU, many=2)[0]
+    first, second = (CONTENDERS["plain"].build(Setting(LOOSE, "fp32", CPU)) for _ in range(2))
+    for step in (first, second):
+        step.load(weights, moments)
+    first(*next(batches))
+    first(*next(batches))
+    for name, value in second.net.state_dict().items():
+        assert torch.equal(value, weights[name])
+    state = second.optimizer.state_dict()["state"]
+    assert all(torch.equal(state[k]["exp_avg"], moments["state"][k]["exp_avg"]) for k in state)
+    assert state[0]["step"] == FEW.warm_up
+    assert first.optimizer.state_dict()["state"][0]["step"] == FEW.warm_up + 2
+
+
+def test_in_bf16_no_gradient_is_lost() -> None:
+    for name, contender in CONTENDERS.items():
+        if contender.missing(LOOSE, CPU) is None:
+            step = contender.build(Setting(LOOSE, "bf16", CPU, 3))
+            images, labels = batch()
+            step(images.float(), labels)
+            assert all(p.grad is not None for p in step.net.parameters()), name
+
+
+class Sloppy(Eager):
+    """In bf16 it does next to nothing, and misses eps."""
+
+    def forward(self, d: Tensor) -> Tensor:
+        output = super().forward(d)
+        if self.setting.precision == "bf16":
+            self.seen = Seen(1, lambda: 100.0)
+        return output
+
+
+class Broken(Plain):
+    def forward(self, d: Tensor) -> Tensor:
+        raise RuntimeError("no such kernel\nand more")
+
+
+def test_one_that_fails_does_not_end_the_run_and_a_precision_must_meet_eps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CONTENDERS, "broken", Contender("broken", Broken, "peer"))
+    monkeypatch.setitem(CONTENDERS, "sloppy", Contender("sloppy", Sloppy, "ours"))
+    names = ("broken", "banach-fast", "sloppy", "plain")
+    report = training_step.run(replace(FEW, contenders=names, precisions=("fp32", "bf16")))
+    assert [row["contender"] for row in report.rows] == ["sloppy", "plain"]
+    assert "broken failed: RuntimeError: no such kernel" in report.notes
+    assert "banach-fast: needs CUDA" in report.notes
+    sloppy, plain = report.details["measured"].values()
+    assert sloppy["precision"] == "fp32"
+    assert sloppy["pilots"]["bf16"]["met"] == 0
+    assert plain["host_syncs"] == plain["depth"]
+    for one in (sloppy, plain):
+        assert set(one["pilots"]) == {"fp32", "bf16"}
+        assert 0 < one["each_step"].least <= one["ms"] <= one["each_step"].most
+        assert one["images_per_second"] == pytest.approx(1e3 * LOOSE.batch / one["ms"])
+        assert (one["met"], one["peak_bytes"], one["passes"]) == (1.0, None, (one["depth"] + 1, 1))
+        assert one["residual"] <= LOOSE.eps
+        assert one["times_floor"] == pytest.approx(one["ms"] / one["floor"].ms)
+    with pytest.raises(SystemExit, match="no contender is called plane"):
+        training_step.run(replace(FEW, contenders=("plane",)))
+
+
+@pytest.mark.parametrize("name", ["mlp", "two-scales"])
+def test_all_contenders_solve_a_network_that_no_kernel_knows(name: str, tmp_path: Path) -> None:
+    settings = replace(BENCHMARKS[name].quick, point=replace(POINTS[name], batch=2))
+    report = training_step.run(settings)
+    expected = [name for name, one in CONTENDERS.items() if one.missing(settings.point, CPU) is None]
+    assert [row["contender"] for row in report.rows] == expected
+    solved = [row for row in report.rows if row["contender"] not in ("explicit", "unroll")]
+    assert {row["met %"] for row in solved} == {100}
+    assert max(row["depth"] for row in solved) - min(row["depth"] for row in solved) <= 1
+
+
+def test_a_contender_runs_in_its_own_process(tmp_path: Path) -> None:
+    one = replace(BENCHMARKS["mnist100"], name="tiny", quick=replace(FEW, contenders=("plain",), processes=1))
+    written = json.loads(one.measure(one.quick).write(tmp_path).read_text())
+    assert [row["contender"] for row in written["rows"]] == ["plain"]
+    assert written["details"]["measured"]["plain"]["processes"]["count"] == 1
+    assert written["provenance"]["settings"]["point"]["batch"] == 4
+
+
+def test_the_work_of_the_mnist_network_by_hand() -> None:
+    """R: four convolutions 32 > 32 on 9x9 pixels; S: one 32 > 16 to 7x7, then 784 > 10."""
+    n = 5
+    parts, parameters = roofline.count(POINTS["mnist100"], batch=n)
+    conv, linear = 2 * n * 81 * 9 * 32 * 32, 2 * n * 784 * 10
+    assert (parts["R"].flops, parts["R"].backward_flops) == (4 * conv, 8 * conv)
+    assert parts["S"].flops == 2 * n * 49 * 9 * 32 * 16 + linear
+    first = 2 * n * 784 * 9 * 16  # no gradient goes to the images
+    assert parts["Q"].backward_flops == first + 2 * (2 * n * 81 * 9 * 16 * 32)
+    latent, weights = n * 32 * 81, 9 * 32 * 32 + 32
+    assert parts["R"].entries == 4 * (2 * latent + weights) + 2 * 2 * latent  # and two batch norms
+    assert parameters == 54_352
+
+
+def test_the_floor_is_the_larger_of_two_times() -> None:
+    point = replace(POINTS["mnist100"], batch=2)
+    parts, parameters = roofline.count(point)
+    flops = sum(part.flops + part.backward_flops for part in parts.values()) + 3 * parts["R"].flops
+    entries = 3 * sum(part.entries for part in parts.values()) + 3 * parts["R"].entries
+    slow_memory = roofline.floor(point, roofline.Rates(1e6, {"bf16": 1e18}), "bf16", (4, 1))
+    assert slow_memory.ms == pytest.approx(1e3 * (2 * entries + 28 * parameters) / 1e6)
+    assert slow_memory.bound == "bytes"
+    slow_units = roofline.floor(point, roofline.Rates(1e18, {"fp32": 1e6}), "fp32", (4, 1))
+    assert slow_units.ms == pytest.approx(1e3 * flops / 1e6)
+    assert slow_units.bound == "flops"
+
+
+def test_a_missing_data_set_becomes_noise_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANACH_CACHE", str(tmp_path))
+    monkeypatch.delenv("BANACH_DATA", raising=False)
+    batches, title = feed(replace(POINTS["cifar512"], batch=4), CPU, many=3)
+    assert title == "random inputs (no data set for cifar10)"
+    taken = [next(batches)[0] for _ in range(4)]
+    assert taken[0].shape == (4, 3, 32, 32)
+    assert torch.equal(taken[0], taken[3])
+    assert feed(LOOSE, CPU, many=1)[1] == "digits (scikit-learn)"
+
+
+def test_the_points_are_those_of_the_paper() -> None:
+    paper = [point for point in POINTS.values() if not point.relative]
+    assert all(point.tolerance == models.recipe(point.model).tolerance for point in paper)
+    assert [(p.batch, p.precision) for p in paper] == [(100, "bf16"), (100, "fp32"), (100, "bf16"), (512, "bf16")]
+    relative = POINTS["svhn100-relative"].tolerance
+    assert (relative.atol, relative.rtol) == (0, 1e-2)
+
+
+def test_the_worst_pixel_is_the_largest_norm_over_channels() -> None:
+    a = torch.zeros(2, 3, 2, 2)
+    a[1, :, 0, 1] = torch.tensor([2.0, 3.0, 6.0])
+    a[0, 0] = 6.9
+    assert float(LOOSE.excess(a, torch.zeros_like(a))) == pytest.approx(7.0 / LOOSE.eps)
+
+
+def made(name: str, role: str, ms: float) -> dict[str, Any]:
+    return {"contender": name, "role": role, "ms": ms, "peak_bytes": 1, "met": 0.9, "processes": Figure.of([ms])}
+
+
+def test_targets_are_held_against_the_best_peer_and_the_fast_twin() -> None:
+    rows = [made("plain", "peer", 9.0), made("torchdeq", "peer", 8.0), made("unroll", "fixed", 1.0)]
+    rows += [made("explicit-fast", "twin", 0.3), made("banach-fast", "ours", 0.4)]
+    records = {row["contender"]: row for row in rows}
+    settings = BENCHMARKS["mnist100"].full
+    found = {t.what: (t.measured, t.met) for t in training_step.targets(records, settings)}
+    assert found["banach-fast, ms"] == (0.4, True)
+    assert found["times faster than the best peer, torchdeq"] == (20.0, True)
+    assert found["times as long as explicit-fast"] == (pytest.approx(4 / 3), True)
+    assert found["banach-fast, share of steps that meet eps"] == (0.9, False)
+    assert training_step.targets(records, replace(settings, device="cpu")) == []
+
+
+def test_an_r_whose_form_is_hidden_computes_the_same() -> None:
+    net: Any = models.build("mnist").eval()
+    d, known = torch.randn(2, 1, 28, 28), type(net.R)
+    with torch.no_grad():
+        before = net(d)
+        torch.testing.assert_close(hide_form(net)(d), before)
+    assert "forward" in vars(type(net.R))  # the class that kernels look at is no longer the known one
+    assert type(net.R) is not known
+
+
+@pytest.mark.filterwarnings("ignore:training steps:UserWarning", "ignore:the training step:UserWarning")
+def test_gradients_of_steps_are_those_of_the_network() -> None:
+    """On a CPU a step is the network itself, so both err alike from float64."""
+    result = BENCHMARKS["gradients-mnist100"].measure(BENCHMARKS["gradients-mnist100"].quick)
+    row = result.report.rows[0]
+    assert (row["in"], row["ratio"]) == ("fp32", pytest.approx(1, abs=0.5))
+    assert 0 < row["captured"] < 1e-4
+    assert row["cosine"] == pytest.approx(1)
+    assert not result.missed
+
+
+class Steps(Captured):
+    """Of four steps three meet eps, at depths that grow."""
+
+    def __init__(self, net: Any, setting: Setting) -> None:
+        self.taken = 0
+
+    def __call__(self, d: Tensor, y: Tensor) -> Tensor:
+        self.taken += 1
+        excess = 2.0 if self.taken % 4 == 1 else 0.5
+        self.seen = Seen(self.taken, lambda: excess)
+        return y
+
+
+def test_the_ladder_counts_steps_that_meet_eps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "Captured", Steps)
+    result = BENCHMARKS["gpu-ladder"].measure(replace(BENCHMARKS["gpu-ladder"].quick, seeds=(0,)))
+    (row,) = result.report.rows
+    assert (row["met"], row["first"], row["last"], row["depth"], row["largest"]) == (0.75, 0.5, 1.0, 4.5, 8)
+    assert result.missed == 1
+
+
+@pytest.mark.filterwarnings("ignore:training steps:UserWarning", "ignore:the training step:UserWarning")
+@pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")
+@pytest.mark.parametrize("name", ["inference", "epoch", "curves", "latent", "kernels", "depth-memory"])
+def test_further_benchmarks_run_at_tiny_sizes(name: str) -> None:
+    """On a CPU their figures mean nothing; that they run, and what they report, is tested."""
+    report = BENCHMARKS[name].run(BENCHMARKS[name].quick)
+    if name == "inference":
+        assert {row["path"] for row in report.rows} >= {"implicit, fast", "explicit, fast"}
+        assert [target.what[-1] for target in report.targets] == ["1", "1"]
+    if name == "epoch":
+        assert [row["epoch"] for row in report.rows] == [1, 2]
+        assert report.rows[1]["loss"] < report.rows[0]["loss"]
+    if name == "curves":
+        assert len(report.rows) == 4
+        assert report.targets[0].measured < 1e-3  # on a CPU both ways are the plain one
+    if name in ("latent", "kernels"):
+        assert all(math.isfinite(row["gain"]) for row in report.rows)
