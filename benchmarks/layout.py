@@ -18,31 +18,19 @@ from banach import Tolerance, WorstPixel, models
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import interleaved, ratio
 
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    batch: int
-    eps: float = 1e-1
-    max_steps: int = 50
+CASES = (("digits", 100), ("mnist", 100), ("svhn", 100), ("cifar10", 16), ("mnist", 1), ("cifar10", 1))
+TOLERANCE = Tolerance(atol=1e-1, max_steps=50, norm=WorstPixel())
 
 
 @dataclass(frozen=True)
 class Settings:
-    cases: tuple[Case, ...] = (
-        Case("digits", 100),
-        Case("mnist", 100),
-        Case("svhn", 100),
-        Case("cifar10", 16),
-        Case("mnist", 1),
-        Case("cifar10", 1),
-    )
+    cases: tuple[tuple[str, int], ...] = CASES  # network, batch
     repeats: int = 9
     least: float = 1.0
 
 
 def run(settings: Settings) -> Report:
-    rows = [row for case in settings.cases for row in _rows(case, settings.repeats)]
+    rows = [row for name, batch in settings.cases for row in _rows(name, batch, settings.repeats)]
     targets = [
         Target(f"{row['network']}, batch {row['batch']}, {row['what']}", row["gain"].median, settings.least, True)
         for row in rows
@@ -50,27 +38,26 @@ def run(settings: Settings) -> Report:
     return Report(rows, targets, ["random images; gain: time with the default format / time with channels_last"])
 
 
-def _rows(case: Case, repeats: int) -> list[Row]:
-    model = models.get(case.name)
+def _rows(name: str, batch: int, repeats: int) -> list[Row]:
+    model = models.get(name)
     draw = torch.Generator().manual_seed(0)
-    d = torch.randn(case.batch, *model.image, generator=draw)
-    y = torch.randint(model.classes, (case.batch,), generator=draw)
+    d = torch.randn(batch, *model.image, generator=draw)
+    y = torch.randint(model.classes, (batch,), generator=draw)
     made: list[Row] = []
     for what, action in (("training step", _training), ("prediction", _prediction)):
-        if case.batch == 1 and what == "training step":  # batch norm has nothing to measure
+        if batch == 1 and what == "training step":  # batch norm has nothing to measure
             continue
-        actions = {"default": action(_network(case), d, y)}
-        actions["channels_last"] = action(_network(case).to(memory_format=torch.channels_last), d, y)
+        actions = {"default": action(_network(name), d, y)}
+        actions["channels_last"] = action(_network(name).to(memory_format=torch.channels_last), d, y)
         seconds = interleaved(actions, repeats)
         gain = ratio(seconds["default"], seconds["channels_last"])
-        made.append({"network": case.name, "batch": case.batch, "what": what, "gain": gain})
+        made.append({"network": name, "batch": batch, "what": what, "gain": gain})
     return made
 
 
-def _network(case: Case) -> Any:
+def _network(name: str) -> Any:
     torch.manual_seed(0)
-    tolerance = Tolerance(atol=case.eps, max_steps=case.max_steps, norm=WorstPixel())
-    return models.build(case.name, tolerance=tolerance)
+    return models.build(name, tolerance=TOLERANCE)
 
 
 def _training(net: Any, d: Tensor, y: Tensor) -> Callable[[], object]:
@@ -89,5 +76,5 @@ def _prediction(net: Any, d: Tensor, y: Tensor) -> Callable[[], object]:
     return torch.no_grad()(lambda: net(d))
 
 
-QUICK = Settings(cases=(Case("digits", 4),), repeats=2, least=0.0)
+QUICK = Settings(cases=(("digits", 4),), repeats=2, least=0.0)
 BENCHMARKS = (Benchmark("layout", "channels_last: how much faster?", run, Settings(), QUICK),)

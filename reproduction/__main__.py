@@ -14,28 +14,29 @@ from reproduction import STARTED  # noqa: F401  (the clock starts here)
 # Modules of this package, in the order of the report; study.py describes what they offer.
 STUDIES = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
 QUICK = Path("runs/quick")
+STUDY = """\
+Train or compute what the study needs and its records lack, write the records, and print its table.
+With --quick everything runs on digits, on a CPU, in minutes, and is written below runs/quick.
+"""
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
 
 The minutes count from the start of the process. A run stops at the end of an epoch; the same command resumes it.
 On a CPU a resumed run is the same bit by bit; on a GPU it is statistically, not bitwise, the same.
 """
-STUDY = """\
-Train or compute what the study needs and its records lack, write the records, and print its table.
-
-With --quick everything runs on digits, on a CPU, in minutes, and is written below runs/quick.
-"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code, 2 for input that cannot be used."""
     given = _parser().parse_args(arguments)
-    command = {"train": _train, "collect": _collect, "report": _report}.get(given.command, _study)
+    from banach.train import CheckpointError, RunError
+
     try:
-        return command(given)
-    except _expected() as error:
+        {"train": _train, "collect": _collect, "report": _report}.get(given.command, _study)(given)
+    except (ValueError, OSError, RunError, CheckpointError) as error:  # DataError is a ValueError
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,45 +45,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, description: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str, description: str) -> Any:
         form = argparse.RawDescriptionHelpFormatter
-        return commands.add_parser(name, help=text, description=description, formatter_class=form)
+        made = commands.add_parser(name, help=text, description=description, formatter_class=form)
+        made.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
+        return made
 
-    for name in STUDIES:
-        _study_arguments(add(name, f"the study {name}", STUDY))
-    _study_arguments(add("all", "all studies, then the report", STUDY))
+    def common(command: Any) -> None:
+        command.add_argument("--runs", type=Path, help="folder of run directories (runs)")
+        command.add_argument("--data-dir", type=Path, help="folder of the data sets")
+        command.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+    for name in (*STUDIES, "all"):
+        study = add(name, "all studies, then the report" if name == "all" else f"the study {name}", STUDY)
+        study.add_argument("--quick", action="store_true", help="on digits, on a CPU, in minutes")
+        study.add_argument("--workers", type=int, default=1, help="processes that share independent work (1)")
+        common(study)
     report = add("report", "write docs/reproduction.md from the records", "Write the pages and figures.")
-    report.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
     report.add_argument("--docs", type=Path, default=Path("docs"), help="folder to write to (docs)")
-    _train_arguments(add("train", "run training jobs, with a time budget", TRAIN))
     collect = add("collect", "add finished runs to the records", "Write one line per finished run.")
     collect.add_argument("runs", type=Path, help="folder of run directories")
-    collect.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
+    train = add("train", "run training jobs, with a time budget", TRAIN)
+    train.add_argument("jobs", nargs="*", metavar="JOB", help="names of jobs; --list prints them")
+    train.add_argument("--list", action="store_true", help="print the names of all jobs and exit")
+    train.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
+    train.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
+    train.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
+    train.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
+    train.add_argument("--changed-sources", action="store_true", help="resume a run that other sources began")
+    common(train)
     return parser
-
-
-def _study_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="on digits, on a CPU, in minutes")
-    parser.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share independent work (1)")
-    _common_arguments(parser)
-
-
-def _common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=Path, help="folder of run directories (runs)")
-    parser.add_argument("--data-dir", type=Path, help="folder of the data sets")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-
-
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("jobs", nargs="*", metavar="JOB", help="names of jobs; --list prints them")
-    parser.add_argument("--list", action="store_true", help="print the names of all jobs and exit")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
-    parser.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
-    parser.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
-    parser.add_argument("--changed-sources", action="store_true", help="resume a run that other sources began")
-    _common_arguments(parser)
 
 
 def _options(given: argparse.Namespace) -> Any:
@@ -94,9 +86,9 @@ def _options(given: argparse.Namespace) -> Any:
     values = {name: value for name, value in vars(given).items() if value is not None}
     if values.get("quick"):
         values = {"records": QUICK, "runs": QUICK / "runs", **values}
-        values["device"] = "cpu" if values["device"] == "auto" else values["device"]
-    names = Options.__dataclass_fields__
-    options = Options(**{name: value for name, value in values.items() if name in names})
+        values["device"] = values["device"].replace("auto", "cpu")
+    fields = Options.__dataclass_fields__
+    options = Options(**{name: value for name, value in values.items() if name in fields})
     try:
         torch.empty(0, device=options.torch_device)  # before hours of work, not after
     except (RuntimeError, AssertionError) as error:
@@ -108,58 +100,44 @@ def _modules() -> dict[str, Any]:
     return {name: importlib.import_module(f"reproduction.{name}") for name in STUDIES}
 
 
-def _study(given: argparse.Namespace) -> int:
+def _study(given: argparse.Namespace) -> None:
     from reproduction import report
-    from reproduction.study import table
 
     options, studies = _options(given), _modules()
     for name in STUDIES if given.command == "all" else (given.command,):
         options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
-        rows = studies[name].run(options)
-        options.say(studies[name].values(rows).get("table", table(rows)) + "\n")
+        options.say(studies[name].values(studies[name].run(options))["table"] + "\n")
     if given.command == "all":
         options.say(
             f"written: {report.write(studies, options, QUICK / 'docs' if options.quick else Path('docs'))}"
         )
-    return 0
 
 
-def _report(given: argparse.Namespace) -> int:
+def _report(given: argparse.Namespace) -> None:
     from reproduction import report
 
     print(f"written: {report.write(_modules(), _options(given), given.docs)}")
-    return 0
 
 
-def _collect(given: argparse.Namespace) -> int:
-    from reproduction.study import RESULTS
+def _collect(given: argparse.Namespace) -> None:
     from reproduction.trainings import collect
 
-    folder = given.records or RESULTS
+    folder = _options(given).records
     print(f"{folder}: {len(collect(given.runs, folder))} finished runs")
-    return 0
 
 
-def _train(given: argparse.Namespace) -> int:
+def _train(given: argparse.Namespace) -> None:
     from reproduction import jobs
     from reproduction.train import train
 
     if given.list:
         print("\n".join(jobs.by_name()))
-        return 0
+        return
     if not given.jobs:
         raise ValueError("name at least one job; `train --list` prints all jobs")
     if not given.minutes >= 0:
         raise ValueError(f"--minutes must be a number of at least 0, got {given.minutes}")
     train([jobs.get(name) for name in given.jobs], _options(given))
-    return 0
-
-
-def _expected() -> tuple[type[Exception], ...]:
-    """Errors whose sentence is for the user."""
-    from banach.train import CheckpointError, RunError
-
-    return ValueError, OSError, RunError, CheckpointError  # DataError is a ValueError
 
 
 if __name__ == "__main__":

@@ -99,9 +99,7 @@ def spent(name: str, solver: str, one: Training, level: float) -> Row:
     """Return evaluations of T per image and seconds until an epoch whose validation accuracy is at the level."""
     reached = next(k for k, epoch in enumerate(one.epochs) if (epoch.validation_accuracy or 0.0) >= level)
     steps = sum(epoch.depth or 0.0 for epoch in one.epochs[: reached + 1])
-    return Row(
-        data=name, what="train", level=level, solver=solver, iterations=steps, seconds=one.elapsed[reached]
-    )
+    return Row(data=name, what="train", level=level, solver=solver, iterations=steps, seconds=one.elapsed[reached])
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:

@@ -10,50 +10,36 @@ from collections.abc import Sequence
 from typing import Any
 
 from reproduction import table2
-from reproduction.study import Options, table
+from reproduction.study import table
 from reproduction.trainings import Training, accuracy_figure
 
-RECORDS = table2.RECORDS
-Row = Training
-CURVES = {  # path -> label -> row of the second table; the last one sets the level
-    "pair": {"JFB": "jfb-pair", "Jacobian-based, CG to 1e-3": "cg-pair"},
-    "captured": {
-        "JFB, batch norm in R": "jfb-captured-bn",
-        "JFB": "jfb-captured-plain",
-        "Jacobian-based, 20 steps of CG": "cg-captured-plain",
-    },
-    "eager": {
-        "JFB, batch norm in R": "jfb-bn",
-        "JFB": "jfb-plain",
-        "Jacobian-based, CG as released": "cg-absolute-plain",
-        "Jacobian-based, CG to 1e-3": "cg-relative-plain",
-    },
+RECORDS, Row, run = table2.RECORDS, Training, table2.run
+CURVES = {  # rows of the second table; the last one sets the level
+    "pair": ("jfb-pair", "cg-pair"),
+    "captured": ("jfb-captured-bn", "jfb-captured-plain", "cg-captured-plain"),
+    "eager": ("jfb-bn", "jfb-plain", "cg-absolute-plain", "cg-relative-plain"),
 }
 
 
-def run(options: Options) -> list[Training]:
-    """Train what the records lack: the runs of the second table."""
-    return table2.run(options)
-
-
-def curves(rows: Sequence[Training], data: str, path: str) -> dict[str, Training]:
-    """Return the first run of every row that a figure shows."""
-    found = {label: table2.runs_of(rows, data, tag) for label, tag in CURVES[path].items()}
-    return {label: runs[0] for label, runs in found.items() if runs}
+def curves(rows: Sequence[Training]) -> dict[str, dict[str, Training]]:
+    """Return for each data set and path the first run of every row, if there are two."""
+    found = {}
+    for data in table2.DATA:
+        for path, tags in CURVES.items():
+            runs = {tag: table2.runs_of(rows, data, tag) for tag in tags}
+            found[f"{data}-{path}"] = {tag: some[0] for tag, some in runs.items() if some}
+    return {name: some for name, some in found.items() if len(some) > 1}
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
     """Return the table: accuracy, and time to the accuracy that Jacobian-based training ends with."""
     lines = []
-    for data in table2.DATA:
-        for path in CURVES:
-            shown = curves(rows, data, path)
-            for label, one in shown.items():
-                level = list(shown.values())[-1].test[-1].clean.accuracy
-                reached = seconds_to(level, one)
-                lines.append((data, path, label, f"{one.clean:.2f}", one.seconds, f"{100 * level:.2f}", reached))
-    columns = ("data", "path", "method", "clean %", "s per epoch", "level %", "s to the level")
-    return {"table": table(lines, columns)}
+    for name, some in curves(rows).items():
+        level = list(some.values())[-1].test[-1].clean.accuracy
+        for tag, one in some.items():
+            reached = seconds_to(level, one)
+            lines.append((name, tag, f"{one.clean:.2f}", one.seconds, f"{100 * level:.2f}", reached))
+    return {"table": table(lines, ("figure", "row", "clean %", "s per epoch", "level %", "s to the level"))}
 
 
 def seconds_to(level: float, one: Training) -> float | None:
@@ -64,10 +50,4 @@ def seconds_to(level: float, one: Training) -> float | None:
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw accuracy against epochs and seconds, one figure per data set and path."""
-    found = {}
-    for data in table2.DATA:
-        for path in CURVES:
-            shown = curves(rows, data, path)
-            if len(shown) > 1:
-                found[f"figures-{data}-{path}"] = accuracy_figure(shown)
-    return found
+    return {f"figures-{name}": accuracy_figure(some) for name, some in curves(rows).items()}

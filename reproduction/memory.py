@@ -28,8 +28,7 @@ from reproduction.study import Options, panels, store, table
 RECORDS = "memory.jsonl"
 GROWTH = 1.05  # of the memory of a JFB step over all depths: what counts as fixed
 ADJOINT = Tolerance(atol=0, rtol=1e-3, max_steps=500)
-Report = Callable[..., None]
-SCHEMES: Mapping[str, Callable[[int, Report], tuple[int, Mode]]] = {  # depth -> steps without recording, mode
+SCHEMES: Mapping[str, Callable[[int, Any], tuple[int, Mode]]] = {  # depth, report -> steps without recording, mode
     "JFB": lambda depth, report: (depth, JFB()),
     "Jacobian-based": lambda depth, report: (depth, Implicit(NormalCG(), ADJOINT, report=report)),
     "unrolled": lambda depth, report: (0, Unroll(depth)),
@@ -54,13 +53,10 @@ def run(options: Options) -> list[Row]:
     """Measure all schemes at all depths."""
     model, batch, repeats = ("digits", 16, 3) if options.quick else ("svhn", 100, 10)
     depths = (1, 2, 4, 8, 16) if options.quick else (1, 2, 5, 10, 20, 50, 100, 200)
-    R, v = _map(model, batch, options.torch_device)
+    R, v = example(model, batch, options.torch_device)
+    points = [(name, depth) for name in SCHEMES for depth in depths]
     with arithmetic("fp32", v.device):  # TF32 cannot solve the adjoint equation to a relative 1e-3
-        rows = [
-            Row(model, batch, name, depth, *_measure(name, depth, R, v, repeats))
-            for name in SCHEMES
-            for depth in depths
-        ]
+        rows = [Row(model, batch, name, k, *_measure(name, k, R, v, repeats)) for name, k in points]
     store(options.records / RECORDS, rows, v.device)
     return rows
 
@@ -72,10 +68,8 @@ def values(rows: Sequence[Row]) -> dict[str, Any]:
         mine = sorted((row for row in rows if row.scheme == name), key=lambda row: row.depth)
         key = name.lower().replace(", ", "_").replace("-", "_")
         found[f"{key}.growth"] = mine[-1].peak_bytes / mine[0].peak_bytes
-        found[f"{key}.megabytes"] = mine[-1].peak_bytes / 1e6
         found[f"{key}.milliseconds"] = mine[-1].milliseconds
-    found["verdict"] = REPRODUCED if found["jfb.growth"] <= GROWTH else NOT_REPRODUCED
-    return found
+    return found | {"verdict": REPRODUCED if found["jfb.growth"] <= GROWTH else NOT_REPRODUCED}
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
@@ -83,22 +77,20 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     figure, (space, pace) = panels(2)
     for name in SCHEMES:
         mine = [row for row in rows if row.scheme == name]
-        depths = [row.depth for row in mine]
-        space.plot(depths, [row.peak_bytes / 1e6 for row in mine], marker=".", label=name)
-        pace.plot(depths, [row.milliseconds for row in mine], marker=".")
+        space.plot([row.depth for row in mine], [row.peak_bytes / 1e6 for row in mine], marker=".", label=name)
+        pace.plot([row.depth for row in mine], [row.milliseconds for row in mine], marker=".")
     space.set(xlabel="depth K", ylabel="peak memory of a step, MB", xscale="log", yscale="log")
     pace.set(xlabel="depth K", ylabel="time of a step, ms", xscale="log", yscale="log")
     space.legend(fontsize="small")
     return {"memory": figure}
 
 
-def _map(model: str, batch: int, device: torch.device) -> tuple[Any, Tensor]:
+def example(model: str, batch: int, device: torch.device) -> tuple[Any, Tensor]:
     """Return R with initial weights and a random Q(d), the same ones every time."""
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
         net: Any = models.build(model, batch_norm=False)
-        with torch.no_grad():
-            v = net.Q(torch.randn(batch, *models.get(model).image))
+        v = net.Q(torch.randn(batch, *models.get(model).image))
     return net.R.to(device), v.to(device)
 
 
@@ -107,40 +99,29 @@ def _measure(name: str, depth: int, R: Any, v: Tensor, repeats: int) -> tuple[in
     solved, mode = SCHEMES[name](depth, lambda count, residual, status: products.append(count))
     tolerance = Tolerance(atol=0, max_steps=solved, check_every=0)  # check_every=0: exactly `solved` steps
 
-    def step() -> None:
+    def step() -> float:
         R.zero_grad(set_to_none=True)
+        begun = time.perf_counter()
         u: Any = fixed_point(R, torch.zeros_like(v), inputs=(v,), tolerance=tolerance, backward=mode)
         u.square().mean().backward()
+        if v.is_cuda:
+            torch.cuda.synchronize(v.device)
+        return 1e3 * (time.perf_counter() - begun)
 
     step()  # warms up
-    milliseconds = 1e3 * statistics.median(_seconds(step, v.device) for _ in range(repeats))
+    milliseconds = statistics.median(step() for _ in range(repeats))
     R.zero_grad(set_to_none=True)
     made = products[-1] / len(v) if products else (0.0 if isinstance(mode, JFB) else None)
-    return peak_bytes(step, v.device), milliseconds, made
+    return _peak_bytes(step, v.device), milliseconds, made
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    _wait(device)
-    begun = time.perf_counter()
-    step()
-    _wait(device)
-    return time.perf_counter() - begun
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak_bytes(step: Callable[[], None], device: torch.device) -> int:
+def _peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Return the peak memory of a step beyond what was allocated before it."""
     if device.type != "cuda":
         with LiveBytes() as live:
             step()
         return live.peak
-    _wait(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
-    _wait(device)
     return torch.cuda.max_memory_allocated(device) - before

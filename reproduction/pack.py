@@ -52,7 +52,7 @@ def unpack(source: Path, runs: Path) -> None:
 
 
 def newest(source: Path) -> str:
-    """Return the newest checkpoint of a run directory or a packed run, "" if there is none; names sort by epoch."""
+    """Return the newest checkpoint of a run directory or packed run, "" if there is none; names sort by epoch."""
     if not source.exists() or source.is_dir():
         return max((path.name for path in (source / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
     try:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,10 +37,6 @@ from reproduction.codec import encode, read_lines, write_lines
 T = TypeVar("T")
 U = TypeVar("U")
 RESULTS = Path("results/reproduction")
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,7 @@ class Options:
     unpack: Path | None = None
     resume: bool = False
     changed_sources: bool = False
-    say: Callable[[str], None] = field(default=_print, repr=False)
+    say: Callable[[str], None] = field(default=partial(print, flush=True), repr=False)
 
     @property
     def left(self) -> float:
@@ -99,8 +96,8 @@ def parallel(function: Callable[[T, Options], U], items: Sequence[T], options: O
     """
     if options.workers <= 1 or len(items) <= 1:
         return [function(item, options) for item in items]
+    alone = replace(options, workers=1, say=partial(print, flush=True))
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    alone = replace(options, workers=1, say=_print)
     pool = ProcessPoolExecutor(
         options.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     )

@@ -8,101 +8,109 @@ its last equality is off by a factor 2. A snapshot takes minutes on a CPU and is
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from banach import data, diagnose
 from reproduction import codec, jobs
-from reproduction.rundir import SNAPSHOTS
+from reproduction.rundir import SNAPSHOTS, snapshot
 from reproduction.study import Options, panels, store, table
-from reproduction.theory_measure import Numbers, measure
+from reproduction.theory_measure import DISTANCES, Numbers, measure
 from reproduction.train import train
 
 RECORDS = "theory.jsonl"
 RUNS = tuple(f"{name}-jfb-seed0" for name in ("mnist", "svhn", "cifar10"))
 QUICK, RANDOM, CPU = "digits-jfb-seed0", "random matrices", torch.device("cpu")
 Case = tuple[float, bool | None]  # a value, and whether it meets the condition; None: there is none
+Pick = Callable[[Any], Iterable[float]]
 N, C, P = 4, 2, 9  # latent numbers, outputs and weights of a random case
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Random cases that meet the assumptions: how many violate a bound, and how many descend."""
+    """Random cases that meet the assumptions: how many violate a bound, and how many descend.
+
+    `error` is the largest relative error of p = -(M J~' M^+) gradient, `untransposed` with J~ in place of J~'.
+    """
 
     cases: int
     printed: int
     corrected: int
     descends: int
+    error: float
+    untransposed: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """One snapshot of a run. `length`: epochs of a complete training. `weights`: SHA-256 of the file, if any."""
+    """One snapshot of a run. `length`: epochs of a complete training. `images` were measured."""
 
     run: str
     model: str
     epoch: int
     length: int
-    weights: str
     images: int
-    dense: int
     measured: Numbers | Counted
 
 
 def run(options: Options) -> list[Row]:
     """Measure the snapshots below `options.runs` that have no record yet; quick: train and measure digits."""
-    path, names, images, dense = options.records / RECORDS, RUNS, 32, 2
+    path, names = options.records / RECORDS, (QUICK,) if options.quick else RUNS
     if options.quick:
         train([jobs.get(QUICK)], options)
-        names, images, dense = (QUICK,), 8, 1
-    rows = codec.read(Row, path)
-    known = {(row.run, row.epoch, row.weights, row.images, row.dense) for row in rows}
+    known = {(row.run, row.epoch) for row in codec.read(Row, path)}
     for job in map(jobs.get, names):
-        snapshots = _snapshots(options.runs / job.name)
-        for epoch, file in snapshots[:: len(snapshots) - 1] if options.quick else snapshots:
-            digest = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
-            if (job.name, epoch, digest, images, dense) not in known:
+        for epoch in _epochs(job, options):
+            if (job.name, epoch) not in known:
                 options.say(f"{job.name}: measuring epoch {epoch}")
-                numbers = _measure(job, file, images, dense, options.data_dir)
-                row = Row(job.name, job.model, epoch, job.settings.epochs, digest, images, dense, numbers)
-                store(path, [row], CPU, append=True)
-    if not any(row.run == RANDOM for row in rows):
+                store(path, [_measured(job, epoch, options)], CPU, append=True)
+    if (RANDOM, 0) not in known:
         found = count_random(200 if options.quick else 2000)
-        store(path, [Row(RANDOM, RANDOM, 0, 0, "", 0, 0, found)], CPU, append=True)
+        store(path, [Row(RANDOM, RANDOM, 0, 0, 0, found)], CPU, append=True)
     return codec.read(Row, path)
 
 
-def _snapshots(folder: Path) -> list[tuple[int, Path | None]]:
-    """Return epochs and files of weights, epoch 0 (no file) first; empty if the run has none."""
-    files = sorted((folder / SNAPSHOTS).glob("epoch-*.safetensors"))
-    return [(0, None), *((int(file.stem.removeprefix("epoch-")), file) for file in files)] if files else []
+def _epochs(job: jobs.Job, options: Options) -> list[int]:
+    """Return the epochs whose weights are known: 0 and those of the snapshots; quick: the first and the last."""
+    files = sorted((options.runs / job.name / SNAPSHOTS).glob("epoch-*.safetensors"))
+    epochs = [int(file.stem.removeprefix("epoch-")) for file in files]
+    if not epochs:
+        options.say(f"{job.name}: no snapshots in {options.runs}; run `python -m reproduction train {job.name}`")
+        return []
+    return [0, epochs[-1]] if options.quick else [0, *epochs]
 
 
-def _measure(job: jobs.Job, file: Path | None, images: int, dense: int, data_dir: Path | None) -> Numbers:
-    from safetensors.torch import load_file
-
+def _measured(job: jobs.Job, epoch: int, options: Options) -> Row:
+    images, dense = (8, 1) if options.quick else (32, 2)
     net = job.build()
-    if file is not None:
-        net.load_state_dict(load_file(file))
-    few = data.load(job.data, "train+validation", data_dir).take(range(images))
+    if epoch:
+        net.load_state_dict(load_file(snapshot(options.runs / job.name, epoch)))
+    few = data.load(job.data, "train+validation", options.data_dir).take(range(images))
     d, smoothing = few.normalise(few.pixels).double(), job.settings.label_smoothing
-    return measure(net, d, few.labels, dense=dense, smoothing=smoothing)
+    numbers = measure(net, d, few.labels, dense=dense, smoothing=smoothing)
+    return Row(job.name, job.model, epoch, job.settings.epochs, images, numbers)
 
 
 def count_random(cases: int, seed: int = 0) -> Counted:
     """Check the Theorem's bound, as printed and corrected, on random cases."""
     generator = torch.Generator().manual_seed(seed)
-    found = [diagnose.theorem(random_case(generator)) for _ in range(cases)]
-    printed, corrected = sum(not one.printed_holds for one in found), sum(not one.holds for one in found)
-    return Counted(cases, printed, corrected, sum(one.descends for one in found))
+    drawn = [random_case(generator) for _ in range(cases)]
+    bounds, identities = [diagnose.theorem(one) for one in drawn], [diagnose.identity(one) for one in drawn]
+    return Counted(
+        cases=cases,
+        printed=sum(not one.printed_holds for one in bounds),
+        corrected=sum(not one.holds for one in bounds),
+        descends=sum(one.descends for one in bounds),
+        error=max(one.error for one in identities),
+        untransposed=max(one.error_printed for one in identities),
+    )
 
 
 def random_case(generator: torch.Generator) -> diagnose.Linearised:
@@ -134,38 +142,30 @@ def shown(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def statements(m: Any) -> dict[tuple[str, str, str], list[Case]]:
     """Return the cases of every statement by its key, its text and the paper's condition."""
-    at, moved, cosine = m.locals, [x.perturbed for x in m.locals], "cosine of JFB with the exact gradient"
+    at, cosine = m.locals, "cosine of JFB with the exact gradient"
     near, beyond = ([x.lemma for x in at if (x.lemma.gamma < 1) == small] for small in (True, False))
     rates = [(x, found and x < 1) for found, x in zip(m.found, m.rate, strict=True) if not found or x == x]
-    bounds = [(x.theorem.inner - x.theorem.bound, x.theorem.holds) for x in at if x.theorem]
-    columns = [x.conditioning.columns for x in at]
-    ranks = [[c - x.conditioning.rank, c - x.statistics] for c, x in zip(columns, at, strict=True)]
+    kappas = [(x.conditioning.kappa, x.conditioning.holds) for x in at]
+    dependent = [x.conditioning.columns - x.conditioning.rank for x in at]
+    dependent_in_training = [x.conditioning.columns - x.statistics for x in at]
     return {
         ("sigma", "sigma_max(dT/du), eval mode", "< 1"): _below(m.sigma, 1),
         ("rate", "observed rate, eval mode", "< 1"): rates,
         ("training.sigma", "sigma_max(dT/du), training mode", "< 1"): _below([m.training_sigma], 1),
         ("training.rate", "observed rate, training mode", "< 1"): _below([m.training_rate], 1),
         ("L", "sigma_max(dT/dd), eval mode", "finite"): _below(m.lipschitz, math.inf),
-        ("cosine", f"{cosine}, where the solver stops", "> 0"): _above([m.batch.cosine]),
-        ("exact.cosine", f"{cosine}, at u*", "> 0"): _above([m.batch.at_fixed_point]),
-        ("training.cosine", f"{cosine}, training mode", "> 0"): _above([m.training.cosine]),
+        ("cosine", f"{cosine}, where the solver stops", "> 0"): _above([m.cosine]),
+        ("exact.cosine", f"{cosine}, at u*", "> 0"): _above([m.exact_cosine]),
+        ("training.cosine", f"{cosine}, training mode", "> 0"): _above([m.training_cosine]),
         ("image.cosine", f"{cosine}, single images", "> 0"): _above(x.cosine for x in at),
         ("lemma", "coercivity of I - J, gamma < 1", ">= 1 - gamma"): [(x.coercivity, x.holds) for x in near],
         ("beyond", "coercivity of I - J, gamma >= 1", "none"): _above(x.coercivity for x in beyond),
-        ("kappa", "kappa(M'M), at least", "<= 1/gamma"): [
-            (x.conditioning.kappa, x.conditioning.holds) for x in at
-        ],
-        ("rank", "dependent columns of M, eval mode", "0"): _below((x for x, _ in ranks), 1),
-        ("training.rank", "dependent columns of M, R in training mode", "0"): _below((x for _, x in ranks), 1),
-        ("theorem", "<gradient, p> - bound, corrected", "<= 0"): bounds,
-        ("identity", "error of p = -(M J~' M^+) gradient", "0"): _below(
-            (x.identity.error for x in at if x.identity), 1e-6
-        ),
-        ("own", "|u - u*| / |u*| where the solver stops", "none"): [(x.own, None) for x in moved],
-        ("radius", "|u - u*| / |u*| with a tenth of the descent left", "> 0"): _above(
-            x.radius(0.1) for x in moved
-        ),
-        ("allowed", "|p(u) - p(u*)| that the Corollary allows", "> 0"): _above(x.allowed for x in moved),
+        ("kappa", "kappa(M'M), at least", "<= 1/gamma"): kappas,
+        ("rank", "dependent columns of M, eval mode", "0"): _below(dependent, 1),
+        ("training.rank", "dependent columns of M, R in training mode", "0"): _below(dependent_in_training, 1),
+        ("own", "|u - u*| / |u*| where the solver stops", "none"): [(x.own, None) for x in at],
+        ("radius", "|u - u*| / |u*| with 10% of the descent left", "> 0"): _above(x.radius(0.1) for x in at),
+        ("allowed", "|p(u) - p(u*)| that the Corollary allows", "> 0"): _above(x.allowed for x in at),
     }
 
 
@@ -180,8 +180,8 @@ def _above(values: Iterable[float]) -> list[Case]:
 def values(rows: Sequence[Row]) -> dict[str, Any]:
     """Return facts on every statement by MODEL.STATEMENT and all.STATEMENT, on random cases, and the table.
 
-    `last` is the mean at the last epoch. `low`, `high`, `held` and `count` are over all trained snapshots: the range,
-    and how many cases meet the condition.
+    `last` is the mean at the last epoch. Over all trained snapshots, values are between `low` and `high`, and
+    `held` of `count` cases meet the condition.
     """
     found: dict[str, Any] = {}
     cases: dict[str, list[Case]] = {}
@@ -189,16 +189,17 @@ def values(rows: Sequence[Row]) -> dict[str, Any]:
     for model, mine in shown(rows).items():
         found |= {f"{model}.{key}": getattr(mine[-1], key) for key in ("run", "epoch", "length", "images")}
         for name in statements(mine[0].measured):
+            key, every = f"{model}.{name[0]}", f"all.{name[0]}"
             per_epoch = {row.epoch: statements(row.measured)[name] for row in mine}
             trained = [case for epoch, some in per_epoch.items() if epoch for case in some]
-            cases |= {f"{model}.{name[0]}": trained, f"all.{name[0]}": cases.get(f"all.{name[0]}", []) + trained}
-            first, last = per_epoch.get(0, []), per_epoch[mine[-1].epoch]
-            found[f"{model}.{name[0]}.last"] = statistics.fmean(x for x, _ in last) if last else math.nan
+            cases |= {key: trained, every: cases.get(every, []) + trained}
+            first, last = (_known(per_epoch.get(epoch, [])) for epoch in (0, mine[-1].epoch))
+            found[f"{key}.last"] = statistics.fmean(last) if last else math.nan
             judged = [holds for _, holds in trained if holds is not None]
             held = f"{sum(judged)} of {len(judged)}" if judged else None
             lines += [[model, *name[1:], _range(first), _range(last), held]] if first or last else []
     for key, some in cases.items():
-        known, judged = [x for x, _ in some if x == x], [holds for _, holds in some if holds is not None]
+        known, judged = _known(some), [holds for _, holds in some if holds is not None]
         found |= {f"{key}.low": min(known, default=math.nan), f"{key}.high": max(known, default=math.nan)}
         found |= {f"{key}.held": sum(judged), f"{key}.count": len(judged)}
     for row in rows:
@@ -208,28 +209,28 @@ def values(rows: Sequence[Row]) -> dict[str, Any]:
     return found | {"table": table(lines, columns)}
 
 
-def _range(cases: Sequence[Case]) -> str | None:
-    """Return mean and range of the known values."""
-    known = [x for x, _ in cases if not math.isnan(x)]
-    if not known:
+def _known(cases: Iterable[Case]) -> list[float]:
+    return [x for x, _ in cases if not math.isnan(x)]
+
+
+def _range(numbers: Sequence[float]) -> str | None:
+    if not numbers:
         return None
-    mean, low, high = (f"{x:.3g}" for x in (statistics.fmean(known), min(known), max(known)))
+    mean, low, high = (f"{f(numbers):.3g}" for f in (statistics.fmean, min, max))
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """Draw contraction and cosine over training, the bounds over training, and the descent around u*."""
     runs = shown(rows)
-    (training, axes), (bounds, pair), (distance, around) = (
-        panels(len(runs), width=4),
-        panels(2),
-        panels(len(runs), width=4),
-    )
+    training, axes = panels(len(runs), width=4)
+    bounds, pair = panels(2)
+    distance, around = panels(len(runs), width=4)
     for number, (model, mine) in enumerate(runs.items()):
         color, title = f"C{number}", f"{model}, {mine[-1].epoch} of {mine[-1].length} epochs"
         _band(axes[number], mine, lambda m: m.sigma, "sigma_max(dT/du)", color="C0")
         _band(axes[number], mine, lambda m: m.rate, "observed rate", color="C1")
-        _band(axes[number], mine, lambda m: [m.batch.cosine], "cosine of JFB, batch", color="C2")
+        _band(axes[number], mine, lambda m: [m.cosine], "cosine of JFB, batch", color="C2")
         _band(axes[number], mine, lambda m: [x.cosine for x in m.locals], "cosine, single images", color="C3")
         axes[number].axhline(1, color="black", linewidth=0.8)
         axes[number].set(title=title, xlabel="epoch", ylabel="sigma_max, rate, cosine", ylim=(0, 1.8))
@@ -246,24 +247,21 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     return {"theory": training, "theory-bounds": bounds, "theory-distance": distance}
 
 
-def _band(
-    axes: Any, rows: Sequence[Row], values: Callable[[Any], Sequence[float]], label: str | None, **style: Any
-) -> None:
+def _band(axes: Any, rows: Sequence[Row], pick: Pick, label: str | None, **style: Any) -> None:
     """Draw the mean over images as a line, and the range as a band."""
-    known = [(row.epoch, [x for x in values(row.measured) if math.isfinite(x)]) for row in rows]
-    epochs, numbers = [epoch for epoch, some in known if some], [some for _, some in known if some]
-    axes.plot(epochs, [statistics.fmean(some) for some in numbers], marker=".", label=label, **style)
-    axes.fill_between(
-        epochs, [min(x) for x in numbers], [max(x) for x in numbers], color=style["color"], alpha=0.2
-    )
+    known = {row.epoch: [x for x in pick(row.measured) if math.isfinite(x)] for row in rows}
+    known = {epoch: numbers for epoch, numbers in known.items() if numbers}
+    low, mean, high = ([f(numbers) for numbers in known.values()] for f in (min, statistics.fmean, max))
+    axes.plot(list(known), mean, marker=".", label=label, **style)
+    axes.fill_between(list(known), low, high, color=style["color"], alpha=0.2)
     axes.set_xscale("symlog", linthresh=1)
 
 
 def _descent(axes: Any, m: Any) -> None:
-    for number, one in enumerate(x.perturbed for x in m.locals):
+    for number, one in enumerate(m.locals):
         labels = ("random directions", "worst direction found", "the solver stops") if number == 0 else (None,) * 3
-        axes.plot(one.distance, [-x for x in one.random], "C0", label=labels[0])
-        axes.plot(one.distance, [-x for x in one.worst], "C3", label=labels[1])
+        axes.plot(DISTANCES, [-x for x in one.random], "C0", label=labels[0])
+        axes.plot(DISTANCES, [-x for x in one.worst], "C3", label=labels[1])
         axes.axvline(one.own, color="0.6", linestyle=":", label=labels[2])
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="|u - u*| / |u*|", ylabel="-<gradient, p(u)>, 1 at u*", xscale="log", ylim=(-1, 1.5))

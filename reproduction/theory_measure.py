@@ -1,8 +1,8 @@
 """Measure the theory on one network: contraction and gradients on a batch, dense matrices at single images.
 
-Everything is in float64, so that the network is measured and not the rounding. J is complete. M has all columns if
-the network is small, otherwise those of one channel and some others: the eigenvalues of a principal part of M'M
-are between those of M'M (Cauchy), so its kappa is a lower bound on kappa(M'M).
+Everything is in float64, so that the network is measured and not the rounding. J is complete. M has the columns of
+one channel and some others: the eigenvalues of a principal part of M'M are between those of M'M (Cauchy), so its
+kappa is a lower bound on kappa(M'M). That is enough to show where the Assumption fails.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch.nn.functional import cross_entropy
 from banach import Implicit, Tolerance, diagnose
 
 TIGHT = Tolerance(atol=0.0, rtol=1e-10, max_steps=1000)
-ENTRIES = 2**24  # of M: 128 MiB in float64
-OTHERS = 64  # columns of M besides one channel, where M is not complete
+OTHERS = 64  # columns of M besides those of one channel
 CHUNK = 256  # rows of J at a time
 DISTANCES = (1e-3, 1e-2, 3e-2, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)  # |u - u*| / |u*|
 DIRECTIONS, ASCENTS = 8, 5
@@ -32,71 +31,48 @@ Loss = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """JFB against the exact gradient of the batch's mean loss: where the solver stops, and at the fixed point.
+class Local:
+    """The paper's statements at one image. `conditioning` is that of the chosen columns of M.
 
-    `converged` is the share of images that reached the fixed point. Below 1 the other numbers are NaN.
+    `statistics` is their rank when R normalises by the statistics of this image. `random` and `worst` are
+    <gradient, p(u)> / |<gradient, p(u*)>| at DISTANCES from u*; below 0, JFB taken at u descends: the largest over
+    random directions, and that of the direction found by gradient ascent. The network's solver stops at distance
+    `own`. The Corollary certifies descent where |p(u) - p(u*)| < `allowed`.
     """
 
+    lemma: diagnose.Lemma
+    conditioning: diagnose.Conditioning
+    statistics: int
     cosine: float
-    at_fixed_point: float
-    converged: float
-
-
-@dataclass(frozen=True)
-class Perturbed:
-    """<gradient, p(u)> / |<gradient, p(u*)>| at a distance from u*; below 0, JFB taken at u descends.
-
-    `random` is the largest over random directions, `worst` that of the direction found by gradient ascent.
-    The network's solver stops at distance `own`. The Corollary certifies descent where |p(u) - p(u*)| < `allowed`.
-    """
-
-    distance: tuple[float, ...]
     random: tuple[float, ...]
     worst: tuple[float, ...]
     allowed: float
     own: float
 
-    def radius(self, left: float = 0.0) -> float:
+    def radius(self, left: float) -> float:
         """Return the distance up to which more than `left` of the descent remains in the worst direction."""
-        kept = takewhile(lambda pair: pair[1] < -left, zip(self.distance, self.worst, strict=True))
+        kept = takewhile(lambda pair: pair[1] < -left, zip(DISTANCES, self.worst, strict=True))
         return max((distance for distance, _ in kept), default=0.0)
-
-
-@dataclass(frozen=True)
-class Local:
-    """The paper's statements at one image. `whole`: M is complete; if not, `conditioning.kappa` is a lower bound.
-
-    `statistics` is the rank of the same columns of M when R normalises by the statistics of this image.
-    """
-
-    lemma: diagnose.Lemma
-    conditioning: diagnose.Conditioning
-    whole: bool
-    theorem: diagnose.Theorem | None
-    identity: diagnose.Identity | None
-    statistics: int
-    cosine: float
-    perturbed: Perturbed
 
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
     """What is measured on one snapshot. Tuples have one entry per image; NaN where no fixed point was found.
 
-    `lipschitz` is sigma_max(dT/dd). In training mode batch statistics couple the images: one number for all.
+    `lipschitz` is sigma_max(dT/dd). Cosines are those of JFB with the exact gradient of the mean loss, where the
+    solver stops (`exact_cosine`: at u*). In training mode batch statistics couple the images: one number for all.
     """
 
     found: tuple[bool, ...]
     sigma: tuple[float, ...]
     rate: tuple[float, ...]
     lipschitz: tuple[float, ...]
-    batch: Batch
-    training: Batch
+    cosine: float
+    exact_cosine: float
     training_sigma: float
     training_rate: float
+    training_cosine: float
     locals: tuple[Local, ...]
-    warned: tuple[str, ...]
 
 
 def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float = 0.0) -> Numbers:
@@ -106,12 +82,12 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
     """
     net = copy.deepcopy(net).double().eval()
     training, loss = copy.deepcopy(net).train(), partial(cross_entropy, label_smoothing=smoothing)
-    with torch.random.fork_rng([]), warnings.catch_warnings(record=True) as caught:
+    with torch.random.fork_rng([]), warnings.catch_warnings():
         torch.manual_seed(0)  # dropout in training mode: the same masks at every epoch
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")  # `found` says where there is no fixed point
         here, there = (diagnose.measure_contraction(tight(one), d) for one in (net, training))
         found, lipschitz = here.solution.converged, diagnose.measure_sensitivity(tight(net), d).L
-        batch, other = (_batch(one, d, partial(loss, target=labels)) for one in (net, training))
+        cosines = [_cosines(one, d, partial(loss, target=labels)) for one in (net, training)]
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
         locals_ = tuple(local(net, d[one], partial(loss, target=labels[one])) for one in chosen)
 
@@ -123,12 +99,12 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         sigma=per_image(here.sigma),
         rate=per_image(here.rate),
         lipschitz=per_image(lipschitz),
-        batch=batch,
-        training=other,
+        cosine=cosines[0][0],
+        exact_cosine=cosines[0][1],
         training_sigma=float(there.sigma.max()),
         training_rate=float(there.rate.max()),
+        training_cosine=cosines[1][0],
         locals=locals_,
-        warned=tuple(sorted({str(warning.message) for warning in caught})),
     )
 
 
@@ -139,28 +115,29 @@ def tight(net: Any) -> Any:
     return other
 
 
-def _batch(net: Any, d: Tensor, loss: Loss) -> Batch:
+def _cosines(net: Any, d: Tensor, loss: Loss) -> tuple[float, float]:
+    """Return the cosine where the solver stops and at u*, NaN unless every image has a fixed point."""
     own, exact = diagnose.descent_check(net, d, loss), diagnose.descent_check(tight(net), d, loss)
-    converged = float(exact.solution.converged.double().mean())
-    if converged < 1:
-        return Batch(math.nan, math.nan, converged)
-    return Batch(own.cosine, exact.cosine, converged)
+    known = bool(exact.solution.converged.all())
+    return (own.cosine, exact.cosine) if known else (math.nan, math.nan)
 
 
 def local(net: Any, d: Tensor, loss: Loss) -> Local:
     """Measure one image with dense matrices; `net` is in eval mode and float64."""
     image = Image(net, d, loss)
-    at = image.linearised
+    at, u = image.linearised, image.u.flatten()
+    size, inner = float(u.norm()), -float(at.gradient @ at.direction)
+    near = diagnose.corollary(at, [size * part for part in DISTANCES], directions=DIRECTIONS)
     lengths = float(at.gradient.norm() * at.direction.norm())
     return Local(
         lemma=diagnose.lemma(at),
         conditioning=diagnose.conditioning(at),
-        whole=image.whole,
-        theorem=diagnose.theorem(at) if image.whole else None,
-        identity=diagnose.identity(at) if image.whole else None,
         statistics=image.rank_with_statistics(),
-        cosine=-float(at.gradient @ at.direction) / lengths if lengths else math.nan,
-        perturbed=image.perturbed(),
+        cosine=inner / lengths if lengths else math.nan,
+        random=tuple(value / abs(inner) for value in near.inner),
+        worst=tuple(image.highest(size * part) / abs(inner) for part in DISTANCES),
+        allowed=near.allowed,
+        own=float((diagnose.network_map(net, d).u.flatten() - u).norm()) / size,
     )
 
 
@@ -180,17 +157,13 @@ class Image:
         self.theta_S, self.theta_T = [*net.S.parameters()], [*net.Q.parameters(), *net.R.parameters()]
         self.weights = [*self.theta_S, *self.theta_T]
         self.u = diagnose.network_map(tight(net), d).u
-        n, p = self.u.numel(), sum(w.numel() for w in self.weights)
-        self.whole = n * p <= ENTRIES
-        channel = n if self.whole else self.u.shape[2:].numel()  # batch norm acts on whole channels
+        n, channel = self.u.numel(), self.u.shape[2:].numel()  # batch norm acts on whole channels
         others = torch.randperm(n - channel, generator=torch.Generator().manual_seed(0))[:OTHERS]
         self.columns = torch.cat([torch.arange(channel), channel + others])
 
     @cached_property
     def linearised(self) -> diagnose.Linearised:
         """J, M and both gradients: the exact one by Implicit, JFB's by plain autograd."""
-        if self.whole:
-            return diagnose.linearise(self.net, self.d, self.loss)
         with torch.no_grad():  # derivatives in u only; torch.func takes them all the same
             v = self.net.Q(self.d)
             J = torch.func.jacrev(lambda u: self.net.R(u, v).flatten(), chunk_size=CHUNK)(self.u).flatten(1)
@@ -210,19 +183,6 @@ class Image:
         other = copy.deepcopy(self.net)
         other.R.train()
         return diagnose.conditioning(replace(self.linearised, M=Image(other, self.d, self.loss).matrix())).rank
-
-    def perturbed(self) -> Perturbed:
-        """Measure how far from u* JFB still descends."""
-        at, u = self.linearised, self.u.flatten()
-        size, unit = float(u.norm()), abs(float(at.gradient @ at.direction))
-        near = diagnose.corollary(at, [size * part for part in DISTANCES], directions=DIRECTIONS)
-        return Perturbed(
-            distance=DISTANCES,
-            random=tuple(value / unit for value in near.inner),
-            worst=tuple(self.highest(size * part) / unit for part in DISTANCES),
-            allowed=near.allowed,
-            own=float((diagnose.network_map(self.net, self.d).u.flatten() - u).norm()) / size,
-        )
 
     def inner(self, u: Tensor) -> float:
         """Return <gradient, p(u)>."""

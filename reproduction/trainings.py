@@ -30,9 +30,7 @@ class Totals:
     """Test images by one protocol: shares in 0..1, means over images."""
 
     accuracy: float
-    loss: float | None = None
     depth: float | None = None
-    residual: float | None = None
     max_residual: float | None = None
     converged: float | None = None
 
@@ -61,25 +59,6 @@ class Epoch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contraction:
-    """sigma_max(dT/du) and the observed rate per image, or one of each for a coupled batch."""
-
-    sigma: tuple[float, ...]
-    rate: tuple[float, ...]
-    violations: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Monitor:
-    """The contraction after one epoch, in eval and in training mode."""
-
-    epoch: int
-    images: int
-    eval: Contraction
-    train: Contraction
-
-
-@dataclass(frozen=True, kw_only=True)
 class Final:
     """After the last epoch, in fp32: the clean protocol at the settings' tolerance and at 1e-4 (`fine`)."""
 
@@ -91,7 +70,10 @@ class Final:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One finished run. `segments`: one entry per process, with machine, versions, sources and warnings."""
+    """One finished run. `segments`: one entry per process, with machine, versions, sources and warnings.
+
+    `contraction`: sigma_max(dT/du) and rate after some epochs, as `measure.py` writes them.
+    """
 
     job: str
     settings: dict[str, Any]
@@ -99,7 +81,7 @@ class Training:
     final: Final
     test: tuple[Point, ...]
     epochs: tuple[Epoch, ...]
-    contraction: tuple[Monitor, ...] = ()
+    contraction: tuple[dict[str, Any], ...] = ()
 
     @property
     def group(self) -> str:

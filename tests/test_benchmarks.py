@@ -71,7 +71,7 @@ def test_what_was_promised_holds(name: str) -> None:
 
 def test_without_torchdeq_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
-    for name in ("overhead", "steps", "memory", "onestep", "compaction", "invariance", "looptime"):
+    for name in ("overhead", "steps", "memory", "onestep", "compaction", "invariance"):
         report = BENCHMARKS[name].run(BENCHMARKS[name].quick)
         assert libraries.ABSENT in report.notes
         assert "TorchDEQ" not in {row.get("library", row.get("method")) for row in report.rows}

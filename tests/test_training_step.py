@@ -311,13 +311,14 @@ def test_an_r_whose_form_is_hidden_computes_the_same() -> None:
 
 @pytest.mark.filterwarnings("ignore:training steps:UserWarning", "ignore:the training step:UserWarning")
 def test_gradients_of_steps_are_those_of_the_network() -> None:
-    """On a CPU a step is the network itself, so both err alike from float64."""
+    """On a CPU a step is the network itself, in another memory format."""
     result = BENCHMARKS["gradients-mnist100"].measure(BENCHMARKS["gradients-mnist100"].quick)
     row = result.report.rows[0]
-    assert (row["in"], row["ratio"]) == ("fp32", pytest.approx(1, abs=0.5))
+    assert row["in"] == "fp32"
     assert 0 < row["captured"] < 1e-4
+    assert row["apart"] < 1e-4
+    assert row["ratio"] == pytest.approx(row["captured"] / row["eager"])
     assert row["cosine"] == pytest.approx(1)
-    assert not result.missed
 
 
 class Steps(Captured):

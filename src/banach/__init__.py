@@ -79,7 +79,7 @@ _MODULES = ("data", "diagnose", "models", "nn", "train")
 class _Lazy(ModuleType):
     """This package, with its names imported at first use (PEP 562).
 
-    `solve` is a function here and the name of a room: importing the room sets the attribute to the module, which
+    `solve` is a function here, and also a package: importing the package sets the attribute to the module, which
     this class undoes.
     """
 

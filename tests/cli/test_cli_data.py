@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import struct
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from banach.cli import data as commands
 from banach.cli.app import main
 from banach.cli.console import console
-from banach.data import MNIST, Download
+from banach.data import MNIST
 from banach.data import dataset as registry
+from data.parts_data import mnist_files, serving
 
 Answer = tuple[int, list[str], str]
 
@@ -46,47 +40,20 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
 
 @pytest.fixture
 def files() -> dict[str, bytes]:
-    """The four files of an MNIST of 40 and 20 images, which takes the place of the real one."""
-    made, generator = {}, np.random.default_rng(0)
-    for prefix, count in (("train", 40), ("t10k", 20)):
-        pixels = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = (np.arange(count) % 10).astype(np.uint8)
-        images = struct.pack(">IIII", 0x803, *pixels.shape) + pixels.tobytes()
-        made[f"{prefix}-images-idx3-ubyte.gz"] = gzip.compress(images)
-        made[f"{prefix}-labels-idx1-ubyte.gz"] = gzip.compress(struct.pack(">II", 0x801, count) + labels.tobytes())
+    """The four files of an MNIST of 40 and 20 images, which replaces the real one."""
     small = replace(MNIST, counts={"train": 40, "test": 20}, validation=10, known=())
     registry.register(small, replace=True)
-    return made
+    return mnist_files()
 
 
 @pytest.fixture
 def published(files: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """The same, at an address on this machine; what is taken out of the dictionary is not found there."""
-    offered = dict(files)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            content = offered.get(self.path.lstrip("/"))
-            self.send_response(404 if content is None else 200)
-            self.send_header("Content-Length", str(len(content or b"")))
-            self.end_headers()
-            self.wfile.write(content or b"")
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        address = f"http://127.0.0.1:{http.server_address[1]}"
-        downloads = tuple(
-            Download(f"{address}/{name}", hashlib.md5(content).hexdigest()) for name, content in files.items()
-        )
+    """The same files at an address on this machine; what is removed from the dictionary is not found there."""
+    with serving() as server:
+        downloads = tuple(server.offer(name, content) for name, content in files.items())
         layout = replace(MNIST.layouts[0], downloads=downloads)
         registry.register(replace(registry.get("mnist"), layouts=(layout,)), replace=True)
-        yield offered
-        http.shutdown()
-        thread.join()
+        yield server.files
 
 
 def put(folder: Path, files: dict[str, bytes]) -> Path:
@@ -215,12 +182,3 @@ def test_a_misspelt_name_is_refused_before_any_download(
     assert "did you mean 'cifar10'?" in error
     assert not (tmp_path / "new").exists()
     assert ask("fetch")[0] == 2
-
-
-def test_a_file_that_breaks_off_leaves_no_bar() -> None:
-    with commands._Download("mnist") as bar:
-        bar.total = 100
-        bar.update(50)
-        bar.total = 0  # the server did not say
-        assert [task.description for task in bar._bars.tasks] == ["mnist, file 2"]
-        assert bar._bars.tasks[0].total is None

@@ -50,6 +50,7 @@ def test_a_run_has_all_its_files_and_ends_with_a_table_and_a_plot(here: Path, ca
     assert names >= {"training.png", "tensorboard"}
     assert (run / "training.png").read_bytes()[:4] == b"\x89PNG"
     out = capsys.readouterr().out
+    assert "training step on cpu, fp32: eager" in out
     assert "test accuracy" in out
     assert "plot: runs/digits-1/training.png" in out
     assert len(Run.open(run).metrics()) == 2

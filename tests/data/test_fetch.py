@@ -3,77 +3,36 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
-import struct
 import sys
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from banach.data import CIFAR10, MNIST, DataError, Download, cache_dir, fetch, load
+from data.parts_data import Server, mnist_files, serving
 
 pytest.importorskip("pooch", reason="downloads need pooch")
 
 
-@dataclass
-class Server:
-    """Files by name, and the names that were asked for."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    address: str = ""
-
-    def offer(self, name: str, content: bytes, *, archive: bool = False) -> Download:
-        self.files[name] = content
-        return Download(f"{self.address}/{name}", hashlib.md5(content).hexdigest(), archive=archive)
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
-    state = Server()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            name = self.path.lstrip("/")
-            state.asked.append(name)
-            content = state.files.get(name)
-            self.send_response(404 if content is None else 200)
-            self.send_header("Content-Length", str(len(content or b"")))
-            self.end_headers()
-            # "cut-" files break off in the middle, as a lost connection does.
-            self.wfile.write((content or b"")[: len(content or b"") // 2 if name.startswith("cut-") else None])
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        state.address = f"http://127.0.0.1:{http.server_address[1]}"
-        yield state
-        http.shutdown()
-        thread.join()
+    with serving() as made:
+        yield made
 
 
 @pytest.fixture
-def mnist(server: Server, small: Callable, random_arrays: Callable) -> np.ndarray:
+def mnist(server: Server, small: Callable) -> np.ndarray:
     """MNIST, small, at the server; returns the images of its test part."""
-    downloads = []
-    for prefix, count in (("train", 40), ("t10k", 20)):
-        pixels, labels = random_arrays(count, (28, 28))
-        images = struct.pack(">IIII", 0x803, *pixels.shape) + pixels.tobytes()
-        downloads.append(server.offer(f"{prefix}-images-idx3-ubyte.gz", gzip.compress(images)))
-        content = gzip.compress(struct.pack(">II", 0x801, count) + labels.tobytes())
-        downloads.append(server.offer(f"{prefix}-labels-idx1-ubyte.gz", content))
-    small(MNIST, layouts=(replace(MNIST.layouts[0], downloads=tuple(downloads)),))
-    return pixels
+    files = mnist_files()
+    downloads = tuple(server.offer(name, content) for name, content in files.items())
+    small(MNIST, layouts=(replace(MNIST.layouts[0], downloads=downloads),))
+    content = gzip.decompress(files["t10k-images-idx3-ubyte.gz"])
+    return np.frombuffer(content[16:], np.uint8).reshape(20, 28, 28)
 
 
 def tar(files: dict[str, bytes], link: str | None = None) -> bytes:

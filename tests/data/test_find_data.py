@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from banach.data import MNIST, DataError, cache_dir, listing, load, verify
+from data.parts_data import idx
 
 
 @pytest.fixture
@@ -22,9 +22,8 @@ def place(small: Callable) -> Callable[[Path, int], Path]:
         (root / "mnist").mkdir(parents=True)
         for prefix, count in (("train", 40), ("t10k", 20)):
             pixels, labels = np.full((count, 28, 28), value, np.uint8), np.arange(count, dtype=np.uint8) % 10
-            head, short = struct.pack(">IIII", 0x803, count, 28, 28), struct.pack(">II", 0x801, count)
-            (root / "mnist" / f"{prefix}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
-            (root / "mnist" / f"{prefix}-labels-idx1-ubyte").write_bytes(short + labels.tobytes())
+            (root / "mnist" / f"{prefix}-images-idx3-ubyte").write_bytes(idx(pixels))
+            (root / "mnist" / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
         return root
 
     return write

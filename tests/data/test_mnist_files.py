@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from banach.data import MNIST, load
+from data.parts_data import idx
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -27,9 +28,8 @@ def files(tmp_path: Path, small: Callable, random_arrays: Callable) -> Path:
 
 def write(folder: Path, prefix: str, pixels: np.ndarray, labels: np.ndarray) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    head = struct.pack(">IIII", 0x803, *pixels.shape)
-    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
-    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, len(labels)) + labels.tobytes())
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(pixels))
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
 
 
 def test_values_are_those_written(files: Path, random_arrays: Callable) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,22 @@ import pytest
 import banach.train.evaluate  # noqa: F401
 
 PLAN: Any = sys.modules["banach.fast.plan"]
+
+
+class Directly:
+    """In place of a captured loop: the body itself, at one depth."""
+
+    depth = 12
+
+    def __init__(self, device: Any, body: Callable[[int], Any], *_: Any) -> None:
+        self.body = body
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> int:
+        self.body(self.depth)
+        return self.depth
 
 
 def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:

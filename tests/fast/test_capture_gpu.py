@@ -50,7 +50,7 @@ def test_after_one_that_breaks_off_random_numbers_go_on(breaks: Callable[[], Non
         recorded(breaks)
     assert torch.cuda.current_stream() == before
     seen = set()
-    for _ in range(3):  # a program from before it draws anew at every replay
+    for _ in range(3):  # an earlier program draws new numbers at every replay
         earlier.replay()
         seen.add(tuple(out.tolist()))
     assert len(seen) == 3

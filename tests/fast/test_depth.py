@@ -57,13 +57,13 @@ def test_the_control_settles_where_most_steps_meet_the_tolerance() -> None:
 
 def test_needs_that_rise_are_met_though_what_is_told_comes_late() -> None:
     """One step deeper every eight: what counts now is LAG steps old, and the need has risen since."""
-    control, told, met, depths = DepthControl(Ladder.up_to(200), 5), deque[tuple[int, float, float]](), 0, 0
+    control, late, met, depths = DepthControl(Ladder.up_to(200), 5), deque[tuple[int, float, float]](), 0, 0
     for step in range(400):
         excess = 0.7 ** (control.depth - 5 - step / 8)
         met, depths = met + (excess <= 1), depths + control.depth
-        told.append((control.depth, excess, 0.7 * excess))
-        if len(told) > LAG:
-            control.observe(*told.popleft())
+        late.append((control.depth, excess, 0.7 * excess))
+        if len(late) > LAG:
+            control.observe(*late.popleft())
     assert met >= 0.95 * 400
     assert depths <= 1.15 * sum(math.ceil(5 + step / 8) for step in range(400))
 

@@ -1,4 +1,4 @@
-"""What diverges is told by the fast paths as by the network: not converged, the best finite iterate kept."""
+"""Diverging samples: the fast paths report them as the network does, and keep the best finite iterate."""
 
 from __future__ import annotations
 

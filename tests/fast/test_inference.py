@@ -1,4 +1,4 @@
-"""compile(net) answers as the network does, at least as converged, whoever else is in the batch."""
+"""compile(net) answers as the network does, at least as converged, independent of the rest of the batch."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def facts(program: Any) -> dict[str, float]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(program.asm["cubin"])
             file.flush()
-            command = [tool, "-res-usage", file.name]
+            command = [str(tool), "-res-usage", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
         if usage:

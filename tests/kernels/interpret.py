@@ -39,7 +39,8 @@ def repair_interpreter() -> None:
 
     Its programs are plain Python, where an integer % a constexpr is an error: constants stay integers.
     """
-    for part in (host, stack, window):
+    parts: list[Any] = [host, stack, window]
+    for part in parts:
         part.constants = lambda record: record
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 

@@ -122,7 +122,7 @@ def test_images_that_are_none(image: object) -> None:
 
 @pytest.mark.parametrize("classes", [0, 2.5, True])
 def test_classes_that_are_none(classes: object) -> None:
-    with pytest.raises(ValueError, match="classes must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="classes must be a whole number, at least 1"):
         models.build("mnist", classes=classes)  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ def test_one_more_step_keeps_what_autograd_saves(tmp_path: Path) -> None:
 
 def test_all_schemes_differentiate_the_same_map() -> None:
     """Deep enough, unrolling gives the implicit gradient; JFB gives another one."""
-    R, v = memory._map("digits", 2, torch.device("cpu"))
+    R, v = memory.example("digits", 2, torch.device("cpu"))
     R, v = R.double(), v.double()
 
     def gradient(name: str) -> torch.Tensor:

@@ -70,20 +70,21 @@ def test_zero_tolerance_is_met_by_an_exact_hit_alone(solver: Solver) -> None:
 
 
 @solvers
-def test_no_step_at_all(solver: Solver) -> None:
+@pytest.mark.parametrize("record", [False, True])
+def test_no_step_at_all(solver: Solver, record: bool) -> None:
     z0 = normal(3, 4)
 
     def T(z: Tensor) -> Tensor:
         raise AssertionError("max_steps=0 evaluates nothing")
 
-    found = solve(T, z0, solver, tolerance=Tolerance(max_steps=0), record=True)
+    found = solve(T, z0, solver, tolerance=Tolerance(max_steps=0), record=record)
     assert torch.equal(found.value, z0)
     assert found.residual.tolist() == [math.inf] * 3
     assert found.steps.tolist() == [0, 0, 0]
     assert found.status == (Status.MAX_STEPS,) * 3
     assert not found.converged.any()
-    assert found.trace is not None
-    assert found.trace.shape == (0, 3)
+    assert (found.trace is not None) is record
+    assert found.trace is None or found.trace.shape == (0, 3)
 
 
 @solvers

@@ -1,4 +1,4 @@
-"""Scorer: when programs stand in for the network, when they are made anew, and when not at all."""
+"""Scorer: when graphs replace the network, when they are made again, and when not at all."""
 
 from __future__ import annotations
 

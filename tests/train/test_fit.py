@@ -21,10 +21,14 @@ from banach import (
     data,
     models,
 )
-from banach.data import Batches
+from banach.data import Batches, Flip
 from banach.diagnose import ContractionWarning
+from banach.models import Cosine
 from banach.train import Epoch, Run, Settings, fit
 from banach.train.plot import plot_history
+from banach.train.state import TrainState
+from banach.train.steps import Steps
+from fast.simulated import Directly, simulate_gpu
 from train.parts_train import expanding_network, images, network, plain_network, same_weights, settings
 
 
@@ -60,12 +64,12 @@ def test_every_backward_mode(mode: Any) -> None:
 
 
 def test_implicit_still_reports_to_whom_it_did() -> None:
-    told: list[int] = []
-    mode = Implicit(report=lambda products, residual, status: told.append(products))
+    reported: list[int] = []
+    mode = Implicit(report=lambda products, residual, status: reported.append(products))
     net = plain_network(backward=mode)
     history = fit(net, images(32), images(20, "validation"), settings(epochs=2))
-    assert len(told) == 4
-    assert sum(told) == sum(epoch.products for epoch in history.epochs)
+    assert len(reported) == 4
+    assert sum(reported) == sum(epoch.products for epoch in history.epochs)
 
 
 def test_the_figures_are_those_of_the_data() -> None:
@@ -157,9 +161,9 @@ def test_what_the_monitor_cannot_measure_stops_no_training(monkeypatch: pytest.M
         raise RuntimeError("derivative for aten::something is not implemented")
 
     monkeypatch.setattr(ContractionMonitor, "__call__", cannot)
-    with pytest.warns(UserWarning, match="cannot be measured, so it is skipped: derivative for aten") as heard:
+    with pytest.warns(UserWarning, match="cannot be measured, so it is skipped: derivative for aten") as caught:
         history = fit(network(), images(), images(20, "validation"), settings(monitor=True))
-    assert len(heard) == 1
+    assert len(caught) == 1
     assert [epoch.sigma for epoch in history.epochs] == [None, None]
 
 
@@ -243,10 +247,34 @@ def test_what_is_told_after_an_epoch_is_not_the_next_ones_time(monkeypatch: pyte
     import time
 
     real, gone = time.perf_counter, [0.0]
-    monkeypatch.setattr("banach.train.work.time.perf_counter", lambda: real() + gone[0])
+    monkeypatch.setattr("banach.train.state.time.perf_counter", lambda: real() + gone[0])
 
     def takes_an_hour(epoch: Any) -> None:
         gone[0] += 3600
 
     history = fit(network(), images(), images(20, "validation"), settings(epochs=3), on_epoch=takes_an_hour)
     assert max(epoch.seconds for epoch in history.epochs) < 1800
+
+
+def test_captured_steps_read_batches_and_rates_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated GPU, over two epochs with a short last batch, against eager steps."""
+    trained = []
+    for fast in (False, True):
+        made = settings(optimizer="sgd", lr=0.1, schedule=Cosine(), ema=0.5, batch_size=20, accumulate=2)
+        net = plain_network(Tolerance(atol=1e-9, max_steps=60))
+        work = TrainState(net, Batches(images(50), 20, augment=Flip()), None, made)
+        if fast:
+            simulate_gpu(monkeypatch, kernels=False)
+            monkeypatch.setattr("banach.fast.capture.CapturedLoop", Directly)
+            monkeypatch.setattr(Directly, "depth", 40)
+            for group in work.optimizer.param_groups:
+                group["lr"] = torch.tensor(group["lr"])
+        steps = Steps(work)
+        for index in range(6):
+            work.epoch, work.step = divmod(index, 3)
+            steps.take()
+        assert bool(steps.plan.graph) == fast
+        assert work.average is not None
+        trained.append((*net.parameters(), *work.average.weights.values(), work.metrics.sums[:3]))
+    for a, b in zip(*trained, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

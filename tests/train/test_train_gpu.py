@@ -11,8 +11,8 @@ from banach import JFB, Anderson, Implicit, Mode, Neumann, NormalCG, Picard, Sol
 from banach.data import Batches, Chain, Crop, Flip
 from banach.models import Cosine
 from banach.train import Run, fit
+from banach.train.state import TrainState
 from banach.train.steps import Steps
-from banach.train.work import Work
 from train.parts_train import images, network, plain_network, settings
 
 pytestmark = [
@@ -72,7 +72,7 @@ def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
     made = settings(device="cuda", clip=1.0, ema=0.9, label_smoothing=0.1, fast=fast)
     net = plain_network(Tolerance(max_steps=5, check_every=0)).cuda()
     train = images().to("cuda")
-    work = Work(net, Batches(train, 16), train, made)
+    work = TrainState(net, Batches(train, 16), train, made)
     steps = Steps(work)
     steps.take()
     torch.cuda.set_sync_debug_mode("error")
@@ -82,7 +82,7 @@ def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bool(steps.plan.graph) == fast
-    assert work.tally.read().loss > 0
+    assert work.metrics.read().loss > 0
 
 
 PENALTIES: tuple[dict[str, Any], ...] = (

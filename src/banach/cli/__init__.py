@@ -1,1 +1,1 @@
-"""The command line: strings become objects here and nowhere else."""
+"""The command line: one file per sub-command."""

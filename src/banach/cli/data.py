@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banach import data
 from banach.cli.console import console, table
@@ -130,17 +130,10 @@ class _Download:
     """The part of a tqdm bar that pooch uses: `total`, set for each file, then `update`, `reset`, `close`."""
 
     def __init__(self, name: str) -> None:
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not is_terminal(console),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=console, transient=True, disable=not is_terminal(console))
+        self._task = self._bars.add_task(name, total=None)
         self._name, self._files, self._total = name, 0, 0
-        self._task: TaskID | None = None
 
     @property
     def total(self) -> int:
@@ -148,24 +141,18 @@ class _Download:
 
     @total.setter
     def total(self, size: int) -> None:
-        """Begin a file. An earlier one that broke off was never closed."""
-        self.close()
+        """Begin a file."""
         self._files, self._total = self._files + 1, size
-        self._task = self._bars.add_task(f"{self._name}, file {self._files}", total=size or None)
+        self._bars.reset(self._task, total=size or None, description=f"{self._name}, file {self._files}")
 
     def update(self, size: int) -> None:
-        if self._task is not None:
-            self._bars.advance(self._task, size)
+        self._bars.advance(self._task, size)
 
     def reset(self) -> None:
-        if self._task is not None:
-            self._bars.update(self._task, completed=0)
+        self._bars.update(self._task, completed=0)
 
     def close(self) -> None:
-        """Remove the bar of a finished file."""
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-            self._task = None
+        """The next file uses the same bar."""
 
     def __enter__(self) -> _Download:
         self._bars.start()

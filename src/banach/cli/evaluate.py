@@ -10,9 +10,9 @@ import typer
 
 from banach.cli.console import console, table
 from banach.cli.opened import open_run
-from banach.cli.train import figures
+from banach.cli.train import figures, record
 from banach.network import ImplicitNetwork
-from banach.provenance import plain, provenance, write_json
+from banach.provenance import write_json
 from banach.train import evaluate as measure
 from banach.train import words
 
@@ -26,7 +26,7 @@ Examples:
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
     split: Annotated[str, typer.Option(help="test | validation | train.")] = "test",
-    data_dir: Annotated[Path | None, typer.Option(help="Where the data lies.", show_default=False)] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.", show_default=False)] = None,
     solver: Annotated[str | None, typer.Option(help=words.SOLVERS + ".", show_default=False)] = None,
     eps: Annotated[
         float | None, typer.Option(help="Stop at a residual of eps; alone, rtol is 0.", show_default=False)
@@ -66,16 +66,6 @@ def evaluate(
     totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
     rows = [(name.replace("test", split), value) for name, value in figures(totals).items() if value is not None]
     console.print(table(f"{images.title}: {len(images):,} {split} images", ("", "value"), rows))
-    path = write_json(
-        run / f"evaluation-{split}.json",
-        {
-            "split": split,
-            "title": images.title,
-            "count": len(images),
-            "epochs": opened.position.epoch,
-            "steps": opened.position.step,
-            "totals": plain(vars(totals)),
-            **provenance(settings.to_dict(), device=opened.device),
-        },
-    )
-    console.print(f"figures: {path}")
+    position = {"epochs": opened.position.epoch, "steps": opened.position.step}
+    content = record(totals, images, split, settings) | position
+    console.print(f"figures: {write_json(run / f'evaluation-{split}.json', content)}")

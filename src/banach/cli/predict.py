@@ -14,7 +14,7 @@ from torch import Tensor
 
 from banach.cli.console import console, table
 from banach.cli.opened import Opened, open_run
-from banach.data import DataSet, Images
+from banach.data import DataSet
 from banach.train.evaluate import scores
 from banach.train.precision import arithmetic
 
@@ -66,7 +66,8 @@ def predict(
 
 def classify(opened: Opened, pixels: Tensor, top: int) -> list[Answer]:
     """Return answers for uint8 pixels (N, C, H, W), in the precision of the run."""
-    images = _as_images(opened.dataset, pixels).to(opened.device)
+    labels = torch.zeros(len(pixels), dtype=torch.int64)  # not used: Images normalises the pixels
+    images = opened.dataset.images(pixels, labels, split="given").to(opened.device)
     with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says which images did not converge
         parts = [_answers(opened, images.normalise(part), top) for part in images.pixels.split(BATCH)]
@@ -169,20 +170,6 @@ def _said(error: Exception, path: Path) -> str:
     """Return Pillow's message in one line, without the file name."""
     words = " ".join(str(error).split()).replace(f" {str(path)!r}", "")
     return words or type(error).__name__
-
-
-def _as_images(dataset: DataSet, pixels: Tensor) -> Images:
-    """Return the pixels as Images, which normalises them."""
-    return Images(
-        pixels=pixels,
-        labels=torch.zeros(len(pixels), dtype=torch.int64),
-        name=dataset.name,
-        title=dataset.title,
-        split="given",
-        classes=dataset.classes,
-        mean=dataset.mean,
-        std=dataset.std,
-    )
 
 
 def _row(path: Path, answer: Answer) -> list[Any]:

@@ -232,6 +232,7 @@ class Session:
                 run=self.run,
                 on_epoch=on_epoch,
                 on_step=progress.step,
+                on_plan=lambda plan: console.print(str(plan), highlight=False),
             )
 
     def _done(self) -> list[Epoch]:
@@ -267,16 +268,9 @@ class Session:
         self._plot(history)
 
     def _test(self) -> dict[str, Any]:
-        settings = self.settings
-        images = settings.load("test", self.data_dir).to(settings.torch_device)
-        totals = evaluate(self.net, images, precision=settings.precision)
-        return {
-            "split": "test",
-            "title": images.title,
-            "count": len(images),
-            "totals": plain(vars(totals)),
-            **provenance(settings.to_dict(), device=settings.torch_device),
-        }
+        images = self.settings.load("test", self.data_dir).to(self.settings.torch_device)
+        totals = evaluate(self.net, images, precision=self.settings.precision)
+        return record(totals, images, "test", self.settings)
 
     def _summary(self, history: History, content: dict[str, Any]) -> Any:
         totals = Totals(**content["totals"])
@@ -297,6 +291,12 @@ class Session:
             console.print(f"no plot: {error}")
         else:
             console.print(f"plot: {path}")
+
+
+def record(totals: Totals, images: Images, split: str, settings: Settings) -> dict[str, Any]:
+    """Return the figures of an evaluation with their provenance, for JSON."""
+    about = {"split": split, "title": images.title, "count": len(images), "totals": plain(vars(totals))}
+    return about | provenance(settings.to_dict(), device=images.device)
 
 
 def figures(totals: Totals) -> dict[str, str | None]:

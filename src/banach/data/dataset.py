@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from banach import checks
-from banach.data.images import SPLITS
+from banach.data.images import SPLITS, Images
 
 
 class DataError(ValueError):
@@ -118,6 +119,11 @@ class DataSet:
         if split not in SPLITS:
             raise DataError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)}")
         return "test" if split == "test" else "train"
+
+    def images(self, pixels: Tensor, labels: Tensor, *, split: str, title: str | None = None) -> Images:
+        """Return tensors as images of this data set."""
+        about = {"name": self.name, "title": title or self.title, "classes": self.classes}
+        return Images(pixels, labels, split=split, mean=self.mean, std=self.std, **about)  # type: ignore[arg-type]
 
     @property
     def remedy(self) -> str:

@@ -83,16 +83,8 @@ def load(
     arrays = _read(dataset, part, found)
     title = _identify(dataset, part, _sha256(arrays), found) if check else f"{dataset.title} (not checked)"
     pixels, labels = _cut(dataset, split, arrays)
-    return Images(
-        pixels=torch.from_numpy(pixels).to(device),
-        labels=torch.from_numpy(labels.astype(np.int64)).to(device),
-        name=dataset.name,
-        title=title,
-        split=split,
-        classes=dataset.classes,
-        mean=dataset.mean,
-        std=dataset.std,
-    )
+    tensors = torch.from_numpy(pixels).to(device), torch.from_numpy(labels.astype(np.int64)).to(device)
+    return dataset.images(*tensors, split=split, title=title)
 
 
 def verify(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:

@@ -8,7 +8,6 @@ from banach.fast.plan import Choice, Plan, plan
 from banach.fast.starts import LinearStart, Neighbours
 from banach.fast.step import Extras, TrainStep
 from banach.fast.weights import align_state, channels_last
-from banach.solve import Solution
 
 __all__ = [
     "Choice",
@@ -28,10 +27,3 @@ __all__ = [
     "plan",
     "unchanged",
 ]
-
-Reached = Solution  # TODO(merge): old name
-channels_side_by_side = channels_last  # TODO(merge): old name
-
-
-def prefers_channels_last(net, precision):  # type: ignore[no-untyped-def]  # TODO(merge): plan(...).channels_last
-    return bool(plan(net, precision=precision).channels_last)

@@ -17,7 +17,7 @@ from banach.fast.weights import Bf16Weights, compiled, forget_packed, frozen_cop
 from banach.latent import Latent, Space, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, zeros
 from banach.nn.layers import uses_batch_statistics
-from banach.solve import RMS, ConvergenceWarning, Solution, WorstPixel
+from banach.solve import ConvergenceWarning, Solution
 from banach.solve.tolerance import are_finite, measure
 
 _MOST = 0.95  # of independent samples are to meet the tolerance; the slowest few do not set the depth of all
@@ -140,17 +140,12 @@ def kernel_solve(net: ImplicitNetwork, v: Tensor, z0: Tensor | None = None) -> S
 
     The weights are the network's, in the precision of autocast where it is on. No sample is called stalled.
     """
-    from banach.kernels import Stop, latent_solve
+    from banach.kernels import latent_solve
 
-    tolerance, norm = net.tolerance, type(net.tolerance.norm)
     if z0 is None and net.start is not zeros:
         with torch.no_grad():
             z0 = net.start(v)
-    stop = Stop(
-        tolerance.atol, tolerance.rtol, tolerance.max_steps, worst_pixel=norm is WorstPixel, mean=norm is RMS
-    )
-    found: Any = latent_solve(net.R, v, z0, stop=stop)
-    return solution_of(net, found.value, found.residual, found.converged, found.nonfinite, found.steps)
+    return latent_solve(net.R, v, z0, tolerance=net.tolerance)
 
 
 def solution_of(

@@ -187,6 +187,7 @@ def _side_stream(index: int) -> torch.cuda.Stream:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Disable the garbage collector: an old graph that it deletes during a capture would break the capture."""
+    gc.collect()  # an autograd graph of the warm-up, kept alive by a cycle, would accumulate on its own stream
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -220,6 +221,8 @@ def bucket(count: int) -> int:
 
 def filled(x: Tensor, size: int) -> Tensor:
     """Return x, then copies of its first sample up to `size`: layers give finite values for real samples."""
+    if size == len(x):
+        return x.clone()
     buffer = torch.empty_like(x[:1].expand(size, *x.shape[1:]), memory_format=torch.preserve_format)
     buffer = buffer.contiguous() if 0 in buffer.stride() else buffer
     buffer.copy_(x[:1].expand(size, *x.shape[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -281,9 +280,9 @@ def _is_fusable(block: Any) -> bool:
     """Return True if the class that defines the block's `forward` declares it, and nothing was changed since."""
     if not getattr(block, "fusable", False) or any(map(is_hooked, block.modules())):
         return False
-    kernels: Any = importlib.import_module("banach.kernels")
-    says = kernels.says if hasattr(kernels, "says") else kernels.known.says  # TODO(merge): old place of says
-    return bool(says(block, "fusable")) and isinstance(block.norm, nn.BatchNorm2d)
+    from banach.kernels import says
+
+    return says(block, "fusable") and isinstance(block.norm, nn.BatchNorm2d)
 
 
 def _channels_last(device: torch.device, precision: str, windows: Choice) -> Choice:

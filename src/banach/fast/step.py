@@ -59,7 +59,8 @@ class TrainStep:
 
     Attributes:
         plan: what runs, and why not something faster; `print(step.plan)`.
-        reached: the `Solution` of the last step, without its value; None for a network without fixed point.
+        reached: the `Solution` of the last step, without its value if it was captured; None for a network without
+            fixed point.
         excess: (2,) its residual over the tolerance, here and one step deeper; None if the iteration chose its
             depth itself.
     """

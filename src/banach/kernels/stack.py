@@ -132,7 +132,7 @@ def residual_stack(
     Raises:
         ValueError: if the kernels would compute the blocks wrongly.
     """
-    given = list(blocks)
+    given: list[Any] = list(blocks)
     rate = _check(given)
     if masks is None and rate:
         masks = torch.rand((len(given), *x.shape[:2]), device=x.device) >= rate
@@ -157,7 +157,7 @@ def repeated_stack(
 
     Valid until the weights change, for inputs of the device, type and channels of `like`.
     """
-    given = list(blocks)
+    given: list[Any] = list(blocks)
     if rate := _check(given):
         raise ValueError(f"expected blocks without dropout, got a rate of {rate}; call residual_stack with masks")
     if not has_kernel(like):
@@ -351,10 +351,15 @@ def _block_gradients(
 # The rest launches one kernel each. What a kernel does not read is still an argument: any tensor stands for it.
 
 
+def _device() -> Any:
+    """Return the device code, imported when it is first needed: it imports Triton."""
+    from banach.kernels import stack_kernel
+
+    return stack_kernel
+
+
 def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return images (N, C, H, W) as pixels with ones or, of a gradient, without ones, with its sums with y."""
-    from banach.kernels.stack_kernel import enter
-
     N, _, H, W = x.shape
     pixels, tile, of = N * H * W, stack.tiles.entry, stack.layout
     if pixels * of.pitch >= 2**31:
@@ -363,7 +368,7 @@ def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     programs, gradient = _programs(pixels, tile, x.device), y is not None
     sums = torch.empty((programs if gradient else 0, 2, of.columns), device=x.device)
     K = constants(replace(of, rows=tile.rows))
-    enter[(programs,)](
+    _device().enter[(programs,)](
         pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, ONES=not gradient,
         SUMS=gradient, K=K,
     )  # fmt: skip
@@ -372,12 +377,10 @@ def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _leave(stack: Stack, x: Tensor, stats: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return pixels as images, normalised if there are statistics."""
-    from banach.kernels.stack_kernel import leave
-
     N, H, W, _ = x.shape
     out = torch.empty((N, H, W, stack.layout.channels), dtype=dtype, device=x.device)
     pixels, norm = N * H * W, stats is not None
-    leave[(-(-pixels // POINTWISE),)](
+    _device().leave[(-(-pixels // POINTWISE),)](
         x, out, out if stats is None else stats, pixels, NORM=norm, K=constants(stack.layout)
     )
     return out.permute(0, 3, 1, 2)
@@ -390,10 +393,8 @@ def _packed(stack: Stack, like: Tensor) -> Tensor:
 
 def _turn(stack: Stack, w: Tensor) -> Tensor:
     """Return packed weights for the gradients of the layers' inputs."""
-    from banach.kernels.stack_kernel import turn
-
     out = _packed(stack, w)
-    turn[(9 * len(w),)](w, out, K=constants(stack.layout))
+    _device().turn[(9 * len(w),)](w, out, K=constants(stack.layout))
     return out
 
 
@@ -408,10 +409,8 @@ def _fold(
     layers: int = 1,
 ) -> None:
     """Compute `stats` from sums of y and y^2, if given, then pack the weight and bias of `layer`, if given."""
-    from banach.kernels.stack_kernel import fold
-
     w, b = (stats, stats) if layer is None else layer
-    fold[(1 if layer is None else 9 * layers,)](
+    _device().fold[(1 if layer is None else 9 * layers,)](
         w, b, stats, stats if sums is None else sums, out, 0 if sums is None else len(sums), *numbers,
         MEASURE=sums is not None, PACK=layer is not None, K=constants(stack.layout), **SUM,
     )  # fmt: skip
@@ -419,8 +418,6 @@ def _fold(
 
 def _unnormalise(stack: Stack, g: Tensor, y: Tensor, stats: Tensor, sums: Tensor | None, count: int) -> Tensor:
     """Go from the gradient of normalised y to that of the sum inside the block; no sums: known statistics."""
-    from banach.kernels.stack_kernel import average, unnormalise
-
     of, out = stack.layout, torch.empty_like(g)
     K, pixels = constants(of), g.shape[:3].numel()
     means = torch.empty((2, of.columns), device=g.device)
@@ -428,8 +425,8 @@ def _unnormalise(stack: Stack, g: Tensor, y: Tensor, stats: Tensor, sums: Tensor
         means.zero_()
     else:
         grid = (of.columns // COLUMNS,)
-        average[grid](sums, stats, means, len(sums), 1.0 / count, COLUMNS=COLUMNS, K=K, **SUM)
-    unnormalise[(-(-pixels // POINTWISE),)](g, y, out, stats, means, pixels, stack.slope, K=K)
+        _device().average[grid](sums, stats, means, len(sums), 1.0 / count, COLUMNS=COLUMNS, K=K, **SUM)
+    _device().unnormalise[(-(-pixels // POINTWISE),)](g, y, out, stats, means, pixels, stack.slope, K=K)
     return out
 
 
@@ -447,15 +444,13 @@ def _convolve(
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Convolve with packed weights, apply the epilogue `what`, and return the result with its sums, if wanted."""
-    from banach.kernels.stack_kernel import convolve
-
     N, H, W, _ = x.shape
     tile = stack.tiles.convolution if H * W > SMALL else stack.tiles.small
     programs = _programs(N * W, tile, x.device, H) if tile.march else _programs(N * H * W, tile, x.device)
     out = torch.empty_like(x)
     total = torch.empty((programs if sums else 0, 2, stack.layout.columns), device=x.device)
     K = constants(replace(stack.layout, height=H, width=W, rows=tile.rows, march=tile.march))
-    convolve[(programs,)](
+    _device().convolve[(programs,)](
         x, w, out, x if residual is None else residual, x if before is None else before,
         w if stats is None else stats, w if mask is None else mask, total if sums else w, N, stack.slope,
         WHAT=what, DROP=drop, SUMS=sums, K=K, num_stages=tile.stages, num_warps=tile.warps,
@@ -467,18 +462,16 @@ def _weights(
     stack: Stack, x: Tensor, g: Tensor, stats: Tensor | None, channels_last: bool
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of a layer's weight and bias, from its input, not normalised, and its output's gradient."""
-    from banach.kernels.stack_kernel import correlate, unfold
-
     N, H, W, _ = x.shape
     tile, of = stack.tiles.weights, stack.layout
     programs = _programs(N * H * W, tile, x.device)
     parts = torch.empty((programs, 3, of.depth, of.columns), device=x.device)
     K = constants(replace(of, height=H, width=W, rows=tile.rows))
-    correlate[(programs,)](x, g, parts, N, K=K, num_stages=tile.stages, num_warps=tile.warps)
+    _device().correlate[(programs,)](x, g, parts, N, K=K, num_stages=tile.stages, num_warps=tile.warps)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     dw = torch.empty((of.channels, of.channels, 3, 3), device=x.device, memory_format=memory_format)
     db = torch.empty(of.channels, device=x.device)
-    unfold[(9, -(-of.channels // REDUCE["ROWS"]))](
+    _device().unfold[(9, -(-of.channels // REDUCE["ROWS"]))](
         parts, parts if stats is None else stats, dw, db, programs, NORM=stats is not None, LAST=channels_last,
         K=constants(of), **REDUCE,
     )  # fmt: skip

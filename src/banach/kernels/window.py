@@ -54,12 +54,12 @@ class Window:
     side: int
     stride: int
     padding: int
-    from_made: int  # strides of the weights
-    from_summed: int
-    from_row: int
-    from_column: int
     depth: int  # of a chunk of places of the window and their channels
     precision: str
+    from_made: int = 0  # strides of the weights
+    from_summed: int = 0
+    from_row: int = 0
+    from_column: int = 0
     rows: int = 64  # pixels of a tile
     stages: int = 3
     chunks: int = 0
@@ -75,6 +75,11 @@ class Window:
             columns=max(16, power_of_two(self.made)),
             whole=self.summed % self.depth == 0,
         )
+
+    def reading(self, weight: Tensor) -> Window:
+        """Return the same for weights with the strides of `weight`."""
+        made, summed, row, column = weight.stride()
+        return replace(self, from_made=made, from_summed=summed, from_row=row, from_column=column)
 
     @property
     def back(self) -> Window:
@@ -101,10 +106,8 @@ def window_of(x: Tensor, weight: Tensor, stride: int, padding: int) -> Window:
     (made, summed, side, _), (H, W) = weight.shape, x.shape[2:]
     rows, columns = ((size + 2 * padding - side) // stride + 1 for size in (H, W))
     precision = "tf32x3" if x.dtype == torch.float32 else "ieee"
-    depth = _depth(summed, side)
-    return Window(
-        summed, made, H, W, rows, columns, side, stride, padding, *weight.stride(), depth, precision
-    )  # fmt: skip
+    sizes = Window(summed, made, H, W, rows, columns, side, stride, padding, _depth(summed, side), precision)
+    return sizes.reading(weight)
 
 
 @torch.library.custom_op("banach::conv2d", mutates_args=())
@@ -234,8 +237,7 @@ def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, window: Window, *, bi
     from banach.kernels.window_kernel import add, correlate
 
     dw = torch.empty_like(weight)
-    strides = dict(zip(("from_made", "from_summed", "from_row", "from_column"), dw.stride(), strict=True))
-    K = replace(window.sized(TILES.weights), **strides)
+    K = window.sized(TILES.weights).reading(dw)
     pixels = len(x) * K.rows_out * K.columns_out
     tiles = -(-pixels // K.rows)
     share = -(-tiles // max(1, min(tiles, TILES.parts // K.chunks)))

@@ -1,4 +1,4 @@
-"""Pieces that more than one of the networks here is built from."""
+"""Layers that several of the networks share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def conv3x3(inputs: int, outputs: int, *, stride: int = 1, padding: int = 1, bia
 
 
 def latent_norm(channels: int, batch_norm: bool) -> nn.Module:
-    """Batch norm without weights of its own, or nothing, for a network whose batch norm is left out."""
+    """Return batch norm without affine weights, or the identity if batch norm is left out."""
     return nn.BatchNorm2d(channels, affine=False) if batch_norm else nn.Identity()
 
 
@@ -45,7 +45,7 @@ class LatentBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.leaky_relu(self.conv1(x), SLOPE)
-        # The authors' network activates twice here. Twice a slope is once its square: one pass over memory less.
+        # The authors' network applies LReLU twice here. Squaring the slope does the same in one pass over memory.
         y = F.leaky_relu(self.conv2(y), SLOPE**2)
         return self.norm(x + y)
 
@@ -53,7 +53,7 @@ class LatentBlock(nn.Module):
 class LatentResNet(nn.Module):
     """R(u, v) = gamma * (B_n o ... o B_1)(u + v), each B a `LatentBlock`: R of the paper's MNIST and SVHN nets.
 
-    gamma scales the output and bounds no Lipschitz constant: that this contracts is to be measured.
+    gamma scales the output but does not bound the Lipschitz constant: measure the contraction.
     """
 
     def __init__(self, channels: int, blocks: int, gamma: float, *, batch_norm: bool = True) -> None:
@@ -63,7 +63,7 @@ class LatentResNet(nn.Module):
 
     @torch.no_grad()
     def shrink_(self, factor: float) -> LatentResNet:
-        """Multiply the last convolution of each residual map, so that a fresh R is nearer to gamma * (u + v)."""
+        """Scale the last convolution of each residual map, so that a fresh R is closer to gamma * (u + v)."""
         for name, parameter in self.named_parameters():
             if ".conv2." in name:
                 parameter.mul_(factor)
@@ -74,7 +74,7 @@ class LatentResNet(nn.Module):
 
     @property
     def latent_form(self) -> LatentForm:
-        """What this computes, for the kernel that iterates it."""
+        """The formula of this map, for the kernel that iterates it."""
         return LatentForm(outer=self.gamma, slope=SLOPE, slope_after=SLOPE**2)
 
     def extra_repr(self) -> str:
@@ -82,10 +82,10 @@ class LatentResNet(nn.Module):
 
 
 def readout(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """S of the paper's MNIST and SVHN nets: a convolution without padding, then a linear map without bias."""
+    """Return S of the paper's MNIST and SVHN nets: a convolution without padding, a linear map without bias."""
     if min(height, width) < 3:
         raise ValueError(
-            f"the latent is {height}x{width} pixels, and S begins with a 3x3 convolution; give larger images"
+            f"the latent is {height}x{width} pixels, and S begins with a 3x3 convolution; use larger images"
         )
     kept = 16
     return nn.Sequential(
@@ -100,7 +100,7 @@ def readout(channels: int, height: int, width: int, classes: int) -> nn.Sequenti
 
 
 class Shortcut(nn.Module):
-    """The identity between different sizes, without parameters: skip pixels, add channels of zeros.
+    """The identity between different shapes, without parameters: skip pixels, append channels of zeros.
 
     Half of the new channels come before, half after. (He et al. 2016, option A.)
     """

@@ -16,13 +16,13 @@ from banach.solve import WorstPixel
 
 CHANNELS = 35
 BORDER = 4  # pixels of a constant around the image
-GREY = 0.449  # that constant: a mean colour, though the images are normalised by then
+GREY = 0.449  # that constant: a mean colour, although the images are normalised already
 
 
 class Block(nn.Module):
     """x -> BN(LReLU(x + conv(dropout(LReLU(conv(x)))))), used in Q with dropout and in R without."""
 
-    fusable = True  # a Sequential of these is what `banach.kernels` computes
+    fusable = True  # `banach.kernels` computes a Sequential of these
     latent_block = True  # as `LatentForm` describes it
 
     def __init__(self, *, dropout: float = 0.0, batch_norm: bool = True) -> None:
@@ -67,7 +67,7 @@ class CIFARLatent(nn.Module):
 
     @property
     def latent_form(self) -> LatentForm:
-        """What this computes, for the kernel that iterates it."""
+        """The formula of this map, for the kernel that iterates it."""
         return LatentForm(inner=self.gamma, slope=SLOPE, slope_after=SLOPE, late=True)
 
     def extra_repr(self) -> str:
@@ -75,7 +75,7 @@ class CIFARLatent(nn.Module):
 
 
 def _readout(height: int, width: int, classes: int) -> nn.Sequential:
-    """S: a convolution of stride 2, then a linear map without bias."""
+    """Return S: a convolution of stride 2, then a linear map without bias."""
     pixels = ((height + 1) // 2) * ((width + 1) // 2)
     return nn.Sequential(
         OrderedDict(
@@ -89,9 +89,9 @@ def _readout(height: int, width: int, classes: int) -> nn.Sequential:
 
 
 def cifar10(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = True) -> Parts:
-    """Parameters in Q, R and S: 713,020, 110,600 and 19,810, or 84.5, 13.1 and 2.3 per cent.
+    """Return Q, R and S with 713,020, 110,600 and 19,810 parameters (84.5, 13.1 and 2.3 per cent).
 
-    The paper's text says about 70 per cent in Q and 30 in R; the authors' network, which this is, has these.
+    The paper says about 70 per cent in Q and 30 in R; this is the network of the authors' code.
     """
     channels, height, width = image
     rows, columns = (height + 2 * BORDER) // 4, (width + 2 * BORDER) // 4
@@ -110,7 +110,7 @@ RELEASED = Recipe(
 )
 RECIPES = {
     "released": RELEASED,
-    "paper": RELEASED,  # it prints eps and depth alone, and they agree
+    "paper": RELEASED,  # it prints eps and depth only, which agree
     "jacobian": replace(RELEASED, eps=1e-4, max_steps=500),
 }
 

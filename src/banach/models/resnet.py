@@ -31,8 +31,7 @@ class ResNet(nn.Module):
     """The CIFAR-10 network of He et al. (2016), 6n + 2 layers: three stages of n blocks, 16, 32 and 64 channels.
 
     Shortcuts have no parameters (option A), which gives n = 9 its 853,018: 848,304 in convolutions, 4,064 in
-    batch norms, 650 in the last layer. (With 1x1 convolutions on the two shortcuts that change size it would
-    be 855,770.) Convolutions start as in He et al. (2015).
+    batch norms, 650 in the last layer. Convolutions are initialised as in He et al. (2015).
     """
 
     def __init__(self, n: int, image: Image = (3, 32, 32), classes: int = 10) -> None:
@@ -54,10 +53,11 @@ class ResNet(nn.Module):
 
 
 def resnet56(image: Image = (3, 32, 32), classes: int = 10) -> nn.Module:
+    """Return the network with n = 9."""
     return ResNet(9, image, classes)
 
 
-# 64,000 steps of 128 out of 45,000 images, a tenth of the rate after 32,000 and 48,000: in epochs.
+# 64,000 steps of 128 out of 45,000 images, a tenth of the rate after 32,000 and 48,000 steps.
 HE = Recipe(
     lr=0.1,
     momentum=0.9,

@@ -44,13 +44,13 @@ class SVHNData(nn.Module):
 
 
 def svhn(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = True) -> Parts:
-    """Parameters in Q, R and S: 74,640, 73,856 and 14,992.
+    """Return Q, R and S with 74,640, 73,856 and 14,992 parameters.
 
-    The authors' class counts 256 more: two batch norms that it makes and never uses. They are left out.
-    Without batch norm and with PyTorch's fresh weights this R expands: residuals grow by 1.04 a step, and the
-    authors' code rescales the weights as it trains. Here that twin starts with a smaller residual map instead,
-    and a fresh network comes to eps within 140 steps. Training may drive it outwards again (at the authors' rate,
-    by JFB, to the limit of 200 steps after 20 batches), and nothing here edits weights: measure the contraction.
+    The authors' class counts 256 more: two unused batch norms, which are left out here.
+    Without batch norm and with PyTorch's initial weights this R expands: residuals grow by 1.04 per step. The
+    authors' code rescales the weights during training. Here the residual map starts smaller instead, and a fresh
+    network reaches eps within 140 steps. Training may make it expand again (at the authors' rate, by JFB, it
+    reaches the limit of 200 steps after 20 batches), and nothing here edits weights: measure the contraction.
     """
     channels, height, width = image
     R = LatentResNet(64, blocks=1, gamma=0.9, batch_norm=batch_norm)

@@ -68,11 +68,12 @@ class Run:
         """
         # These norms give new memory each time, in the type of the rows; not inside a torch.func transform.
         known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
-        if type(self.solver) is not Picard or not known or self.tolerance.rtol or not len(state.z):
+        most = self.tolerance.max_steps
+        if type(self.solver) is not Picard or not known or self.tolerance.rtol or not most or not len(state.z):
             return 0
         z, least, count, damping = state.z, state.least, len(state.z), self.solver.damping
         evaluate, measure, space, atol = self.evaluate, self.measure, self.space, self.atol
-        counted, k, most = np.count_nonzero, 1, self.tolerance.max_steps
+        counted, k = np.count_nonzero, 1
         while True:
             Tz = evaluate(z, first=k == 1)
             r = Tz - z

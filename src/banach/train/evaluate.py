@@ -22,8 +22,8 @@ from banach.fast.step import at_least_fp32, run_network
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
+from banach.train.metrics import MetricSums, Totals
 from banach.train.precision import arithmetic, autocast
-from banach.train.tally import Tally, Totals
 
 Scores = tuple[Tensor, Solution | None]
 AT_A_TIME = 512  # images per captured batch in eval mode; batches are powers of two
@@ -179,11 +179,11 @@ def measure(
         augment: changes the images, differently in every `epoch`.
     """
     begin()
-    tally = _once(scorer, images, batch_size, augment, epoch)
-    totals = tally.read()
+    sums = _once(scorer, images, batch_size, augment, epoch)
+    totals = sums.read()
     if not scorer.captures(images.device):
         return totals  # the network itself has warned of samples that did not converge
-    if tally.nonfinite or not math.isfinite(totals.loss):
+    if sums.nonfinite or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
         begin()
         return _once(scorer.eager(), images, batch_size, augment, epoch).read()
@@ -193,14 +193,14 @@ def measure(
     return totals
 
 
-def _once(scorer: Scorer, images: Images, batch_size: int, augment: Augmentation | None, epoch: int) -> Tally:
-    tally = Tally(images.device)
+def _once(scorer: Scorer, images: Images, batch_size: int, augment: Augmentation | None, epoch: int) -> MetricSums:
+    sums = MetricSums(images.device)
     size = scorer.batch_size(batch_size, images.device)
     with arithmetic(scorer.precision, images.device):
         for x, y in Batches(images, size, augment=augment, shuffle=False).epoch(epoch):
             output, found = scorer(x)
-            tally.add(F.cross_entropy(output, y), output, y, found)
-    return tally
+            sums.add(F.cross_entropy(output, y), output, y, found)
+    return sums
 
 
 def _state(net: Any) -> tuple[Any, ...]:

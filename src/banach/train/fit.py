@@ -18,14 +18,13 @@ from banach.fast.plan import Plan
 from banach.provenance import write_json
 from banach.train.checkpoint import Position
 from banach.train.evaluate import Scorer, evaluate
-from banach.train.history import Epoch, History
+from banach.train.metrics import Epoch, History
 from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
-from banach.train.run import ENVIRONMENT, Run
+from banach.train.run import ENVIRONMENT, Run, stop_on_signals
 from banach.train.settings import Settings
+from banach.train.state import TrainState
 from banach.train.steps import Steps
-from banach.train.stop import stop_on_signals
-from banach.train.work import Work
 
 _WATCHED = 8  # images on which the contraction is measured after every epoch
 
@@ -63,34 +62,34 @@ def fit(
         penalties.check(net)
     batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
     held = None if validation is None else validation.to(device)
-    work = Work(net.to(device), batches, held, settings)
-    identity = work.identity()
+    state = TrainState(net.to(device), batches, held, settings)
+    identity = state.identity()
 
     def save() -> None:
         if run is not None:
-            run.save(work.position, work.tensors(), work.state(identity))
+            run.save(state.position, state.tensors(), state.state(identity))
 
     with ExitStack() as stack:
         if run is not None:
             stack.enter_context(run.locked())
-            _resume(run, work, identity)
+            _resume(run, state, identity)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
-        stack.enter_context(_counting(work))
+        stack.enter_context(_counting(state))
         stop = stack.enter_context(stop_on_signals(run is not None))
-        steps = Steps(work)
+        steps = Steps(state)
         scorer: Scorer | None = None
-        if work.epoch < settings.epochs:
+        if state.epoch < settings.epochs:
             steps.prepare()
             _report(steps.plan, run, on_plan)
-        while work.epoch < settings.epochs and not stop.asked:
+        while state.epoch < settings.epochs and not stop.asked:
             net.train()
-            for _ in range(work.step, len(batches)):
+            for _ in range(state.step, len(batches)):
                 steps.take()
-                work.step += 1
+                state.step += 1
                 if on_step is not None:
-                    on_step(work.position)
-                if _is_due(work):
+                    on_step(state.position)
+                if _is_due(state):
                     save()
                 if stop.asked:
                     break
@@ -98,21 +97,21 @@ def fit(
                 # A capture that failed in training is not tried again: one warning is enough.
                 fast = settings.fast and not steps.failed
                 scorer = scorer or Scorer(net, settings.precision, fast=fast)
-                work.end_epoch(_look_back(work, scorer))
+                state.end_epoch(_look_back(state, scorer))
                 try:
                     if on_epoch is not None:
-                        on_epoch(work.done[-1])
+                        on_epoch(state.done[-1])
                 finally:  # after it: what it writes is never behind a checkpoint, even if interrupted here
                     if run is not None:
                         save()
-                        run.write_metrics(work.done)
-                work.begin_clock()  # the next epoch's time and memory do not include callbacks and files
-        if run is not None and (work.step or run.latest() is None):
+                        run.write_metrics(state.done)
+                state.begin_clock()  # the next epoch's time and memory do not include callbacks and files
+        if run is not None and (state.step or run.latest() is None):
             save()
-    if work.average is not None:
-        work.average.put_into(net)
+    if state.average is not None:
+        state.average.put_into(net)
     net.eval()
-    return History(tuple(work.done), work.epoch >= settings.epochs, stop.asked)
+    return History(tuple(state.done), state.epoch >= settings.epochs, stop.asked)
 
 
 def _report(made: Plan, run: Run | None, on_plan: Callable[[Plan], None] | None) -> None:
@@ -124,17 +123,17 @@ def _report(made: Plan, run: Run | None, on_plan: Callable[[Plan], None] | None)
         on_plan(made)
 
 
-def _look_back(work: Work, scorer: Scorer) -> Epoch:
+def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
-    seen, lr, products = work.tally.read(), work.rate(work.step - 1), work.products
-    seconds = work.seconds  # of training; the device has finished
+    seen, lr, products = state.metrics.read(), state.rate(state.step - 1), state.products
+    seconds = state.seconds  # of training; the device has finished
     # Of training too: a validation in batches of another size has another peak.
-    memory = torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None
-    work.net.eval()
-    held = _validate(work, scorer)
-    sigma = _contraction(work)
+    memory = torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None
+    state.net.eval()
+    held = _validate(state, scorer)
+    sigma = _contraction(state)
     return Epoch(
-        epoch=work.epoch + 1,
+        epoch=state.epoch + 1,
         **vars(seen),
         **held,
         lr=lr,
@@ -142,55 +141,55 @@ def _look_back(work: Work, scorer: Scorer) -> Epoch:
         products=products,
         seconds=seconds,
         memory=memory,
-        warm_up=work.warm_up,
+        warm_up=state.warm_up,
     )
 
 
-def _validate(work: Work, scorer: Scorer) -> dict[str, Any]:
+def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
     """Validate with the averaged weights if there are any, copied into the network, where the scorer sees them."""
     kept = ("loss", "accuracy", "depth", "converged")
-    if work.validation is None:
+    if state.validation is None:
         return {f"validation_{name}": None for name in kept}
-    averaged = nullcontext() if work.average is None else work.average.inside(work.net)
+    averaged = nullcontext() if state.average is None else state.average.inside(state.net)
     with averaged:
         found = evaluate(
-            work.net,
-            work.validation,
-            batch_size=work.settings.batch_size,
-            precision=work.settings.precision,
+            state.net,
+            state.validation,
+            batch_size=state.settings.batch_size,
+            precision=state.settings.precision,
             scorer=scorer,
         )
     return {f"validation_{name}": getattr(found, name) for name in kept}
 
 
-def _contraction(work: Work) -> float | None:
+def _contraction(state: TrainState) -> float | None:
     """Return the largest sigma_max(dT/du) on a few training images, in eval mode."""
-    net: Any = work.net
-    if not work.settings.monitor or not work.implicit or net.tolerance.max_steps == 0:
+    net: Any = state.net
+    if not state.settings.monitor or not state.implicit or net.tolerance.max_steps == 0:
         return None
-    images = work.batches.images
+    images = state.batches.images
     try:
-        work.monitor(net, images.normalise(images.pixels[:_WATCHED]))
+        state.monitor(net, images.normalise(images.pixels[:_WATCHED]))
     except RuntimeError as error:  # such as of a layer without second derivative
-        if len(work.done) == 0:
+        if len(state.done) == 0:
             said = " ".join(str(error).split())
             warnings.warn(f"the contraction of R cannot be measured, so it is skipped: {said}", stacklevel=2)
         return None
-    return work.monitor.history[-1].sigma
+    return state.monitor.history[-1].sigma
 
 
-def _is_due(work: Work) -> bool:
+def _is_due(state: TrainState) -> bool:
     """Return True if a checkpoint is due within the epoch; there is always one at its end."""
-    every = work.settings.checkpoint_every
-    return every > 0 and work.step % every == 0 and work.step < len(work.batches)
+    every = state.settings.checkpoint_every
+    return every > 0 and state.step % every == 0 and state.step < len(state.batches)
 
 
-def _resume(run: Run, work: Work, identity: dict[str, str]) -> None:
-    run.check(work.settings)
+def _resume(run: Run, state: TrainState, identity: dict[str, str]) -> None:
+    run.check(state.settings)
     checkpoint = run.latest()
     if checkpoint is not None:
-        work.restore(checkpoint, identity)
-        run.write_metrics(work.done)
+        state.restore(checkpoint, identity)
+        run.write_metrics(state.done)
 
 
 def _check_splits(train: Images, validation: Images | None) -> None:
@@ -202,19 +201,19 @@ def _check_splits(train: Images, validation: Images | None) -> None:
 
 
 @contextmanager
-def _counting(work: Work) -> Iterator[None]:
+def _counting(state: TrainState) -> Iterator[None]:
     """Count J-products and keep calling the user's `report`.
 
     Not with check_every=0, where a report would sync with the host at every step.
     """
-    net: Any = work.net
-    mode = net.backward if work.implicit else None
+    net: Any = state.net
+    mode = net.backward if state.implicit else None
     if not isinstance(mode, Implicit) or not mode.checked:
         yield
         return
 
     def report(products: int, residual: Tensor, status: Any) -> None:
-        work.products += products
+        state.products += products
         if mode.report is not None:
             mode.report(products, residual, status)
 

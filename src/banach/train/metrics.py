@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from banach.provenance import numbers, plain
+from banach.solve import Solution
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class MetricSums:
         self.sums.zero_()
         self.most.zero_()
 
-    def add(self, loss: Tensor, output: Tensor, labels: Tensor, solution: Any) -> None:
+    def add(self, loss: Tensor, output: Tensor, labels: Tensor, solution: Solution | None) -> None:
         """Add one batch: its mean loss, its output, and its `Solution`, or None."""
         count = labels.new_full((), len(labels))
         hits = (output.argmax(1) == labels).sum()
@@ -135,6 +136,3 @@ class History:
         if not self.epochs:
             raise ValueError("no epoch is done yet; the history is empty")
         return self.epochs[-1]
-
-
-Tally = MetricSums  # TODO(merge): old name

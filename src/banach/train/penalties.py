@@ -72,13 +72,3 @@ class Penalties:
                     "set finite_difference=True (--finite-difference)"
                 ) from error
             raise
-
-
-def observing(
-    net: Any, settings: Settings
-) -> AbstractContextManager[Observed]:  # TODO(merge): Penalties.observing
-    return Penalties(settings).observing(net)
-
-
-def added(seen: Observed, settings: Settings, loss: Any) -> Tensor:  # TODO(merge): Penalties.added
-    return Penalties(settings).added(seen, loss)

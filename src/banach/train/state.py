@@ -75,10 +75,6 @@ class TrainState:
         self.begin_epoch()
 
     @property
-    def tally(self) -> MetricSums:  # TODO(merge): old name of metrics
-        return self.metrics
-
-    @property
     def position(self) -> Position:
         return Position(self.epoch, self.step)
 
@@ -218,6 +214,3 @@ def _reprs(parts: Mapping[str, Any]) -> dict[str, str]:
         name: re.sub(r" on \w+(:\d+)?\)$", ")", re.sub(r" at 0x[0-9a-f]+", "", repr(part)))
         for name, part in parts.items()
     }
-
-
-Work = TrainState  # TODO(merge): old name

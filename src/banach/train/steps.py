@@ -15,22 +15,22 @@ from banach.data import counter
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep
 from banach.train.penalties import Penalties
-from banach.train.work import Work
+from banach.train.state import TrainState
 
 _DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1
 
 
 class Steps:
-    """`take()` is the next training step of the work; `plan` says how it runs."""
+    """`take()` is the next training step of the state; `plan` says how it runs."""
 
-    def __init__(self, work: Work) -> None:
-        self.work, self.feed = work, _EpochFeed(work)
-        net, settings = work.net.train(), work.settings
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.feed = state, _EpochFeed(state)
+        net, settings = state.net.train(), state.settings
         self.penalties = Penalties.of(settings)
         refused = None if self.feed.full else "there is no whole batch"
         how = plan(
             net,
-            work.device,
+            state.device,
             settings.precision,
             compile=settings.compile,
             observed=self.penalties is not None,
@@ -40,13 +40,13 @@ class Steps:
             from banach.fast.weights import align_state, channels_last
 
             channels_last(net)
-            align_state(work.optimizer)
-        extras = Extras(settings.accumulate, settings.clip, self.penalties, work.average, metrics=work.tally)
+            align_state(state.optimizer)
+        extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, metrics=state.metrics)
         loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
-        self.step = TrainStep(net, work.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
+        self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
         self._planned = how.graph
-        if settings.fast and not how.graph and work.device.type == "cuda":
+        if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
 
     @property
@@ -65,14 +65,14 @@ class Steps:
             self.step.prepare()
 
     def take(self) -> None:
-        """Take the next step. The caller advances the work's counters."""
-        work, settings = self.work, self.work.settings
+        """Take the next step. The caller advances the state's counters."""
+        state, settings = self.state, self.state.settings
         self.prepare()  # before the seed: a capture draws random numbers
-        _seed(counter.key(settings.seed, _DRAWS, work.epoch, work.step), work.device)
+        _seed(counter.key(settings.seed, _DRAWS, state.epoch, state.step), state.device)
         self.step.run()
-        count = min(settings.batch_size, len(work.batches.images) - work.step * settings.batch_size)
+        count = min(settings.batch_size, len(state.batches.images) - state.step * settings.batch_size)
         added = 0 if self.penalties is None else self.penalties.products
-        work.products += count * (_products_per_sample(work.net) + added)
+        state.products += count * (_products_per_sample(state.net) + added)
 
 
 class _EpochFeed:
@@ -81,12 +81,12 @@ class _EpochFeed:
     A captured step counts its own steps and reads order, augmentation keys and rates from the device.
     """
 
-    def __init__(self, work: Work) -> None:
-        self.work, device = work, work.device
-        batch, steps = work.settings.batch_size, len(work.batches)
-        self.full = len(work.batches.images) // batch  # batches of full size
+    def __init__(self, state: TrainState) -> None:
+        self.state, device = state, state.device
+        batch, steps = state.settings.batch_size, len(state.batches)
+        self.full = len(state.batches.images) // batch  # batches of full size
         self.epoch = self.order_epoch = -1
-        self.order = torch.zeros(len(work.batches.images), dtype=torch.int64, device=device)
+        self.order = torch.zeros(len(state.batches.images), dtype=torch.int64, device=device)
         self.keys = torch.zeros(steps, dtype=torch.int64, device=device)
         self.rates = torch.zeros(steps, dtype=torch.float32, device=device)
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -94,47 +94,47 @@ class _EpochFeed:
 
     @property
     def whole(self) -> bool:
-        return self.work.step < self.full
+        return self.state.step < self.full
 
     def begin_epoch(self) -> None:
         """Write what captured steps read, once per epoch."""
-        work = self.work
-        if self.epoch == work.epoch:
+        state = self.state
+        if self.epoch == state.epoch:
             return
-        self.epoch, steps = work.epoch, range(len(work.batches))
+        self.epoch, steps = state.epoch, range(len(state.batches))
         self._order()
-        self.keys.copy_(torch.tensor([work.batches.key(work.epoch, k) for k in steps], dtype=torch.int64))
-        self.rates.copy_(torch.tensor([work.rate(k) for k in steps], dtype=torch.float32))
-        self.place.fill_(work.step)
+        self.keys.copy_(torch.tensor([state.batches.key(state.epoch, k) for k in steps], dtype=torch.int64))
+        self.rates.copy_(torch.tensor([state.rate(k) for k in steps], dtype=torch.float32))
+        self.place.fill_(state.step)
 
     def eager(self) -> tuple[tuple[Tensor], Tensor]:
-        work, batches = self.work, self.work.batches
-        rate = work.rate(work.step)
-        for group in work.optimizer.param_groups:
+        state, batches = self.state, self.state.batches
+        rate = state.rate(state.step)
+        for group in state.optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        index = batches.index(self._order(), work.step)
-        images, labels = batches.make(index, batches.key(work.epoch, work.step))
+        index = batches.index(self._order(), state.step)
+        images, labels = batches.make(index, batches.key(state.epoch, state.step))
         return (images,), labels
 
     def captured(self) -> tuple[tuple[Tensor], Tensor]:
-        work = self.work
+        state = self.state
         index = self.order.index_select(0, self.place * len(self.within) + self.within)
-        images, labels = work.batches.make(index, self.keys.index_select(0, self.place))
-        for group in work.optimizer.param_groups:
+        images, labels = state.batches.make(index, self.keys.index_select(0, self.place))
+        for group in state.optimizer.param_groups:
             group["lr"].copy_(self.rates.index_select(0, self.place)[0])
         self.place += 1
         return (images,), labels
 
     def changing(self) -> Iterator[Tensor]:
-        yield from (self.place, self.work.tally.sums, self.work.tally.most)
-        if self.work.average is not None:
-            yield from self.work.average.weights.values()
+        yield from (self.place, self.state.metrics.sums, self.state.metrics.most)
+        if self.state.average is not None:
+            yield from self.state.average.weights.values()
 
     def _order(self) -> Tensor:
         """Return the order of this epoch, which is made once."""
-        if self.order_epoch != self.work.epoch:
-            self.order_epoch = self.work.epoch
-            self.order.copy_(self.work.batches.order(self.work.epoch))
+        if self.order_epoch != self.state.epoch:
+            self.order_epoch = self.state.epoch
+            self.order.copy_(self.state.batches.order(self.state.epoch))
         return self.order
 
 

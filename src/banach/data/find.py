@@ -1,3 +1,0 @@
-"""Old place of find() and roots()."""
-
-from banach.data.files import find, roots  # noqa: F401  # TODO(merge): old name

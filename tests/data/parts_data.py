@@ -1,0 +1,71 @@
+"""Small MNIST files, and a server on this machine that offers files for download."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+
+from banach.data import Download
+
+
+def idx(array: np.ndarray) -> bytes:
+    """The bytes of an IDX file."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def mnist_files(train: int = 40, test: int = 20) -> dict[str, bytes]:
+    """The four gzipped files of an MNIST with few images."""
+    made, generator = {}, np.random.default_rng(0)
+    for prefix, count in (("train", train), ("t10k", test)):
+        pixels = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        made[f"{prefix}-images-idx3-ubyte.gz"] = gzip.compress(idx(pixels))
+        made[f"{prefix}-labels-idx1-ubyte.gz"] = gzip.compress(idx((np.arange(count) % 10).astype(np.uint8)))
+    return made
+
+
+@dataclass
+class Server:
+    """Files by name, and the names that were requested."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    address: str = ""
+
+    def offer(self, name: str, content: bytes, *, archive: bool = False) -> Download:
+        self.files[name] = content
+        return Download(f"{self.address}/{name}", hashlib.md5(content).hexdigest(), archive=archive)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """A server; files whose name begins with "cut-" break off in the middle, as a lost connection does."""
+    state = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.lstrip("/")
+            state.asked.append(name)
+            content = state.files.get(name)
+            self.send_response(404 if content is None else 200)
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            self.wfile.write((content or b"")[: len(content or b"") // 2 if name.startswith("cut-") else None])
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        state.address = f"http://127.0.0.1:{http.server_address[1]}"
+        yield state
+        http.shutdown()
+        thread.join()
