@@ -1,5 +1,8 @@
 """The paper's general cases as examples: a DEQ with S the identity, and a model kept well-posed by projection."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from examples import infinity_norm, transformer_deq
@@ -82,3 +85,9 @@ def test_they_print_what_they_promise(
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     example.main()  # type: ignore[attr-defined]
     assert "evaluations:" in capsys.readouterr().out
+
+
+def test_the_code_of_the_page_runs() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "rivals.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, {})

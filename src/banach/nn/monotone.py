@@ -129,9 +129,12 @@ class Splitting(nn.Module):
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
         """Return make(), or what it gave earlier for this v and these weights; never recorded."""
         first = leaves(v)[0]
+        # What was computed eagerly must not enter a CUDA graph, which is replayed with other weights.
+        captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
         try:
             weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
-            key = None if torch.compiler.is_compiling() else (first.data_ptr(), first.shape, self.alpha, weights)
+            known = (first.data_ptr(), first.shape, self.alpha, captured, weights)
+            key = None if torch.compiler.is_compiling() else known
         except RuntimeError:  # tensors of torch.func have no address
             key = None
         kept = self._kept
