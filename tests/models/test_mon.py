@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_by_one_step_only_peaceman_rachford_reaches_every_tier() -> None:
         parts = models.mon_tiers(GREY, 10, channels=(4, 4, 8), splitting=kind, alpha=alpha)
         net = ImplicitNetwork(*parts, tolerance=Tolerance(atol=1e-8, max_steps=600), backward=mode).double()
         d, labels = torch.randn(4, *GREY, dtype=torch.float64), torch.arange(4)
-        found = descent_check(net, d, lambda y, labels=labels: F.cross_entropy(y, labels))
+        found = descent_check(net, d, partial(F.cross_entropy, target=labels))
         cosines[kind, mode] = found.parts["Q"].cosine if found.parts["Q"].ratio else 0.0
     assert cosines[ForwardBackward, JFB()] == 0
     assert 0.2 < cosines[PeacemanRachford, JFB()] < cosines[PeacemanRachford, Neumann(2)]
