@@ -79,8 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(given: argparse.Namespace) -> Any:
     """Return the options that were given; a quick run has its own folders and runs on the CPU."""
-    import torch
-
+    from banach.train import Settings
     from reproduction.study import Options
 
     values = {name: value for name, value in vars(given).items() if value is not None}
@@ -89,10 +88,7 @@ def _options(given: argparse.Namespace) -> Any:
         values["device"] = values["device"].replace("auto", "cpu")
     fields = Options.__dataclass_fields__
     options = Options(**{name: value for name, value in values.items() if name in fields})
-    try:
-        torch.empty(0, device=options.torch_device)  # before hours of work, not after
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {options.device} cannot be used: {error}") from None
+    Settings(device=options.device).usable_device()  # before hours of work, not after
     return options
 
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from banach import JFB, ImplicitNetwork, Mode, Picard, Solver, data, models
-from banach.data import Augmentation, Chain, Crop, Flip, paper_cifar10
+from banach import JFB, ImplicitNetwork, Mode, Picard, Solver, models
+from banach.data import Augmentation
 from banach.train import Settings
 
 SNAPSHOTS = (1, 3, 10, 30, 100, 300, 1000)  # epochs whose weights are stored, besides the last one
 MONITOR_EVERY = 50  # epochs between two measurements of the contraction, besides the snapshots
 LAST = 10  # the test set is evaluated after each of the last epochs
-AUGMENTATIONS: dict[str, Augmentation] = {
-    "paper": paper_cifar10(),
-    "flip+crop:4": Chain(Flip(), Crop(4)),
-    "crop:2": Crop(2),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +23,9 @@ class Job:
 
     `explicit` trains the twin S(R(0, Q(d))). `epochs` shortens the run and leaves the schedule as it is. `whole`
     trains on all training images; otherwise some are held out for validation. The test set is evaluated after
-    every `evaluate_every`-th epoch and after each of the last ten; it chooses nothing. `augment` names a key of
-    `AUGMENTATIONS`. `backward` makes the backward mode. `after`: start with the weights that job ended with.
+    every `evaluate_every`-th epoch and after each of the last ten; it chooses nothing. `augment` is a word of the
+    command line. `backward` makes the backward mode. `after`: start with the weights that job ended with.
+    A job that changes gets another name: records are found by names.
     """
 
     name: str
@@ -76,29 +71,14 @@ class Job:
         )
 
     @property
-    def augmentation(self) -> Augmentation | None:
-        """What is done to the training images."""
-        return None if self.augment is None else AUGMENTATIONS[self.augment]
-
-    @property
     def released_augmentation(self) -> Augmentation | None:
         """What the released code also does to the test images: on CIFAR-10 it augments them."""
-        return self.augmentation if self.augment == "paper" else None
+        return self.settings.augmentation() if self.augment == "paper" else None
 
     def build(self) -> nn.Module:
         """Return the network with the initial weights of the seed; the global random state is kept."""
-        dataset, tolerance = data.get(self.data), models.recipe(self.model, self.recipe).tolerance
-        with torch.random.fork_rng([]):
-            torch.manual_seed(self.seed)
-            net = models.build(
-                self.model,
-                image=dataset.shape,
-                classes=len(dataset.classes),
-                batch_norm=self.batch_norm,
-                explicit=self.explicit,
-            )
+        net = self.settings.build()
         if isinstance(net, ImplicitNetwork):
-            net.tolerance = replace(tolerance, max_steps=0) if self.explicit else tolerance
             net.solver, net.backward = self.solver, self.backward()
         return net
 

@@ -10,14 +10,12 @@ then one that is recorded. Memory beyond weights and data: max_memory_allocated 
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmarks.counting import LiveBytes
+from benchmarks.timer import milliseconds_of, peak_bytes
 from torch import Tensor
 
 from banach import JFB, Implicit, Mode, NormalCG, Tolerance, Unroll, fixed_point, models
@@ -99,29 +97,12 @@ def _measure(name: str, depth: int, R: Any, v: Tensor, repeats: int) -> tuple[in
     solved, mode = SCHEMES[name](depth, lambda count, residual, status: products.append(count))
     tolerance = Tolerance(atol=0, max_steps=solved, check_every=0)  # check_every=0: exactly `solved` steps
 
-    def step() -> float:
+    def step() -> None:
         R.zero_grad(set_to_none=True)
-        begun = time.perf_counter()
         u: Any = fixed_point(R, torch.zeros_like(v), inputs=(v,), tolerance=tolerance, backward=mode)
         u.square().mean().backward()
-        if v.is_cuda:
-            torch.cuda.synchronize(v.device)
-        return 1e3 * (time.perf_counter() - begun)
 
-    step()  # warms up
-    milliseconds = statistics.median(step() for _ in range(repeats))
+    milliseconds = milliseconds_of(step, v.device, repeats).median
     R.zero_grad(set_to_none=True)
     made = products[-1] / len(v) if products else (0.0 if isinstance(mode, JFB) else None)
-    return _peak_bytes(step, v.device), milliseconds, made
-
-
-def _peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Return the peak memory of a step beyond what was allocated before it."""
-    if device.type != "cuda":
-        with LiveBytes() as live:
-            step()
-        return live.peak
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    return torch.cuda.max_memory_allocated(device) - before
+    return peak_bytes(step, v.device), milliseconds, made

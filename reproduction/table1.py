@@ -117,7 +117,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         found[f"{name}.depth"] = fmean(run.final.clean.depth or 0.0 for run in group.runs) if group else "-"
     for name, (jfb, other) in GAINS.items():
         a, b = longest.get(jfb), longest.get(other)
-        ours = a.clean.minus(b.clean) if a and b else None
+        ours = a.clean.minus(b.clean) if a and b and a.full == b.full else None  # never short against full
         printed = PAPER.get(jfb, math.nan) - PAPER.get(other, math.nan)
         shorter = min((a, b), key=lambda one: one.epochs / one.recipe_epochs) if a and b else None
         found |= _shown(f"{name}-gain", shorter, ours, round(printed, 1), "+")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -51,6 +52,7 @@ ONCE = ("jfb-plain", "cg-relative-plain", "cg-absolute-plain", "jfb-trained-bn",
 EPOCHS = {"mnist": 15, "svhn": 5, "cifar10": 3, "digits": 2}  # of the pair
 
 
+@dataclass(frozen=True)
 class ReleasedCG:
     """CG on A' A w = A' g from w = A' g, at least one step, until all samples have |A' (g - A w)| <= atol.
 

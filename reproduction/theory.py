@@ -165,7 +165,7 @@ def statements(m: Any) -> dict[tuple[str, str, str], list[Case]]:
         ("training.rank", "dependent columns of M, R in training mode", "0"): _below(dependent_in_training, 1),
         ("own", "|u - u*| / |u*| where the solver stops", "none"): [(x.own, None) for x in at],
         ("radius", "|u - u*| / |u*| with 10% of the descent left", "> 0"): _above(x.radius(0.1) for x in at),
-        ("allowed", "|p(u) - p(u*)| that the Corollary allows", "> 0"): _above(x.allowed for x in at),
+        ("allowed", "|p(u) - p(u*)| that the Corollary allows, at most", "> 0"): _above(x.allowed for x in at),
     }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from banach import data
 from banach.data import Images
 from banach.provenance import write_json
 from banach.train import Epoch, Run, RunError, fit
@@ -80,8 +79,7 @@ class Trainer:
             return True
         self.net = self.job.build().to(self.settings.torch_device)
         self._take_weights()
-        train, test = self._load("train+validation" if self.job.whole else "train"), self._load("test")
-        train = train if self.job.subset is None else train.subset(self.job.subset)
+        train, test = self._load("train"), self._load("test")
         run = self._open()
         self.measure = Measure(self.job, self.net, train, test)
         with warnings.catch_warnings(record=True) as self.said:
@@ -103,7 +101,7 @@ class Trainer:
         self.net.load_state_dict(load_file(path))
 
     def _load(self, split: str) -> Images:
-        return data.load(self.job.data, split, self.options.data_dir, self.settings.torch_device)
+        return self.settings.load(split, self.options.data_dir).to(self.settings.torch_device)
 
     def _open(self) -> Run:
         """Return the run, a new one if there is none, with its records cut at its newest checkpoint."""
@@ -119,7 +117,7 @@ class Trainer:
 
     def _fit(self, run: Run, train: Images) -> str:
         """Train, and return why it stopped."""
-        given = {"augment": self.job.augmentation, "run": run, "on_epoch": self._after}
+        given = {"augment": self.settings.augmentation(), "run": run, "on_epoch": self._after}
         validation = None if self.job.whole else self._load("validation")
         try:
             history = fit(self.net, train, validation, self.settings, **given)  # type: ignore[arg-type]

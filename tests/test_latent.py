@@ -64,10 +64,6 @@ def test_dictionaries_may_list_their_keys_in_any_order() -> None:
     assert isinstance(rebuild(OrderedDict(x=A, y=B), [A, B]), dict)
 
 
-def test_tuples_and_lists_are_the_same_to_us() -> None:
-    assert leaves_like((A, B), [A, B], "T")[1] is B
-
-
 @pytest.mark.parametrize(
     ("template", "nest", "message"),
     [
@@ -142,25 +138,6 @@ def test_one_tensor_is_viewed_not_copied(dim: int, memory: torch.memory_format, 
     assert back.data_ptr() == z.data_ptr()
     assert back.stride() == z.stride()
     assert torch.equal(back, z)
-
-
-def test_parts_of_a_nest_are_views_of_its_rows() -> None:
-    nest = (normal(2, 3), normal(2, 4, 2, 2).contiguous(memory_format=torch.channels_last))
-    space = Space.of(nest)
-    rows = space.rows(nest)
-    first, second = space.nest(rows)
-    rows.zero_()
-    assert not first.any()
-    assert not second.any()
-
-
-def test_any_layout_may_be_given() -> None:
-    z = normal(2, 3, 4)
-    space = Space.of(z)
-    strided = torch.empty(4, 3, 2, dtype=z.dtype).permute(2, 1, 0).copy_(z)
-    assert not strided.is_contiguous()
-    assert torch.equal(space.nest(space.rows(strided)), z)
-    assert torch.equal(space.nest(space.rows(z[:1].expand(2, 3, 4))), z[:1].expand(2, 3, 4))
 
 
 @pytest.mark.parametrize(

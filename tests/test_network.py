@@ -1,7 +1,6 @@
 """ImplicitNetwork and fixed_point: the order of things, special cases of the paper, starts, bad input."""
 
 import copy
-import functools
 import inspect
 import pickle
 
@@ -101,18 +100,6 @@ def test_max_steps_zero_is_the_explicit_twin() -> None:
     net.tolerance = Tolerance(max_steps=0)
     v = net.Q(images())
     assert torch.equal(net(images()), net.S(net.R(torch.zeros_like(v), v)))
-
-
-def test_r_that_returns_v_gives_the_feedforward_network() -> None:
-    parts = linear_network()
-    net = ImplicitNetwork(parts.Q, lambda u, v: v, parts.S)
-    y, found = net(data(), solution=True)
-    assert torch.equal(y, net.S(net.Q(data())))
-    assert found.steps.tolist() == [2] * 4
-    loss = y.square().sum()
-    plain = net.S(net.Q(data())).square().sum()
-    for a, b in zip(gradients(net, loss), gradients(net, plain), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("backward", [JFB(), Neumann(3), Unroll(2), Implicit()])
@@ -251,29 +238,6 @@ def test_fixed_point_reaches_what_a_closure_holds() -> None:
     dense = torch.linalg.solve(eye - base * 1.5, b.T).T
     for a, e in zip(got, torch.autograd.grad(dense.square().sum(), (base, b)), strict=True):
         assert torch.allclose(a, e, rtol=1e-10)
-
-
-class Normed(nn.Module):
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def step(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.3 * self.layer(u + v)
-
-
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(6), nn.Dropout(0.5)])
-def test_a_function_that_hides_a_layer_only_a_module_can_handle_is_refused(layer: nn.Module) -> None:
-    """Its statistics would be updated at every evaluation, its masks drawn anew, in silence."""
-    hidden = Normed(layer.train()).double()
-    parts = linear_network()
-    functions = (hidden.step, functools.partial(hidden.step), lambda u, v: hidden.step(u, v))
-    for R in functions:
-        with pytest.raises(RuntimeError, match=rf"calls {type(layer).__name__} in train mode.*the module itself"):
-            ImplicitNetwork(parts.Q, R, parts.S)(data())
-    hidden.eval()
-    for R in functions:
-        ImplicitNetwork(parts.Q, R, parts.S)(data())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the tracer's own

@@ -14,8 +14,8 @@ from problems import contraction, normal, orthogonal
 
 
 @dataclass
-class Told:
-    """What `report` was told, one entry per backward pass."""
+class Reports:
+    """What `report` was log, one entry per backward pass."""
 
     products: list[int] = field(default_factory=list)
     residual: list[Tensor] = field(default_factory=list)
@@ -27,11 +27,11 @@ class Told:
         self.status.append(status)
 
 
-def solve_adjoint(method: Any, J: Tensor, g: Tensor, told: Told | None = None, **tolerance: Any) -> Tensor:
+def solve_adjoint(method: Any, J: Tensor, g: Tensor, log: Reports | None = None, **tolerance: Any) -> Tensor:
     """w, read off as the gradient in x of T(z) = J z + x; J is (samples, n, n)."""
     x = torch.zeros_like(g).requires_grad_()
     settings = Tolerance(**{"atol": 0, "rtol": 1e-12, "max_steps": 2000, **tolerance})
-    mode = Implicit(method, settings, report=told)
+    mode = Implicit(method, settings, report=log)
     value = mode.attach(lambda z, x: torch.bmm(J, z[..., None])[..., 0] + x, torch.zeros_like(g), (x,))
     return torch.autograd.grad(value, x, g)[0]
 

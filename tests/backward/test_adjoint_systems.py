@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backward.systems_backward import (
-    Told,
+    Reports,
     cotangents,
     dense,
     expanding,
@@ -47,23 +47,10 @@ krylov = pytest.mark.parametrize("method", KRYLOV, ids=str)
 short = pytest.mark.parametrize("method", [NormalCG(), GMRES(3), Picard(), Anderson(), Broyden()], ids=str)
 
 
-@every
-@pytest.mark.parametrize("gamma", [0.1, 0.9])
-def test_contraction(method: Any, gamma: float) -> None:
-    J, g = contraction(9, gamma).expand(4, 9, 9), cotangents(4, 9)
-    assert worst(solve_adjoint(method, J, g), dense(J, g)) <= 1e-10
-
-
 @pytest.mark.parametrize("method", [NormalCG(), GMRES(), GMRES(6), Anderson()], ids=str)
 def test_ill_conditioned(method: Any) -> None:
     J, g = hard_contraction().expand(3, 12, 12), cotangents(3, 12)
     assert worst(solve_adjoint(method, J, g, max_steps=5000), dense(J, g)) <= 1e-8
-
-
-def test_ill_conditioned_by_picard() -> None:
-    """It contracts, by .99: log(1e-10) / log(.99) is 2,300 steps."""
-    J, g = hard_contraction(4, gap=1e-2).expand(1, 4, 4), cotangents(1, 4)
-    assert worst(solve_adjoint(Picard(), J, g, max_steps=5000, check_every=100), dense(J, g)) <= 1e-9
 
 
 @krylov
@@ -75,51 +62,37 @@ def test_not_contractive_but_invertible(method: Any, system: Callable[[], Tensor
 
 @pytest.mark.parametrize("system", [expanding, turning], ids=lambda system: system.__name__)
 def test_picard_cannot_and_says_so(system: Callable[[], Tensor]) -> None:
-    J, g, told = system().expand(3, 8, 8), cotangents(3, 8), Told()
+    J, g, log = system().expand(3, 8, 8), cotangents(3, 8), Reports()
     with pytest.warns(AdjointWarning, match=r"missed its tolerance: .* use GMRES.. or NormalCG"):
-        w = solve_adjoint(Picard(), J, g, told, max_steps=3000)
+        w = solve_adjoint(Picard(), J, g, log, max_steps=3000)
     assert torch.equal(w, g)
-    assert told.status == [(Status.MAX_STEPS,) * 3]
-
-
-@pytest.mark.parametrize("method", [*KRYLOV, Picard(), Picard(damping=0.2), Anderson(), Broyden()], ids=str)
-def test_non_normal_of_small_spectral_radius(method: Any) -> None:
-    J, g = non_normal().expand(2, 8, 8), cotangents(2, 8)
-    assert worst(solve_adjoint(method, J, g), dense(J, g)) <= 1e-9
+    assert log.status == [(Status.MAX_STEPS,) * 3]
 
 
 def test_a_restart_that_stagnates_is_said() -> None:
     """Restarted GMRES need not converge where the field of values of I - J holds 0; it must not hide that."""
-    J, g, told = non_normal().expand(2, 8, 8), cotangents(2, 8), Told()
+    J, g, log = non_normal().expand(2, 8, 8), cotangents(2, 8), Reports()
     with pytest.warns(AdjointWarning, match="missed its tolerance: allow more max_steps"):
-        solve_adjoint(GMRES(2), J, g, told, max_steps=100)
-    assert told.status == [(Status.MAX_STEPS, Status.MAX_STEPS)]
+        solve_adjoint(GMRES(2), J, g, log, max_steps=100)
+    assert log.status == [(Status.MAX_STEPS, Status.MAX_STEPS)]
 
 
 @every
 @pytest.mark.parametrize("factor", [0.0, 0.5, -0.5])
 def test_one_step_is_exact(method: Any, factor: float) -> None:
     """J = c I: an exact hit, after which every direction and difference is zero."""
-    J, g, told = factor * torch.eye(5, dtype=torch.float64).expand(2, 5, 5), cotangents(2, 5), Told()
-    assert worst(solve_adjoint(method, J, g, told), g / (1 - factor)) <= 1e-11
+    J, g, log = factor * torch.eye(5, dtype=torch.float64).expand(2, 5, 5), cotangents(2, 5), Reports()
+    assert worst(solve_adjoint(method, J, g, log), g / (1 - factor)) <= 1e-11
     if hasattr(method, "solve"):
-        assert told.products[0] <= 2 * 5
+        assert log.products[0] <= 2 * 5
 
 
 @pytest.mark.parametrize("rtol", [1e-12, 1e-15])
 def test_gmres_happy_breakdown(rtol: float) -> None:
     """Two distinct eigenvalues: the Krylov space ends after two steps, and the basis has no third vector."""
     J = spectrum(torch.tensor([0.5] * 4 + [-0.7] * 4, dtype=torch.float64)).expand(2, 8, 8)
-    g, told = cotangents(2, 8), Told()
-    assert worst(solve_adjoint(GMRES(), J, g, told, rtol=rtol, max_steps=40), dense(J, g)) <= 1e-13
-
-
-def test_gmres_on_a_shift_needs_all_its_steps() -> None:
-    """The residual stays where it is until the last step; a restart before that would never end."""
-    J, g = shift().mT.expand(1, 8, 8), torch.eye(8, dtype=torch.float64)[:1]
-    told = Told()
-    assert worst(solve_adjoint(GMRES(8), J.contiguous(), g, told), dense(J, g)) <= 1e-14
-    assert told.status == [(Status.CONVERGED,)]
+    g, log = cotangents(2, 8), Reports()
+    assert worst(solve_adjoint(GMRES(), J, g, log, rtol=rtol, max_steps=40), dense(J, g)) <= 1e-13
 
 
 def test_gmres_keeps_its_basis_orthogonal() -> None:
@@ -130,17 +103,6 @@ def test_gmres_keeps_its_basis_orthogonal() -> None:
     tolerance = Tolerance(atol=0, rtol=1e-12, max_steps=80)
     w = GMRES(80).solve(Adjoint(jacobian, tolerance, 2.0**-52, g, one))
     assert worst(w, dense(J, g)) <= 1e-13
-
-
-@short
-def test_identical_systems_that_end_at_different_steps(method: Any) -> None:
-    """One J for all; the cotangents are 0, an eigenvector, a sum of two, and a full one."""
-    values = torch.linspace(-0.8, 0.9, 7, dtype=torch.float64)
-    J, V = spectrum(values).expand(4, 7, 7), torch.linalg.eigh(spectrum(values)).eigenvectors
-    g = torch.stack([torch.zeros_like(V[0]), V[:, 1], V[:, 0] + V[:, 6], V.sum(1)])
-    w = solve_adjoint(method, J, g)
-    assert not w[0].any()
-    assert worst(w[1:], dense(J, g)[1:]) <= 1e-10
 
 
 @short
@@ -157,7 +119,7 @@ def test_a_sample_alone_and_in_a_batch(method: Any, check_every: int) -> None:
 @short
 @pytest.mark.parametrize("check_every", [0, 1, 4])
 def test_a_finished_sample_is_frozen(method: Any, check_every: int) -> None:
-    """At a loose tolerance the answer is far from exact, and the same to rounding whoever else is there."""
+    """At a loose tolerance the answer is far from exact, and the same to rounding in any batch."""
     J, g = mixed(), cotangents(6, 6)
     loose: dict[str, Any] = {"rtol": 0.03, "max_steps": 60, "check_every": check_every}
     together, exact = solve_adjoint(method, J, g, **loose), dense(J, g)
@@ -186,18 +148,10 @@ def test_other_norms(method: Any, norm: Any) -> None:
 
 @every
 def test_an_absolute_tolerance(method: Any) -> None:
-    J, g, told = contraction(30, 0.8).expand(2, 30, 30), cotangents(2, 30), Told()
-    solve_adjoint(method, J, g, told, atol=1e-3, rtol=0)
-    assert (told.residual[0] <= 1e-3).all()
-    assert (told.residual[0] > 1e-9).all()
-
-
-@every
-@pytest.mark.filterwarnings("ignore:the adjoint equation missed")
-def test_no_tolerance_runs_to_the_end_and_reaches_rounding(method: Any) -> None:
-    """atol = rtol = 0 is legal; a threshold of zero must not be taken for one of 1."""
-    J, g = contraction(6, 0.8).expand(2, 6, 6), cotangents(2, 6)
-    assert worst(solve_adjoint(method, J, g, rtol=0, max_steps=150), dense(J, g)) <= 1e-13
+    J, g, log = contraction(30, 0.8).expand(2, 30, 30), cotangents(2, 30), Reports()
+    solve_adjoint(method, J, g, log, atol=1e-3, rtol=0)
+    assert (log.residual[0] <= 1e-3).all()
+    assert (log.residual[0] > 1e-9).all()
 
 
 @short
@@ -206,18 +160,6 @@ def test_zero_steps_give_jfb(method: Any) -> None:
     with pytest.warns(AdjointWarning, match="missed its tolerance"):
         w = solve_adjoint(method, J, g, max_steps=0)
     assert torch.equal(w, g)
-
-
-@pytest.mark.filterwarnings("ignore:the adjoint equation missed")
-def test_one_step() -> None:
-    """From w = g, r = J' g: the best step along A' r (NormalCG) and along r (GMRES), and one Picard step."""
-    J, g = contraction(6, 0.8), cotangents(1, 6)
-    A, r = torch.eye(6, dtype=torch.float64) - J.T, J.T @ g[0]
-    for method, direction in ((NormalCG(), A.T @ r), (GMRES(), r)):
-        along = A @ direction
-        expected = g + (r @ along) / (along @ along) * direction
-        assert worst(solve_adjoint(method, J[None], g, max_steps=1), expected) <= 1e-14
-    assert worst(solve_adjoint(Picard(), J[None], g, max_steps=1), g + r) <= 1e-15
 
 
 @short

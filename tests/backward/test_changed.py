@@ -58,17 +58,6 @@ def test_one_buffer_for_two_passes(method: Any) -> None:
         loss.backward()
 
 
-def test_a_tensor_of_its_own_for_each_pass() -> None:
-    """Two passes, one backward pass: against plain loops, recorded whole."""
-    cell = Cell()
-    net, weights = network(cell), list(cell.parameters())
-    loss = net(data(1)).square().sum() + net(data(2)).square().sum()
-    got = torch.autograd.grad(loss, weights)
-    wanted = torch.autograd.grad(by_hand(cell, data(1)) + by_hand(cell, data(2)), weights)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
-
-
 def test_inputs_in_a_nest() -> None:
     a, x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True), {"x": [data()]}
     z = fixed_point(

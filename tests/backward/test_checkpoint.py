@@ -80,17 +80,6 @@ def test_every_step_is_computed_twice_and_no_more() -> None:
     assert calls == 10
 
 
-def test_dropout_draws_the_same_mask_when_a_step_is_recomputed() -> None:
-    W = normal(6, 6, seed=4).requires_grad_()
-
-    def gradient_of(mode: Unroll) -> Tensor:
-        torch.manual_seed(5)
-        value = mode.attach(lambda z: torch.dropout(z, 0.5, True) @ W.T, normal(3, 6, seed=6))
-        return torch.autograd.grad(value.square().sum(), W)[0]
-
-    assert torch.equal(gradient_of(Unroll(3)), gradient_of(Unroll(3, checkpoint=True)))
-
-
 def test_a_checkpoint_around_implicit() -> None:
     """The other way round: attach inside a region that is recomputed."""
     case = layer()

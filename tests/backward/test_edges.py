@@ -10,20 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from backward.contracts_backward import EXACT, MODES, error, name
-from backward.systems_backward import Told
+from backward.systems_backward import Reports
 from banach import (
     GMRES,
-    JFB,
     AdjointWarning,
-    Anderson,
     Implicit,
     Mode,
-    Neumann,
     NormalCG,
     Picard,
     Status,
     Tolerance,
-    Unroll,
 )
 from problems import contraction, normal
 
@@ -42,17 +38,6 @@ def test_an_empty_batch(mode: Mode, shape: tuple[int, ...], coupled: bool) -> No
     assert value.shape == shape
     assert a.grad is not None
     assert float(a.grad) == 0
-
-
-@pytest.mark.parametrize("method", [NormalCG(), GMRES(), Picard(), Anderson()], ids=str)
-@pytest.mark.parametrize("check_every", [0, 1])
-def test_the_report_of_an_empty_batch(method: Any, check_every: int) -> None:
-    told, a = Told(), torch.tensor(0.5, requires_grad=True)
-    mode = Implicit(method, Tolerance(atol=0, rtol=1e-6, max_steps=5, check_every=check_every), report=told)
-    mode.attach(lambda z: a * z, torch.zeros(0, 4)).sum().backward()
-    assert told.products == [0]
-    assert told.status == [()]
-    assert told.residual[0].shape == (0,)
 
 
 def linear(mode: Mode, last: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,106 +103,16 @@ def test_a_map_that_writes_its_buffers_is_refused_in_one_sentence() -> None:
         value.sum().backward()
 
 
-@exact
-def test_buffers_handed_in_afresh(mode: Mode) -> None:
-    """Batch norm with running statistics, as ImplicitNetwork calls it."""
-    bn, W = nn.BatchNorm1d(4, dtype=torch.float64), contraction(4, 0.5).requires_grad_()
-    x = normal(6, 4, seed=83)
-
-    def T(z: Tensor, track: bool = True) -> Tensor:
-        buffers = {name: buffer.clone() for name, buffer in bn.named_buffers()}
-        y = z @ W.T + x
-        return 0.3 * (torch.func.functional_call(bn, buffers, (y,)) if track else _standard(y, bn.eps))
-
-    u = torch.zeros(6, 4, dtype=torch.float64)
-    for _ in range(200):
-        u = T(u).detach()
-    g = normal(6, 4, seed=91)
-    (found,) = torch.autograd.grad(mode.attach(T, u, coupled=True), W, g)
-    (full,) = torch.autograd.grad(Unroll(60).attach(lambda z: T(z, False), u), W, g)
-    assert error(found, full) <= 1e-9
-
-
-def _standard(y: Tensor, eps: float) -> Tensor:
-    return (y - y.mean(0)) / (y.var(0, correction=0) + eps).sqrt()
-
-
-@exact
-def test_a_map_that_is_itself_a_gradient(mode: Mode) -> None:
-    """A gradient step on an energy: T differentiates inside, by torch.func."""
-    A = (torch.eye(4, dtype=torch.float64) + 0.1 * normal(4, 4, seed=84)).requires_grad_()
-    b = normal(2, 4, seed=85).requires_grad_()
-
-    def energy(z: Tensor) -> Tensor:
-        return 0.5 * (z @ A.T - b).square().sum()
-
-    def T(z: Tensor) -> Tensor:
-        return z - 0.4 * torch.func.grad(energy)(z)
-
-    u = torch.linalg.solve(A.detach(), b.detach().T).T
-    found = torch.autograd.grad(mode.attach(T, u).sum(), (A, b))
-    closed = torch.autograd.grad(torch.linalg.solve(A, b.T).sum(), (A, b))
-    for a, c in zip(found, closed, strict=True):
-        assert error(a, c) <= 1e-9
-
-
-@exact
-def test_parameters_of_a_module_called_many_times(mode: Mode) -> None:
-    """One layer shared by three attaches, each on the value of the one before: a recurrence in one graph."""
-    R = nn.Linear(4, 4).double()
-    with torch.no_grad():
-        R.weight.copy_(contraction(4, 0.5))
-
-    def run(step: Any) -> tuple[Tensor, ...]:
-        v = normal(2, 4, seed=86)
-        for _ in range(3):
-            v = step(torch.tanh(v))
-        return torch.autograd.grad(v.square().sum(), tuple(R.parameters()))
-
-    def implicit(v: Tensor) -> Tensor:
-        u = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - R.weight, (v + R.bias).T).T
-        return mode.attach(lambda z, v: R(z) + v, u, (v,))
-
-    def direct(v: Tensor) -> Tensor:
-        return torch.linalg.solve(torch.eye(4, dtype=torch.float64) - R.weight, (v + R.bias).T).T
-
-    for a, b in zip(run(implicit), run(direct), strict=True):
-        assert error(a, b) <= 1e-9
-
-
-@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2), Implicit()], ids=name)
-def test_eval_mode_has_a_gradient(mode: Mode) -> None:
-    """Whether one is attached follows grad mode, never `training`."""
-    R = nn.Linear(4, 4).eval()
-    value = mode.attach(R, torch.zeros(2, 4))
-    value.sum().backward()
-    assert R.weight.grad is not None
-
-
-@every
-def test_nothing_to_differentiate(mode: Mode) -> None:
-    value = mode.attach(lambda z: 0.5 * z, torch.ones(2, 3, dtype=torch.float64))
-    assert not value.requires_grad
-
-
-@exact
-def test_a_frozen_parameter_gets_none(mode: Mode) -> None:
-    W, x = contraction(5, 0.6), normal(3, 5, seed=87).requires_grad_()
-    mode.attach(lambda z, x: z @ W.T + x, torch.zeros_like(x), (x,)).sum().backward()
-    assert W.grad is None
-    assert x.grad is not None
-
-
 def test_a_coupled_map_whose_rows_differ_by_much() -> None:
     """Coupled, the batch is one system: its residual and its status are those of the whole batch."""
-    told, x = Told(), normal(3, 4, seed=88).requires_grad_()
+    log, x = Reports(), normal(3, 4, seed=88).requires_grad_()
     mix = contraction(3, 0.9)
-    mode = Implicit(GMRES(), Tolerance(atol=0, rtol=1e-12, max_steps=100), report=told)
+    mode = Implicit(GMRES(), Tolerance(atol=0, rtol=1e-12, max_steps=100), report=log)
     value = mode.attach(lambda z, x: mix @ z + x, torch.zeros_like(x), (x,), coupled=True)
     g = torch.tensor([[1e-8], [1.0], [1e8]], dtype=torch.float64).expand(3, 4)
     (w,) = torch.autograd.grad(value, x, g)
     assert error(w, torch.linalg.solve(torch.eye(3, dtype=torch.float64) - mix.T, g)) <= 1e-10
-    assert told.status == [(Status.CONVERGED,) * 3]
+    assert log.status == [(Status.CONVERGED,) * 3]
 
 
 def test_samples_that_mix_but_are_not_said_to() -> None:
@@ -225,15 +120,15 @@ def test_samples_that_mix_but_are_not_said_to() -> None:
     mix, g = contraction(3, 0.7), normal(3, 4, seed=90) * torch.tensor([[1e-3], [1.0], [1e3]], dtype=torch.float64)
     exact_w = torch.linalg.solve(torch.eye(3, dtype=torch.float64) - mix.T, g)
 
-    def w(method: Any, told: Told) -> Tensor:
+    def w(method: Any, log: Reports) -> Tensor:
         x = normal(3, 4, seed=89).requires_grad_()
-        mode = Implicit(method, Tolerance(atol=0, rtol=1e-13, max_steps=200), report=told)
+        mode = Implicit(method, Tolerance(atol=0, rtol=1e-13, max_steps=200), report=log)
         value = mode.attach(lambda z, x: mix @ z + x, torch.zeros_like(x), (x,))
         return torch.autograd.grad(value, x, g)[0]
 
-    told = Told()
-    assert error(w(Picard(), told), exact_w) <= 1e-10
+    log = Reports()
+    assert error(w(Picard(), log), exact_w) <= 1e-10
     with pytest.warns(AdjointWarning, match="T mixes samples: pass coupled=True"):
-        found = w(NormalCG(), told)
+        found = w(NormalCG(), log)
     residual = (g - found + mix.T @ found).square().mean(1).sqrt()
-    assert torch.allclose(told.residual[1], residual, rtol=1e-9, atol=1e-15)
+    assert torch.allclose(log.residual[1], residual, rtol=1e-9, atol=1e-15)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backward.contracts_backward import METHODS, PLAIN, TIGHT, error, name
-from backward.systems_backward import Told
+from backward.systems_backward import Reports
 from banach import Implicit, Mode, Status, Tolerance
 from problems import contraction, normal
 
@@ -38,12 +38,12 @@ def test_as_on_the_cpu(mode: Mode) -> None:
 @every
 def test_tf32_is_called_rounding(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    told = Told()
+    log = Reports()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = gradients(Implicit(method, report=told), "cuda", torch.float32, gamma=0.95)
-    assert Status.MAX_STEPS not in told.status[0]
-    assert told.products[0] <= 8 * 200
+        found = gradients(Implicit(method, report=log), "cuda", torch.float32, gamma=0.95)
+    assert Status.MAX_STEPS not in log.status[0]
+    assert log.products[0] <= 8 * 200
     assert error(found, gradients(Implicit(method, TIGHT), "cpu", gamma=0.95)) <= 1e-2
 
 
@@ -68,7 +68,7 @@ def one_pass(mode: Mode, W: Tensor, x: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("mode", [*PLAIN, *(Implicit(method, FIXED) for method in METHODS)], ids=name)
 def test_a_captured_pass_replays(mode: Mode) -> None:
-    """Nothing asks the host (a capture would fail), and the replay follows new data."""
+    """There is no host sync (a capture would fail), and the replay follows new data."""
     W = contraction(16, 0.7).cuda().requires_grad_()
     x = normal(4, 16, seed=113).cuda().requires_grad_()
     side = torch.cuda.Stream()

@@ -247,15 +247,6 @@ def test_what_torch_func_does_not_take_is_differentiated_by_plain_autograd(kind:
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
-def test_a_hook_is_called_once_per_product() -> None:
-    """And once by the backward pass itself."""
-    calls: list[int] = []
-    made: list[int] = []
-    net = network(hooked(calls), Implicit(GMRES(), ADJOINT, report=lambda products, *_: made.append(products)))
-    net(images()).square().sum().backward()
-    assert len(calls) == made[0] // 8 + 1
-
-
 def test_normal_cg_names_gmres_where_there_is_no_second_derivative() -> None:
     net = network(Once(), Implicit(NormalCG(), ADJOINT))
     with pytest.raises(RuntimeError, match=r"second derivatives of T, .* use Implicit\(GMRES\(\)\)"):

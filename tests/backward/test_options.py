@@ -43,24 +43,12 @@ def test_misspelt_options(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_misspelt_options_of_attach(mode: Mode) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'couple'"):
-        mode.attach(lambda z: z, torch.zeros(1, 1), couple=True)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("mode", MODES, ids=name)
 def test_settings_are_frozen_equal_by_value_and_travel(mode: Mode) -> None:
     assert copy.deepcopy(mode) == mode
     assert pickle.loads(pickle.dumps(mode)) == mode
     assert hash(copy.copy(mode)) == hash(mode)
     with pytest.raises(AttributeError):
         mode.order = 3  # type: ignore[attr-defined]
-
-
-def test_the_public_defaults() -> None:
-    assert Implicit() == Implicit(NormalCG(), None, None)
-    assert Neumann() == Neumann(order=5)
-    assert Unroll() == Unroll(steps=1, damping=0.0, checkpoint=False)
 
 
 def test_implicit_refuses_a_map_that_changes_its_input() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backward.systems_backward import Told, solve_adjoint
+from backward.systems_backward import Reports, solve_adjoint
 from banach import AdjointWarning, Picard, Status, Tolerance
 from banach.backward.adjoint import Adjoint
 from banach.backward.jacobian import Jacobian
@@ -37,12 +37,12 @@ def test_a_diverging_iterate_is_never_called_stalled() -> None:
 
 @pytest.mark.parametrize("every", [1, 7])
 def test_host_checks_bring_a_diverging_iteration_back_to_g(every: int) -> None:
-    told = Told()
+    log = Reports()
     for steps in range(100, 112):
         with pytest.warns(AdjointWarning, match="missed its tolerance"):
-            w = solve_adjoint(Picard(), J.expand(2, 8, 8), G, told, max_steps=steps, check_every=every, rtol=1e-6)
+            w = solve_adjoint(Picard(), J.expand(2, 8, 8), G, log, max_steps=steps, check_every=every, rtol=1e-6)
         assert torch.equal(w, G)
-        assert told.status[-1] == (Status.MAX_STEPS, Status.MAX_STEPS)
+        assert log.status[-1] == (Status.MAX_STEPS, Status.MAX_STEPS)
 
 
 def test_a_cycle_that_overflows_is_mended_by_the_next() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backward.contracts_backward import EXACT, attach, error, flat_grad, gradient, name, sensitivity
 from backward.maps_backward import Case, all_cases, layer, scalar
-from banach import GMRES, JFB, Anderson, Implicit, Mode, Neumann, Picard, Tolerance, Unroll
+from banach import JFB, Implicit, Mode, Neumann, Picard, Tolerance, Unroll
 
 CASES = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 METHODS = pytest.mark.parametrize("mode", EXACT, ids=name)
@@ -50,19 +50,6 @@ def test_of_the_surrogate(mode: Mode, case: Case) -> None:
     theta, again = case.fresh(), case.fresh()
     found = hessian_vector(case.vector(attach(mode, case, theta)), theta)
     assert error(found, hessian_vector(surrogate(mode, case)(*again), again)) <= 1e-12
-
-
-@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(3), Unroll(2, damping=0.4)], ids=name)
-def test_the_surrogate_passes_gradgradcheck(mode: Mode) -> None:
-    case = layer(batch=1, n=3)
-    assert torch.autograd.gradgradcheck(surrogate(mode, case), case.fresh())
-
-
-def test_of_a_checkpointed_unroll() -> None:
-    case = layer()
-    theta, again = case.fresh(), case.fresh()
-    found = hessian_vector(case.vector(attach(Unroll(3, checkpoint=True), case, theta)), theta)
-    assert error(found, hessian_vector(case.vector(attach(Unroll(3), case, again)), again)) <= 1e-12
 
 
 # Every way to ask Implicit. Each takes attach(theta), theta and x, one of theta, and asks for a second derivative.
@@ -161,33 +148,6 @@ def test_implicit_refuses(mode: Implicit, ask: Asked) -> None:
     case = layer()
     with pytest.raises(RuntimeError, match="no second derivatives"):
         ask(lambda *theta: case.vector(attach(mode, case, theta)), case.fresh())
-
-
-@CASES
-@pytest.mark.parametrize(
-    "mode", [Implicit(), Implicit(GMRES()), Implicit(Picard()), Implicit(Anderson())], ids=name
-)
-def test_implicit_refuses_on_every_map(mode: Implicit, case: Case) -> None:
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        constant_cotangent(lambda *theta: case.vector(attach(mode, case, theta)), case.fresh())
-
-
-@CASES
-@METHODS
-def test_first_derivatives_with_create_graph(mode: Implicit, case: Case) -> None:
-    theta = case.fresh()
-    found = flat_grad(case.vector(attach(mode, case, theta)) @ case.cotangent(), theta, create_graph=True)
-    assert found.requires_grad
-    assert torch.equal(found, gradient(mode, case))
-
-
-def test_a_second_derivative_that_needs_only_a_first_of_implicit() -> None:
-    """The gradient in S's own weight depends on u once: its derivative in theta is a first derivative."""
-    case = layer()
-    theta, s = case.fresh(), torch.ones((), dtype=torch.float64, requires_grad=True)
-    value = case.vector(attach(Implicit(), case, theta))
-    (first,) = torch.autograd.grad((s * value) @ case.cotangent(), s, create_graph=True)
-    assert error(flat_grad(first, theta), gradient(Implicit(), case)) <= 1e-12
 
 
 def forward_over_reverse(f: Callable[..., Tensor], theta: tuple[Tensor, ...]) -> None:
@@ -352,24 +312,6 @@ def test_derivatives_beyond_order_are_refused_and_those_up_to_it_exact(ways: str
         repeated(ours(2), ways)(case.theta[0])
     wanted = repeated(loss(loop(case)), "ggg")(case.theta[0])
     assert error(repeated(ours(3), ways)(case.theta[0]), wanted) <= 1e-9
-
-
-def test_with_order_2_no_step_is_jfb_too() -> None:
-    case = layer()
-    mode = Implicit(tolerance=Tolerance(max_steps=0, check_every=0), order=2)
-    assert mode.products == 0
-    assert error(gradient(mode, case), gradient(JFB(), case)) <= 1e-12
-
-
-def test_a_third_double_backward_is_refused() -> None:
-    case = layer()
-    (W, *rest) = case.fresh()
-    value = case.vector(attach(SECOND[0], case, (W, *rest))).sum()
-    for _ in range(2):
-        (g,) = torch.autograd.grad(value, W, create_graph=True)
-        value = g.sum()
-    with pytest.raises(RuntimeError, match="gives no higher derivatives"):
-        torch.autograd.grad(value, W)
 
 
 @pytest.mark.filterwarnings("ignore:the adjoint equation missed:banach.AdjointWarning")

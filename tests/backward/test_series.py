@@ -26,17 +26,6 @@ def test_unroll_from_a_fixed_point_is_neumann(case: Case, steps: int) -> None:
     assert error(gradient(Unroll(steps), case), gradient(Neumann(steps - 1), case)) <= 1e-12
 
 
-@pytest.mark.parametrize("order", [0, 1, 2, 5, 20])
-def test_neumann_is_its_truncated_sum(order: int) -> None:
-    case = layer(gamma=0.9)
-    J, P = case.dense()
-    w = total = case.cotangent()
-    for _ in range(order):
-        w = J.T @ w
-        total = total + w
-    assert error(gradient(Neumann(order), case), P.T @ total) <= 1e-12
-
-
 @pytest.mark.parametrize("gamma", [0.5, 0.9])
 def test_the_error_of_neumann_falls_like_gamma_to_the_order_plus_one(gamma: float) -> None:
     """On an orthogonal J the bound is met with equality: |w - w_k| = gamma^(k+1) |w|."""
@@ -75,15 +64,6 @@ def test_unroll_is_the_derivative_of_its_own_value(steps: int, damping: float) -
             at += 1
     _, S = sensitivity(mode, case)
     assert error(found, S.T @ case.cotangent()) <= 1e-12
-
-
-def test_unroll_value_is_the_last_damped_iterate() -> None:
-    base = layer()
-    case = Case(base.name, base.build, base.theta, base.z_star + 0.3)
-    z = case.vector(case.z_star)
-    for _ in range(5):
-        z = 0.3 * z + 0.7 * case.flat(z, *case.theta)
-    assert error(case.vector(attach(Unroll(5, damping=0.3), case, case.theta)), z) <= 1e-14
 
 
 @CASES

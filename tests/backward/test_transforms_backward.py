@@ -6,34 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from backward.contracts_backward import EXACT, METHODS, TIGHT, attach, error, name, sensitivity
 from backward.maps_backward import Case, all_cases, layer
-from backward.systems_backward import Told
+from backward.systems_backward import Reports
 from banach import (
-    GMRES,
     JFB,
-    AdjointWarning,
     Anderson,
-    Broyden,
     Implicit,
     ImplicitNetwork,
     Mode,
     Neumann,
     NormalCG,
-    Picard,
     Tolerance,
     Unroll,
-    WorstPixel,
     fixed_point,
 )
 from problems import contraction, normal
 
 # torch's own forward mode, when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+# torch's own forward mode, when it is first used.
 cases = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 exact = pytest.mark.parametrize("mode", EXACT, ids=name)
 methods = pytest.mark.parametrize("method", METHODS, ids=str)
@@ -66,23 +62,11 @@ def test_products_and_matrices(mode: Implicit, case: Case) -> None:
     assert error(matrix(jacfwd(value, which)(*case.theta), len(S)), S) <= 1e-9
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_forward_mode_of_leaves(enabled: bool) -> None:
-    """Found as a tangent that was JFB's: the Function was passed by, since nothing wanted a gradient."""
-    case, mode = layer(), Implicit(GMRES(), TIGHT)
-    _, S = sensitivity(mode, case)
-    with torch.set_grad_enabled(enabled), forward.dual_level():
-        duals = tuple(forward.make_dual(*pair) for pair in zip(case.theta, tangents(case), strict=True))
-        found = forward.unpack_dual(case.vector(attach(mode, case, duals))).tangent
-    assert found is not None
-    assert error(found, S @ flat(tangents(case))) <= 1e-9
-
-
 @methods
 def test_one_linear_solve_each(method: Any) -> None:
     """For all columns of a Jacobian at once: the axis of vmap is more rows."""
-    told, case = Told(), layer()
-    mode = Implicit(method, TIGHT, report=told)
+    log, case = Reports(), layer()
+    mode = Implicit(method, TIGHT, report=log)
 
     def value(x: Tensor) -> Tensor:
         return case.vector(attach(mode, case, (*case.theta[:2], x)))
@@ -90,33 +74,11 @@ def test_one_linear_solve_each(method: Any) -> None:
     x = case.theta[2]
     jvp(value, (x,), (torch.ones_like(x),))
     vjp(value, x)[1](case.cotangent())
-    assert [len(status) for status in told.status] == [3, 3]
+    assert [len(status) for status in log.status] == [3, 3]
     jacrev(value)(x)
     jacfwd(value)(x)
-    assert [len(status) for status in told.status] == [3, 3, 15 * 3, 15 * 3]
-    assert all(products % 3 == 0 for products in told.products)
-
-
-def test_the_report_of_coupled_samples_under_vmap() -> None:
-    mix, x, told = contraction(3, 0.8), normal(3, 2, seed=140), Told()
-    mode = Implicit(GMRES(), Tolerance(atol=0, rtol=1e-12, max_steps=50, norm=WorstPixel()), report=told)
-
-    def value(x: Tensor) -> Tensor:
-        return mode.attach(lambda z, x: mix @ z + x, torch.zeros_like(x), (x,), coupled=True)
-
-    found = jacrev(value)(x).reshape(6, 6)
-    inverse = torch.linalg.inv(torch.eye(3, dtype=torch.float64) - mix).contiguous()
-    wanted = torch.kron(inverse, torch.eye(2, dtype=torch.float64))
-    assert error(found, wanted) <= 1e-9
-    assert [len(status) for status in told.status] == [6 * 3]
-    assert told.residual[0].shape == (18,)
-
-
-def test_an_unmet_tolerance_warns_in_forward_mode_too() -> None:
-    case = layer(gamma=0.95)
-    mode = Implicit(Picard(), Tolerance(atol=0, rtol=1e-12, max_steps=2))
-    with pytest.warns(AdjointWarning, match="allow more max_steps"):
-        jvp(lambda *theta: case.vector(attach(mode, case, theta)), case.theta, tangents(case))
+    assert [len(status) for status in log.status] == [3, 3, 15 * 3, 15 * 3]
+    assert all(products % 3 == 0 for products in log.products)
 
 
 class Cell(nn.Module):
@@ -142,36 +104,12 @@ def by_hand(net: Any, d: Tensor) -> Tensor:
     return net.S(u)
 
 
-class ByHand(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, d: Tensor) -> Tensor:
-        return by_hand(self.net, d)
-
-
 @methods
 def test_a_network_forwards_and_backwards(method: Any) -> None:
     """Through the solve: z* is found without a derivative, whatever the transform."""
     net, d, t = network(Implicit(method, TIGHT)), normal(4, 3, seed=141), normal(4, 3, seed=142)
     assert error(jvp(net, (d,), (t,))[1], jvp(lambda d: by_hand(net, d), (d,), (t,))[1]) <= 1e-9
     assert error(jacrev(net)(d), jacrev(lambda d: by_hand(net, d))(d)) <= 1e-9
-
-
-@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden()], ids=str)
-def test_forward_mode_in_the_weights(solver: Any) -> None:
-    """Found as an error of Anderson's: the loop carried along the tangents of what R closes over."""
-    net, d = network(Implicit(GMRES(), TIGHT)), normal(4, 3, seed=148)
-    net.solver = solver
-    weights = {key: p.detach() for key, p in net.named_parameters()}
-    t = {key: torch.full_like(p, 0.3) for key, p in weights.items()}
-
-    def hand(weights: dict[str, Tensor]) -> Tensor:
-        return functional_call(ByHand(net), {f"net.{key}": p for key, p in weights.items()}, (d,))
-
-    found = jvp(lambda weights: functional_call(net, weights, (d,)), (weights,), (t,))[1]
-    assert error(found, jvp(hand, (weights,), (t,))[1]) <= 1e-9
 
 
 # Per sample: solve first, then vmap(grad(...)) with z0=z* and max_steps=0.
@@ -225,22 +163,6 @@ def test_jacobians_per_sample(method: Any) -> None:
     for way in (jacrev, jacfwd):
         found = vmap(way(lambda d, z: net(d[None], z0=z[None])[0]))(d, z)
         assert error(found, wanted) <= 1e-9
-
-
-def test_hessians_per_sample() -> None:
-    net, d = network(Implicit(GMRES(), TIGHT, order=2)), normal(3, 3, seed=149)
-    with torch.no_grad():
-        z = net.latent(d)[1].value
-    net.tolerance = Tolerance(max_steps=0)
-    found = vmap(torch.func.hessian(lambda d, z: net(d[None], z0=z[None]).sin().sum()))(d, z)
-    wanted = vmap(torch.func.hessian(lambda d: by_hand(net, d[None]).sin().sum()))(d)
-    assert error(found, wanted) <= 1e-9
-
-    def outside(scale: Tensor) -> Tensor:
-        return vmap(grad(lambda d, z: (scale * net(d[None], z0=z[None])).sum()))(d, z).sum()
-
-    with pytest.raises(RuntimeError, match="from outside of a vmap"):
-        grad(outside)(torch.ones((), dtype=torch.float64))
 
 
 def test_the_recipe_for_fixed_point() -> None:

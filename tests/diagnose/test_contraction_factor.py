@@ -29,29 +29,11 @@ def test_per_sample_matrices() -> None:
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-10, atol=0)
 
 
-def test_default_accuracy() -> None:
-    """The promised rtol of 1e-4, from below, on spectra without a gap."""
-    A = normal(20, 40, 40, seed=1)
-    true = torch.linalg.matrix_norm(A, 2)
-    sigma = contraction_factor(matrices, torch.zeros(20, 40, dtype=torch.float64), (A,))
-    assert ((true - sigma) / true).max() < 1e-3
-    assert ((true - sigma) / true).median() < 1e-4
-    assert (sigma <= true * (1 + 1e-12)).all()
-
-
 def test_nonlinear_at_its_point() -> None:
     W, z = normal(5, 5, seed=2), normal(3, 5, seed=3)
     sigma = contraction_factor(lambda z: torch.tanh(z @ W.T), z, **EXACT)
     slopes = 1 - torch.tanh(z @ W.T) ** 2
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(slopes[:, :, None] * W, 2), rtol=1e-10, atol=0)
-
-
-def test_samples_do_not_see_each_other() -> None:
-    A = normal(4, 6, 6, seed=4)
-    z = torch.zeros(4, 6, dtype=torch.float64)
-    together = contraction_factor(matrices, z, (A,), **EXACT)
-    alone = torch.cat([contraction_factor(matrices, z[:1], (A[i : i + 1],), **EXACT) for i in range(4)])
-    torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
 
 
 def test_nearly_equal_top_pair() -> None:
@@ -67,13 +49,6 @@ def test_an_unlucky_start_does_not_end_at_the_second_value(seed: int) -> None:
     A = normal(1, 12, 12, seed=seed)
     sigma = contraction_factor(matrices, torch.zeros(1, 12, dtype=torch.float64), (A,), rtol=1e-2)
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-2, atol=0)
-
-
-def test_few_products_on_a_dense_spectrum() -> None:
-    """Plain power iteration is 1% off here after 40 steps."""
-    spectrum = torch.linspace(0, 0.95, 512, dtype=torch.float64)
-    sigma = contraction_factor(lambda z: z * spectrum, torch.zeros(1, 512, dtype=torch.float64), max_steps=40)
-    assert abs(float(sigma) - 0.95) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
@@ -116,16 +91,6 @@ def test_a_random_map_keeps_the_global_random_state(unchanged: Any) -> None:
         contraction_factor(lambda z: z * torch.rand(3, dtype=z.dtype), normal(4, 3))
 
 
-def test_seed_only_moves_the_start() -> None:
-    A = normal(3, 6, 6, seed=8)
-    z = torch.zeros(3, 6, dtype=torch.float64)
-    short = [contraction_factor(matrices, z, (A,), max_steps=1, seed=s) for s in (0, 0, 1)]
-    assert torch.equal(short[0], short[1])
-    assert not torch.equal(short[0], short[2])
-    long = [contraction_factor(matrices, z, (A,), seed=s, **EXACT) for s in (0, 1)]
-    torch.testing.assert_close(long[0], long[1], rtol=1e-9, atol=0)
-
-
 def test_inside_no_grad_and_inference_mode() -> None:
     A = normal(2, 4, 4)
     expected = torch.linalg.matrix_norm(A, 2)
@@ -155,14 +120,6 @@ def test_bf16_autocast() -> None:
         sigma = contraction_factor(layer, torch.zeros(3, 32))
     true = torch.linalg.matrix_norm(layer.weight.detach(), 2)
     torch.testing.assert_close(sigma, true.expand(3), rtol=2e-2, atol=0)
-
-
-def test_channels_last() -> None:
-    conv = nn.Conv2d(3, 3, 3, padding=1).double()
-    z = normal(2, 3, 4, 4)
-    plain = contraction_factor(conv, z, **EXACT)
-    last = contraction_factor(conv, z.to(memory_format=torch.channels_last), **EXACT)
-    torch.testing.assert_close(plain, last, rtol=1e-9, atol=0)
 
 
 def test_small_corners() -> None:

@@ -21,12 +21,6 @@ def picard(A: Tensor, steps: int, norm: RMS | Euclidean = RMS(), atol: float = 0
     return found, torch.linalg.solve(torch.eye(len(A), dtype=A.dtype) - A, b[0])
 
 
-def test_geometric_traces() -> None:
-    k = torch.arange(30, dtype=torch.float64)[:, None]
-    rates = torch.tensor([0.2, 0.5, 0.95, 1.0, 1.3], dtype=torch.float64)
-    torch.testing.assert_close(observed_rate(rates**k, torch.full((5,), 30)), rates, rtol=1e-12, atol=0)
-
-
 def test_only_the_last_ratios_count() -> None:
     trace = column(1.0, 0.9, 0.81, 0.405, 0.2025, 0.10125)
     torch.testing.assert_close(observed_rate(trace, last=3), torch.tensor([0.5], dtype=torch.float64))
@@ -65,15 +59,6 @@ def test_corners() -> None:
     torch.testing.assert_close(diverged, torch.tensor([2.0], dtype=torch.float64))
 
 
-def test_rate_of_a_real_iteration_is_the_spectral_radius() -> None:
-    A = torch.diag(torch.tensor([0.8, 0.5, -0.3], dtype=torch.float64))
-    found, _ = picard(A, 60)
-    assert found.trace is not None
-    torch.testing.assert_close(
-        observed_rate(found.trace, found.steps), torch.tensor([0.8], dtype=torch.float64), rtol=1e-6, atol=0
-    )
-
-
 def test_sigma_above_one_while_the_iteration_converges() -> None:
     A = torch.tensor([[0.5, 2.0], [0.0, 0.4]], dtype=torch.float64)
     found, _ = picard(A, 100)
@@ -98,16 +83,6 @@ def test_error_bound_holds(norm: RMS | Euclidean, steps: int) -> None:
     torch.testing.assert_close(
         error_bound(found.residual, 0.9, after_step=True), 0.9 * error_bound(found.residual, 0.9)
     )
-
-
-def test_error_bound_is_attained() -> None:
-    """T(z) = gamma z + b: the error is exactly r / (1 - gamma)."""
-    found, fixed = picard(0.7 * torch.eye(3, dtype=torch.float64), 4, Euclidean())
-    before = (found.value[0] - 1) / 0.7
-    exact = error_bound(found.residual, torch.tensor([0.7], dtype=torch.float64))
-    torch.testing.assert_close(exact[0], (before - fixed).norm())
-    one_on = error_bound(found.residual, 0.7, after_step=True)
-    torch.testing.assert_close(one_on[0], (found.value[0] - fixed).norm())
 
 
 def test_error_bound_without_contraction() -> None:

@@ -93,23 +93,6 @@ def test_corollary_measures_what_it_says(tiny: Any, data: Tensor) -> None:
     torch.testing.assert_close(at.direction_at(moved), -grads, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_real_digit_with_batch_norm_in_R(conv: Any, digits: Any, training: bool) -> None:
-    net = conv().train(training)
-    image, label = digits(1)
-    at = linearise(net, image, lambda y: nn.functional.cross_entropy(y, label))
-    assert lemma(at).holds
-    held = conditioning(at)
-    assert held.columns == 32 + 10
-    # In train mode batch norm holds the mean of each of the two channels: two directions are missing.
-    assert held.rank == (40 if training else 42)
-    assert theorem(at).holds
-    assert theorem(at).descends
-    if not training:
-        assert identity(at).error < 1e-6
-    assert corollary(at, (1e-3,), directions=2).radius == 1e-3
-
-
 def test_a_network_whose_S_has_no_weights(tiny: Any, data: Tensor) -> None:
     """A deep equilibrium model: S is the identity, and its columns of M are left out."""
     net = tiny(gain=0.7)

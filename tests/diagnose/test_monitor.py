@@ -65,13 +65,6 @@ def test_warns_once_with_the_figures(steep: Any, data: Tensor, unchanged: Any) -
     assert [reading.violations for reading in monitor.history] == [measured.violations] * 2
 
 
-def test_warns_every_time_where_asked(steep: Any, data: Tensor) -> None:
-    monitor = ContractionMonitor(once=False)
-    for _ in range(2):
-        with pytest.warns(ContractionWarning):
-            monitor(steep, 0.1 * data)
-
-
 def test_says_when_the_iteration_does_not_converge(tiny: Any, data: Tensor) -> None:
     net = tiny(n=1, tolerance=Tolerance(max_steps=100))
     with torch.no_grad():
@@ -173,12 +166,6 @@ def test_suggested_order_is_the_least(rate: float) -> None:
     assert k is not None
     assert rate ** (k + 1) <= 0.05 + 1e-12
     assert k == 0 or rate**k > 0.05
-
-
-def test_suggested_order_corners() -> None:
-    assert suggested_order(0.0) == 0
-    assert suggested_order(1.0) is None
-    assert suggested_order(NAN) is None
 
 
 def test_suggested_order_does_what_it_promises(tiny: Any, data: Tensor) -> None:

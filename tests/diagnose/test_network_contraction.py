@@ -66,25 +66,6 @@ def test_eval_mode_batch_norm_is_per_sample(tiny: Any, data: Tensor, jacobian: A
         torch.testing.assert_close(measured.sigma[i], torch.linalg.matrix_norm(J, 2), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_convolutions_on_real_digits(conv: Any, digits: Any, jacobian: Any, training: bool) -> None:
-    net = conv().train(training)
-    images, _ = digits(4)
-    measured = measure_contraction(net, images, **EXACT)
-    twin, v, u = iterate(net, images)
-    J = jacobian(lambda u: twin.R(u, v), u)
-    expected = (
-        torch.linalg.matrix_norm(J, 2).expand(4)
-        if training
-        else torch.stack([torch.linalg.matrix_norm(J[32 * i :, 32 * i :][:32, :32], 2) for i in range(4)])
-    )
-    torch.testing.assert_close(measured.sigma, expected, rtol=1e-6, atol=0)
-    assert measured.solution.status == (Status.CONVERGED,) * 4
-    # The rate of the iteration is bounded by sigma, and is near the spectral radius.
-    assert (measured.rate <= measured.sigma + 1e-6).all()
-    assert abs(float(measured.rate.max() / torch.linalg.eigvals(J).abs().max()) - 1) < 0.1
-
-
 def test_network_map_feeds_contraction_factor(conv: Any, digits: Any) -> None:
     net = conv()
     m = network_map(net, digits(5)[0])
@@ -128,29 +109,6 @@ def test_rate_is_of_picard_whatever_the_solver(tiny: Any, data: Tensor) -> None:
     assert measured.solution.converged.all()
     assert (measured.sigma > 1).all()
     assert (measured.rate > 1).any()
-
-
-def test_warm_start(tiny: Any, data: Tensor) -> None:
-    net = tiny()
-    u = iterate(net, data)[2]
-    measured = measure_contraction(net, data, u)
-    assert (measured.solution.steps == 1).all()
-    torch.testing.assert_close(measured.sigma, measure_contraction(net, data).sigma)
-    assert measured.rate.isnan().all()  # it starts at the fixed point: there is no rate to see
-
-
-def test_nested_latents(data: Tensor) -> None:
-    class R(nn.Module):
-        def forward(self, u: dict[str, Tensor], v: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {"b": 0.5 * u["a"] + v["b"], "a": 0.25 * u["b"] + v["a"]}
-
-    def Q(d: Tensor) -> dict[str, Tensor]:
-        return {"a": d, "b": 2 * d}
-
-    net = ImplicitNetwork(Q, R(), lambda u: u["a"], tolerance=Tolerance(atol=1e-12, max_steps=200))
-    measured = measure_contraction(net, data, **EXACT)
-    torch.testing.assert_close(measured.sigma, torch.full((6,), 0.5, dtype=torch.float64))
-    torch.testing.assert_close(measured.rate, torch.full((6,), 0.125**0.5, dtype=torch.float64), rtol=0.1, atol=0)
 
 
 def test_bf16_autocast_and_bf16_weights(conv: Any, digits: Any) -> None:

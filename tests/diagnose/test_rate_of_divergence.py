@@ -119,18 +119,6 @@ def test_rounding_that_goes_above_the_floor_and_back_is_still_rounding() -> None
     torch.testing.assert_close(observed_rate(trace, floor=0.001), column(0.1)[0])
 
 
-def test_a_floor_for_every_residual() -> None:
-    grows = 2.0 ** torch.arange(60, dtype=torch.float64)[:, None]
-    torch.testing.assert_close(observed_rate(grows, floor=1e-3 * grows), column(2.0)[0])
-    assert observed_rate(grows, floor=2 * grows).isnan().all()
-
-
-def test_residuals_after_a_small_one() -> None:
-    trace = torch.cat([column(1, 0.1, 1e-9), torch.ones(12, 1, dtype=torch.float64), column(1e-9, 1e-9)])
-    steps = torch.tensor([17])
-    torch.testing.assert_close(observed_rate(trace, steps, floor=1e-6), column(1.0)[0])
-
-
 def test_nothing_measured() -> None:
     net = network(Affine(0.5))
     assert measure_contraction(net, torch.ones(0, 3)).rate.shape == (0,)

@@ -75,17 +75,6 @@ def test_batch_norm_in_Q_couples_too(tiny: Any, data: Tensor, jacobian: Any, unc
     assert found.measured is None
 
 
-def test_digits_with_batch_norm_in_eval_mode(conv: Any, digits: Any, jacobian: Any) -> None:
-    net = conv().eval()
-    images = digits(3)[0]
-    found = measure_sensitivity(net, images, exact=True, **EXACT)
-    d = images[1:2]
-    whole = moves(net, d, jacobian)
-    assert found.measured is not None
-    torch.testing.assert_close(found.measured[1], torch.linalg.matrix_norm(whole, 2), rtol=1e-6, atol=0)
-    assert (found.measured <= found.bound).all()
-
-
 def test_layouts_are_matched() -> None:
     """A latent in channels_last and a dictionary whose order T changes: the two Jacobians still multiply."""
     weight = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import banach
-from banach import Anderson, Implicit, Neumann, Tolerance, models
+from banach import Anderson, Implicit, Neumann, Tolerance, Unroll, models
 from banach.fast import Plan, plan
 from fast.simulated import simulate_gpu
 
@@ -77,6 +77,17 @@ def test_a_compiled_network_has_a_plan() -> None:
     fast = banach.compile(build().eval())
     assert isinstance(fast.plan, Plan)
     assert str(fast.plan).startswith("prediction on cpu, fp32: eager")
+
+
+def test_predictions_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neumann's value is JFB's; other solvers and Unroll go through the network when it is evaluated."""
+    simulate_gpu(monkeypatch, kernels=False)
+    assert plan(build(backward=Neumann(2)).eval(), training=False).bare
+    assert not plan(build(backward=Unroll(2)).eval(), training=False).bare
+    assert plan(build(), training=False).graph.why == "the samples of a batch share statistics"
+    net = build().eval()
+    net.S.drop.train()
+    assert plan(net, training=False).graph.why == "a part of the network is in training mode"
 
 
 @pytest.mark.gpu

@@ -72,14 +72,12 @@ def stacks() -> dict[str, Differences]:
 def _stack_errors(train: bool, tile: Tile, dtype: torch.dtype = torch.float32) -> Differences:
     # 7 images of 3 columns are two columns of tiles for four programs, one of which has part of both.
     rate, shape = 0.25 if train else 0.0, (7 if tile.march else 2, 35, 5, 3)
-    tiles = Tiles(tile, tile, weights=Tile(16), entry=Tile(16))
+    stack.TILES, stack.STORED = Tiles(tile, tile, weights=Tile(16), entry=Tile(16)), dtype
     blocks = stack_of(2, dropout=rate, train=train)
     torch.manual_seed(1)
     x, cotangent = torch.randn(shape), torch.randn(shape)
     masks = torch.rand(2, shape[0], 35) >= rate if train else None
-    got = answer(
-        blocks, x, lambda b, leaf: residual_stack(b, leaf, masks=masks, tiles=tiles, dtype=dtype), cotangent
-    )
+    got = answer(blocks, x, lambda b, leaf: residual_stack(b, leaf, masks=masks), cotangent)
     exact = answer(blocks.double(), x.double(), lambda b, leaf: modules(b, leaf, masks, 1 / (1 - rate)), cotangent)
     return worst(got, exact)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections import Counter
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import banach.kernels
-from banach.kernels import conv2d, latent, residual_stack, stack, window
+from banach.kernels import conv2d, has_triton, latent, residual_stack, stack, window
 from kernels.latent_networks import network, tolerance
 from kernels.reference_blocks import stack_of
 
@@ -43,6 +44,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(stack, "has_kernel", lambda x: True)
     monkeypatch.setattr(window, "has_kernel", lambda x, weight: True)
     return recorder
+
+
+@pytest.mark.parametrize(
+    ("version", "new"), [("3.6.0", True), ("3.4.0+git1", True), ("3.3.1", False), (None, False)]
+)
+def test_triton_must_be_new_enough(monkeypatch: pytest.MonkeyPatch, version: str | None, new: bool) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    assert has_triton.__wrapped__() is new
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

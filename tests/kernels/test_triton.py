@@ -22,7 +22,7 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
     paths = [str(TESTS), str(TESTS.parent / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     program = [sys.executable, str(TESTS / "kernels" / name), *arguments]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -39,7 +39,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def network(R: Any, width: int = 6, inputs: int = 4, **options: Any) -> Any:
-    """Q and S linear, around an R on vectors; solved to rounding unless told otherwise."""
+    """Q and S linear, around an R on vectors; solved to rounding by default."""
     torch.manual_seed(11)
     Q, S = nn.Linear(inputs, width).double(), nn.Linear(width, 2).double()
     return ImplicitNetwork(Q, R, S, **{"tolerance": TIGHT, **options})

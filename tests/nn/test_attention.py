@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import banach
 from banach import ImplicitNetwork, Tolerance, Unroll
 from banach.nn import MultiheadAttention, convert_dropout, scaled_dot_product_attention
 from banach.nn.dropout import check_dropout
 from banach.nn.passes import Pass
-from nn.parts_nn import MODES, TIGHT, close, gradients, normal
+from nn.parts_nn import TIGHT, normal
 
 E, H, N, L, S = 8, 2, 3, 4, 5
 P = 0.4
@@ -212,25 +211,6 @@ def test_a_converted_transformer_has_a_fixed_point_in_train_mode(kind: str) -> N
     assert torch.equal(block.eval()(x, *further), fresh(x, *further))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_of_a_converted_transformer(mode: str) -> None:
-    """Every mode against the same mode of a network whose masks are frozen: one pass as a plain map."""
-    net = transformer(blocks()["encoder layer"], backward=MODES[mode])
-    d = normal(5, 4)
-    torch.manual_seed(0)
-    y = net(d)
-    got = gradients(net, y.square().sum())
-    torch.manual_seed(0)
-    one = Pass(net.R)  # the same masks, since the same numbers are drawn in the same order
-    T = one.evaluate
-    T(net.Q(d).detach(), net.Q(d).detach())
-    v = net.Q(d)
-    found = banach.solve(T, torch.zeros_like(v), inputs=(v,), tolerance=TIGHT)
-    u = MODES[mode].attach(T, found.value, (v,))
-    assert torch.allclose(net.S(u), y, rtol=0, atol=1e-12)
-    assert close(gradients(net, net.S(u).square().sum()), got, atol=1e-11)
-
-
 def test_masks_are_cut_with_the_batch() -> None:
     d = normal(12, 4) * torch.logspace(-3, 1, 12, dtype=torch.float64)[:, None]
     loose = Tolerance(atol=1e-9, max_steps=100)
@@ -243,19 +223,6 @@ def test_masks_are_cut_with_the_batch() -> None:
     assert int(plain.steps.min()) < int(plain.steps.max())
     assert torch.equal(plain.steps, cut.steps)
     assert torch.allclose(y, y_cut, rtol=0, atol=1e-12)
-
-
-def test_a_checkpoint_inside_r_is_refused() -> None:
-    class Inner(Sequence):
-        def forward(self, u: Tensor, v: Tensor) -> Tensor:
-            attend: Any = checkpoint(lambda x: self.block(x, x, x)[0], u, use_reentrant=False)
-            return 0.1 * attend + v
-
-    net = transformer(blocks()["encoder layer"])
-    net.R = Inner(net.R.block.self_attn)
-    loss = net(normal(5, 4)).sum()
-    with pytest.raises(RuntimeError, match="recomputed outside its pass"):
-        loss.backward()
 
 
 # The function.
@@ -291,12 +258,6 @@ def test_the_function_drops_by_its_layer_and_is_pytorchs_in_eval_mode(case: str)
     for layer in (None, banach.nn.Dropout(0.0), drop.eval()):
         found = scaled_dot_product_attention(q, k, v, dropout=layer, **options)
         assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, **options))
-
-
-def test_the_function_refuses_two_masks() -> None:
-    x = normal(2, 3, 4)
-    with pytest.raises(ValueError, match="expected attn_mask or is_causal, got both"):
-        scaled_dot_product_attention(x, x, x, torch.ones(3, 3), is_causal=True)
 
 
 # Functions in R that drop by themselves.
@@ -375,8 +336,3 @@ def test_the_watch_is_over_after_an_error_and_leaves_dropout_elsewhere_alone() -
     net = transformer(blocks()["encoder layer"], backward=Unroll(2, checkpoint=True))
     net.S = nn.Sequential(net.S, nn.Dropout(0.5))
     net(normal(5, 4)).sum().backward()
-
-
-def test_a_compiled_r_is_not_watched() -> None:
-    R = torch.compile(Direct(torch.sin), backend="eager")
-    assert Pass(R).watch is None

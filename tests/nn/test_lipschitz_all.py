@@ -66,17 +66,6 @@ def test_shared_layers_stay_shared_and_parameters_are_the_same_objects() -> None
     assert sum(isinstance(m, Lipschitz) for m in twice.modules()) == 1
 
 
-def test_layers_that_are_bounded_already_are_left_alone() -> None:
-    mine = Lipschitz(nn.Linear(4, 4), 0.3)
-    net = nn.Sequential(mine, nn.Linear(4, 4), mine)
-    for _ in range(2):
-        lipschitz_(net, 0.9)
-        assert net[0] is net[2] is mine
-        assert mine.bound == 0.3
-        assert isinstance(net[1], Lipschitz)
-        assert isinstance(net[1].layer, nn.Linear)
-
-
 def test_the_root_may_be_a_layer_and_modes_are_kept() -> None:
     found = lipschitz_(nn.Linear(4, 4).eval(), 0.5)
     assert isinstance(found, Lipschitz)
@@ -85,15 +74,6 @@ def test_the_root_may_be_a_layer_and_modes_are_kept() -> None:
     assert lipschitz_(found, 0.1) is found
     empty = nn.Sequential(nn.ReLU())
     assert lipschitz_(empty, 1.0) is empty
-
-
-def test_size_is_for_all_convolutions_and_linear_layers_need_none() -> None:
-    net: Any = nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1), nn.Flatten(), nn.Linear(20, 2)
-    )
-    lipschitz_(net, 0.9, size=(4, 5), steps=3)
-    assert [tuple(net[i].operator.shape[2:]) for i in (0, 1)] == [(4, 5), (4, 5)]
-    assert net[0].steps == 3
 
 
 def test_an_example_leaves_no_trace() -> None:

@@ -1,4 +1,4 @@
-"""On a GPU: masks are drawn there, a pass at fixed depth asks the host for nothing and can be captured whole."""
+"""On a GPU: masks are drawn there, a pass at fixed depth needs no host sync and can be captured whole."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from banach import JFB, Anderson, Picard, Tolerance
+from banach import JFB, Picard, Tolerance
 from banach.nn import convert_dropout, fixed_point_correction, observe
 from nn.parts_nn import MODES, NormR, close, gradients, network, normal, same, state
 
@@ -54,20 +54,6 @@ def test_the_iterates_are_those_of_the_solver(check_every: int) -> None:
     assert len(seen.iterates) == 3  # the value itself, z_12, is no intermediate iterate
     for k, found in zip((2, 5, 11), seen.iterates, strict=True):
         assert torch.allclose(found, path[k], rtol=0, atol=1e-12)
-
-
-def test_a_frozen_sample_stays_frozen_and_another_pass_starts_again() -> None:
-    net = network(Tanh(), solver=Anderson(), tolerance=Tolerance(atol=1e-6))
-    d = normal(12, 4) * torch.logspace(-9, 1, 12, dtype=torch.float64)[:, None]
-    net.Q.bias.data.zero_()
-    with observe(net, (3,)) as seen:
-        net(d)
-        found = net(d, solution=True)[1]
-    (z,) = seen.iterates
-    done = found.steps <= 3
-    assert 0 < int(done.sum()) < 12
-    assert torch.equal(z[done], found.value[done])
-    assert not torch.equal(z[~done], found.value[~done])
 
 
 @pytest.mark.parametrize("make", [Tanh, NormR])
@@ -121,13 +107,6 @@ def test_iterates_see_the_masks_of_the_pass() -> None:
     assert torch.equal(seen.T(third, *seen.inputs), fourth)
 
 
-def test_a_solve_that_reaches_no_step_has_no_correction() -> None:
-    net = network(Tanh())
-    with observe(net, (10_000,)) as seen:
-        net(normal(5, 4))
-    assert float(fixed_point_correction(seen, lambda y: y.sum())) == 0
-
-
 def test_what_cannot_be_observed_is_refused() -> None:
     net = network(Tanh(), compact=True)
     with pytest.raises(ValueError, match="got compact=True"), observe(net, (1,)):
@@ -153,27 +132,3 @@ def test_the_network_is_put_back_after_an_error() -> None:
         _ = 1 / 0
     assert net.backward == JFB()
     assert net.solver == Picard()
-
-
-def test_losses_on_iterates_teach_a_map_to_be_near_its_answer_sooner() -> None:
-    """With corrections the first iterate is nearer to the target."""
-    off = []
-    for weight in (0.0, 1.0):
-        # A fixed depth, since nothing keeps this map a contraction while it learns.
-        net = network(Tanh(), tolerance=Tolerance(max_steps=30, check_every=0))
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-        d, target = normal(16, 4), normal(16, 2, seed=9).tanh()
-
-        def loss(y: Tensor, target: Tensor = target) -> Tensor:
-            return (y - target).square().mean()
-
-        for _ in range(150):
-            with observe(net, (1, 2)) as seen:
-                y = net(d)
-            optimizer.zero_grad()
-            (loss(y) + weight * fixed_point_correction(seen, loss)).backward()
-            optimizer.step()
-        with observe(net, (1,)) as seen, torch.no_grad():
-            net(d)
-            off.append(float(loss(net.S(seen.iterates[0]))))
-    assert off[1] < 0.8 * off[0]

@@ -106,24 +106,6 @@ def test_converting_reaches_a_layer_that_is_named_twice() -> None:
     assert sum(isinstance(child, banach.nn.Dropout) for child in module) == 2  # type: ignore[attr-defined]
 
 
-def test_converting_the_root_and_what_is_converted_already() -> None:
-    twin = convert_dropout(nn.Dropout(0.4).eval())
-    assert type(twin) is banach.nn.Dropout
-    assert not twin.training
-    assert convert_dropout(twin) is twin
-    holder = nn.Module()
-    holder.register_module("nothing", None)
-    assert convert_dropout(holder) is holder
-
-
-def test_a_converted_map_has_a_fixed_point_in_train_mode() -> None:
-    torch.manual_seed(0)
-    net = network(convert_dropout(Around(deep(0.5))))
-    y, found = net(normal(5, 4), solution=True)
-    assert bool(found.converged.all())
-    assert not torch.equal(net(normal(5, 4)), y)
-
-
 def test_a_subclass_of_attention_is_refused_with_other_advice() -> None:
     class Own(nn.MultiheadAttention):
         pass

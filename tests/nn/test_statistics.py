@@ -1,7 +1,6 @@
 """Buffers of R: one update per pass, at the last forward evaluation, in every backward mode; none elsewhere."""
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import JFB, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
+from banach import ImplicitNetwork, Mode, Tolerance, Unroll
 from banach.nn.passes import Pass, uses_batch_statistics
 from nn.parts_nn import MODES, TIGHT, NormR, close, gradients, network, normal, same, state
 
@@ -101,18 +100,6 @@ def test_nothing_is_written_in_eval_mode(mode: str) -> None:
     assert same(state(net), before)
 
 
-def test_training_is_asked_of_each_layer() -> None:
-    net = network(NormR()).eval()
-    net.R.norm.train()
-    net(normal(5, 4))
-    assert int(net.R.norm.num_batches_tracked) == 1
-    net.train()
-    net.R.norm.eval()
-    before = state(net)
-    net(normal(5, 4))
-    assert same(state(net), before)
-
-
 def test_spectral_norms_vectors_take_one_step_per_pass() -> None:
     R = NormR(nn.Identity())
     R.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6).double())
@@ -176,31 +163,6 @@ def test_an_exception_in_r_leaves_the_buffers_untouched(fail_at: int) -> None:
     R.fail_at = 10**9
     net(normal(5, 4))
     assert int(R.norm.num_batches_tracked) == 1
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_network_many_times_in_one_graph(mode: str) -> None:
-    net = network(NormR(), backward=MODES[mode])
-    first, second = normal(5, 4), normal(7, 4, seed=1)
-    alone, apart = copy.deepcopy(net), copy.deepcopy(net)
-    together = gradients(net, net(first).square().sum() + net(second).square().sum())
-    a = gradients(alone, alone(first).square().sum())
-    b = gradients(apart, apart(second).square().sum())
-    assert close(together, {name: a[name] + b[name] for name in a}, atol=1e-11)
-    alone(second)
-    assert same(state(net), state(alone))
-    assert int(net.R.norm.num_batches_tracked) == 2
-
-
-def test_batch_norm_normalises_by_the_current_batch_at_every_evaluation() -> None:
-    net = network(NormR())
-    d = normal(5, 4)
-    u, found = net.latent(d)
-    assert torch.allclose(u, by_hand(net.R, u, net.Q(d)), atol=1e-12)
-    with torch.no_grad():
-        net.R.norm.running_mean.fill_(100.0)  # train mode does not look at it
-    assert torch.equal(net.latent(d)[0], u)
-    assert found.steps.unique().numel() == 1
 
 
 @pytest.mark.parametrize("mode", ["jfb", "neumann", "unroll", "implicit"])
@@ -268,20 +230,6 @@ def test_who_couples_the_batch() -> None:
     ]
     for module, couples in modules:
         assert uses_batch_statistics(module) is couples
-
-
-def test_copies_keep_the_history() -> None:
-    net = network(NormR(), backward=Neumann(2))
-    net(normal(5, 4))
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))
-    net(normal(5, 4, seed=1))
-    twin(normal(5, 4, seed=1))
-    assert same(state(net), state(twin))
-    assert int(twin.R.norm.num_batches_tracked) == 2
-    twin.backward = JFB()
-    other = network(NormR())
-    other.load_state_dict(net.state_dict())
-    assert torch.equal(other.eval()(normal(3, 4)), twin.eval()(normal(3, 4)))
 
 
 def test_iterations_track_nothing_and_the_flag_comes_back() -> None:

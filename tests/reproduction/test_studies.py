@@ -60,7 +60,8 @@ def test_the_longest_runs_of_a_group_are_judged_and_reruns_count() -> None:
     assert found["mnist-jfb.released_verdict"] == "not reproduced"
     assert found["mnist-gain.clean"].startswith("+0.30 ± ")
     assert found["svhn-jfb.verdict"] == "untested"
-    assert "| 40 of 100 | 1 |" in found["table"]
+    assert "| 40 of 100 | 99.4 | 50.00 (n = 1) |" in found["table"]
+    assert table1.values([*rows[:4], short(rows[-1], 40)])["mnist-gain.clean"] == "-", "never short against full"
     alone = table1.values(rows[:1])
     assert alone["mnist-jfb.verdict"] == "untested (one seed, full length)"
     assert table1.values([short(row, 40) for row in rows])["mnist-jfb.verdict"] == "untested"

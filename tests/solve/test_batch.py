@@ -13,7 +13,7 @@ from banach import RMS, Anderson, Broyden, Euclidean, Picard, Solver, Status, To
 from banach.latent import leaves
 from banach.solve import Norm
 from contracts import close, replay
-from problems import Problem, distance, mixed_rates, nested
+from problems import Problem, distance, mixed_rates
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
 NORMS: list[Norm] = [RMS(), Euclidean(), WorstPixel()]
@@ -72,29 +72,6 @@ def test_T_may_write_every_value_into_the_same_memory(solver: Solver, compact: b
     again = solve(T, p.z0, solver, inputs=p.inputs, tolerance=tolerance, on_step=lambda k, z: kept.append(z))
     assert distance(again.value, plain.value) < 1e-6
     assert all(z.isfinite().all() for z in kept)
-
-
-@solvers
-def test_compaction_of_nests(solver: Solver) -> None:
-    p = nested(batch=7)
-    tolerance = Tolerance(atol=1e-9, max_steps=100)
-    frozen = replay(p, solver, tolerance)
-    compacted = replay(p, solver, tolerance, compact=True)
-    close(compacted.solution, frozen.solution, 1e-9)
-    left = int(frozen.solution.steps.min()) < int(frozen.solution.steps.max())
-    assert compacted.evaluations == frozen.evaluations + left, "one more of a few samples: does T mix them?"
-
-
-@norms
-@pytest.mark.parametrize("rtol", [0.0, 1e-6])
-def test_compaction_in_every_norm(norm: Norm, rtol: float) -> None:
-    p = mixed_rates(batch=24)
-    tolerance = Tolerance(atol=1e-7, rtol=rtol, max_steps=500, norm=norm)
-    frozen = solve(p.T, p.z0, inputs=p.inputs, tolerance=tolerance)
-    compacted = solve(p.T, p.z0, inputs=p.inputs, tolerance=tolerance, compact=True)
-    assert frozen.steps.tolist() == compacted.steps.tolist()
-    assert torch.equal(frozen.value, compacted.value)
-    assert torch.equal(frozen.residual, compacted.residual)
 
 
 def test_iterates_kept_by_on_step_are_not_overwritten() -> None:
@@ -191,11 +168,3 @@ def test_nests_come_back_as_they_were(make: Any) -> None:
     assert type(found.value) is type(z0)
     assert list(found.value[1]) == ["b", "a"]
     assert [round(leaf.mean().item(), 3) for leaf in leaves(found.value)] == [2.0, 6.0, 4.0]
-
-
-def test_steps_of_a_slow_sample_do_not_wait_for_a_hopeless_one() -> None:
-    rate = torch.tensor([[0.5], [1.0], [0.9]])
-    found = solve(lambda z, q: q * z + 1, torch.zeros(3, 1), inputs=(rate,), tolerance=Tolerance(max_steps=300))
-    assert found.status == (Status.CONVERGED, Status.MAX_STEPS, Status.CONVERGED)
-    assert found.steps[0] == 1 + math.ceil(math.log2(1e4))
-    assert found.steps[1] == 300

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from banach import RMS, Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, WorstPixel, solve
 from banach.solve import Norm, run, state
 from banach.solve.state import to_numpy
-from problems import affine, convolution, distance, mixed_rates, nested
+from problems import affine, convolution, distance, mixed_rates
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
 solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
@@ -86,12 +86,6 @@ def test_figures_of_one_step(
     assert found[0] <= kernels
     assert found[1] <= allocations
     assert found[2] == 0
-
-
-@solvers
-@pytest.mark.parametrize("rtol", [0.0, 1e-12])
-def test_no_step_reads_a_value(solver: Solver, rtol: float) -> None:
-    assert measure(solver, 15, torch.ones(SHAPE), rtol=rtol, check_every=0).reads == 0
 
 
 @solvers
@@ -176,14 +170,6 @@ def test_a_fixed_depth_is_one_graph(solver: Solver, rtol: float) -> None:
     traced = compiled(lambda: solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance))
     assert distance(traced.value, eager.value) < 1e-12
     assert traced.steps.tolist() == eager.steps.tolist()
-
-
-@torch_warns
-def test_a_nest_is_one_graph() -> None:
-    p, tolerance = nested(), Tolerance(max_steps=3, check_every=0)
-    eager = solve(p.T, p.z0, inputs=p.inputs, tolerance=tolerance)
-    traced = compiled(lambda: solve(p.T, p.z0, inputs=p.inputs, tolerance=tolerance))
-    assert distance(traced.value, eager.value) < 1e-12
 
 
 @torch_warns

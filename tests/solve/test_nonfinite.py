@@ -92,17 +92,6 @@ def test_never_finite_gives_the_start_back(solver: Solver, bad: float) -> None:
 
 
 @solvers
-def test_one_nan_entry_is_enough(solver: Solver) -> None:
-    def T(z: Tensor) -> Tensor:
-        out = z / 2 + 1
-        return torch.where((z > 1.4) & (torch.arange(3) == 1), torch.nan, out)
-
-    found = solve(T, torch.zeros(1, 3, dtype=torch.float64), solver)
-    assert found.status == (Status.NONFINITE,)
-    assert found.value.isfinite().all()
-
-
-@solvers
 @pytest.mark.parametrize("rtol", [0.0, 1e-3])
 def test_overflow(solver: Solver, rtol: float) -> None:
     # T(z) = z^2 + x with x > 1: for Picard every residual is larger than the one before, so z0 is the best.
@@ -150,24 +139,6 @@ def test_coupled_samples_fall_together(solver: Solver) -> None:
     found = solve(lambda z: z / 2 + x, torch.ones(2, 1), solver, coupled=True)
     assert found.status == (Status.NONFINITE,) * 2
     assert (found.value == 1).all()
-
-
-def test_nan_in_the_data_of_one_sample() -> None:
-    p = affine(batch=3)
-    b = p.inputs[0].clone()
-    b[1, 0] = math.nan
-    found = solve(p.T, p.z0, Anderson(), inputs=(b,), tolerance=Tolerance(atol=1e-9))
-    assert found.status == (Status.CONVERGED, Status.NONFINITE, Status.CONVERGED)
-
-
-def test_the_host_counts_what_it_saw() -> None:
-    for compact in (False, True):
-        p = turns_nan(bad=BAD)
-        found = solve(p.T, p.z0, inputs=p.inputs, compact=compact, tolerance=Tolerance(atol=1e-9, max_steps=80))
-        assert found.failures == {Status.NONFINITE}
-    blind = solve(p.T, p.z0, inputs=p.inputs, tolerance=Tolerance(check_every=0))
-    assert blind.failures == frozenset(), "without checks the host does not know"
-    assert blind.nonfinite.sum() == 2
 
 
 def test_a_diverging_map_is_never_returned_silently() -> None:

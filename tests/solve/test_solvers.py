@@ -17,7 +17,6 @@ from problems import (
     contraction,
     distance,
     normal,
-    relu_network,
     rotation,
     symmetric,
     tanh_network,
@@ -169,26 +168,6 @@ def test_a_translation_has_no_fixed_point_and_none_is_claimed(solver: Solver, dt
         assert found.value.isfinite().all()
         expected = p.inputs[0].square().mean(1).sqrt()
         torch.testing.assert_close(found.residual, expected, rtol=1e-2, atol=0)
-
-
-@accelerated
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_memory_larger_than_the_latent(solver: Solver, n: int) -> None:
-    p = affine(batch=4, n=n, gamma=0.9)
-    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=1e-10, max_steps=400))
-    assert set(found.status) == {Status.CONVERGED}
-    assert distance(found.value, p.solution) < 1e-7
-
-
-@accelerated
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("problem", [tanh_network, relu_network])
-def test_safeguards_keep_a_contraction_convergent(solver: Solver, dtype: torch.dtype, problem: type) -> None:
-    p: Problem = problem(batch=64, n=24, gamma=0.98, dtype=dtype)
-    atol = 1e-8 if dtype == torch.float64 else 1e-5
-    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=atol, max_steps=400))
-    assert set(found.status) == {Status.CONVERGED}
-    assert distance(found.value, p.solution) < 1e3 * atol
 
 
 @pytest.mark.parametrize("solver", [Anderson(), Anderson(memory=2), Broyden(), Broyden(memory=3)], ids=repr)

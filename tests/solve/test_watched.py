@@ -1,4 +1,4 @@
-"""Whoever keeps the numbers, the host or the device, a solve is the same, bit by bit."""
+"""A solve is the same, bit by bit, whether the host or the device keeps the numbers."""
 
 from __future__ import annotations
 

@@ -107,13 +107,6 @@ def test_other_networks_go_through_themselves(made: list[CompiledNetwork], net: 
     assert not made
 
 
-def test_neumann_answers_as_jfb_does(made: list[CompiledNetwork]) -> None:
-    net = plain_network(FINE, backward=Neumann(2))
-    got = evaluate(net, images(60), scorer=Scorer(net))
-    assert len(made) == 1
-    assert got.loss == pytest.approx(by_hand(net, images(60), FINE).loss, rel=1e-6)
-
-
 class Asking(CompiledNetwork):
     def __call__(self, *args: Any, **options: Any) -> Any:
         raise RuntimeError("operation not permitted when\nstream is capturing")
@@ -176,27 +169,6 @@ def test_in_training_mode_it_draws_and_updates_as_the_network(backward: Any) -> 
     assert_near(figures[0], figures[1])
     for name, value in buffers[0].items():
         torch.testing.assert_close(value, buffers[1][name], msg=name)
-
-
-def test_a_part_left_in_training_mode_is_the_networks_matter(made: list[CompiledNetwork]) -> None:
-    net: Any = network().eval()
-    net.S.drop.train()
-    x = images(20).normalise(images(20).pixels)
-    torch.manual_seed(2)
-    output = Scorer(net)(x)[0]
-    torch.manual_seed(2)
-    assert torch.equal(output, net(x))
-    assert not made
-
-
-@pytest.mark.usefixtures("made")
-def test_in_training_mode_an_r_of_ones_own_is_the_networks() -> None:
-    net = plain_network().train()
-    scorer = Scorer(net)
-    x = images(20).normalise(images(20).pixels)
-    assert torch.equal(scorer(x)[0], net(x))
-    assert scorer._made[True][1] is None
-    assert scorer.reason is None
 
 
 @pytest.mark.usefixtures("kernel")

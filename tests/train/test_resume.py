@@ -107,10 +107,10 @@ def test_a_finished_run_is_read_again(tmp_path: Path, whole: Any) -> None:
     made = settings(**KINDS["adam"])
     run = Run.create(tmp_path / "run", made)
     train(run, made, network())
-    told: list[Epoch] = []
+    seen: list[Epoch] = []
     again = network(seed=9)
-    history = fit(again, images(), images(20, "validation"), made, augment=AUGMENT, run=run, on_epoch=told.append)
-    assert told == []
+    history = fit(again, images(), images(20, "validation"), made, augment=AUGMENT, run=run, on_epoch=seen.append)
+    assert seen == []
     assert same_weights(again, whole["adam"][0])
     assert figures(history) == figures(whole["adam"][1])
 

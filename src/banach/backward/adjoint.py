@@ -125,7 +125,7 @@ def units(cotangent: Tensor) -> Tensor:
     """(samples,): about the largest entry of every row, so that the square of a small one does not vanish.
 
     (That of a confident sample can be 1e-25, and float32 ends at 1e-38.) Powers of two change no digit. No
-    unit is below 2^-60 of the largest: what is smaller still may vanish beside it.
+    unit is below 2^-60 of the largest: smaller entries may vanish in rounding.
     """
     if not cotangent.numel():
         return cotangent.new_ones(len(cotangent))

@@ -6,9 +6,8 @@ import math
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from rich.text import Text
 
 from banach.cli.console import console as standard
 from banach.train import Epoch, Position
@@ -38,20 +37,21 @@ class Progress:
         self, epochs: int, steps: int, *, start: Position = Position(0, 0), console: Console = standard
     ) -> None:
         self._console, self._epochs, self._steps = console, epochs, steps
-        self._clock = _Clock(epochs * steps)
         self._next = 0.0 if is_terminal(console) else math.inf  # when to update the bar again
         self._shown_header = False
-        columns = [TextColumn("epoch {task.description}"), BarColumn(), TextColumn("{task.fields[place]}")]
-        # transient: the bar disappears when training ends, and the lines stay.
-        options = {
-            "console": console,
-            "refresh_per_second": 4,
-            "transient": True,
-            "disable": self._next == math.inf,
-        }
-        self._bars = Bars(*columns, self._clock, **options)  # type: ignore[arg-type]
-        self._task = self._bars.add_task("", total=steps, place="")
-        self._show(start, count=False)
+        place, elapsed, left = (TextColumn(text) for text in ("{task.fields[place]}", "elapsed,", "left"))
+        clocks = (TimeElapsedColumn(), elapsed, TimeRemainingColumn(), left)
+        self._bars = Bars(
+            *(TextColumn("epoch {task.description}"), BarColumn(), place, *clocks),
+            console=console,
+            refresh_per_second=4,
+            speed_estimate_period=math.inf,  # rich would give no estimate for steps of more than 30 seconds
+            transient=True,  # the bar disappears when training ends, and the lines stay
+            get_time=lambda: time.perf_counter(),
+            disable=self._next == math.inf,
+        )
+        self._task = self._bars.add_task("", total=epochs * steps, completed=start.epoch * steps, place="")
+        self._show(start)
 
     def step(self, position: Position) -> None:
         """Update the bar after a step of training. Most calls only compare times."""
@@ -74,33 +74,10 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
-    def _show(self, position: Position, *, count: bool = True) -> None:
-        if count:
-            self._clock.note(position.epoch * self._steps + position.step)
+    def _show(self, position: Position) -> None:
+        done = position.epoch * self._steps + position.step
         name = f"{min(position.epoch + 1, self._epochs)}/{self._epochs}"
-        place = f"{position.step}/{self._steps}"
-        self._bars.update(self._task, description=name, completed=position.step, place=place)
-
-
-class _Clock(ProgressColumn):
-    """Time since the start, and time left at the pace so far. (rich's clocks stop when a bar is full.)"""
-
-    def __init__(self, total: int) -> None:
-        super().__init__()
-        self._total, self._done, self._start = total, 0, time.perf_counter()
-        self._first: tuple[int, float] | None = None
-
-    def note(self, done: int) -> None:
-        """Count steps from the first call on: a resumed run did not make the earlier ones now."""
-        self._done = done
-        self._first = self._first or (done, time.perf_counter())
-
-    def render(self, task: Task) -> Text:
-        now = time.perf_counter()
-        before, since = self._first or (0, now)
-        made = self._done - before
-        left = _duration((now - since) / made * (self._total - self._done)) if made > 0 else "-:--:--"
-        return Text(f"{_duration(now - self._start)} elapsed, {left} left")
+        self._bars.update(self._task, description=name, completed=done, place=f"{position.step}/{self._steps}")
 
 
 def line(epoch: Epoch, epochs: int) -> str:
@@ -110,11 +87,6 @@ def line(epoch: Epoch, epochs: int) -> str:
         value = getattr(epoch, field)
         cells.append(("-" if value is None else format(value, pattern)).rjust(width))
     return " ".join(cells)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 def is_terminal(console: Console) -> bool:

@@ -64,7 +64,7 @@ class Frozen:
     def find(
         self, v: Latent, z0: Latent | None = None, *, tolerance: Tolerance | None = None
     ) -> tuple[Latent, Solution]:
-        """z0, and what the network's solver found from it, to its own tolerance unless told otherwise."""
+        """Return z0, and what the solver found from it, to the given tolerance or the network's own."""
         with torch.no_grad():
             z0 = self.start(detach(v)) if z0 is None else plain(z0)
         tolerance = tolerance or self.net.tolerance

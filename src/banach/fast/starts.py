@@ -1,4 +1,4 @@
-"""Where an iteration starts: from the fixed point of an input that was alike, or from a guess that was fitted."""
+"""Where an iteration starts: at the fixed point of a similar input, or at a fitted guess."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from banach.network import ImplicitNetwork
 
-_FAR = 1e15  # of a key: farther than anything, and its square is a float still
+_FAR = 1e15  # of an empty key: farther than anything, and its square is finite in float32
 
 
 class Neighbours:
-    """(v, otherwise) -> the fixed point of the nearest v that is remembered, or `otherwise` where none is near.
+    """(v, otherwise) -> the fixed point of the nearest remembered v, or `otherwise` where none is near.
 
-    Near: within `reach` of the size of v itself. The last `capacity` samples of a size are remembered, on the
-    device of the first. The look-up asks nothing of the host, so it can be captured; `remember` is called outside.
+    The look-up needs no host sync, so it can be captured; `remember` is called outside of the capture.
+
+    Args:
+        capacity: so many of the last samples are remembered, for each shape and device.
+        reach: a sample is near if its distance is at most `reach` times the norm of v.
     """
 
     def __init__(self, capacity: int, *, reach: float = 0.5) -> None:
@@ -27,7 +30,7 @@ class Neighbours:
             raise ValueError(f"capacity is at least 1 sample, got {capacity}; leave neighbours out for none")
         self.capacity, self.reach = capacity, reach
         self.seen = 0
-        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}  # by size: keys, infinitely far at first, and values
+        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}  # by shape and device: keys and values
 
     @torch.no_grad()
     def __call__(self, v: Tensor, otherwise: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ class Neighbours:
 
     @torch.no_grad()
     def remember(self, v: Tensor, z: Tensor, good: Tensor) -> None:
-        """The fixed points of a batch, of the samples that are `good`: the others are not near to anything."""
+        """Remember the fixed points z of a batch; samples that are not `good` are near to nothing."""
         keys, values = self._memory(v, z)
         v, z, good = (part[-self.capacity :] for part in (v, z, good))
         place = (self.seen + torch.arange(len(v), device=v.device)) % self.capacity
@@ -53,7 +56,7 @@ class Neighbours:
     def _memory(self, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         size = v.shape[1:], v.device
         if size not in self._kept:
-            with torch.inference_mode(False):  # it is written to later, in whatever mode
+            with torch.inference_mode(False):  # it may be written to outside of inference mode
                 keys = torch.full((self.capacity, math.prod(v.shape[1:])), _FAR, device=v.device)
                 values = torch.zeros((self.capacity, *z.shape[1:]), dtype=z.dtype, device=z.device)
             self._kept[size] = keys, values
@@ -61,10 +64,10 @@ class Neighbours:
 
 
 class LinearStart(nn.Module):
-    """v -> W v + b, fitted by least squares to fixed points: a convolution of 3x3 for images, else a matrix.
+    """v -> W v + b, fitted by least squares to fixed points: a 3x3 convolution for images, else a matrix.
 
-    `net.start = LinearStart.fit(net.eval(), batches)` makes every later solve start there. The fit takes one pass
-    over batches of inputs, and no gradient. As a module it goes where the network goes.
+    `net.start = LinearStart.fit(net.eval(), batches)` makes every later solve start there. As a module it moves
+    with the network.
     """
 
     weight: Tensor
@@ -84,9 +87,15 @@ class LinearStart(nn.Module):
     @staticmethod
     @torch.no_grad()
     def fit(net: ImplicitNetwork, batches: Iterable[Any], *, ridge: float = 1e-6) -> LinearStart:
-        """`ridge` lifts the diagonal of the normal equations, relative to its mean."""
+        """Fit to the fixed points of a network, in one pass without gradients.
+
+        Args:
+            net: a network in eval mode whose Q(d) is one tensor.
+            batches: inputs of Q.
+            ridge: added to the diagonal of the normal equations, relative to its mean.
+        """
         if net.training:
-            raise RuntimeError("a start is fitted to a network as it predicts; call net.eval() first")
+            raise RuntimeError("a start is fitted to a network in eval mode; call net.eval() first")
         if isinstance(batches, Tensor):
             raise TypeError("fit takes batches of inputs, got one tensor; put it in a list")
         gram: Any = 0.0
@@ -108,7 +117,7 @@ class LinearStart(nn.Module):
 
 
 def _features(v: Tensor) -> Tensor:
-    """One row per pixel: what a 3x3 window sees there, and a one. Without pixels: v and a one."""
+    """Return one row per pixel: its 3x3 window, and a one. Without pixels: v and a one."""
     rows = F.unfold(v, 3, padding=1).mT.flatten(0, 1) if v.dim() == 4 else v.flatten(0, -2)
     return torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
 

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from banach.kernels.blocks import check_blocks, gather, running_statistics
 from banach.kernels.device import SideStream, constants, has_triton, multiprocessors, pixel_rows, power_of_two
 
+SLOPE = 0.1  # of the leaky ReLUs below zero
+STORED = torch.bfloat16  # type of what is stored and multiplied; sums are float32
 ONES = 3  # spare channels that hold ones
 LARGEST = 64 - ONES  # channels
 SMALL = 256  # pixels of an image: with at most that many, marching down its columns is slower
@@ -76,6 +78,9 @@ class Tiles:
     entry: Tile = Tile(64, places=8)
 
 
+TILES = Tiles()
+
+
 @dataclass(frozen=True)
 class Stack:
     """How a stack is computed. `known`: (layers, 3, columns) statistics to normalise by; None: those of the batch.
@@ -87,9 +92,6 @@ class Stack:
     eps: float = 1e-5
     scale: float = 1.0
     known: Tensor | None = None
-    slope: float = 0.1
-    dtype: torch.dtype = torch.bfloat16  # of what is stored and multiplied; sums are float32
-    tiles: Tiles = Tiles()
 
 
 @dataclass(frozen=True)
@@ -115,20 +117,14 @@ def residual_stack(
     x: Tensor,
     *,
     masks: Tensor | None = None,
-    slope: float = 0.1,
-    tiles: Tiles = Tiles(),
-    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Compute all blocks, one after the other, as the modules would, running statistics included.
 
     Args:
         blocks: modules with conv1, conv2 (3x3 with bias), drop (Dropout2d or Identity) and norm (BatchNorm2d
-            without weights).
+            without weights). On a GPU they are computed in bf16, elsewhere in the type of the weights.
         x: images (N, C, H, W).
         masks: (blocks, N, C), zero where dropped; drawn here if dropout is on and none are given.
-        slope: of the leaky ReLUs below zero.
-        tiles: of the kernels.
-        dtype: type that the kernels store and multiply. The reference computes in that of the weights.
     Raises:
         ValueError: if the kernels would compute the blocks wrongly.
     """
@@ -138,8 +134,8 @@ def residual_stack(
         masks = torch.rand((len(given), *x.shape[:2]), device=x.device) >= rate
     scale = 1.0 if masks is None else 1 / (1 - rate)
     if not has_kernel(x):
-        return reference_stack(given, x, masks, scale, slope)
-    stack = _stack_of(given, x, scale, slope=slope, tiles=tiles, dtype=dtype)
+        return reference_stack(given, x, masks, scale)
+    stack = _stack_of(given, x, scale)
     parameters = _parameters(given)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
         out, stats = Residual.apply(stack, x, masks, *parameters)
@@ -150,9 +146,7 @@ def residual_stack(
     return out
 
 
-def repeated_stack(
-    blocks: Sequence[nn.Module] | nn.Sequential, like: Tensor, *, slope: float = 0.1
-) -> Callable[[Tensor], Tensor]:
+def repeated_stack(blocks: Sequence[nn.Module] | nn.Sequential, like: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the same map for an iteration without gradient: weights are packed once, running statistics stay.
 
     Valid until the weights change, for inputs of the device, type and channels of `like`.
@@ -162,23 +156,23 @@ def repeated_stack(
         raise ValueError(f"expected blocks without dropout, got a rate of {rate}; call residual_stack with masks")
     if not has_kernel(like):
         copies = copy.deepcopy(given)
-        return torch.no_grad()(lambda x: reference_stack(copies, x, None, 1.0, slope, update=False))
-    stack = _stack_of(given, like, 1.0, slope=slope)
+        return torch.no_grad()(lambda x: reference_stack(copies, x, None, 1.0, update=False))
+    stack = _stack_of(given, like, 1.0)
     packed = prepare(stack, _parameters(given))
     return lambda x: _repeat(stack, x, None, packed)[0]
 
 
 def reference_stack(
-    blocks: Sequence[Any], x: Tensor, masks: Tensor | None, scale: float, slope: float, *, update: bool = True
+    blocks: Sequence[Any], x: Tensor, masks: Tensor | None, scale: float, *, update: bool = True
 ) -> Tensor:
     """Compute the blocks in plain PyTorch: what the kernels are compared with, and what runs without them."""
     dtype, x = x.dtype, x.to(blocks[0].conv1.weight.dtype)
     with torch.autocast(x.device.type, enabled=False):
         for number, block in enumerate(blocks):
-            hidden = F.leaky_relu(block.conv1(x), slope)
+            hidden = F.leaky_relu(block.conv1(x), SLOPE)
             if masks is not None:
                 hidden = hidden * masks[number, :, :, None, None].to(hidden) * scale
-            y, norm = F.leaky_relu(x + block.conv2(hidden), slope), block.norm
+            y, norm = F.leaky_relu(x + block.conv2(hidden), SLOPE), block.norm
             if update or not norm.training:
                 x = norm(y)
             else:
@@ -205,11 +199,11 @@ def _parameters(blocks: Sequence[Any]) -> list[Tensor]:
     return [layer.weight for layer in layers] + [layer.bias for layer in layers]
 
 
-def _stack_of(blocks: Sequence[Any], x: Tensor, scale: float, **settings: Any) -> Stack:
+def _stack_of(blocks: Sequence[Any], x: Tensor, scale: float) -> Stack:
     layout, known = Layout.of(x.shape[1]), None
     if not blocks[0].norm.training:
         known = _wide(torch.stack(running_statistics(blocks), 1), layout)
-    return Stack(layout, blocks[0].norm.eps, scale, known, **settings)
+    return Stack(layout, blocks[0].norm.eps, scale, known)
 
 
 def _wide(value: Tensor, layout: Layout) -> Tensor:
@@ -287,7 +281,7 @@ def run(
     """Compute all blocks. `record`: lists that get inputs and hidden values, for a backward pass."""
     layers, stats, folded = packed.weights.shape[0] // 2, packed.stats, packed.folded
     count, batch = x.shape[0] * x.shape[2] * x.shape[3], stack.known is None
-    kept = None if masks is None else F.pad(masks.to(stack.dtype), (0, stack.layout.pitch - x.shape[1]))
+    kept = None if masks is None else F.pad(masks.to(STORED), (0, stack.layout.pitch - x.shape[1]))
     y, _ = _enter(stack, x, None)
     if record:
         record[0].append(y)
@@ -361,10 +355,10 @@ def _device() -> Any:
 def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return images (N, C, H, W) as pixels with ones or, of a gradient, without ones, with its sums with y."""
     N, _, H, W = x.shape
-    pixels, tile, of = N * H * W, stack.tiles.entry, stack.layout
+    pixels, tile, of = N * H * W, TILES.entry, stack.layout
     if pixels * of.pitch >= 2**31:
         raise ValueError(f"a batch of {N} images of {H}x{W} is too large for one launch; use a smaller one")
-    out = torch.empty((N, H, W, of.pitch), dtype=stack.dtype, device=x.device)
+    out = torch.empty((N, H, W, of.pitch), dtype=STORED, device=x.device)
     programs, gradient = _programs(pixels, tile, x.device), y is not None
     sums = torch.empty((programs if gradient else 0, 2, of.columns), device=x.device)
     K = constants(replace(of, rows=tile.rows))
@@ -388,7 +382,7 @@ def _leave(stack: Stack, x: Tensor, stats: Tensor | None, dtype: torch.dtype) ->
 
 def _packed(stack: Stack, like: Tensor) -> Tensor:
     shape = len(like), 3, stack.layout.depth, stack.layout.columns
-    return torch.zeros(shape, dtype=stack.dtype, device=like.device)
+    return torch.zeros(shape, dtype=STORED, device=like.device)
 
 
 def _turn(stack: Stack, w: Tensor) -> Tensor:
@@ -426,7 +420,7 @@ def _unnormalise(stack: Stack, g: Tensor, y: Tensor, stats: Tensor, sums: Tensor
     else:
         grid = (of.columns // COLUMNS,)
         _device().average[grid](sums, stats, means, len(sums), 1.0 / count, COLUMNS=COLUMNS, K=K, **SUM)
-    _device().unnormalise[(-(-pixels // POINTWISE),)](g, y, out, stats, means, pixels, stack.slope, K=K)
+    _device().unnormalise[(-(-pixels // POINTWISE),)](g, y, out, stats, means, pixels, SLOPE, K=K)
     return out
 
 
@@ -445,14 +439,14 @@ def _convolve(
 ) -> tuple[Tensor, Tensor]:
     """Convolve with packed weights, apply the epilogue `what`, and return the result with its sums, if wanted."""
     N, H, W, _ = x.shape
-    tile = stack.tiles.convolution if H * W > SMALL else stack.tiles.small
+    tile = TILES.convolution if H * W > SMALL else TILES.small
     programs = _programs(N * W, tile, x.device, H) if tile.march else _programs(N * H * W, tile, x.device)
     out = torch.empty_like(x)
     total = torch.empty((programs if sums else 0, 2, stack.layout.columns), device=x.device)
     K = constants(replace(stack.layout, height=H, width=W, rows=tile.rows, march=tile.march))
     _device().convolve[(programs,)](
         x, w, out, x if residual is None else residual, x if before is None else before,
-        w if stats is None else stats, w if mask is None else mask, total if sums else w, N, stack.slope,
+        w if stats is None else stats, w if mask is None else mask, total if sums else w, N, SLOPE,
         WHAT=what, DROP=drop, SUMS=sums, K=K, num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out, total
@@ -463,7 +457,7 @@ def _weights(
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of a layer's weight and bias, from its input, not normalised, and its output's gradient."""
     N, H, W, _ = x.shape
-    tile, of = stack.tiles.weights, stack.layout
+    tile, of = TILES.weights, stack.layout
     programs = _programs(N * H * W, tile, x.device)
     parts = torch.empty((programs, 3, of.depth, of.columns), device=x.device)
     K = constants(replace(of, height=H, width=W, rows=tile.rows))

@@ -114,7 +114,7 @@ def stretch(operator: Operator, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def power(operator: Operator, weight: Tensor, x: Tensor, steps: int) -> Tensor:
-    """x <- A'A x, normalised, some times. Asks the host for nothing."""
+    """Return x after some steps x <- A'A x, normalised. Costs no host sync."""
     for _ in range(steps):
         y = _unit(operator.forward(weight, x))  # normalised twice, so that a large A does not overflow
         x = _unit(operator.transposed(weight, y), otherwise=x)
@@ -163,7 +163,7 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor, otherwise: Tensor | None = None) -> Tensor:
-    """x / |x|; something else where that is no number: a weight of zero must not lose the direction."""
+    """x / |x|; `otherwise` if |x| is zero or not finite: a weight of zero must not lose the direction."""
     size = torch.linalg.vector_norm(x)
     sound = (size > 0) & (size < torch.inf)
     return torch.where(sound, x / size, torch.zeros_like(x) if otherwise is None else otherwise)

@@ -109,8 +109,8 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
         if advice is not None:
             place = f"R.{name}" if name else "R"
             raise RuntimeError(
-                f"{place} is {type(module).__name__}, which draws at random anew at every evaluation, so there is "
-                f"no fixed point to find: {advice}"
+                f"{place} is {type(module).__name__}, which draws new random numbers at every evaluation, so "
+                f"there is no fixed point to find: {advice}"
             )
 
 

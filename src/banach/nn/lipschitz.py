@@ -32,7 +32,7 @@ class Lipschitz(nn.Module):
     at a direction x kept in a buffer: found to high accuracy when the layer is made, followed by `steps` power
     steps at every call in train mode (inside R: once per pass), left as it is in eval mode. It approaches
     from below, so weights that move fast may exceed the bound by a little until x catches up; `refine()` finds x
-    anew. The gradient takes x as constant, which is exact for first derivatives once x is found.
+    again. The gradient takes x as constant, which is exact for first derivatives once x is found.
     (Miyato et al. 2018; for convolutions Gouk et al. 2021.)
     """
 
@@ -80,7 +80,7 @@ class Lipschitz(nn.Module):
         return self._norm(self.layer.weight, self.direction.clone())
 
     def refine(self, rounds: int = 5) -> Lipschitz:
-        """Find the leading direction anew to high accuracy, each round at the price of twenty power steps."""
+        """Find the leading direction again, to high accuracy, each round at the price of twenty power steps."""
         with without_autocast(self.direction):
             weight = at_least_float32(self.layer.weight.detach())
             self.direction.copy_(leading(self.operator, weight, self.direction.to(weight.dtype), rounds))

@@ -168,7 +168,7 @@ class Run:
         self.busy = bool(count)
         if count < len(active):
             self._note_frozen(stats, k)
-            nonfinite = np.count_nonzero(~(test > -np.inf))
+            nonfinite = int(np.count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
                 state.scrub()
@@ -273,7 +273,7 @@ class Run:
             )
             return Solution.deferred(value, numbers, found)
         parts = (reached[0] * self.scale, met, steps.long(), stalled, nonfinite, diverged)
-        named = dict(zip(DEFERRED, map(space.spread, parts), strict=True))
+        named: dict[str, Any] = dict(zip(DEFERRED, map(space.spread, parts), strict=True))
         return Solution(value=value, **named, **found)
 
     def _failures(self, state: State) -> frozenset[Status]:

@@ -11,7 +11,7 @@ Memory = tuple[Tensor, ...]
 
 
 class Point(NamedTuple):
-    """One evaluation, one row per sample: all a solver is told."""
+    """One evaluation, one row per sample: all that a solver sees."""
 
     step: int  # 1 for the first evaluation
     z: Tensor  # (samples, width)

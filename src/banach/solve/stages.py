@@ -50,7 +50,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
     A decorator at the top of a file would import Dynamo, which takes a second, with banach.
     """
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    return torch.compiler.disable(function)
 
 
 def run_exported(run: Run, state: State) -> State:

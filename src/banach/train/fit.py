@@ -118,7 +118,8 @@ def _report(made: Plan, run: Run | None, on_plan: Callable[[Plan], None] | None)
     """Write the plan to the run's environment.json, and call the user."""
     if run is not None:
         path = run.path / ENVIRONMENT
-        write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "plan": made.to_dict()})
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        write_json(path, {**content, "plan": made.to_dict()})
     if on_plan is not None:
         on_plan(made)
 
