@@ -287,6 +287,10 @@ def test_guarantees_are_checked_when_the_mode_changes() -> None:
     wrong(torch.zeros_like(v), v)
     with pytest.warns(MonotoneWarning, match="W is not monotone"):
         wrong.eval()
+    with torch.no_grad():
+        made.A.fill_(torch.nan)
+    with pytest.warns(MonotoneWarning, match="check that weights are finite"):
+        R.train().eval()
 
 
 def test_alpha_is_tuned_and_saved() -> None:
