@@ -158,19 +158,3 @@ def test_captured_it_is_the_same(batch: int) -> None:
         torch.testing.assert_close(y, net(d), rtol=1e-6, atol=1e-7)
         again = fast(d, z0=found.value)
         torch.testing.assert_close(again, y, rtol=1e-6, atol=1e-7)
-
-
-def test_later_stages_of_picard_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program per stage would be a capture per stage; other solvers count their steps, and need them."""
-    asked: list[tuple[str, range]] = []
-    own = CompiledNetwork._run
-
-    def seen(self: CompiledNetwork, program: Any, steps: range, *inputs: Tensor) -> Any:
-        asked.append((program.__name__, steps))
-        return own(self, program, steps, *inputs)
-
-    monkeypatch.setattr(CompiledNetwork, "_run", seen)
-    net = sloped(tolerance=Tolerance(atol=1e-6, max_steps=50))
-    found = banach.compile(net)(SLOPES, solution=True)[1]
-    assert set(asked) == {("_enter", range(8)), ("_go_on", range(4)), ("_go_on", range(2))}
-    assert int(found.steps.max()) == 50

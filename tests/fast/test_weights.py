@@ -225,12 +225,6 @@ def test_windows_have_bf16_weights_and_their_gradients_are_collected() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
-def test_autocast_has_the_last_word_on_the_type() -> None:
-    layer = with_windows(nn.Sequential(nn.Conv2d(2, 3, 3)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(torch.randn(1, 2, 4, 4)).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     "layer",
     [

@@ -34,7 +34,7 @@ def test_a_stack_agrees_with_float64() -> None:
     for name, errors in found.items():
         for kind, error in errors.items():
             # A bf16 value may round to the other side of zero, where the leaky ReLU has another slope.
-            assert error < (2e-6 if "float32" in name else 6e-3 if kind == "output" else 1e-1), f"{name}: {kind}"
+            assert error < (2e-6 if "float32" in name else 1e-2 if kind == "output" else 2e-1), f"{name}: {kind}"
 
 
 def test_convolutions_agree_with_float64() -> None:

@@ -29,7 +29,7 @@ class Buffers:
         own = dict(R.named_buffers()) if changing else {}
         self.R = R
         self.norms = _batch_norms(special, own)
-        self.direct = once and bool(self.norms) and _is_writable(modules, own.values())
+        self.direct = once and len(self.norms) > 0 and _is_writable(modules, own.values())
         self.snapshot = {} if self.direct else {name: part.detach().clone() for name, part in own.items()}
         self.scratch: Named | None = None  # the buffers of evaluations that are not recorded
         self.latest: Named | None = None
@@ -61,7 +61,7 @@ class Buffers:
     def skips_updates(self) -> bool:
         """True if an evaluation that is not recorded can run on R itself, without updating its buffers."""
         bare = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return bool(self.norms) and (self.direct or bare)
+        return len(self.norms) > 0 and (self.direct or bare)
 
     @contextmanager
     def untracked(self) -> Iterator[None]:

@@ -164,7 +164,7 @@ def forward_pass(
     R: Any, modules: list[nn.Module], special: list[nn.Module], *, later: bool, once: bool
 ) -> Pass | PlainPass:
     """Return the pass that R, with these modules and special layers, needs."""
-    plain = bool(modules) and not special and not later
+    plain = len(modules) > 0 and not special and not later
     if plain and not any([module._buffers for module in modules]) and watch_over(R) is None:  # noqa: C419 (faster)
         return PlainPass(R)
     return Pass(R, modules, later=later, once=once)

@@ -1,25 +1,96 @@
-"""On a GPU: a user's own loop with TrainStep, which falls back and follows rates; a prediction for no image."""
+"""On a GPU: captured steps against eager ones, in fp32 and bf16, and what is refused or runs eagerly."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import banach
-from banach import Implicit, Tolerance, models
+from banach import Implicit, Tolerance, WorstPixel, models
 from banach.fast import TrainStep
 from train.parts_train import plain_network
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    # Torch's own, when it compiles.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # of Dynamo, at v
 ]
+SHAPES = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32), "own": (1, 8, 8)}
+
+
+@pytest.fixture(autouse=True)
+def true_fp32() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def network(name: str, eps: float) -> Any:
+    """Without dropout, whose masks would differ; `own`: an R that no kernel knows."""
+    torch.manual_seed(0)
+    if name == "own":
+        return plain_network(Tolerance(atol=eps, max_steps=100)).cuda().train()
+    net: Any = models.build(name, tolerance=Tolerance(atol=eps, max_steps=100, norm=WorstPixel()))
+    for module in net.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return net.cuda().to(memory_format=torch.channels_last).train()
+
+
+def gradients(net: nn.Module) -> Tensor:
+    return torch.cat([p.grad.double().flatten() for p in net.parameters() if p.grad is not None])
+
+
+def plainly(net: Any, d: Tensor, y: Tensor, *, bf16: bool) -> tuple[float, Tensor]:
+    net = copy.deepcopy(net)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+        output = net(d)
+    loss = F.cross_entropy(output.to(torch.promote_types(output.dtype, torch.float32)), y)
+    loss.backward()
+    return float(loss.detach()), gradients(net)
+
+
+def captured(net: Any, d: Tensor, y: Tensor, *, bf16: bool, compile: bool) -> tuple[float, Tensor]:
+    net = copy.deepcopy(net)
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.0), F.cross_entropy, bf16=bf16, compile=compile)
+    for _ in range(3):  # the last one is a replay
+        loss = float(step(d, y))
+    assert step.reached is not None
+    assert bool(step.reached.converged.all())
+    return loss, gradients(net)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_a_captured_step_has_the_gradients_of_a_plain_one(name: str, bf16: bool, compile: bool) -> None:
+    """In fp32 they are equal to rounding; in bf16 they err from fp32 by no more than plain bf16 does."""
+    net = network(name, 1e-1 if bf16 else 1e-4)
+    draw = torch.Generator("cuda").manual_seed(1)
+    d = torch.randn(32, *SHAPES[name], generator=draw, device="cuda", dtype=next(net.parameters()).dtype)
+    y = torch.randint(10, (32,), generator=draw, device="cuda")
+    exact_loss, exact = plainly(net, d, y, bf16=False)
+    loss, found = captured(net, d, y, bf16=bf16, compile=compile)
+    error = float((found - exact).norm() / exact.norm())
+    if not bf16:
+        assert loss == pytest.approx(exact_loss, rel=1e-5)
+        assert error < 2e-3
+        return
+    plain_loss, plain = plainly(net, d, y, bf16=True)
+    usual = float((plain - exact).norm() / exact.norm())
+    assert loss == pytest.approx(exact_loss, rel=max(2e-2, 2 * abs(plain_loss / exact_loss - 1)))
+    assert error < max(1.5 * usual, 5e-2)
 
 
 def batch(number: int, count: int = 16) -> tuple[Tensor, Tensor]:
@@ -36,12 +107,12 @@ def eager(net: Any, optimizer: torch.optim.Optimizer, d: Tensor, y: Tensor) -> f
     return float(loss.detach())
 
 
-def network(**options: Any) -> Any:
+def own_network(**options: Any) -> Any:
     return plain_network(Tolerance(atol=1e-10, max_steps=200), **options).cuda().train()
 
 
 def test_implicit_differentiation_with_host_checks_runs_eagerly() -> None:
-    net = network(backward=Implicit())
+    net = own_network(backward=Implicit())
     reference = copy.deepcopy(net)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="runs eagerly: the linear solve of Implicit syncs with the host"):
@@ -57,7 +128,7 @@ class Syncing(torch.nn.Module):
 
 
 def test_a_network_with_a_host_sync_runs_eagerly_after_one_warning() -> None:
-    net = network()
+    net = own_network()
     net.S = torch.nn.Sequential(net.S, Syncing())
     reference = copy.deepcopy(net)
     step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
@@ -74,7 +145,7 @@ def test_a_network_with_a_host_sync_runs_eagerly_after_one_warning() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_a_scheduler_is_followed_by_a_captured_step(kind: Any) -> None:
-    net = network()
+    net = own_network()
     reference = copy.deepcopy(net)
     made, plain = (
         kind(net.parameters(), lr=0.05, capturable=True, fused=True),
@@ -94,7 +165,7 @@ def test_a_scheduler_is_followed_by_a_captured_step(kind: Any) -> None:
 
 
 def test_another_shape_is_refused_and_harms_nothing() -> None:
-    net = network()
+    net = own_network()
     step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
     step(*batch(0))
     before = [p.detach().clone() for p in net.parameters()]
@@ -110,7 +181,7 @@ def test_a_prediction_for_no_image_has_no_row(known: bool) -> None:
     if known:
         net: Any = models.build("digits", tolerance=Tolerance(atol=1e-3, max_steps=50)).cuda().eval()
     else:
-        net = network().eval()
+        net = own_network().eval()
     fast = banach.compile(net)
     d = torch.randn(5, 1, 8, 8, device="cuda", dtype=next(net.parameters()).dtype)
     full = fast(d)
