@@ -3,7 +3,10 @@
 from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortcut
 from banach.models.cifar10 import cifar10
 from banach.models.digits import digits
+from banach.models.mdeq import mdeq, mdeq_tiny, unrolled
 from banach.models.mnist import mnist
+from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
+from banach.models.ode import ODENet, anode, node
 from banach.models.registry import (
     Constant,
     Cosine,
@@ -28,6 +31,7 @@ __all__ = [
     "LatentBlock",
     "LatentResNet",
     "Model",
+    "ODENet",
     "OneCycle",
     "Parts",
     "Recipe",
@@ -35,14 +39,23 @@ __all__ = [
     "Schedule",
     "Shortcut",
     "Steps",
+    "anode",
     "build",
     "cifar10",
     "digits",
     "get",
+    "mdeq",
+    "mdeq_tiny",
     "mnist",
+    "mon",
+    "mon_fc",
+    "mon_large",
+    "mon_tiers",
     "names",
+    "node",
     "recipe",
     "register",
     "resnet56",
     "svhn",
+    "unrolled",
 ]

@@ -5,7 +5,15 @@ from banach.nn.attention import MultiheadAttention, scaled_dot_product_attention
 from banach.nn.contractive import Scaled, ScaledInput, TwoStream
 from banach.nn.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d, convert_dropout
 from banach.nn.lipschitz import Lipschitz, lipschitz_
-from banach.nn.monotone import ForwardBackward, MonotoneLinear
+from banach.nn.monotone import (
+    ForwardBackward,
+    MonotoneLinear,
+    MonotoneWarning,
+    PeacemanRachford,
+    monotonicity,
+    tune_alpha,
+)
+from banach.nn.monotone_conv import MonotoneConv2d
 from banach.nn.observe import Observed, fixed_point_correction, observe
 from banach.nn.penalty import finite_difference_penalty, jacobian_penalty
 from banach.nn.substitute import substitute
@@ -17,9 +25,12 @@ __all__ = [
     "Dropout3d",
     "ForwardBackward",
     "Lipschitz",
+    "MonotoneConv2d",
     "MonotoneLinear",
+    "MonotoneWarning",
     "MultiheadAttention",
     "Observed",
+    "PeacemanRachford",
     "Scaled",
     "ScaledInput",
     "TwoStream",
@@ -28,8 +39,10 @@ __all__ = [
     "fixed_point_correction",
     "jacobian_penalty",
     "lipschitz_",
+    "monotonicity",
     "observe",
     "operator_norm",
     "scaled_dot_product_attention",
     "substitute",
+    "tune_alpha",
 ]

@@ -1,25 +1,60 @@
-"""Monotone operator networks: weights for which u = relu(W u + v) has one solution, though W need not contract."""
+"""Monotone operator networks: u = relu(W u + v) has one solution, which two splittings find."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from banach.latent import Latent, leaves, map_leaves
+from banach.solve import solve
+from banach.solve.warning import warn_user
+
+
+class MonotoneWarning(RuntimeWarning):
+    """The guarantee of a monotone network does not hold: W is not monotone, or a step size is too large."""
+
+
+class Monotone(Protocol):
+    """A map u -> W u with I - W >= m I in its symmetric part, in steps that a splitting calls one by one."""
+
+    m: float
+
+    def matrices(self) -> Any:
+        """Return what W is made of, from the parameters; made once per pass."""
+        ...
+
+    def product(self, matrices: Any, z: Latent, *, border: bool = True) -> Latent:
+        """Return W z. `border=False`: entries that `activate` sets to zero may have any value."""
+        ...
+
+    def inverse(self, matrices: Any, alpha: float, like: Latent) -> Any:
+        """Return what `invert` needs for V = (I + alpha (I - W))^-1 on latents shaped like `like`."""
+        ...
+
+    def invert(self, inverse: Any, h: Latent) -> Latent:
+        """Return V h."""
+        ...
+
+    def activate(self, u: Latent) -> Latent:
+        """Return the activation of u: relu, and zero on a border if there is one."""
+        ...
 
 
 class MonotoneLinear(nn.Module):
     """u -> W u,  W = (1 - m) I - A'A + B - B',  so that I - W >= m I in its symmetric part, whatever A and B.
 
     Then u = relu(W u + v) has exactly one solution for every v. W itself may have any norm: plain Picard can
-    diverge, while `Picard(damping=1 - a)` with small a, or `ForwardBackward`, finds the solution.
+    diverge, while `ForwardBackward` with a small step, or `PeacemanRachford` with any, finds the solution.
     (Winston and Kolter 2020.)
     """
 
     def __init__(self, width: int, m: float = 0.1) -> None:
         super().__init__()
-        if not m > 0:
-            raise ValueError(f"m must be above 0, got {m}")
-        self.m = float(m)
+        self.m = checked_m(m)
         self.A = nn.Parameter(torch.empty(width, width))
         self.B = nn.Parameter(torch.empty(width, width))
         for part in (self.A, self.B):
@@ -34,25 +69,218 @@ class MonotoneLinear(nn.Module):
     def forward(self, u: Tensor) -> Tensor:
         return F.linear(u, self.weight)
 
+    def matrices(self) -> Tensor:
+        return self.weight
+
+    def product(self, matrices: Tensor, z: Tensor, *, border: bool = True) -> Tensor:
+        return F.linear(z, matrices)
+
+    def inverse(self, matrices: Tensor, alpha: float, like: Tensor) -> Tensor:
+        W = at_least_float32(matrices)
+        eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
+        return torch.linalg.inv_ex((1 + alpha) * eye - alpha * W).inverse.to(matrices.dtype)
+
+    def invert(self, inverse: Tensor, h: Tensor) -> Tensor:
+        return F.linear(h, inverse)
+
+    def activate(self, u: Tensor) -> Tensor:
+        return torch.relu(u)
+
     def extra_repr(self) -> str:
         return f"width={len(self.A)}, m={self.m}"
 
 
-class ForwardBackward(nn.Module):
-    """R(u, v) = relu((1 - a) u + a (W u + v)), W monotone and a `alpha`: same fixed point as relu(W u + v).
+class Splitting(nn.Module):
+    """R of a monotone network: a map whose fixed point solves z = relu(W z + v), with a step size `alpha`.
 
-    A step of forward-backward splitting. It contracts for 0 < a < 2 m / |I - W|^2, by the factor
-    sqrt(1 - 2 a m + a^2 |I - W|^2). Damping instead mixes after the relu.
+    What depends on the weights alone is computed once per pass, and cached until v or a weight changes. `alpha` is
+    a number, not a weight; it is stored in the state_dict. Whenever the module goes from train to eval mode, as it
+    does after every epoch of `fit`, the guarantee is checked; a `MonotoneWarning` says that it does not hold.
     """
 
-    def __init__(self, layer: MonotoneLinear, alpha: float) -> None:
+    def __init__(self, layer: Monotone, alpha: float) -> None:
         super().__init__()
         if not alpha > 0:
             raise ValueError(f"alpha must be above 0, got {alpha}")
-        self.layer, self.alpha = layer, float(alpha)
+        self.layer: Any = layer
+        self.alpha = float(alpha)
+        self._kept: tuple[Any, Tensor, Any] | None = None
+        self._shapes: list[torch.Size] = []
 
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return torch.relu(torch.lerp(u, self.layer(u) + v, self.alpha))
+    def fault(self, least: float, L: float) -> str | None:
+        """Return what is wrong, given the least eigenvalue of sym(I - W) and |I - W|, or None."""
+        if not least >= self.layer.m - 2e-3 * L:  # also where it is NaN; TF32 rounds W by 1e-3
+            return "W is not monotone, so that there may be no solution or several; check that weights are finite"
+        return None
+
+    def check(self) -> None:
+        """Warn if the guarantee does not hold for the weights as they are, on latents as seen in the last call."""
+        if self._shapes:
+            fault = self.fault(*monotonicity(self.layer, self._shapes))
+            if fault is not None:
+                warn_user(f"the splitting may not converge: {fault}", MonotoneWarning)
+
+    def train(self, mode: bool = True) -> Splitting:
+        if self.training and not mode:
+            self.check()
+        self._kept = None
+        return super().train(mode)
+
+    def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
+        """Return make(), or what it gave earlier for this v and these weights; never recorded."""
+        first = leaves(v)[0]
+        # What was computed eagerly must not enter a CUDA graph, which is replayed with other weights.
+        captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
+        try:
+            weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
+            known = (first.data_ptr(), first.shape, self.alpha, captured, weights)
+            key = None if torch.compiler.is_compiling() else known
+        except RuntimeError:  # tensors of torch.func have no address
+            key = None
+        kept = self._kept
+        if kept is not None and key is not None and kept[0] == key:
+            return kept[2]
+        with torch.no_grad():
+            made = make()
+        # Holding v keeps its address from being given to the v of another pass, or of another CUDA graph.
+        self._kept = None if key is None else (key, first.detach(), made)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if prefix + "alpha" in state_dict:
+            state_dict = dict(state_dict)
+            self.alpha = float(state_dict.pop(prefix + "alpha"))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}"
+
+
+class ForwardBackward(Splitting):
+    """R(z, v) = relu((1 - a) z + a (W z + v)), W monotone and a `alpha`: same fixed point as relu(W z + v).
+
+    It contracts for 0 < a < 2 m / |I - W|^2, by the factor sqrt(1 - 2 a m + a^2 |I - W|^2). Steps a few times
+    larger often converge in practice. Damping instead mixes after the relu.
+    """
+
+    def forward(self, u: Latent, v: Latent) -> Latent:
+        self._shapes = [leaf.shape for leaf in leaves(v)]
+        matrices = self.layer.matrices
+        M = matrices() if torch.is_grad_enabled() else self._once(v, matrices)
+        return self.layer.activate(_step(u, self.layer.product(M, u, border=False), v, self.alpha))
+
+    def fault(self, least: float, L: float) -> str | None:
+        fault = super().fault(least, L)
+        if fault is None and self.alpha * L**2 >= 2 * self.layer.m:
+            return "alpha is not below 2 m / |I - W|^2; lower it, or use PeacemanRachford, if solves fail"
+        return fault
+
+
+class PeacemanRachford(Splitting):
+    """R(u, v) = u + 2 V (G(u, v) - u),  V = (I + a (I - W))^-1,  G(u, v) = (1 - a) z + a (W z + v),  z = relu(u).
+
+    The fixed point u* is that of G, and z* = relu(u*) solves z = relu(W z + v), so S must begin with the
+    activation. It converges for every a > 0. An evaluation that is not recorded computes the same value as
+    2 V (2 z - u + a v) - (2 z - u), without a product with W. V is a constant for autograd: G(u*) - u* = 0, so
+    at the fixed point its derivative does not matter, and `Implicit(Picard())` is the exact backward pass by the
+    same splitting. (Second derivatives, as of a Jacobian penalty, are those of a constant V.)
+    """
+
+    def forward(self, u: Latent, v: Latent) -> Latent:
+        self._shapes = [leaf.shape for leaf in leaves(v)]
+        layer, alpha = self.layer, self.alpha
+        inverse = self._once(v, lambda: layer.inverse(layer.matrices(), alpha, v))
+        z = layer.activate(u)
+        if torch.is_grad_enabled():
+            G = _step(z, layer.product(layer.matrices(), z), v, alpha)
+            return map_leaves(lambda a, b: a + 2 * b, u, layer.invert(inverse, map_leaves(torch.sub, G, u)))
+        h = map_leaves(lambda a, b: 2 * a - b, z, u)
+        y = layer.invert(inverse, map_leaves(lambda a, b: a + alpha * b, h, v))
+        return map_leaves(lambda a, b: 2 * a - b, y, h)
+
+
+def _step(z: Latent, Wz: Latent, v: Latent, alpha: float) -> Latent:
+    """(1 - alpha) z + alpha (W z + v)."""
+    return map_leaves(lambda a, b, c: torch.lerp(a, (b + c).to(a.dtype), alpha), z, Wz, v)
+
+
+@torch.no_grad()
+def monotonicity(layer: Monotone, shapes: list[torch.Size], steps: int = 40) -> tuple[float, float]:
+    """Estimate the least eigenvalue of sym(I - W), from above, and |I - W|_2, from below, by power iteration.
+
+    Args:
+        layer: W.
+        shapes: of the tensors of a latent; the batch axis is ignored.
+        steps: of the power iteration.
+    """
+    like: Tensor = next(layer.parameters())  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, *shape[1:], generator=generator, dtype=torch.float64).to(like) for shape in shapes]
+    x: Any = parts[0] if len(parts) == 1 else tuple(parts)
+    M = layer.matrices()
+
+    def A(x: Latent) -> Latent:
+        return map_leaves(torch.sub, x, layer.product(M, x))
+
+    At = torch.func.vjp(A, x)[1]
+    y = x
+    for _ in range(steps):
+        x = _unit(At(A(x))[0])
+    L = float(_length(A(x)))
+    for _ in range(steps):
+        y = _unit(map_leaves(lambda a, b, c: L * a - (b + c) / 2, y, A(y), At(y)[0]))
+    least = sum(float((a * b).sum()) for a, b in zip(leaves(y), leaves(A(y)), strict=True))
+    return least, L
+
+
+def _length(x: Latent) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(leaf) for leaf in leaves(x)]).norm()
+
+
+def _unit(x: Latent) -> Latent:
+    return map_leaves(lambda leaf, size=_length(x): leaf / size, x)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x, in float32 if its type is shorter: neither FFTs nor inverses exist in bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def checked_m(m: float) -> float:
+    """Refuse a strong monotonicity that is not positive."""
+    if not m > 0:
+        raise ValueError(f"m must be above 0, got {m}")
+    return float(m)
+
+
+@torch.no_grad()
+def tune_alpha(net: Any, *d: Any, first: float = 1.0, halvings: int = 6) -> float:
+    """Set `net.R.alpha` to the step size that solves a batch in the fewest steps, and return it.
+
+    Starts at `first` and halves it while the mean number of steps does not rise. A sample that does not converge
+    counts as twice the allowed steps. (Winston and Kolter 2020 do this at batch 30 and in mid-epoch.)
+
+    Args:
+        net: an `ImplicitNetwork` whose R is a `Splitting`.
+        d: the inputs of Q.
+        first: the largest step size to try.
+        halvings: how often it may be halved.
+    """
+    v, best, fewest = net.Q(*d), first, float("inf")
+    for k in range(halvings + 1):
+        net.R.alpha = first / 2**k
+        found = solve(net.R, net.start(v), net.solver, inputs=(v,), tolerance=net.tolerance)
+        steps = torch.where(found.converged, found.steps, 2 * net.tolerance.max_steps).double().mean()
+        if float(steps) > fewest and fewest < 2 * net.tolerance.max_steps:
+            break
+        if float(steps) <= fewest:
+            best, fewest = net.R.alpha, float(steps)
+    net.R.alpha = best
+    return best

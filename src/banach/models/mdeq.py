@@ -1,0 +1,260 @@
+"""Multiscale deep equilibrium models (Bai et al. 2020): a latent of several resolutions, solved at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from banach.backward import Unroll
+from banach.models.blocks import Image, conv3x3
+from banach.models.mon import COMMON
+from banach.models.registry import Cosine, Recipe, register
+from banach.network import ImplicitNetwork
+from banach.nn import Dropout2d
+from banach.solve import Picard
+
+Branches = tuple[Tensor, ...]
+GROUPS, LAST_GROUPS, WIDEN = 8, 4, 5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths of a multiscale model, finest branch first."""
+
+    channels: tuple[int, ...]  # of the latent
+    head: tuple[int, ...]  # of the bottlenecks; their outputs are four times as wide
+    final: int  # of the last convolution
+    dropout: float
+
+
+TINY = Sizes((24, 24), (8, 16), 200, 0.25)
+LARGE = Sizes((32, 64, 128, 256), (14, 28, 56, 112), 1680, 0.3)
+
+
+class WeightNormConv(nn.Module):
+    """A convolution without bias by the weight gain * v / |v|, one gain per output channel.
+
+    Not `torch.nn.utils.parametrizations.weight_norm`, with which a network could not be pickled.
+    """
+
+    def __init__(self, inputs: int, outputs: int, size: int) -> None:
+        super().__init__()
+        self.v = nn.Parameter(nn.Conv2d(inputs, outputs, size).weight.detach())
+        self.gain = nn.Parameter(_length(self.v).detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.v * (self.gain / _length(self.v))
+        return F.conv2d(x, weight, padding=weight.shape[-1] // 2)
+
+
+def _length(v: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(v, dim=(1, 2, 3), keepdim=True)
+
+
+class Residual(nn.Module):
+    """z, x -> GN(ReLU(z + GN(x + drop(conv(ReLU(GN(conv(z)))))))): what a branch does on its own."""
+
+    def __init__(self, channels: int, dropout: float) -> None:
+        super().__init__()
+        self.conv1 = WeightNormConv(channels, WIDEN * channels, 3)
+        self.norm1 = nn.GroupNorm(GROUPS, WIDEN * channels)
+        self.conv2 = WeightNormConv(WIDEN * channels, channels, 3)
+        self.drop = Dropout2d(dropout)
+        self.norm2 = nn.GroupNorm(GROUPS, channels)
+        self.norm3 = nn.GroupNorm(GROUPS, channels)
+
+    def forward(self, z: Tensor, x: Tensor | None) -> Tensor:
+        y = self.drop(self.conv2(F.relu(self.norm1(self.conv1(z)))))
+        s = self.norm2(y if x is None else y + x)
+        return self.norm3(F.relu(s + z))
+
+
+class Resample(nn.Module):
+    """From one branch to the resolution and width of another.
+
+    To a finer one: conv1x1, GN, nearest upsampling. To a coarser one: one conv3x3 of stride 2 for each halving, GN
+    after each, ReLU between them; the width changes in the last.
+    """
+
+    def __init__(self, inputs: int, outputs: int, halvings: int) -> None:
+        super().__init__()
+        if halvings <= 0:
+            steps: list[nn.Module] = [nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(GROUPS, outputs)]
+        else:
+            steps = []
+            for k in range(halvings):
+                width = outputs if k == halvings - 1 else inputs
+                steps += [conv3x3(inputs, width, stride=2, bias=False), nn.GroupNorm(GROUPS, width), nn.ReLU()]
+            steps.pop()
+        self.steps, self.halvings = nn.Sequential(*steps), halvings
+
+    def forward(self, z: Tensor, like: Tensor) -> Tensor:
+        y = self.steps(z)
+        return y if self.halvings > 0 else F.interpolate(y, like.shape[2:], mode="nearest")
+
+
+class MultiscaleMap(nn.Module):
+    """R(z, x): a residual block in each branch, then every branch is the sum of all, each resampled to it."""
+
+    def __init__(self, channels: tuple[int, ...], dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(c, dropout) for c in channels)
+        self.fuse = nn.ModuleList(
+            nn.ModuleList(
+                nn.Identity() if i == j else Resample(channels[j], channels[i], i - j)
+                for j in range(len(channels))
+            )
+            for i in range(len(channels))
+        )
+        self.last = nn.ModuleList(
+            nn.Sequential(nn.ReLU(), WeightNormConv(c, c, 1), nn.GroupNorm(LAST_GROUPS, c)) for c in channels
+        )
+
+    def forward(self, z: Branches, x: Branches) -> Branches:
+        # x is zero but in the finest branch, where its other tensors only say how large the latent is.
+        y = [
+            block(branch, None if i else x[0])
+            for i, (block, branch) in enumerate(zip(self.blocks, z, strict=True))
+        ]
+        return tuple(self.last[i](self._fused(i, y)) for i in range(len(y)))
+
+    def _fused(self, i: int, y: list[Tensor]) -> Tensor:
+        total = y[i]
+        for j, other in enumerate(y):
+            if j != i:
+                total = total + self.fuse[i][j](other, y[i])  # type: ignore[index]
+        return total
+
+
+class Stem(nn.Module):
+    """Q: conv3x3, BN, ReLU twice, with more than two branches then conv1x1, BN, ReLU; zeros for other branches."""
+
+    def __init__(self, inputs: int, channels: tuple[int, ...]) -> None:
+        super().__init__()
+        self.channels, c = channels, channels[0]
+        layers = [conv3x3(inputs, c, bias=False), nn.BatchNorm2d(c), nn.ReLU()]
+        layers += [conv3x3(c, c, bias=False), nn.BatchNorm2d(c), nn.ReLU()]
+        if len(channels) > 2:
+            layers += [nn.Conv2d(c, c, 1, bias=False), nn.BatchNorm2d(c), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, d: Tensor) -> Branches:
+        x = self.layers(d)
+        branches, (height, width) = [x], x.shape[2:]
+        for c in self.channels[1:]:
+            height, width = (height + 1) // 2, (width + 1) // 2
+            branches.append(x.new_zeros(len(x), c, height, width))
+        return tuple(branches)
+
+
+class Bottleneck(nn.Module):
+    """x -> ReLU(shortcut(x) + BN(conv1x1(ReLU(BN(conv3x3(ReLU(BN(conv1x1(x)))))))); inner BNs have no weights."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width, affine=False), nn.ReLU()),
+            *(conv3x3(width, width, bias=False), nn.BatchNorm2d(width, affine=False), nn.ReLU()),
+            *(nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width, affine=False)),
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class MultiscaleHead(nn.Module):
+    """S: a bottleneck in each branch, joined from fine to coarse; conv1x1, BN, ReLU, mean over pixels, linear."""
+
+    def __init__(self, sizes: Sizes, classes: int) -> None:
+        super().__init__()
+        pairs = zip(sizes.channels, sizes.head, strict=True)
+        self.bottlenecks = nn.ModuleList(Bottleneck(c, h) for c, h in pairs)
+        wide = [4 * h for h in sizes.head]
+        self.down = nn.ModuleList(
+            nn.Sequential(conv3x3(a, b, stride=2), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairwise(wide)
+        )
+        last = sizes.final
+        self.final = nn.Sequential(nn.Conv2d(wide[-1], last, 1), nn.BatchNorm2d(last), nn.ReLU())
+        self.linear = nn.Linear(last, classes)
+
+    def forward(self, z: Branches) -> Tensor:
+        y = self.bottlenecks[0](z[0])
+        for down, bottleneck, branch in zip(self.down, self.bottlenecks[1:], z[1:], strict=True):
+            y = bottleneck(branch) + down(y)
+        return self.linear(self.final(y).mean((2, 3)))
+
+
+def multiscale(image: Image, classes: int, sizes: Sizes) -> ImplicitNetwork:
+    """Return a multiscale model of these sizes, by Picard with damping 1/2.
+
+    Fresh weights do not contract: without damping the iteration does not converge at first.
+    """
+    Q, R = Stem(image[0], sizes.channels), MultiscaleMap(sizes.channels, sizes.dropout)
+    S = MultiscaleHead(sizes, classes)
+    for part in (Q, R, S):
+        for module in part.modules():
+            if isinstance(module, nn.Conv2d):  # not those with weight norm, as in the authors' code
+                nn.init.normal_(module.weight, std=0.01)
+    return ImplicitNetwork(Q, R, S, solver=Picard(damping=0.5), tolerance=OWN.tolerance)
+
+
+def mdeq_tiny(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
+    """Return the TINY model, two branches of 24 channels: 158,986 parameters on CIFAR-10.
+
+    5,928 are in Q, 111,792 in R and 41,266 in S. (The paper prints 170K.)
+    """
+    return multiscale(image, classes, TINY)
+
+
+def mdeq(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
+    """Return the LARGE model, branches of 32, 64, 128 and 256 channels: 11,098,398 parameters on CIFAR-10.
+
+    11,296 are in Q, 8,716,192 in R and 2,370,910 in S. (The paper prints 10M.)
+    """
+    return multiscale(image, classes, LARGE)
+
+
+@contextmanager
+def unrolled(net: ImplicitNetwork, steps: int = 10) -> Iterator[None]:
+    """Warm up: inside the block the network makes `steps` steps from z0 by plain backpropagation, and no solve.
+
+    The authors' first 20,000 training steps (TINY: 3,000) are of this kind. The damping is that of the solver.
+    """
+    tolerance, backward = net.tolerance, net.backward
+    net.tolerance = replace(tolerance, max_steps=0)
+    net.backward = Unroll(steps, damping=getattr(net.solver, "damping", 0.0))
+    try:
+        yield
+    finally:
+        net.tolerance, net.backward = tolerance, backward
+
+
+# The authors' cap on forward evaluations, 18; the tolerance is in effect never met.
+OWN = Recipe(lr=1e-3, epochs=220, batch_size=128, schedule=Cosine(), eps=1e-3, max_steps=18)
+COMMON_18 = replace(COMMON, max_steps=18)
+
+register(
+    "mdeq-tiny",
+    mdeq_tiny,
+    description="multiscale DEQ, two branches: 158,986 parameters on CIFAR-10",
+    image=(3, 32, 32),
+    recipes={"own": replace(OWN, epochs=50, weight_decay=2.5e-6, max_steps=22), "common": COMMON_18},
+)
+register(
+    "mdeq",
+    mdeq,
+    description="multiscale DEQ, four branches: 11,098,398 parameters on CIFAR-10",
+    image=(3, 32, 32),
+    recipes={
+        "own": OWN,
+        "phantom": replace(OWN, lr=0.1, momentum=0.9, weight_decay=1e-4),
+        "common": COMMON_18,
+    },
+)

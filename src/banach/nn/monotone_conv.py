@@ -1,0 +1,215 @@
+"""MonotoneConv2d: monotone convolutions on one grid or on several tiers, with exact inverses by FFT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from banach.latent import Latent
+from banach.nn.monotone import at_least_float32, checked_m
+
+_ONE = math.log(math.e - 1)  # softplus of this is 1
+
+
+class Kernels(NamedTuple):
+    """What W is made of, tier by tier."""
+
+    diagonal: list[Tensor]  # 5x5: (1 - m) I - A'A + B - B'
+    down: list[Tensor]  # D, 3x3 with stride 2, from each tier to the next
+    below: list[Tensor]  # 3x3: -2 A' of the next tier
+
+
+class Tier(NamedTuple):
+    """The inverse of one diagonal block of I + alpha (I - W), by frequencies: `single` - `back` `forth`."""
+
+    single: Tensor
+    forth: Tensor | None
+    back: Tensor | None
+
+
+class MonotoneConv2d(nn.Module):
+    """z -> W z by circular 3x3 convolutions, with I - W >= m I in its symmetric part, whatever the weights.
+
+        one tier:       W = (1 - m) I - A'A + B - B'
+        several tiers:  W_ii = (1 - m) I - A_i'A_i + B_i - B_i' - D_i'D_i,   W_(i+1, i) = -2 A_(i+1)' D_i
+
+    A, B and D are kernels divided by their Frobenius norms. A'A, B and D'D are multiplied by learned scales,
+    softplus of `scale`, which begin at 1. D_i has stride 2 and ends with a row and a column of zeros: a tier of s
+    pixels is followed by one of s // 2 + 1. A latent is a tensor, or a tuple of them for several tiers, with a
+    border of one pixel that `activate` sets to zero, so that nothing wraps around. (Winston and Kolter 2020.)
+
+    Args:
+        channels: of the latent, one number or one per tier.
+        m: the strong monotonicity.
+    """
+
+    def __init__(self, channels: int | Sequence[int], m: float = 1.0) -> None:
+        super().__init__()
+        self.m = checked_m(m)
+        widths = (channels,) if isinstance(channels, int) else tuple(channels)
+        self.channels = widths
+        self.A = nn.ParameterList(_kernel(n, n) for n in widths)
+        self.B = nn.ParameterList(_kernel(n, n) for n in widths)
+        self.D = nn.ParameterList(_kernel(n, wide) for n, wide in pairwise(widths))
+        self.scale = nn.Parameter(torch.full((3 * len(widths) - 1,), _ONE))
+
+    def forward(self, z: Latent) -> Latent:
+        return self.product(self.matrices(), z)
+
+    def matrices(self) -> Kernels:
+        scales = F.softplus(self.scale)
+        a, b, d = scales.split([len(self.A), len(self.B), len(self.D)])
+        A = [_scaled(kernel, g.sqrt()) for kernel, g in zip(self.A, a, strict=True)]
+        B = [_scaled(kernel, g) for kernel, g in zip(self.B, b, strict=True)]
+        D = [_scaled(kernel, g.sqrt()) for kernel, g in zip(self.D, d, strict=True)]
+        below = [-2 * _transposed(kernel) for kernel in A[1:]]
+        return Kernels([_diagonal(*pair, self.m) for pair in zip(A, B, strict=True)], D, below)
+
+    def product(self, matrices: Kernels, z: Latent, *, border: bool = True) -> Latent:
+        tiers, found = _tiers(z), list[Tensor]()
+        above: Tensor | None = None
+        for i, x in enumerate(tiers):
+            y = _conv(x, matrices.diagonal[i], wrap=border)
+            if above is not None:
+                y = y + _conv(above, matrices.below[i - 1], wrap=border)
+            if i < len(tiers) - 1:
+                above = _down(x, matrices.down[i])
+                y = y - _up(above, matrices.down[i])
+            found.append(y)
+        return _like(z, found)
+
+    def inverse(self, matrices: Kernels, alpha: float, like: Latent) -> tuple[Kernels, float, list[Tier]]:
+        inverses = []
+        matrices = Kernels(*([at_least_float32(kernel) for kernel in kernels] for kernels in matrices))
+        with torch.autocast(self.scale.device.type, enabled=False):
+            for i, x in enumerate(_tiers(like)):
+                down = matrices.down[i] if i < len(matrices.down) else None
+                inverses.append(_inverse_tier(matrices.diagonal[i], down, alpha, x.shape[-1]))
+        return matrices, alpha, inverses
+
+    def invert(self, inverse: tuple[Kernels, float, list[Tier]], h: Latent) -> Latent:
+        """Return V h by forward substitution over the tiers. FFTs run in at least float32."""
+        matrices, alpha, inverses = inverse
+        found: list[Tensor] = []
+        with torch.autocast(self.scale.device.type, enabled=False):
+            for i, x in enumerate(_tiers(h)):
+                x = at_least_float32(x)
+                if i:
+                    above = _down(found[-1], matrices.down[i - 1])
+                    x = x + alpha * _conv(above, matrices.below[i - 1])
+                found.append(_invert_tier(inverses[i], x))
+        return _like(h, [y.to(x.dtype) for y, x in zip(found, _tiers(h), strict=True)])
+
+    def activate(self, u: Latent) -> Latent:
+        return _like(u, [zero_border(torch.relu(x)) for x in _tiers(u)])
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, m={self.m}"
+
+
+def zero_border(x: Tensor) -> Tensor:
+    """Return x with its outermost pixels set to zero; out of place."""
+    return F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1))
+
+
+def _kernel(inputs: int, outputs: int) -> nn.Parameter:
+    """A 3x3 kernel with the fresh weights of nn.Conv2d; its length has no effect but on the learning rate."""
+    kernel = nn.Parameter(torch.empty(outputs, inputs, 3, 3))
+    nn.init.kaiming_uniform_(kernel, a=5**0.5)
+    return kernel
+
+
+def _scaled(kernel: Tensor, factor: Tensor) -> Tensor:
+    return kernel * (factor / torch.linalg.vector_norm(kernel))
+
+
+def _transposed(kernel: Tensor) -> Tensor:
+    """The kernel of the transposed convolution."""
+    return kernel.flip(2, 3).transpose(0, 1)
+
+
+def _diagonal(A: Tensor, B: Tensor, m: float) -> Tensor:
+    """The 5x5 kernel of (1 - m) I - A'A + B - B'. A'A is the correlation of A with itself over its outputs."""
+    rows = A.transpose(0, 1)
+    gram = F.conv2d(rows, rows, padding=2).transpose(0, 1)
+    identity = torch.zeros_like(gram)
+    identity[:, :, 2, 2] = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return (1 - m) * identity - gram + F.pad(B - _transposed(B), (1, 1, 1, 1))
+
+
+def _conv(x: Tensor, kernel: Tensor, *, wrap: bool = True) -> Tensor:
+    """A circular convolution; without `wrap`, zeros are read outside of the grid."""
+    pad = kernel.shape[-1] // 2
+    if not wrap:
+        return F.conv2d(x, kernel, padding=pad)
+    return F.conv2d(F.pad(x, (pad,) * 4, mode="circular"), kernel)
+
+
+def _down(x: Tensor, kernel: Tensor) -> Tensor:
+    """D x: a circular convolution of stride 2, then a row and a column of zeros."""
+    return F.pad(F.conv2d(F.pad(x, (1, 0, 1, 0), mode="circular"), kernel, stride=2), (0, 1, 0, 1))
+
+
+def _up(y: Tensor, kernel: Tensor) -> Tensor:
+    """D' y: what a transposed convolution puts before the first pixel belongs to the last."""
+    x = F.conv_transpose2d(y[..., :-1, :-1], kernel, stride=2)
+    x = x[..., 1:] + F.pad(x[..., :1], (x.shape[-1] - 2, 0))
+    return x[..., 1:, :] + F.pad(x[..., :1, :], (0, 0, x.shape[-2] - 2, 0))
+
+
+def _response(kernel: Tensor, size: int, *, half: bool) -> Tensor:
+    """The frequency response sum_t K(t) exp(i k t) of a circular convolution: (rows, columns, outputs, inputs)."""
+    t = torch.arange(kernel.shape[-1], dtype=kernel.dtype, device=kernel.device) - kernel.shape[-1] // 2
+    k = torch.arange(size, dtype=kernel.dtype, device=kernel.device) * (2 * math.pi / size)
+    waves = torch.polar(torch.ones_like(k[:, None] * t), k[:, None] * t)
+    columns = waves[: size // 2 + 1] if half else waves
+    return torch.einsum("oiyx,py,qx->pqoi", kernel.to(waves.dtype), waves, columns)
+
+
+def _inverse_tier(diagonal: Tensor, down: Tensor | None, alpha: float, size: int) -> Tier:
+    """Invert E + alpha D'D by frequencies, E = (1 + alpha) I - alpha (the convolution `diagonal`).
+
+    Stride 2 joins the four frequencies k + {0, size / 2}: with P the response of D, the inverse is
+    E^-1 - (alpha / 4) E^-1 P* (I + (alpha / 4) sum P E^-1 P*)^-1 sum P E^-1, sums over the four.
+    """
+    if down is not None and size % 2:
+        raise ValueError(f"a tier that is followed by another needs an even size, border included, got {size}")
+    response = _response(diagonal, size, half=down is None)
+    eye = torch.eye(response.shape[-1], dtype=response.dtype, device=response.device)
+    single = torch.linalg.inv_ex((1 + alpha) * eye - alpha * response).inverse
+    if down is None:
+        return Tier(single, None, None)
+    P = _response(down, size, half=False)
+    forth, back = P @ single, (alpha / 4) * single @ P.mH
+    n = size // 2
+    joined = (P @ back).unflatten(1, (2, n)).unflatten(0, (2, n)).sum((0, 2))
+    eye = torch.eye(joined.shape[-1], dtype=joined.dtype, device=joined.device)
+    inner = torch.linalg.inv_ex(eye + joined).inverse.repeat(2, 2, 1, 1)
+    return Tier(single, inner @ forth, back)
+
+
+def _invert_tier(tier: Tier, x: Tensor) -> Tensor:
+    if tier.forth is None or tier.back is None:
+        return torch.fft.irfft2(_apply(tier.single, torch.fft.rfft2(x)), s=x.shape[-2:])
+    y = torch.fft.fft2(x)
+    n = x.shape[-1] // 2
+    w = _apply(tier.forth, y).unflatten(3, (2, n)).unflatten(2, (2, n)).sum((2, 4)).repeat(1, 1, 2, 2)
+    return torch.fft.ifft2(_apply(tier.single, y) - _apply(tier.back, w)).real
+
+
+def _apply(response: Tensor, y: Tensor) -> Tensor:
+    return torch.einsum("pqoc,bcpq->bopq", response, y)
+
+
+def _tiers(z: Latent) -> Sequence[Tensor]:
+    return (z,) if isinstance(z, Tensor) else z
+
+
+def _like(z: Latent, parts: list[Tensor]) -> Any:
+    return parts[0] if isinstance(z, Tensor) else tuple(parts)

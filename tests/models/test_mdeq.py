@@ -1,0 +1,200 @@
+"""Multiscale DEQs: counts, the map against its formula, gradients against unrolled autograd in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from banach import (
+    GMRES,
+    JFB,
+    Anderson,
+    Broyden,
+    Implicit,
+    ImplicitNetwork,
+    Picard,
+    Tolerance,
+    Unroll,
+    models,
+    solve,
+)
+from banach.latent import leaves
+from banach.models.mdeq import MultiscaleMap, Sizes, multiscale, unrolled
+from banach.nn import jacobian_penalty, observe
+
+IMAGE = (3, 8, 8)
+SMALL = Sizes((8, 16), (2, 4), 8, 0.25)
+TIGHT = Tolerance(atol=1e-12, max_steps=400)
+
+
+def small(sizes: Sizes = SMALL) -> ImplicitNetwork:
+    """A network whose R contracts: z is small beside the data, and each block depends on it little."""
+    torch.manual_seed(0)
+    net = multiscale(IMAGE, 3, sizes).double()
+    with torch.no_grad():
+        for block in net.R.blocks:
+            block.norm1.weight.fill_(0.03)
+            block.norm1.bias.fill_(0.5)
+        for last in net.R.last:
+            last[2].weight.fill_(0.1)
+    net.tolerance, net.solver = TIGHT, Picard()
+    return net
+
+
+def images(batch: int = 2) -> Tensor:
+    return torch.randn(batch, *IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gradients(net: nn.Module, y: Tensor) -> dict[str, Tensor]:
+    named = dict(net.named_parameters())
+    return dict(zip(named, torch.autograd.grad(y.square().sum(), list(named.values())), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "macs"),
+    [("mdeq-tiny", (5_928, 111_792, 41_266), 69e6), ("mdeq", (11_296, 8_716_192, 2_370_910), 412e6)],
+)
+def test_counts(name: str, parts: tuple[int, ...], macs: float) -> None:
+    net: Any = models.build(name).eval()
+    assert tuple(sum(p.numel() for p in part.parameters()) for part in (net.Q, net.R, net.S)) == parts
+    v = net.Q(torch.randn(1, 3, 32, 32))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        z = net.R(v, v)
+    assert [leaf.shape for leaf in z] == [leaf.shape for leaf in v]
+    assert counter.get_total_flops() / 2 == pytest.approx(macs, rel=0.01)
+
+
+def test_sizes_of_other_images() -> None:
+    net: Any = models.build("mdeq", image=(1, 28, 28))
+    v = net.Q(torch.randn(2, 1, 28, 28))
+    assert [tuple(leaf.shape[1:]) for leaf in v] == [(32, 28, 28), (64, 14, 14), (128, 7, 7), (256, 4, 4)]
+    with torch.no_grad():
+        assert net.S(net.R(v, v)).shape == (2, 10)
+
+
+def test_the_map_is_the_formula() -> None:
+    R = small().R.eval()
+    z, x = [torch.randn(2, c, n, n, dtype=torch.float64) for c, n in ((8, 8), (16, 4))], images()
+    x = torch.cat([x, x, x[:, :2]], 1)
+
+    def weight(conv: Any) -> Tensor:
+        norm = conv.v.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+        return conv.gain * conv.v / norm
+
+    def norm(y: Tensor, layer: Any, groups: int = 8) -> Tensor:
+        rows = y.reshape(len(y), groups, -1)
+        rows = (rows - rows.mean(2, keepdim=True)) / (rows.var(2, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return rows.reshape(y.shape) * layer.weight.view(-1, 1, 1) + layer.bias.view(-1, 1, 1)
+
+    b = []
+    for i, block in enumerate(R.blocks):
+        r = norm(F.conv2d(z[i], weight(block.conv1), padding=1), block.norm1).relu()
+        s = norm(F.conv2d(r, weight(block.conv2), padding=1) + (x if i == 0 else 0), block.norm2)
+        b.append(norm((s + z[i]).relu(), block.norm3))
+    up, down = R.fuse[0][1].steps, R.fuse[1][0].steps
+    fine = b[0] + norm(F.conv2d(b[1], up[0].weight), up[1]).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    coarse = b[1] + norm(F.conv2d(b[0], down[0].weight, stride=2, padding=1), down[1])
+    expected = [
+        norm(F.conv2d(y.relu(), weight(last[1])), last[2], groups=4)
+        for y, last in zip((fine, coarse), R.last, strict=True)
+    ]
+    for got, exact in zip(R(tuple(z), (x, z[1])), expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-10)
+
+
+def test_between_distant_branches_the_width_changes_last() -> None:
+    R = MultiscaleMap((8, 16, 32), 0.0)
+    steps: Any = R.fuse[2][0].steps  # type: ignore[index]
+    assert [type(step).__name__ for step in steps] == ["Conv2d", "GroupNorm", "ReLU", "Conv2d", "GroupNorm"]
+    assert [step.out_channels for step in steps if isinstance(step, nn.Conv2d)] == [8, 32]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_exact_gradient_is_that_of_unrolled_autograd(training: bool) -> None:
+    """In train mode with dropout: one mask per pass, drawn alike by the same seed."""
+    found = []
+    exact = Implicit(GMRES(), Tolerance(atol=0, rtol=1e-10, max_steps=200))
+    for mode, tolerance in ((exact, TIGHT), (Unroll(60), Tolerance(max_steps=0))):
+        net = small().train(training)
+        net.backward, net.tolerance = mode, tolerance
+        torch.manual_seed(3)
+        found.append(gradients(net, net(images())))
+    for name, value in found[1].items():
+        if float(value.norm()) > 1e-12:
+            assert float((found[0][name] - value).norm() / value.norm()) <= 1e-6, name
+
+
+@pytest.mark.parametrize("mode", [JFB(), Unroll(5, damping=0.5), Implicit(Anderson())])
+def test_gradients_of_every_mode(mode: Any) -> None:
+    net = small().eval()
+    net.backward = mode
+    found = gradients(net, net(images()))
+    assert all(bool(grad.isfinite().all()) for grad in found.values())
+    assert float(found["R.blocks.1.conv1.v"].abs().max()) > 0
+
+
+def test_solvers_agree_where_the_map_contracts() -> None:
+    net = small().eval()
+    with torch.no_grad():
+        v = net.Q(images())
+        z0 = tuple(torch.zeros_like(leaf) for leaf in v)
+        found = [
+            solve(net.R, z0, solver, inputs=(v,), tolerance=TIGHT)
+            for solver in (Picard(), Picard(damping=0.5), Anderson(5), Broyden(20))
+        ]
+    for one in found:
+        assert one.converged.all(), one.summary()
+        for a, b in zip(leaves(one.value), leaves(found[0].value), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_warm_up_by_unrolling() -> None:
+    net = small().eval()
+    net.solver = Picard(damping=0.5)
+    before = net.tolerance, net.backward
+    with unrolled(net, 3):
+        got = gradients(net, net(images()))
+    assert (net.tolerance, net.backward) == before
+    v = net.Q(images())
+    z = tuple(torch.zeros_like(leaf) for leaf in v)
+    for _ in range(3):
+        z = tuple((a + b) / 2 for a, b in zip(z, net.R(z, v), strict=True))
+    expected = gradients(net, net.S(z))
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-8, atol=1e-12)
+
+
+def test_the_jacobian_penalty_has_a_gradient() -> None:
+    net = small().eval()
+    with observe(net) as seen:
+        net(images())
+    penalty = jacobian_penalty(seen.T, seen.z, seen.inputs).mean()
+    assert 0 < float(penalty.detach()) < 1
+    penalty.backward()
+    grad = net.R.blocks[0].conv1.gain.grad
+    assert grad is not None
+    assert float(grad.abs().max()) > 0
+
+
+def test_it_learns_from_fresh_weights_and_can_be_copied() -> None:
+    torch.manual_seed(0)
+    net = multiscale(IMAGE, 4, SMALL)
+    net.tolerance = Tolerance(max_steps=8, check_every=0)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    pattern, labels, losses = torch.randn(4, *IMAGE), torch.arange(32) % 4, []
+    for _ in range(12):
+        loss = F.cross_entropy(net(pattern[labels] + 0.3 * torch.randn(32, *IMAGE)), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(net.eval())))
+    assert torch.equal(twin(pattern), net(pattern))

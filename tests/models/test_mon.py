@@ -1,0 +1,111 @@
+"""Monotone operator networks by name: their counts, their answers, and that they learn."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from banach import JFB, Implicit, ImplicitNetwork, Neumann, Picard, Tolerance, descent_check, models
+from banach.nn import ForwardBackward, PeacemanRachford
+
+COUNTS = {
+    ("mon", (1, 28, 28)): 84_460,
+    ("mon", (3, 32, 32)): 172_218,
+    ("mon-tiers", (1, 28, 28)): 81_394,
+    ("mon-tiers", (3, 32, 32)): 170_194,
+    ("mon-large", (3, 32, 32)): 1_014_546,
+}
+GREY = (1, 8, 8)  # small images, for speed
+
+
+def count(modules: Any) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+@pytest.mark.parametrize(("name", "image"), COUNTS)
+def test_counts(name: str, image: Any) -> None:
+    assert count([models.build(name, image=image)]) == COUNTS[name, image]
+
+
+def test_counts_of_other_widths() -> None:
+    assert count(models.mon_fc()) == 84_313
+    assert count(models.mon((1, 28, 28), channels=54)) == 79_500  # the width that the paper prints
+    assert count(models.mon((3, 32, 32), channels=200)) == 853_612
+
+
+@pytest.mark.parametrize(("name", "channels"), [("mon", 8), ("mon-tiers", (4, 8, 8))])
+def test_both_splittings_give_one_answer(name: str, channels: Any) -> None:
+    torch.manual_seed(0)
+    builder = models.get(name).builder
+    tight = Tolerance(atol=1e-11, max_steps=2000)
+    nets = [
+        ImplicitNetwork(
+            *builder(GREY, 10, channels=channels, splitting=kind, alpha=alpha), tolerance=tight
+        ).double()
+        for kind, alpha in ((PeacemanRachford, 1.0), (ForwardBackward, 0.25))
+    ]
+    weights = {key: value for key, value in nets[0].state_dict().items() if key != "R.alpha"}
+    nets[1].load_state_dict(weights)
+    d = torch.randn(3, *GREY, dtype=torch.float64)
+    torch.testing.assert_close(nets[0](d), nets[1](d), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mon", "mon-tiers", "mon-large"])
+@pytest.mark.parametrize("which", ["own", "common"])
+def test_recipes(name: str, which: str) -> None:
+    recipe = models.recipe(name, which)
+    assert (recipe.lr, recipe.batch_size) == (0.05 if (name, which) == ("mon-large", "own") else 1e-3, 128)
+    assert recipe.max_steps >= 100
+
+
+def test_it_learns_by_jfb_and_by_the_exact_gradient() -> None:
+    exact = Implicit(Picard(), Tolerance(atol=0, rtol=1e-3, max_steps=300))
+    for mode in (JFB(), exact):
+        torch.manual_seed(0)
+        net = ImplicitNetwork(*models.mon(GREY, 4, channels=12), tolerance=Tolerance(atol=1e-3, max_steps=300))
+        net.backward = mode
+        assert first_and_last_loss(net) < 0.8
+
+
+def first_and_last_loss(net: nn.Module) -> float:
+    """Train on four patterns with noise; return the last loss over the first."""
+    optimizer = torch.optim.Adam(net.parameters(), 3e-2)
+    pattern = torch.randn(4, *GREY)
+    labels = torch.arange(32) % 4
+    losses = []
+    for _ in range(8):
+        d = pattern[labels] + 0.3 * torch.randn(32, *GREY)
+        loss = F.cross_entropy(net(d), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses[-1] / losses[0]
+
+
+def test_by_one_step_only_peaceman_rachford_reaches_every_tier() -> None:
+    cosines = {}
+    for kind, alpha, mode in (
+        (ForwardBackward, 0.25, JFB()),
+        (PeacemanRachford, 1.0, JFB()),
+        (PeacemanRachford, 1.0, Neumann(2)),
+    ):
+        torch.manual_seed(0)
+        parts = models.mon_tiers(GREY, 10, channels=(4, 4, 8), splitting=kind, alpha=alpha)
+        net = ImplicitNetwork(*parts, tolerance=Tolerance(atol=1e-8, max_steps=600), backward=mode).double()
+        d, labels = torch.randn(4, *GREY, dtype=torch.float64), torch.arange(4)
+        found = descent_check(net, d, partial(F.cross_entropy, target=labels))
+        cosines[kind, mode] = found.parts["Q"].cosine if found.parts["Q"].ratio else 0.0
+    assert cosines[ForwardBackward, JFB()] == 0
+    assert 0.2 < cosines[PeacemanRachford, JFB()] < cosines[PeacemanRachford, Neumann(2)]
+    assert cosines[PeacemanRachford, Neumann(2)] > 0.8
+
+
+def test_images_that_do_not_halve_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs an even size"):
+        models.build("mon-tiers", image=(1, 27, 27))
