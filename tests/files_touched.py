@@ -72,12 +72,11 @@ def step_call() -> Callable[[], object]:
 
 
 def fit_call() -> Callable[[], object]:
-    from banach.train import fit
+    from banach import data, models
+    from banach.train import Settings, fit
 
-    net = network()
-    batches = [(torch.randn(32, 10), torch.randint(3, (32,)))]
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    return lambda: fit(net, batches, optimizer=optimizer, epochs=1)
+    net, images = models.build("digits"), data.load("digits", "train").subset(64)
+    return lambda: fit(net, images, None, Settings(epochs=1, monitor=False))
 
 
 CALLS = {"net": net_call, "step": step_call, "fit": fit_call}

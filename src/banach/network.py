@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import is_hooked, modules_of, special_layers, uses_batch_statistics
+from banach.nn.layers import modules_of, special_layers, uses_batch_statistics
 from banach.nn.passes import Pass, PlainPass, forward_pass
 from banach.solve import (
     ConvergenceWarning,
@@ -212,15 +212,6 @@ class ImplicitNetwork(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
-
-
-def is_as_written(net: object) -> bool:
-    """Does it answer by `ImplicitNetwork`'s own methods, without hooks? Else no one may call its parts for it."""
-    if not isinstance(net, ImplicitNetwork) or is_hooked(net):
-        return False
-    names = ("__call__", "forward", "latent", "_latent", "_solve", "_start")
-    own = all(getattr(type(net), name) is getattr(ImplicitNetwork, name) for name in names)
-    return own and vars(net).keys().isdisjoint(names)
 
 
 def _explain(error: Exception, *, own: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.diagnose import contraction_factor, is_coupled
-from banach.diagnose.jacobian import Jacobian, largest_singular_value
+from banach.diagnose.jacobian import LinearMap, largest_singular_value
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "max_steps": 500}
 
@@ -139,7 +139,7 @@ def test_a_nonfinite_sample_is_nan_and_alone_in_it() -> None:
 
 def test_rectangular_jacobian() -> None:
     A = normal(3, 7, 4, seed=12)
-    J = Jacobian.of(lambda x: torch.einsum("bij,bj->bi", A, x), torch.zeros(3, 4, dtype=torch.float64))
+    J = LinearMap.of(lambda x: torch.einsum("bij,bj->bi", A, x), torch.zeros(3, 4, dtype=torch.float64))
     v, w = normal(3, 4, seed=13), normal(3, 7, seed=14)
     torch.testing.assert_close(J.forward(v), torch.einsum("bij,bj->bi", A, v))
     torch.testing.assert_close(J.transposed(w), torch.einsum("bij,bi->bj", A, w))
@@ -169,4 +169,4 @@ def test_refusals() -> None:
     with pytest.raises(RuntimeError, match="give the module itself as T"):
         contraction_factor(lambda z: bn(z), z, coupled=True)
     with pytest.raises(ValueError, match="keep the batch axis: 2 samples became 1"):
-        Jacobian.of(lambda x: x.sum(0, keepdim=True), z)
+        LinearMap.of(lambda x: x.sum(0, keepdim=True), z)

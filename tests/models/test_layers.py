@@ -130,7 +130,7 @@ def test_other_images_and_classes(name: str, size: tuple[int, int, int]) -> None
 
 @pytest.mark.parametrize(("name", "size"), [("mnist", (1, 8, 28)), ("svhn", (3, 32, 8)), ("digits", (1, 8, 1))])
 def test_images_too_small_are_refused(name: str, size: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="give larger"):
+    with pytest.raises(ValueError, match="use larger"):
         models.build(name, image=size)
 
 
@@ -149,7 +149,7 @@ def test_a_fresh_network_without_batch_norm_contracts(name: str) -> None:
 @pytest.mark.parametrize("name", ["mnist", "svhn", "cifar10", "digits"])
 def test_the_form_that_a_latent_map_declares_is_what_it_computes(name: str) -> None:
     """The kernel that iterates R goes by this form: its plain twin must agree with R itself."""
-    from banach.kernels import Stop, describe, latent_solve
+    from banach.kernels import describe, latent_solve
 
     torch.manual_seed(0)
     net = models.build(name)
@@ -158,7 +158,7 @@ def test_the_form_that_a_latent_map_declares_is_what_it_computes(name: str) -> N
     assert describe(R) is not None
     channels, size = R.blocks[0].conv1.in_channels, 4
     v = torch.randn(2, channels, size, size, dtype=torch.float64)
-    found = latent_solve(R, v, stop=Stop(0.0, 0.0, 3, worst_pixel=True, mean=False))
+    found = latent_solve(R, v, tolerance=Tolerance(atol=0.0, max_steps=3))
     u = torch.zeros_like(v)
     for _ in range(3):
         u = R(u, v)

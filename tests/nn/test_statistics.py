@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Mode, Tolerance, Unroll
-from banach.nn.passes import Pass, uses_batch_statistics
+from banach.nn.layers import uses_batch_statistics
+from banach.nn.passes import Pass
 from nn.parts_nn import MODES, TIGHT, NormR, close, gradients, network, normal, same, state
 
 

@@ -1,5 +1,7 @@
 """substitute(): other tensors or layers in a module, everything else shared."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,7 +12,7 @@ def test_everything_is_shared_but_what_is_replaced() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
     weight = nn.Parameter(torch.eye(2))
     tanh = nn.ReLU()
-    made = substitute(module, {module[0].weight: weight, module[2]: tanh})
+    made: Any = substitute(module, {module[0].weight: weight, module[2]: tanh})
     assert made is not module
     assert made[0].weight is weight
     assert made[0].bias is module[0].bias
@@ -25,7 +27,7 @@ def test_a_shared_layer_is_replaced_at_every_place() -> None:
     layer = nn.Linear(2, 2)
     module = nn.ModuleList([layer, nn.Sequential(layer)])
     instead = nn.Identity()
-    made = substitute(module, {layer: instead})
+    made: Any = substitute(module, {layer: instead})
     assert made[0] is instead
     assert made[1][0] is instead
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance, models
-from banach.fast import FixedDepth, plan
+from banach.fast import FixedDepth, TrainStep, plan
+from banach.fast.step import Extras
 from banach.train import Run, fit
 from banach.train.penalties import Penalties
 from train.parts_train import figures, images, network, plain_network, same_weights, settings
@@ -62,6 +63,17 @@ def test_a_step_of_fit_is_that_of_the_written_out_loss(
     plain = F.cross_entropy(by_hand(x), y)  # the loss that is reported is without what was added
     assert history.last.loss == pytest.approx(float(plain.detach()), rel=1e-9)
     assert history.last.products == (16 if kind in ("product", "all") else 0)
+
+
+@pytest.mark.filterwarnings("ignore:the training step could not be captured")
+def test_a_step_keeps_no_autograd_graph_of_the_observed_pass() -> None:
+    """The solver that records iterates holds the graph, whose nodes belong to the stream of the warm-up."""
+    net, data = plain_network(), images(8)
+    extras = Extras(penalty=Penalties(settings(**KINDS["correction"])))
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy, extras=extras)
+    step(data.normalise(data.pixels), data.labels)
+    assert step.reached is not None
+    assert step.reached.solver is net.solver
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,7 @@ from banach.cli.console import console, table
 from banach.cli.opened import Opened, open_run
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
-from banach.diagnose.still import undisturbed
+from banach.diagnose.frozen import undisturbed
 from banach.network import ImplicitNetwork
 from banach.provenance import Summary, provenance, write_json
 from banach.solve import Solution, Status, Tolerance, solve

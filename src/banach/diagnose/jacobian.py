@@ -76,9 +76,6 @@ def shaped_like(z: Latent, value: Latent, space: Space) -> Latent:
     return rebuild(z, parts)
 
 
-Jacobian = LinearMap  # TODO(merge): old name
-
-
 @torch.no_grad()
 def largest_singular_value(J: LinearMap, *, max_steps: int, rtol: float, seed: int) -> Tensor:
     """(samples,): sigma_max of every row's LinearMap: power iteration on J'J, accelerated by Lanczos.

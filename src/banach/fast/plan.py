@@ -252,7 +252,7 @@ def _no_kernel(net: nn.Module, device: torch.device) -> str:
         return "needs float32 weights"
     from banach.kernels import has_triton
 
-    return "" if has_triton() else "Triton is not installed"
+    return "" if has_triton() else "needs Triton 3.4"
 
 
 def _no_latent_kernel(net: Any, device: torch.device) -> list[tuple[bool, str]]:

@@ -180,6 +180,8 @@ class TrainStep:
         penalty, metrics = self.extras.penalty, self.extras.metrics
         with nullcontext() if penalty is None else penalty.observing(self.net) as seen:
             output, found, excess = self._forward(d, depth)
+        if penalty is not None and found is not None:  # the observed solver holds the autograd graph of the pass
+            found = replace(found, solver=cast(ImplicitNetwork, self.net).solver)
         compute = self.loss if depth is None else self._captured_loss
         loss = compute(output, targets)
         if metrics is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from banach.kernels.blocks import check_blocks, gather, running_statistics, says
 from banach.kernels.device import constants, has_triton, multiprocessors, pixel_rows, power_of_two
-from banach.nn.hooks import is_hooked
+from banach.nn.layers import is_hooked
 from banach.solve import RMS, Euclidean, Picard, Solution, Tolerance, WorstPixel, solve
 
 WIDEST = 64  # channels
@@ -97,7 +97,6 @@ def latent_solve(
     tolerance: Tolerance | None = None,
     form: LatentForm | None = None,
     dtype: torch.dtype | None = None,
-    stop: Tolerance | None = None,  # TODO(merge): old name of tolerance
 ) -> Solution:
     """Find u = R(u, v) as `banach.solve` does with Picard, in one kernel launch on a GPU with Triton.
 
@@ -119,7 +118,7 @@ def latent_solve(
         ValueError: if R, the norm or a shape does not fit.
     """
     known = R if isinstance(R, LatentMap) else latent_map(R, form)
-    tolerance = tolerance or stop or Tolerance()
+    tolerance = tolerance or Tolerance()
     dtype = _product_type(v) if dtype is None else dtype
     _check(known, v, z0, tolerance)
     with torch.no_grad(), torch.autocast(v.device.type, enabled=False):

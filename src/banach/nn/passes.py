@@ -20,7 +20,6 @@ from banach.nn.layers import (
     is_hooked,
     modules_of,
     special_layers,
-    uses_batch_statistics,  # noqa: F401  TODO(merge): old name
     watch_over,
 )
 

@@ -88,16 +88,6 @@ class TrainState:
         settings = self.settings
         return settings.lr * settings.schedule.multiplier(self.epoch + step / len(self.batches), settings.epochs)
 
-    def changing(self) -> Iterator[Tensor]:
-        """Yield every existing tensor that a training step changes in place."""
-        yield from self.net.parameters()
-        yield from self.net.buffers()
-        yield from (self.metrics.sums, self.metrics.most)
-        if self.average is not None:
-            yield from self.average.weights.values()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
     def begin_epoch(self) -> None:
         """Reset the sums, the counts and the clock."""
         self.metrics.reset()
