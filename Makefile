@@ -35,7 +35,8 @@ train: setup
 	$(BIN)/banach train
 
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" --cov=src/banach --cov-report=
+	@echo "line coverage of src/banach: $$($(BIN)/coverage report --format=total)%"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
