@@ -1,6 +1,6 @@
 """Captured training steps of two source trees, old and new, at the four working points, in one command.
 
-    python -m benchmarks.compare_commits OLD/src NEW/src [--out compare.json] [--compile] [--pairs 3] [--seconds 90]
+    python -m benchmarks.compare_commits OLD/src NEW/src [--out FILE] [--compile] [--pairs 3] [--seconds 90]
 
 Claim: a change of the code does not change the speed of `TrainStep`. Each pair is two processes, one per tree.
 They prepare a point together, then take turns in blocks of steps, so that a slow moment of the machine hits both.
@@ -18,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
@@ -114,19 +113,10 @@ def _start(source: Path, chosen: argparse.Namespace) -> Connection:
 
 
 def _ask(asks: dict[str, Connection], *question: str) -> dict[str, dict[str, Any]]:
-    """Send a question to the processes; they work on it at the same time."""
+    """Send a question to the processes, which work on it at the same time, and return their answers."""
     for ask in asks.values():
-        with suppress(BrokenPipeError):
-            ask.send(question)
-    return {side: _answer(ask) for side, ask in asks.items()}
-
-
-def _answer(ask: Connection) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = ask.recv()
-    except (EOFError, ConnectionResetError):
-        answer = {"error": "the process ended", "ms": []}
-    return answer
+        ask.send(question)
+    return {side: ask.recv() for side, ask in asks.items()}
 
 
 def _serve(questions: Connection, source: str, contender: str, quick: bool) -> None:
