@@ -12,10 +12,9 @@ from rich.console import Console
 from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks import (
-    gradients,
+    captured,
     inference,
     kernels,
-    ladder,
     layout,
     loop,
     memory,
@@ -24,15 +23,14 @@ from benchmarks import (
     penalty,
     per_sample,
     starts,
-    steps,
     training_step,
     whole_training,
 )
 from benchmarks.results import Benchmark
 
 FILES = (
-    *(loop, steps, memory, onestep, per_sample, modes, starts, layout, penalty),
-    *(training_step, inference, gradients, ladder, whole_training, kernels),
+    *(loop, memory, onestep, per_sample, modes, starts, layout, penalty),
+    *(training_step, inference, captured, whole_training, kernels),
 )
 BENCHMARKS = {one.name: one for file in FILES for one in file.BENCHMARKS}
 FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu"), "training": Path("results/training")}
@@ -107,13 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of the JSON files; default results, results/GROUP")
     parser.add_argument("--device", help="such as cuda:1; default: what each benchmark is for")
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets; default: BANACH_DATA, the cache")
-    parser.add_argument("--contenders", type=_names, help="of a training step, with commas; default all")
+    commas = lambda given: tuple(name for name in given.split(",") if name)  # noqa: E731
+    parser.add_argument("--contenders", type=commas, help="of a training step, with commas; default all")
     parser.add_argument("--processes", type=int, help="per contender (default 3); 0: all in this process")
     return parser
-
-
-def _names(given: str) -> tuple[str, ...]:
-    return tuple(name for name in given.split(",") if name)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Captured training steps of two source trees, old and new, at the four working points, in one command.
 
-    python -m benchmarks.compare_commits OLD/src NEW/src [--out compare.json] [--pairs 3] [--seconds 110]
+    python -m benchmarks.compare_commits OLD/src NEW/src [--out FILE] [--compile] [--pairs 3] [--seconds 90]
 
 Claim: a change of the code does not change the speed of `TrainStep`. Each pair is two processes, one per tree.
-They take turns in blocks of steps, so that a slow moment of the machine hits both. The ratio new/old is taken per
-pair, then its median and range over the pairs. Of both trees only public names are used.
-`--contender banach-general` hides R from the kernels. The exit status is 1 if a ratio is above 1.03.
+They prepare a point together, then take turns in blocks of steps, so that a slow moment of the machine hits both.
+The ratio new/old is taken per pair, then its median and range over the pairs. Of both trees only public names are
+used. `--compile` also compiles Q, R and S, which takes minutes. The file is written after every point. The exit
+status is 1 if a ratio is above 1.03.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
@@ -29,7 +30,6 @@ import torch  # and not banach: the processes import it, each from its own tree
 FOUR = ("mnist100", "svhn100", "cifar100", "cifar512")
 WARM_UP, BLOCKS, BLOCK = 40, 6, 25
 SLOWER = 1.03
-LATER = 0.7  # of the time of the pair before: a later pair finds compiled kernels in the caches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,24 +41,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 if a point of the new tree is more than 3% slower or a step failed, else 0.
     """
     chosen = _parse(arguments)
-    began, taken, pairs = time.perf_counter(), 0.0, list[dict[str, Any]]()
+    began, found = time.perf_counter(), {name: list[dict[str, Any]]() for name in chosen.points}
     for number in range(chosen.pairs):
-        started = time.perf_counter()
-        if pairs and started - began + LATER * taken > chosen.seconds:
-            print(f"stopped after {number} pairs: no time for another in {chosen.seconds:.0f} s", flush=True)
-            break
-        pairs.append(_pair(chosen, number))
-        taken = time.perf_counter() - started
-    found = {name: summary([pair[name] for pair in pairs]) for name in chosen.points}
-    for name, row in found.items():
+        for name, pair in _pair(chosen, number):
+            found[name].append(pair)
+            spent = time.perf_counter() - began
+            print(f"{spent:4.0f} s, pair {number + 1}, {name}: {summary([pair])}", flush=True)
+            _write(chosen, found)
+        if spent / (number + 1) * (number + 2) > chosen.seconds:
+            break  # no time for another pair
+    rows = {name: summary(pairs) for name, pairs in found.items()}
+    for name, row in rows.items():
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
+    return int(any(row.get("ratio", float("inf")) > SLOWER for row in rows.values()))
+
+
+def _write(chosen: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Write what was measured so far, if a file was asked for."""
     if chosen.out is not None:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        settings = {key: str(value) for key, value in vars(chosen).items()}
-        content = {"points": found, "pairs": pairs, "device": device, "torch": str(torch.__version__)}
-        chosen.out.write_text(json.dumps(content | {"settings": settings}, indent=1) + "\n")
-    return int(any(row.get("ratio", float("inf")) > SLOWER for row in found.values()))
+        content = {
+            "points": {name: summary(pairs) for name, pairs in found.items() if pairs},
+            "pairs": found,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "torch": str(torch.__version__),
+            "settings": {key: str(value) for key, value in vars(chosen).items()},
+        }
+        chosen.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,23 +86,21 @@ def summary(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _pair(chosen: argparse.Namespace, number: int) -> dict[str, Any]:
-    """Measure both trees once: both processes start together, then take turns."""
+def _pair(chosen: argparse.Namespace, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each point, measured once in both trees: both processes prepare it together, then take turns."""
     asks = {side: _start(getattr(chosen, side), chosen) for side in ("old", "new")}
-    found: dict[str, Any] = {}
     for name in chosen.points:
-        found[name] = {side: _ask(ask, "setup", name) for side, ask in asks.items()}
-        if any("error" in row for row in found[name].values()):
-            continue
-        times: dict[str, list[float]] = {side: [] for side in asks}
-        for block in range(1 if chosen.quick else BLOCKS):
-            for side in ("old", "new") if (block + number) % 2 == 0 else ("new", "old"):
-                times[side] += _ask(asks[side], "block", name)["ms"]
-        found[name] = {side: _ask(ask, "end", name) | {"ms": times[side]} for side, ask in asks.items()}
-        print(f"pair {number + 1}, {name}: {summary([found[name]])}", flush=True)
+        print(f"pair {number + 1}, {name}: preparing both trees", flush=True)
+        found = _ask(asks, "setup", name)
+        if not any("error" in row for row in found.values()):
+            times: dict[str, list[float]] = {side: [] for side in asks}
+            for block in range(1 if chosen.quick else BLOCKS):
+                for side in ("old", "new") if (block + number) % 2 == 0 else ("new", "old"):
+                    times[side] += _ask({side: asks[side]}, "block", name)[side]["ms"]
+            found = {side: row | {"ms": times[side]} for side, row in _ask(asks, "end", name).items()}
+        yield name, found
     for ask in asks.values():
         ask.send(None)
-    return found
 
 
 def _start(source: Path, chosen: argparse.Namespace) -> Connection:
@@ -106,13 +112,11 @@ def _start(source: Path, chosen: argparse.Namespace) -> Connection:
     return here
 
 
-def _ask(ask: Connection, *question: str) -> dict[str, Any]:
-    try:
+def _ask(asks: dict[str, Connection], *question: str) -> dict[str, dict[str, Any]]:
+    """Send a question to the processes, which work on it at the same time, and return their answers."""
+    for ask in asks.values():
         ask.send(question)
-        answer: dict[str, Any] = ask.recv()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        answer = {"error": "the process ended", "ms": []}
-    return answer
+    return {side: ask.recv() for side, ask in asks.items()}
 
 
 def _serve(questions: Connection, source: str, contender: str, quick: bool) -> None:
@@ -174,12 +178,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("old", type=Path, help="the src folder of the old tree")
     parser.add_argument("new", type=Path, help="the src folder of the new tree")
     parser.add_argument("--points", nargs="+", default=list(FOUR), help="default: the four working points")
-    parser.add_argument("--contender", default="banach-fast", help="of benchmarks/contenders.py")
+    parser.add_argument("--contender", help="of benchmarks/contenders.py, such as banach-general: no kernel for R")
+    parser.add_argument("--compile", action="store_true", help="compile Q, R and S: banach-fast")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of processes (default 3)")
-    parser.add_argument("--seconds", type=float, default=110.0, help="start no pair that would end after this")
+    parser.add_argument("--seconds", type=float, default=90.0, help="start no pair that would end after this")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--quick", action="store_true", help="batch 4 and a few steps: shows that it runs")
     chosen = parser.parse_args(arguments)
+    chosen.contender = chosen.contender or ("banach-fast" if chosen.compile else "banach-captured")
     for folder in (chosen.old, chosen.new):
         if not (folder / "banach" / "__init__.py").exists():
             parser.error(f"expected a src folder that holds banach/, got {folder}")

@@ -57,7 +57,6 @@ class Step:
     """step(inputs, labels) -> loss. A contender writes `forward`, which returns the output and sets `seen`."""
 
     captured = False  # replayed from a graph: its memory shows at the capture alone
-    recorded_passes = 1  # passes through R that carry a gradient
 
     def __init__(self, net: ImplicitNetwork, setting: Setting, *, tuned: bool = False) -> None:
         self.net, self.setting, self.seen = net, setting, Seen()
@@ -101,10 +100,6 @@ class Step:
                 elif self.captured:  # counted on the device, so that the count can be captured
                     state[name] = value.to(p.device)
 
-    def passes(self, depth: float) -> tuple[float, float]:
-        """Return how often such a step goes through R at the least: forward, backward."""
-        return depth + 1, self.recorded_passes
-
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.setting.precision, self.setting.device)
 
@@ -146,14 +141,12 @@ class TorchDEQ(Step):
     that this is the authors' test. In channels_last the rows are a view, and nothing is copied.
     """
 
-    pixels = True
-
     def __init__(self, net: ImplicitNetwork, setting: Setting, *, tuned: bool = False) -> None:
         super().__init__(net, setting, tuned=tuned)
         point = setting.point
         mode = "rel" if point.relative else "abs"
         self.deq = torchdeq_layer(solver="picard", max_steps=point.max_steps, tol=point.eps, mode=mode)
-        self.by_pixel = self.pixels and not point.own
+        self.by_pixel = not point.own
 
     def forward(self, d: Tensor) -> Tensor:
         with self.autocast():
@@ -192,12 +185,6 @@ class TorchDEQ(Step):
         return state.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-class EuclideanTorchDEQ(TorchDEQ):
-    """The same on the latent as it is: one row per sample. Its norm is at least that of the worst pixel."""
-
-    pixels = False
-
-
 class Unrolled(Step):
     """Autograd through the whole loop, at the depth that the plain loop needed."""
 
@@ -211,9 +198,6 @@ class Unrolled(Step):
             self.seen = Seen(self.setting.depth, partial(self.setting.point.excess, *last))
             output: Tensor = self.S(self.R(u, v))
             return output
-
-    def passes(self, depth: float) -> tuple[float, float]:
-        return depth + 1, depth + 1
 
 
 class Eager(Step):
@@ -328,7 +312,6 @@ CONTENDERS = {
         Contender("plain-tuned", partial(Plain, tuned=True), "peer", settle=8),
         Contender("torchdeq", TorchDEQ, "peer", needs="torchdeq"),
         Contender("torchdeq-tuned", partial(TorchDEQ, tuned=True), "peer", settle=8, needs="torchdeq"),
-        Contender("torchdeq-euclidean", EuclideanTorchDEQ, "peer", needs="torchdeq"),
         Contender("unroll", Unrolled, "fixed"),
         Contender("explicit", Eager, "twin", as_twin),
         Contender("banach-eager", Eager, "ours"),

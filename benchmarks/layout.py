@@ -6,20 +6,19 @@ taken in turn. Result: results/layout.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from banach import Tolerance, WorstPixel, models
+from benchmarks.contenders import Eager, Setting
+from benchmarks.points import Point
 from benchmarks.results import Benchmark, Report, Row, Target
-from benchmarks.timer import interleaved, ratio
+from benchmarks.timer import Action, interleaved, ratio
 
 CASES = (("digits", 100), ("mnist", 100), ("svhn", 100), ("cifar10", 16), ("mnist", 1), ("cifar10", 1))
-TOLERANCE = Tolerance(atol=1e-1, max_steps=50, norm=WorstPixel())
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,12 @@ class Settings:
 
 
 def run(settings: Settings) -> Report:
-    rows = [row for name, batch in settings.cases for row in _rows(name, batch, settings.repeats)]
+    rows: list[Row] = []
+    for name, batch in settings.cases:
+        for what, (default, other) in _actions(Point(name, name, batch, 1e-1, 50, "fp32")):
+            seconds = interleaved({"default": default, "channels_last": other}, settings.repeats)
+            gain = ratio(seconds["default"], seconds["channels_last"])
+            rows.append({"network": name, "batch": batch, "what": what, "gain": gain})
     targets = [
         Target(f"{row['network']}, batch {row['batch']}, {row['what']}", row["gain"].median, settings.least, True)
         for row in rows
@@ -38,42 +42,17 @@ def run(settings: Settings) -> Report:
     return Report(rows, targets, ["random images; gain: time with the default format / time with channels_last"])
 
 
-def _rows(name: str, batch: int, repeats: int) -> list[Row]:
-    model = models.get(name)
+def _actions(point: Point) -> Iterator[tuple[str, list[Action]]]:
+    """Yield a training step and a prediction, each in the default format and in channels_last."""
     draw = torch.Generator().manual_seed(0)
-    d = torch.randn(batch, *model.image, generator=draw)
-    y = torch.randint(model.classes, (batch,), generator=draw)
-    made: list[Row] = []
-    for what, action in (("training step", _training), ("prediction", _prediction)):
-        if batch == 1 and what == "training step":  # batch norm has nothing to measure
-            continue
-        actions = {"default": action(_network(name), d, y)}
-        actions["channels_last"] = action(_network(name).to(memory_format=torch.channels_last), d, y)
-        seconds = interleaved(actions, repeats)
-        gain = ratio(seconds["default"], seconds["channels_last"])
-        made.append({"network": name, "batch": batch, "what": what, "gain": gain})
-    return made
-
-
-def _network(name: str) -> Any:
-    torch.manual_seed(0)
-    return models.build(name, tolerance=TOLERANCE)
-
-
-def _training(net: Any, d: Tensor, y: Tensor) -> Callable[[], object]:
-    optimizer = torch.optim.Adam(net.train().parameters(), lr=0.0)  # the same work at every repetition
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(net(d), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def _prediction(net: Any, d: Tensor, y: Tensor) -> Callable[[], object]:
-    net.eval()
-    return torch.no_grad()(lambda: net(d))
+    d, y = point.inputs(point.batch, draw), torch.randint(10, (point.batch,), generator=draw)
+    setting = Setting(point, "fp32", CPU)
+    steps = [Eager(point.network(CPU), setting, tuned=channels_last) for channels_last in (False, True)]
+    for step in steps:
+        step.optimizer.param_groups[0]["lr"] = 0.0  # the same work at every repetition
+    if point.batch > 1:  # batch norm has nothing to measure on one image
+        yield "training step", [partial(step, d, y) for step in steps]
+    yield "prediction", [torch.no_grad()(partial(step.net.eval(), d)) for step in steps]
 
 
 QUICK = Settings(cases=(("digits", 4),), repeats=2, least=0.0)

@@ -21,8 +21,6 @@ from banach import Anderson, Broyden, Picard, Solver, Tolerance, solve
 ABSENT = "TorchDEQ is not installed, so its rows are missing: pip install 'torchdeq==0.1.0'"
 NAMES = {"picard": "fixed_point_iter", "anderson": "anderson", "broyden": "broyden"}
 SOLVERS: dict[str, Solver] = {"picard": Picard(), "anderson": Anderson(5), "broyden": Broyden(10)}
-# TorchDEQ's Anderson counts raw iterates, one more than their differences: its default 6 is banach's 5.
-SAME_MEMORY: dict[str, dict[str, int]] = {"picard": {}, "anderson": {"m": 6}, "broyden": {"LBFGS_thres": 10}}
 
 Map = Callable[..., Tensor]
 
@@ -45,7 +43,6 @@ class Method:
     key: str  # picard, anderson or broyden
     compact: bool = False
     check_every: int | None = None
-    same_memory: bool = False  # give TorchDEQ banach's memory instead of its default
 
     def __call__(
         self, T: Map, z0: Tensor, inputs: tuple[Tensor, ...] = (), *, rms: float, max_steps: int, rtol: float = 0.0
@@ -55,11 +52,10 @@ class Method:
             how: dict[str, Any] = {"inputs": inputs, "tolerance": tolerance, "compact": self.compact}
             found = solve(T, z0, SOLVERS[self.key], **how)
             return found.value, found.steps
-        options = SAME_MEMORY[self.key] if self.same_memory else {}
         with torch.no_grad():
             find = torchdeq().solver.get_solver(NAMES[self.key])
             settings = {"max_iter": max_steps, "tol": euclidean(rms, z0), "stop_mode": "abs"}
-            return find(lambda z: T(z, *inputs), z0, **settings, **options)[0], None
+            return find(lambda z: T(z, *inputs), z0, **settings)[0], None
 
 
 BANACH = {

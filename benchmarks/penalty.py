@@ -92,13 +92,9 @@ def _costs(settings: Settings) -> dict[str, Figure]:
     fit(net, train, None, _recipe({"epochs": 2}, 0, Settings()))
     some = train.subset(64 * settings.batches)
     short = {name: _recipe(way | {"epochs": 1}, 0, Settings()) for name, way in WAYS.items()}
-    actions = {name: partial(_train_copy, net, some, recipe) for name, recipe in short.items()}
-    seconds = interleaved(actions, settings.repeats)
+    train_copy = lambda recipe: fit(copy.deepcopy(net), some, None, recipe)  # noqa: E731
+    seconds = interleaved({name: partial(train_copy, one) for name, one in short.items()}, settings.repeats)
     return {name: ratio(seconds[name], seconds["none"]) for name in WAYS}
-
-
-def _train_copy(net: Any, images: Any, recipe: Training) -> None:
-    fit(copy.deepcopy(net), images, None, recipe)
 
 
 def _row(name: str, many: list[Row], cost: Figure) -> Row:

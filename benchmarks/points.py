@@ -131,18 +131,14 @@ def feed(
             raise data.DataError("there is no data set for this network")
         images = data.load(point.model, "train", data_dir, device)
     except data.DataError:
-        made = [_random(point, seed, device) for seed in range(min(many, 8))]
-        return cycle(made), f"random inputs (no data set for {point.model})"
+        draw, size = torch.Generator().manual_seed(0), (point.batch,)
+        made = [(point.inputs(*size, draw), torch.randint(10, size, generator=draw)) for _ in range(min(many, 8))]
+        title = f"random inputs (no data set for {point.model})"
+        return cycle([(d.to(device), y.to(device)) for d, y in made]), title
     augment = data.paper_cifar10() if point.model == "cifar10" else None
     batches = data.Batches(images, point.batch, seed=0, augment=augment, drop_last=True)
     title = images.title if augment is None else f"{images.title}, augmented as in the paper"
     return cycle(list(islice(batches.epoch(), many))), title
-
-
-def _random(point: Point, seed: int, device: torch.device) -> Batch:
-    draw = torch.Generator().manual_seed(seed)
-    labels = torch.randint(10, (point.batch,), generator=draw)
-    return point.inputs(point.batch, draw).to(device), labels.to(device)
 
 
 def flat(z: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import banach
-from banach import Tolerance, WorstPixel, data, models
+from banach import ImplicitNetwork, Tolerance, WorstPixel, data, models
 from banach.fast import LinearStart
 from banach.train import Settings as Training
 from banach.train import fit
@@ -72,13 +72,9 @@ def _rows(net: Any, known: Tensor, frames: list[Tensor], eps: float) -> list[Row
 
 
 def _fitted(net: Any, known: Tensor, frames: list[Tensor]) -> float:
-    before = net.start
-    net.start = LinearStart.fit(net, known.split(200))
-    try:
-        return _mean(net(d, solution=True)[1] for d in frames[1:])
-    finally:
-        del net.start
-        net.start = before
+    start = LinearStart.fit(net, known.split(200))
+    fitted = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance, start=start).train(net.training)
+    return _mean(fitted(d, solution=True)[1] for d in frames[1:])
 
 
 def _followed(net: Any, frames: list[Tensor]) -> float:

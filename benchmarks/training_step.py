@@ -9,21 +9,23 @@ per contender in turn; median of the processes' medians, and their range. Result
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import roofline
 from benchmarks.contenders import CONTENDERS, Contender, Setting, Step
 from benchmarks.counting import host_syncs
 from benchmarks.points import POINTS, Batch, Point, feed
-from benchmarks.processes import alone, here, in_rounds
 from benchmarks.results import Benchmark, Figure, Report, Row, Target, cell
 from benchmarks.timer import PRECISIONS, switches, timed_steps
 
@@ -51,32 +53,60 @@ def run(settings: Settings) -> Report:
     for name in settings.contenders:
         if name not in CONTENDERS:
             raise SystemExit(f"no contender is called {name}; expected one of {', '.join(CONTENDERS)}")
-    call, device = alone if settings.processes else here, torch.device(settings.device)
+    call, device = alone if settings.processes else operator.call, torch.device(settings.device)
     chosen = {name: CONTENDERS[name] for name in settings.contenders}
     absent = {name: one.missing(settings.point, device) for name, one in chosen.items()}
     reasons = dict.fromkeys(reason for reason in absent.values() if reason is not None)
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start.pt"
-        depth, title, rates = call(train, settings, start)
+        depth, title = call(train, settings, start)
         jobs: Any = {name: partial(_job, call, name, settings, start) for name in chosen if absent[name] is None}
         found, failed = in_rounds(jobs, max(settings.processes, 1))
-    records = {name: _record(chosen[name], runs, rates, settings) for name, runs in found.items()}
+    records = {name: _record(chosen[name], runs, settings.point) for name, runs in found.items()}
     notes = [
         f"{title}, batch {settings.point.batch}, eps {settings.point.eps:g}",
         f"a network after {settings.warm_up} training steps, whose solve takes {depth} steps",
         *(f"{', '.join(name for name in chosen if absent[name] == reason)}: {reason}" for reason in reasons),
         *failed,
-        "ms: median of the processes' medians, and their range; floor: see benchmarks/roofline.py",
+        "ms: median of the processes' medians, and their range",
     ]
-    details = {"measured": records, "rates": rates}
-    return Report([_row(name, one) for name, one in records.items()], targets(records, settings), notes, details)
+    rows = [_row(name, one) for name, one in records.items()]
+    return Report(rows, targets(records, settings), notes, {"measured": records})
 
 
-def train(settings: Settings, path: Path) -> tuple[int, str, roofline.Rates]:
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments), called in a fresh process, which finds no other's caches or memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def in_rounds(jobs: dict[str, Callable[[list[Row]], Row]], rounds: int) -> tuple[dict[str, list[Row]], list[str]]:
+    """Run every job once per round, the order turned around each time; a job that failed is not called again.
+
+    Args:
+        jobs: each is called with its own results so far.
+        rounds: how often each job runs.
+    Returns:
+        the results of each job that never failed, and one sentence for each that did.
+    """
+    found: dict[str, list[Row]] = {name: [] for name in jobs}
+    notes: list[str] = []
+    for number in range(rounds):
+        for name in list(found) if number % 2 == 0 else list(found)[::-1]:
+            try:
+                found[name].append(jobs[name](found[name]))
+            except Exception as error:  # a contender that fails must not end the run of the others
+                lines = str(error).strip().splitlines() or [""]
+                notes.append(f"{name} failed: {type(error).__name__}: {lines[0]}")
+                del found[name]
+    return found, notes
+
+
+def train(settings: Settings, path: Path) -> tuple[int, str]:
     """Train by banach for some steps and save the state, from which every contender starts.
 
     Returns:
-        the depth that a solve then takes, the title of the data, and the rates of the device.
+        the depth that a solve then takes, and the title of the data.
     """
     point, device = settings.point, torch.device(settings.device)
     batches, title = feed(point, device, settings.data_dir)
@@ -88,7 +118,7 @@ def train(settings: Settings, path: Path) -> tuple[int, str, roofline.Rates]:
             depths.append(step.seen.read()[0])
     depth = math.ceil(statistics.mean(depths[-10:]))
     torch.save((step.net.state_dict(), step.optimizer.state_dict(), depth), path)
-    return depth, title, roofline.measure_rates(device)
+    return depth, title
 
 
 def _job(call: Any, name: str, settings: Settings, start: Path, before: list[Row]) -> Row:
@@ -138,17 +168,15 @@ def _measure(contender: Contender, precision: str, settings: Settings, start: Pa
         syncs = host_syncs(partial(one_more, *next(batches)), device)
     depths, excess = zip(*(one.read() for one in seen), strict=True)
     solved = not all(math.isnan(one) for one in excess)
-    depth = statistics.mean(depths)
     return {
         "precision": precision,
         "ms": statistics.median(ms),
         "each_step": Figure.of(ms),
         "peak_bytes": peak,
-        "depth": depth,
+        "depth": statistics.mean(depths),
         "residual": statistics.median(excess) * point.eps if solved and not point.relative else None,
         "met": sum(one <= 1 for one in excess) / len(excess) if solved else None,
         "host_syncs": syncs,
-        "passes": step.passes(depth),  # through R: forward, backward
     }
 
 
@@ -164,11 +192,10 @@ def _check_gradients(step: Step) -> None:
         raise RuntimeError(f"no gradient reached {len(lost)} parameters, the first is {lost[0]}")
 
 
-def _record(contender: Contender, runs: list[Row], rates: roofline.Rates, settings: Settings) -> Row:
+def _record(contender: Contender, runs: list[Row], point: Point) -> Row:
     """Return one contender's figures: ms over the processes, the rest of the process with the median ms."""
-    ms, point = Figure.of(one["ms"] for one in runs), settings.point
+    ms = Figure.of(one["ms"] for one in runs)
     middle = sorted(runs, key=lambda one: one["ms"])[len(runs) // 2]
-    floor = None if point.own else roofline.floor(point, rates, middle["precision"], middle["passes"])
     return {
         "contender": contender.name,
         "role": contender.role,
@@ -176,14 +203,11 @@ def _record(contender: Contender, runs: list[Row], rates: roofline.Rates, settin
         "ms": ms.median,
         "processes": ms,
         "images_per_second": 1e3 * point.batch / ms.median,
-        "floor": floor,
-        "times_floor": None if floor is None else ms.median / floor.ms,
         "pilots": runs[0]["pilots"],
     }
 
 
 def _row(name: str, one: Row) -> Row:
-    floor = one["floor"]
     return {
         "contender": name,
         "in": one["precision"],
@@ -195,8 +219,6 @@ def _row(name: str, one: Row) -> Row:
         "resid": one["residual"],
         "met %": None if one["met"] is None else round(100 * one["met"]),
         "syncs": one["host_syncs"],
-        "floor": None if floor is None else floor.ms,
-        "x floor": one["times_floor"],
     }
 
 

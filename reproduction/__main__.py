@@ -59,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     for name in (*STUDIES, "all"):
         study = add(name, "all studies, then the report" if name == "all" else f"the study {name}", STUDY)
         study.add_argument("--quick", action="store_true", help="on digits, on a CPU, in minutes")
-        study.add_argument("--workers", type=int, default=1, help="processes that share independent work (1)")
         common(study)
     report = add("report", "write docs/reproduction.md from the records", "Write the pages and figures.")
     report.add_argument("--docs", type=Path, default=Path("docs"), help="folder to write to (docs)")

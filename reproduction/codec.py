@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from banach.provenance import plain, whole_file
@@ -20,51 +21,41 @@ def encode(value: Any) -> Any:
     return plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)  # type: ignore[arg-type]
 
 
-def decode(kind: Any, value: Any, at: str = "") -> Any:
+def decode(kind: Any, value: Any, at: str = "the value") -> Any:
     """Return the object of type `kind` that `encode` wrote.
 
-    Supported: dataclasses, tuples, lists, dictionaries, unions, numbers, strings, None, Any. Keys that a dataclass
-    does not have are ignored, so that records may hold more than a study reads; missing keys take their defaults.
+    Supported: dataclasses, tuples of one type, dictionaries, unions, numbers, strings, None, Any. Keys that a
+    dataclass does not have are ignored, so that records may hold more than a study reads; missing keys take their
+    defaults.
 
     Raises:
         ValueError: if the value does not fit; the message names the place.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _dataclass(kind, value, at)
     if origin in (UnionType, Union):
-        return _union(inner, value, at)
-    if origin in (tuple, list) and isinstance(value, list):
-        kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(value)
-        return origin(decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
+        for one in inner:
+            with suppress(ValueError):
+                return decode(one, value, at)
+    if origin is tuple and isinstance(value, list):
+        return tuple(decode(inner[0], part, f"{at}[{number}]") for number, part in enumerate(value))
     if origin is dict and isinstance(value, dict):
         return {key: decode(inner[1], part, f"{at}[{key!r}]") for key, part in value.items()}
-    if kind is Any or type(value) is kind or (kind is NoneType and value is None):
+    if kind is Any or type(value) is kind:
         return value
     if kind is float and (type(value) is int or value in ("nan", "inf", "-inf")):
         return float(value)
-    raise ValueError(f"{at or 'the value'} must be {getattr(kind, '__name__', kind)}, got {str(value)[:80]!r}")
+    name = kind if origin else getattr(kind, "__name__", kind)
+    raise ValueError(f"{at} must be {name}, got {str(value)[:80]!r}")
 
 
-def _dataclass(kind: Any, value: Any, at: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{at or kind.__name__} must be an object, got {str(value)[:80]!r}")
-    kinds = get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind) if field.name in value]
+def _dataclass(kind: Any, value: dict[str, Any], at: str) -> Any:
+    kinds = {name: one for name, one in get_type_hints(kind).items() if name in value}
     try:
-        return kind(**{name: decode(kinds[name], value[name], f"{at}.{name}") for name in known})
+        return kind(**{name: decode(one, value[name], f"{at}.{name}") for name, one in kinds.items()})
     except TypeError as error:
-        raise ValueError(f"{at or kind.__name__}: {error}") from None
-
-
-def _union(kinds: tuple[Any, ...], value: Any, at: str) -> Any:
-    errors = []
-    for kind in kinds:
-        try:
-            return decode(kind, value, at)
-        except ValueError as error:
-            errors.append(str(error))
-    raise ValueError(" or ".join(errors))
+        raise ValueError(f"{at}: {error}") from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Files of a run besides those of `fit`: JSON lines of evaluations and segments, and weight snapshots.
+"""Files of a run besides those of `fit`: JSON lines of evaluations and segments, weight snapshots, and tars.
 
 metrics.jsonl       one line per epoch, by `fit`: loss, accuracy, depth, residual, seconds
 test.jsonl          one line per evaluated epoch: the test set by the clean and the released protocol
@@ -6,6 +6,10 @@ contraction.jsonl   one line per measured epoch: sigma_max(dT/du) and the observ
 segments.jsonl      one line per process: machine, versions, sources, epochs, seconds
 final.json          the test set after the last epoch, in fp32
 snapshots/          weights after some epochs, in fp32
+
+A run travels between machines as tar files, each at most 15 MiB unless one checkpoint is larger. JOB.tar holds the
+newest checkpoint and all records: it is enough to go on. Snapshots are added if they fit, and otherwise go to
+JOB.snapshots-1.tar, JOB.snapshots-2.tar and so on, which need not travel back.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+import tarfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,8 @@ from banach.train import RunError
 from reproduction.codec import read_lines, write_lines
 
 TEST, CONTRACTION, SEGMENTS, FINAL = "test.jsonl", "contraction.jsonl", "segments.jsonl", "final.json"
-SNAPSHOTS = "snapshots"
+SNAPSHOTS, CHECKPOINTS = "snapshots", "checkpoints"
+MOST = 15 * 2**20  # bytes of a tar
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -102,3 +108,63 @@ def write_snapshot(folder: Path, net: nn.Module, job: str, epoch: int) -> None:
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in net.state_dict().items()}
     with whole_file(snapshot(folder, epoch), binary=True) as file:
         file.write(save(tensors, {"run": f"{job} after epoch {epoch}"}))  # two keys come in random order
+
+
+def pack(folder: Path, target: Path) -> list[Path]:
+    """Write the run in `folder` into tar files in the folder `target`; return them, JOB.tar first."""
+    target.mkdir(parents=True, exist_ok=True)
+    # Temporary files and the lock start with a dot.
+    main = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    main += sorted((folder / CHECKPOINTS / newest(folder)).glob("*")) if newest(folder) else []
+    snapshots = sorted((folder / SNAPSHOTS).glob("*.safetensors"))
+    if _size([*main, *snapshots]) <= MOST:
+        return [_write(target / f"{folder.name}.tar", folder, [*main, *snapshots])]
+    groups: list[list[Path]] = []
+    for path in snapshots:
+        if not groups or _size([*groups[-1], path]) > MOST:
+            groups.append([])
+        groups[-1].append(path)
+    parts = [
+        _write(target / f"{folder.name}.snapshots-{n}.tar", folder, group) for n, group in enumerate(groups, 1)
+    ]
+    return [_write(target / f"{folder.name}.tar", folder, main), *parts]
+
+
+def unpack(source: Path, runs: Path) -> None:
+    """Extract a JOB.tar into `runs`; a damaged one, or one that is not a packed run, is a RunError."""
+    try:
+        with tarfile.open(source) as tar:
+            names = {Path(name).parts[0] for name in tar.getnames()}
+            if names != {source.stem}:
+                raise RunError(f"{source} must hold the run {source.stem}, got {sorted(names)}")
+            runs.mkdir(parents=True, exist_ok=True)
+            tar.extractall(runs, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise RunError(f"{source} cannot be unpacked: {error}; copy it again") from None
+
+
+def newest(source: Path) -> str:
+    """Return the newest checkpoint of a run directory or packed run, "" if there is none; names sort by epoch."""
+    if not source.exists() or source.is_dir():
+        return max((path.name for path in (source / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
+    try:
+        with tarfile.open(source) as tar:
+            parts = [Path(name).parts for name in tar.getnames()]
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise RunError(f"{source} cannot be read: {error}; copy it again") from None
+    return max((part[2] for part in parts if len(part) > 2 and part[1] == CHECKPOINTS), default="")
+
+
+def _size(files: Iterable[Path]) -> int:
+    """Return the bytes in a tar: a header and padding per file."""
+    return sum(path.stat().st_size + 2048 for path in files)
+
+
+def _write(path: Path, folder: Path, files: Iterable[Path]) -> Path:
+    """Write under a temporary name, then rename: a kill never leaves half a tar under the final name."""
+    half = path.with_name(f"{path.name}.part")
+    with tarfile.open(half, "w") as tar:
+        for file in files:
+            tar.add(file, arcname=str(Path(folder.name) / file.relative_to(folder)))
+    os.replace(half, path)
+    return path

@@ -1,4 +1,4 @@
-"""What a study is, and what all studies share: options, records with their origin, processes, tables, figures.
+"""What a study is, and what all studies share: options, records with their origin, tables, figures.
 
 A study is a module of this package that `__main__.STUDIES` lists. The first line of its docstring is the claim.
 It offers:
@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -34,8 +32,6 @@ from banach.train import Settings
 from reproduction import STARTED
 from reproduction.codec import encode, read_lines, write_lines
 
-T = TypeVar("T")
-U = TypeVar("U")
 RESULTS = Path("results/reproduction")
 
 
@@ -44,7 +40,7 @@ class Options:
     """Where records, runs, data and tars are, what may be used, and how long the process may take.
 
     `records` is the folder of the .jsonl files, `runs` that of run directories. `pack` and `unpack` are folders of
-    JOB.tar files. `resume` refuses to start a run from its beginning. `workers` processes share independent work.
+    JOB.tar files. `resume` refuses to start a run from its beginning.
     """
 
     quick: bool = False
@@ -52,7 +48,6 @@ class Options:
     runs: Path = Path("runs")
     data_dir: Path | None = None
     device: str = "auto"
-    workers: int = 1
     minutes: float = math.inf
     pack: Path | None = None
     unpack: Path | None = None
@@ -87,22 +82,6 @@ def origins(path: Path) -> str:
         key = f"{made['device']}, torch {torch_version}, commit {(made['commit'] or 'unknown')[:7]}"
         counts[key] = counts.get(key, 0) + 1
     return "; ".join(f"{place} ({count} records)" for place, count in counts.items())
-
-
-def parallel(function: Callable[[T, Options], U], items: Sequence[T], options: Options) -> list[U]:
-    """Return function(item, options) for every item, in `options.workers` processes.
-
-    `function` and items must be picklable, so `function` is defined at the top of a module.
-    """
-    if options.workers <= 1 or len(items) <= 1:
-        return [function(item, options) for item in items]
-    alone = replace(options, workers=1, say=partial(print, flush=True))
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    pool = ProcessPoolExecutor(
-        options.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    )
-    with pool:
-        return list(pool.map(function, items, [alone] * len(items)))
 
 
 def table(rows: Sequence[Any], columns: Sequence[str] = ()) -> str:

@@ -22,7 +22,7 @@ from banach.train import Epoch, Run, RunError, fit
 from reproduction import rundir
 from reproduction.jobs import Job
 from reproduction.measure import Measure
-from reproduction.pack import newest, pack, unpack
+from reproduction.rundir import newest, pack, unpack
 from reproduction.study import Options
 
 PACK_EVERY = 100.0  # seconds: what a killed process loses at most, besides the epoch in work

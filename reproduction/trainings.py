@@ -15,11 +15,11 @@ from statistics import fmean
 from typing import Any
 
 from banach import data
-from banach.train import RunError
+from banach.train import Epoch, RunError
 from reproduction import codec
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options, panels, parallel
+from reproduction.study import Options, panels
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
@@ -42,20 +42,6 @@ class Point:
     epoch: int
     clean: Totals
     released: Totals | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """One epoch of training. `warm_up`: its time includes starting up."""
-
-    epoch: int
-    loss: float
-    seconds: float
-    validation_accuracy: float | None = None
-    depth: float | None = None
-    converged: float | None = None
-    products: int = 0
-    warm_up: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +130,7 @@ def trained(jobs: Sequence[Job], options: Options) -> list[Training]:
     known = _known(jobs, options.records)
     missing = [job for job in jobs if job.name not in known]
     if missing:
-        if not all(parallel(_train, missing, options)):
+        if not train(missing, options):
             raise RunError("a training stopped before its end; run the same command again to resume it")
         collect(options.runs, options.records, only={job.name for job in missing})
         known = _known(jobs, options.records)
@@ -154,10 +140,6 @@ def trained(jobs: Sequence[Job], options: Options) -> list[Training]:
 def _known(jobs: Sequence[Job], folder: Path) -> dict[str, Training]:
     files = {file_of(job.name) for job in jobs}
     return {one.job: one for name in sorted(files) for one in codec.read(Training, folder / name)}
-
-
-def _train(job: Job, options: Options) -> bool:
-    return train([job], options)
 
 
 def file_of(job: str) -> str:

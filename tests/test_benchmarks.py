@@ -17,9 +17,9 @@ import torch
 from benchmarks import compare_commits, libraries, maps, onestep, per_sample
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes, host_syncs
-from benchmarks.processes import alone, in_rounds
 from benchmarks.results import Figure, Result, Target
-from benchmarks.timer import interleaved, ratio, switches, timed_steps
+from benchmarks.timer import interleaved, ratio, switches
+from benchmarks.training_step import alone, in_rounds
 from rich.console import Console
 
 from banach import Tolerance, solve
@@ -212,43 +212,8 @@ def test_figures_and_targets() -> None:
     assert not Target("x", math.nan, 1.0, at_least=True).met
 
 
-class FakeEvent:
-    """A mark on a clock that advances by one millisecond at each mark."""
-
-    now = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        FakeEvent.now += 1
-        self.at = FakeEvent.now
-
-    def elapsed_time(self, later: FakeEvent) -> float:
-        return later.at - self.at
-
-
-def test_on_a_gpu_only_the_ends_of_a_block_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(FakeEvent.now))
-    assert timed_steps(lambda one: one + 1, [1, 2, 3], torch.device("cuda")) == ([1, 1, 1], [2, 3, 4])
-    assert waits == [0, 4]
-
-
-def test_host_syncs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_syncs_are_counted() -> None:
     assert host_syncs(lambda: [float(torch.ones(1)) for _ in range(3)], CPU) == 3
-
-    def waiting() -> None:
-        warnings.warn("Synchronization debug mode does not yet detect all synchronizing operations", stacklevel=1)
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-
-    modes: list[object] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    assert host_syncs(waiting, torch.device("cuda")) == 1
-    assert modes == ["warn", 0]
 
 
 def test_jobs_run_in_rounds_and_a_failure_ends_none_of_the_others() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import ladder, libraries, roofline, training_step
+from benchmarks import libraries, training_step
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.contenders import CONTENDERS, Captured, Contender, Eager, Plain, Seen, Setting, Step, hide_form
+from benchmarks.contenders import CONTENDERS, Contender, Eager, Plain, Seen, Setting, Step, hide_form
 from benchmarks.points import POINTS, Batch, Point, feed
 from benchmarks.results import Figure
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ needs_torchdeq = pytest.mark.skipif(not libraries.has_torchdeq(), reason="torchd
 solvers = pytest.mark.parametrize(
     "name",
     ["plain", "plain-tuned", "banach-eager"]
-    + [pytest.param(name, marks=needs_torchdeq) for name in ("torchdeq", "torchdeq-tuned", "torchdeq-euclidean")],
+    + [pytest.param(name, marks=needs_torchdeq) for name in ("torchdeq", "torchdeq-tuned")],
 )
 
 
@@ -95,7 +95,6 @@ def test_unrolling_is_the_gradient_of_the_whole_loop() -> None:
     step = still("unroll", depth=7)
     check(step, by_hand(0, recorded=8), 1e-12)
     assert step.seen.read()[0] == 7
-    assert step.passes(7) == (8, 8)
 
 
 def test_the_explicit_twin_solves_nothing() -> None:
@@ -115,15 +114,6 @@ def test_the_same_test_stops_at_the_same_step(name: str) -> None:
         found, expected = theirs.seen.read(), ours.seen.read()
         assert found[0] == expected[0] > 2
         assert found[1] == pytest.approx(expected[1], rel=1e-9)
-
-
-@needs_torchdeq
-def test_the_norm_of_a_sample_stops_later_never_earlier() -> None:
-    sample, pixel = still("torchdeq-euclidean", LOOSE), still("torchdeq", LOOSE)
-    sample.gradients(*batch())
-    pixel.gradients(*batch())
-    assert sample.seen.read()[0] > pixel.seen.read()[0]
-    assert sample.seen.read()[1] < pixel.seen.read()[1] <= 1
 
 
 def test_the_plain_loop_computes_Q_twice() -> None:
@@ -203,9 +193,8 @@ def test_one_that_fails_does_not_end_the_run_and_a_precision_must_meet_eps(
         assert set(one["pilots"]) == {"fp32", "bf16"}
         assert 0 < one["each_step"].least <= one["ms"] <= one["each_step"].most
         assert one["images_per_second"] == pytest.approx(1e3 * LOOSE.batch / one["ms"])
-        assert (one["met"], one["peak_bytes"], one["passes"]) == (1.0, None, (one["depth"] + 1, 1))
+        assert (one["met"], one["peak_bytes"]) == (1.0, None)
         assert one["residual"] <= LOOSE.eps
-        assert one["times_floor"] == pytest.approx(one["ms"] / one["floor"].ms)
     with pytest.raises(SystemExit, match="no contender is called plane"):
         training_step.run(replace(FEW, contenders=("plane",)))
 
@@ -229,33 +218,6 @@ def test_a_contender_runs_in_its_own_process(tmp_path: Path) -> None:
     assert written["provenance"]["settings"]["point"]["batch"] == 4
 
 
-def test_the_work_of_the_mnist_network_by_hand() -> None:
-    """R: four convolutions 32 > 32 on 9x9 pixels; S: one 32 > 16 to 7x7, then 784 > 10."""
-    n = 5
-    parts, parameters = roofline.count(POINTS["mnist100"], batch=n)
-    conv, linear = 2 * n * 81 * 9 * 32 * 32, 2 * n * 784 * 10
-    assert (parts["R"].flops, parts["R"].backward_flops) == (4 * conv, 8 * conv)
-    assert parts["S"].flops == 2 * n * 49 * 9 * 32 * 16 + linear
-    first = 2 * n * 784 * 9 * 16  # no gradient goes to the images
-    assert parts["Q"].backward_flops == first + 2 * (2 * n * 81 * 9 * 16 * 32)
-    latent, weights = n * 32 * 81, 9 * 32 * 32 + 32
-    assert parts["R"].entries == 4 * (2 * latent + weights) + 2 * 2 * latent  # and two batch norms
-    assert parameters == 54_352
-
-
-def test_the_floor_is_the_larger_of_two_times() -> None:
-    point = replace(POINTS["mnist100"], batch=2)
-    parts, parameters = roofline.count(point)
-    flops = sum(part.flops + part.backward_flops for part in parts.values()) + 3 * parts["R"].flops
-    entries = 3 * sum(part.entries for part in parts.values()) + 3 * parts["R"].entries
-    slow_memory = roofline.floor(point, roofline.Rates(1e6, {"bf16": 1e18}), "bf16", (4, 1))
-    assert slow_memory.ms == pytest.approx(1e3 * (2 * entries + 28 * parameters) / 1e6)
-    assert slow_memory.bound == "bytes"
-    slow_units = roofline.floor(point, roofline.Rates(1e18, {"fp32": 1e6}), "fp32", (4, 1))
-    assert slow_units.ms == pytest.approx(1e3 * flops / 1e6)
-    assert slow_units.bound == "flops"
-
-
 def test_a_missing_data_set_becomes_noise_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BANACH_CACHE", str(tmp_path))
     monkeypatch.delenv("BANACH_DATA", raising=False)
@@ -265,14 +227,6 @@ def test_a_missing_data_set_becomes_noise_that_says_so(tmp_path: Path, monkeypat
     assert taken[0].shape == (4, 3, 32, 32)
     assert torch.equal(taken[0], taken[3])
     assert feed(LOOSE, CPU, many=1)[1] == "digits (scikit-learn)"
-
-
-def test_the_points_are_those_of_the_paper() -> None:
-    paper = [point for point in POINTS.values() if not point.relative]
-    assert all(point.tolerance == models.recipe(point.model).tolerance for point in paper)
-    assert [(p.batch, p.precision) for p in paper] == [(100, "bf16"), (100, "fp32"), (100, "bf16"), (512, "bf16")]
-    relative = POINTS["svhn100-relative"].tolerance
-    assert (relative.atol, relative.rtol) == (0, 1e-2)
 
 
 def test_the_worst_pixel_is_the_largest_norm_over_channels() -> None:
@@ -321,36 +275,20 @@ def test_gradients_of_steps_are_those_of_the_network() -> None:
     assert row["cosine"] == pytest.approx(1)
 
 
-class Steps(Captured):
-    """Of four steps three meet eps, at depths that grow."""
-
-    def __init__(self, net: Any, setting: Setting) -> None:
-        self.taken = 0
-
-    def __call__(self, d: Tensor, y: Tensor) -> Tensor:
-        self.taken += 1
-        excess = 2.0 if self.taken % 4 == 1 else 0.5
-        self.seen = Seen(self.taken, lambda: excess)
-        return y
-
-
-def test_the_ladder_counts_steps_that_meet_eps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "Captured", Steps)
-    result = BENCHMARKS["gpu-ladder"].measure(replace(BENCHMARKS["gpu-ladder"].quick, seeds=(0,)))
-    (row,) = result.report.rows
-    assert (row["met"], row["first"], row["last"], row["depth"], row["largest"]) == (0.75, 0.5, 1.0, 4.5, 8)
-    assert result.missed == 1
-
-
 @pytest.mark.filterwarnings("ignore:training steps:UserWarning", "ignore:the training step:UserWarning")
 @pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")
-@pytest.mark.parametrize("name", ["inference", "epoch", "curves", "latent", "kernels", "depth-memory"])
+@pytest.mark.parametrize(
+    "name", ["inference", "gpu-ladder", "epoch", "curves", "latent", "kernels", "depth-memory"]
+)
 def test_further_benchmarks_run_at_tiny_sizes(name: str) -> None:
     """On a CPU their figures mean nothing; that they run, and what they report, is tested."""
     report = BENCHMARKS[name].run(BENCHMARKS[name].quick)
     if name == "inference":
         assert {row["path"] for row in report.rows} >= {"implicit, fast", "explicit, fast"}
         assert [target.what[-1] for target in report.targets] == ["1", "1"]
+    if name == "gpu-ladder":
+        assert [row["steps"] for row in report.rows] == [8, 8]
+        assert report.targets[0].measured == pytest.approx(sum(row["met"] for row in report.rows) / 2)
     if name == "epoch":
         assert [row["epoch"] for row in report.rows] == [1, 2]
         assert report.rows[1]["loss"] < report.rows[0]["loss"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from banach import RMS, ImplicitNetwork, Neumann, models
+from banach.train import Epoch
 from reproduction import accelerate, codec, figures, neumann, rundir, table1, table2, train
 from reproduction.__main__ import _modules, main
 from reproduction.study import Options
-from reproduction.trainings import Epoch, Final, Point, Totals, Training
+from reproduction.trainings import Final, Point, Totals, Training
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,18 +23,12 @@ ROOT = Path(__file__).parents[2]
 def training(job: str, accuracy: float, seconds: float = 1.0, **changes: Any) -> Training:
     """A training of three epochs; the first one warms up, and the released protocol is two points worse."""
     data = job.removeprefix("table2-").partition("-")[0]
-    settings = {
-        "data": data,
-        "model": data,
-        "recipe": "released",
-        "epochs": 100,
-        "subset": None,
-        "batch_size": 100,
-    }
+    settings = {"data": data, "model": data, "recipe": "released", "epochs": 100, "subset": None}
     points = [Point(epoch=k, clean=Totals(accuracy=accuracy - (3 - k) / 10)) for k in (1, 2, 3)]
     points = [replace(p, released=Totals(accuracy=p.clean.accuracy - 0.02)) for p in points]
     times = (9.0, seconds, seconds)
-    epochs = [Epoch(epoch=k, loss=1.0, seconds=t, warm_up=k == 1, converged=1.0) for k, t in enumerate(times, 1)]
+    blank = {field.name: None for field in fields(Epoch)} | {"loss": 1.0, "products": 0, "converged": 1.0}
+    epochs = [Epoch(**blank | {"epoch": k, "seconds": t, "warm_up": k == 1}) for k, t in enumerate(times, 1)]  # type: ignore[arg-type]
     made = Training(
         job=job,
         settings=settings,

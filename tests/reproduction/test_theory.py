@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from banach import ImplicitNetwork, Tolerance
 from banach.diagnose import conditioning, corollary, linearise
 from banach.models.blocks import LatentResNet
-from reproduction import codec, report, theory, theory_measure
-from reproduction.study import RESULTS, Options
+from reproduction import theory, theory_measure
+from reproduction.study import Options
 from reproduction.theory_measure import Image, Local, Numbers, local, measure
 
 
@@ -193,16 +193,3 @@ def test_quick_study_measures_once(tmp_path: Path) -> None:
     said.clear()
     assert repr(theory.run(options)) == repr(rows)
     assert not any("measuring" in line for line in said)
-
-
-def test_committed_records_fill_the_page() -> None:
-    """Full runs of MNIST and SVHN, shorter ones of the others, and every placeholder of the page."""
-    rows = codec.read(theory.Row, RESULTS / theory.RECORDS)
-    found = theory.values(rows) | {"origin": ""}
-    assert (found["mnist.epoch"], found["svhn.epoch"], found["random.cases"]) == (100, 100, 2000)
-    assert found["all.kappa.held"] == 0
-    text = report.fill((report.PAGES / "theory.md").read_text(encoding="utf-8"), {"theory": found})
-    assert "{theory." not in text
-    for name, figure in theory.figures(rows).items():
-        assert name.startswith("theory")
-        assert all(axes.lines and axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from banach.train import Epoch, Run, RunError
 from reproduction import codec, jobs, rundir, study, train
 from reproduction.__main__ import main
-from reproduction.pack import MOST, newest, pack, unpack
+from reproduction.rundir import MOST, newest, pack, unpack
 from reproduction.study import Options
 from reproduction.train import Trainer
 from reproduction.trainings import Training
