@@ -118,6 +118,8 @@ def _collect(given: argparse.Namespace) -> None:
     from reproduction.trainings import collect
 
     folder = _options(given).records
+    if not Path(given.runs).is_dir():
+        raise ValueError(f"expected a folder of run directories, got {given.runs}")
     print(f"{folder}: {len(collect(given.runs, folder))} finished runs")
 
 

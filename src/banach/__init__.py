@@ -73,7 +73,7 @@ _ROOMS = {
     "network": ("ImplicitNetwork", "fixed_point"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-_MODULES = ("data", "diagnose", "models", "nn", "train")
+_MODULES = ("data", "diagnose", "fast", "kernels", "models", "nn", "train")
 
 
 class _Lazy(ModuleType):

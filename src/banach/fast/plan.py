@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
+from banach.checks import nearest
 from banach.network import ImplicitNetwork
 from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
 from banach.solve import RMS, Euclidean, Picard, WorstPixel
@@ -112,9 +113,12 @@ def plan(
         observed: penalties observe the network's own pass, so it is not taken apart.
         refused: a reason not to capture, such as "fast is off".
     """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"plan takes a network, got {type(net).__name__}")
     weight = next(net.parameters(), None)
     device = torch.device(device or ("cpu" if weight is None else weight.device))
     precision = precision or ("tf32" if device.type == "cuda" and convolves_in_tf32() else "fp32")
+    nearest("precision", precision, ("fp32", "tf32", "bf16"))
     bare = _bare(net, training=training, observed=observed)
     no_kernel = _no_kernel(net, device)
     whole = training and not bare, "the network is not taken apart"
@@ -202,8 +206,8 @@ def _graph(net: Any, device: torch.device, refused: str | None) -> Choice:
     mode = net.backward if isinstance(net, ImplicitNetwork) else None
     syncs = isinstance(mode, Implicit) and mode.asks_the_host
     return _unless(
-        (refused is not None, str(refused)),
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
+        (refused is not None, str(refused)),
         (syncs, "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"),
     )
 
@@ -212,8 +216,8 @@ def _graph_of_prediction(net: Any, device: torch.device, refused: str | None) ->
     if not isinstance(net, ImplicitNetwork):
         return Choice(False, "the network has no fixed point")
     return _unless(
-        (refused is not None, str(refused)),
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
+        (refused is not None, str(refused)),
         (bool(net.coupled) or uses_batch_statistics(net.R), "the samples of a batch share statistics"),
         (any(module.training for module in net.modules()), "a part of the network is in training mode"),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
-from banach.provenance import write_json
 from banach.train.checkpoint import Position
 from banach.train.evaluate import Scorer, evaluate
 from banach.train.metrics import Epoch, History
 from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
-from banach.train.run import ENVIRONMENT, Run, stop_on_signals
+from banach.train.run import Run, stop_on_signals
 from banach.train.settings import Settings
 from banach.train.state import TrainState
 from banach.train.steps import Steps
@@ -117,9 +115,7 @@ def fit(
 def _report(made: Plan, run: Run | None, on_plan: Callable[[Plan], None] | None) -> None:
     """Write the plan to the run's environment.json, and call the user."""
     if run is not None:
-        path = run.path / ENVIRONMENT
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        write_json(path, {**content, "plan": made.to_dict()})
+        run.write_plan(made.to_dict())
     if on_plan is not None:
         on_plan(made)
 

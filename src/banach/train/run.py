@@ -139,6 +139,13 @@ class Run:
         """Store the figures of the test set, which is read once."""
         write_json(self.path / TEST, content)
 
+    def write_plan(self, plan: dict[str, str]) -> None:
+        """Add how steps run to environment.json. Nothing is read from that file, so a damaged one is replaced."""
+        path, content = self.path / ENVIRONMENT, {}
+        with suppress(OSError, ValueError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+        write_json(path, {**(content if isinstance(content, dict) else {}), "plan": plan})
+
     def test(self) -> dict[str, Any] | None:
         """Return the figures of the test set at the end of the run, None before that."""
         path = self.path / TEST
