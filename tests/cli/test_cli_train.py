@@ -118,13 +118,13 @@ def test_a_stopped_run_resumes_bit_by_bit(here: Path, how: signal.Signals) -> No
     command = ["train", "--subset", "128", "--batch-size", "8", "--no-tensorboard", "--no-monitor"]
     command += ["--epochs", "2", "--checkpoint-every", "5", "--ema", "0.9", "--device", "cpu"]
     stopped = subprocess.Popen(
-        [sys.executable, "-m", "banach", *command, "--out", "stopped"],
+        [sys.executable, "-m", "banach", *command, "--out", "my run"],
         env={**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])},
         stdout=subprocess.PIPE,
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not list(here.glob("stopped/checkpoints/epoch-*")):
+    while not list(here.glob("my run/checkpoints/epoch-*")):
         assert stopped.poll() is None
         assert time.monotonic() < deadline, "no checkpoint in a minute"
         time.sleep(0.01)
@@ -132,11 +132,11 @@ def test_a_stopped_run_resumes_bit_by_bit(here: Path, how: signal.Signals) -> No
     out = stopped.communicate(timeout=60)[0]
     if how != signal.SIGKILL:
         assert stopped.returncode == 128 + how
-        assert "resume with: banach train --resume stopped" in out
+        assert "resume with: banach train --resume 'my run'" in out
     assert main([*command, "--out", "whole"]) == 0
-    assert main(["train", "--resume", "stopped"]) == 0
-    assert same(here / "whole", here / "stopped")
-    whole, resumed = (Run.open(here / name).test() for name in ("whole", "stopped"))
+    assert main(["train", "--resume", "my run"]) == 0
+    assert same(here / "whole", here / "my run")
+    whole, resumed = (Run.open(here / name).test() for name in ("whole", "my run"))
     assert whole is not None
     assert resumed is not None
     assert whole["totals"] == resumed["totals"]

@@ -13,9 +13,7 @@ from rich.console import Console
 from banach.cli import progress
 from banach.cli.progress import HEADER, Progress, line
 from banach.train import Position
-from train.parts_train import epoch
-
-NO_FIXED_POINT = dict.fromkeys(("depth", "max_depth", "residual", "max_residual", "converged", "sigma"))
+from train.parts_train import NO_FIXED_POINT, epoch
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from banach.data import DIGITS, Arrays, DataError, DataSet, Images, Layout, get, load, names, register
-from banach.data.images import KEY, held_out, rest
+from banach.data.images import KEY, held_out
 
 LABELS = np.random.RandomState(0).choice(10, 2_000, p=[0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.03, 0.02])
 
@@ -80,13 +80,6 @@ def test_digits_normalisation() -> None:
     assert x.dtype == torch.float32
     assert abs(x.mean()) < 1e-3
     assert abs(x.std() - 1) < 1e-3
-
-
-def test_train_and_validation_make_up_the_whole() -> None:
-    both, train, validation = (load("digits", s) for s in ("train+validation", "train", "validation"))
-    index = held_out(both.labels.numpy(), 180)
-    assert torch.equal(both.take(index.tolist()).pixels, validation.pixels)
-    assert torch.equal(both.take(rest(len(both), index).tolist()).labels, train.labels)
 
 
 def test_subset_is_stratified_and_fixed() -> None:

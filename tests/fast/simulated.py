@@ -1,4 +1,4 @@
-"""A simulated GPU: the plan says that graphs and kernels run, and on the CPU they run eagerly in plain torch."""
+"""A simulated GPU, on which graphs and kernels run eagerly in plain torch; and a small network with its images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import banach.train.evaluate  # noqa: F401
+from banach import Tolerance, models
 
 PLAN: Any = sys.modules["banach.fast.plan"]
 
@@ -27,6 +30,18 @@ class Directly:
     def run(self) -> int:
         self.body(self.depth)
         return self.depth
+
+
+def digits(tolerance: Tolerance, **options: Any) -> Any:
+    """The network for digits in training mode, without dropout."""
+    torch.manual_seed(0)
+    net: Any = models.build("digits", tolerance=tolerance, **options).train()
+    net.S.drop.p = 0.0
+    return net
+
+
+def images(count: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
 def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:

@@ -9,23 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import banach
-from banach import JFB, Anderson, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, WorstPixel, models
+from banach import JFB, Anderson, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, WorstPixel
 from banach.fast import FixedDepth, plan
 from banach.fast.weights import frozen_copy
 from banach.nn import Dropout
+from fast.simulated import digits, images
 from train.parts_train import plain_network
 
 
 def paper_network(**options: Any) -> Any:
-    torch.manual_seed(0)
-    tolerance = Tolerance(atol=1e-3, max_steps=60, norm=WorstPixel())
-    net: Any = models.build("digits", tolerance=tolerance, **options).double()
-    net.S.drop.p = 0.0
-    return net
-
-
-def images(count: int = 6) -> torch.Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return digits(Tolerance(atol=1e-3, max_steps=60, norm=WorstPixel()), **options).double()
 
 
 def at(net: Any, *, bf16: bool = False) -> Any:

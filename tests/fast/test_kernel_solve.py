@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import banach
-from banach import RMS, ConvergenceWarning, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel, models
+from banach import RMS, ConvergenceWarning, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel
 from banach.fast import FixedDepth, first_control, plan
 from banach.models.blocks import LatentResNet
-from fast.simulated import simulate_gpu
+from fast.simulated import digits, images, simulate_gpu
 
 
 @pytest.fixture
@@ -21,16 +21,8 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, kernels=True)
 
 
-def network(**options: Any) -> Any:
-    torch.manual_seed(0)
-    options.setdefault("tolerance", Tolerance(atol=1e-6, max_steps=100, norm=WorstPixel()))
-    net: Any = models.build("digits", **options).double()
-    net.S.drop.p = 0.0
-    return net
-
-
-def images(count: int = 6) -> torch.Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def network(tolerance: Tolerance = Tolerance(atol=1e-6, max_steps=100, norm=WorstPixel()), **options: Any) -> Any:
+    return digits(tolerance, **options).double()
 
 
 @pytest.mark.usefixtures("everywhere")

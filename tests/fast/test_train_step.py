@@ -10,22 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from banach import Tolerance, models
+from banach import Tolerance
 from banach.fast import Extras, TrainStep
 from banach.fast.step import _captured_rate, _follow
-from fast.simulated import Directly, simulate_gpu
+from fast.simulated import Directly, digits, images, simulate_gpu
 from train.parts_train import plain_network
 
 
 def network() -> Any:
-    torch.manual_seed(0)
-    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-3, max_steps=40)).train()
-    net.S.drop.p = 0.0
-    return net
+    return digits(Tolerance(atol=1e-3, max_steps=40))
 
 
 def batch(count: int = 6) -> tuple[Tensor, Tensor]:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(count)
+    return images(count, torch.float32), torch.arange(count)
 
 
 def captured(net: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch, loop: Any = Directly) -> TrainStep:

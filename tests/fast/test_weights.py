@@ -22,23 +22,16 @@ from banach.fast.weights import (
     with_fused_blocks,
     with_windows,
 )
+from fast.simulated import digits, images
 
 
 def stacks_of(part: nn.Module) -> list[FusedStack]:
     return [module for module in part.modules() if isinstance(module, FusedStack)]
 
 
-def network() -> Any:
-    torch.manual_seed(0)
-    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-2, max_steps=20)).train()
-    net.S.drop.p = 0.0
-    return net
-
-
 def gradients(bf16: bool) -> tuple[Any, torch.Tensor]:
-    net = network()
+    net, d = digits(Tolerance(atol=1e-2, max_steps=20)), images(dtype=torch.float32)
     made = FixedDepth(net, plan(net, precision="bf16" if bf16 else "fp32"))
-    d = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     made.refresh()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = made(d, 6)[0]

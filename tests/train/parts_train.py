@@ -69,6 +69,11 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+# The figures of an epoch that a network without a fixed point does not have.
+_SOLVE = ("depth", "max_depth", "residual", "max_residual", "converged", "sigma")
+NO_FIXED_POINT: dict[str, Any] = dict.fromkeys((*_SOLVE, "validation_depth", "validation_converged"))
+
+
 def epoch(number: int, **changes: Any) -> Epoch:
     """An epoch in which every figure is another number, most of them exact in float32."""
     values: dict[str, Any] = {

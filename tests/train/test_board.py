@@ -12,23 +12,11 @@ import pytest
 
 from banach.train import Epoch
 from banach.train.board import MISSING, TAGS, Board, open_board
-from train.parts_train import epoch
+from train.parts_train import NO_FIXED_POINT, epoch
 
 pytest.importorskip("tensorboard", reason="needs tensorboard")
 
 FIRST = epoch(1, loss=1.5, residual=2.0**-14, max_residual=2.0**-12, converged=0.75, sigma=0.375, memory=2**30)
-NO_FIXED_POINT = replace(
-    FIRST,
-    depth=None,
-    max_depth=None,
-    residual=None,
-    max_residual=None,
-    converged=None,
-    validation_depth=None,
-    validation_converged=None,
-    sigma=None,
-    memory=None,
-)
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -54,7 +42,7 @@ def test_every_figure_of_an_epoch_is_there(tmp_path: Path) -> None:
 
 def test_what_an_epoch_has_not_is_left_out(tmp_path: Path) -> None:
     with Board(tmp_path) as board:
-        board.write(NO_FIXED_POINT)
+        board.write(epoch(1, **NO_FIXED_POINT))
     kept = ("loss", "accuracy", "validation_loss", "validation_accuracy", "lr", "products", "seconds")
     assert set(read(tmp_path)) == {TAGS[name] for name in kept}
 

@@ -63,17 +63,10 @@ def test_a_schedule_may_be_a_table(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("epoch = 3", "did you mean 'epochs'"),
-        ('epochs = "three"', "epochs must be a whole number"),
-        ("epochs = 2.5", "epochs must be a whole number"),
-        ("lr = true", "lr must be a number"),
         ('eps = "small"', "eps must be a number"),
-        ("max-steps = -1", "max_steps must be a whole number"),
-        ("batch_norm = 1", "batch_norm must be true or false"),
-        ("model = 3", "model must be a name"),
         ("epochs = = 3", "is not TOML"),
         ('schedule = "cosin"', "did you mean 'cosine'"),
         ("schedule = 3", "a schedule is"),
-        ("solver = 3", "solver must be a name"),
         ("data = [1]", "data must be a name"),
     ],
 )
@@ -81,11 +74,6 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, text: str, said: 
     with pytest.raises(ValueError, match=said) as error:
         choose({}, write(tmp_path, text))
     assert "\n" not in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.toml cannot be read"):
-        choose({}, tmp_path / "none.toml")
 
 
 def test_the_seed_decides_the_weights() -> None:

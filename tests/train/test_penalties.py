@@ -1,6 +1,5 @@
 """Penalties in fit: one step against dense derivatives, resuming bit by bit, and what is refused."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 from banach import ImplicitNetwork, Tolerance, models
 from banach.fast import FixedDepth, TrainStep, plan
 from banach.fast.step import Extras
-from banach.train import Run, fit
+from banach.train import fit
 from banach.train.penalties import Penalties
-from train.parts_train import figures, images, network, plain_network, same_weights, settings
+from train.parts_train import images, network, plain_network, settings
 
 ONE_STEP: dict[str, Any] = {"epochs": 1, "batch_size": 16, "optimizer": "sgd", "lr": 0.5, "monitor": False}
 KINDS: dict[str, dict[str, Any]] = {
@@ -74,30 +73,6 @@ def test_a_step_keeps_no_autograd_graph_of_the_observed_pass() -> None:
     step(data.normalise(data.pixels), data.labels)
     assert step.reached is not None
     assert step.reached.solver is net.solver
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_ends_bit_by_bit_as_one_that_was_not_stopped(kind: str, tmp_path: Path) -> None:
-    made = settings(**KINDS[kind], ema=0.9, checkpoint_every=2)
-    whole = network()
-    expected = fit(whole, images(), images(20, "validation"), made)
-    run = Run.create(tmp_path / "run", made)
-
-    class Stopped(Exception):
-        pass
-
-    def stop(position: Any) -> None:
-        if (position.epoch, position.step) == (1, 3):
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        fit(network(), images(), images(20, "validation"), made, run=run, on_step=stop)
-    again = network(seed=9)
-    opened = Run.open(run.path)
-    assert opened.settings == made
-    history = fit(again, images(), images(20, "validation"), opened.settings, run=opened)
-    assert same_weights(again, whole)
-    assert figures(history) == figures(expected)
 
 
 def test_a_pass_at_a_fixed_depth_is_observed_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,20 +146,3 @@ def test_bf16() -> None:
     history = fit(net, images(32), None, settings(epochs=1, precision="bf16", **KINDS["all"]))
     assert history.last.loss < 10
     assert all(torch.isfinite(p).all() for p in net.parameters())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"jacobian_penalty": -1.0}, "jacobian_penalty must be a number, at least 0"),
-        ({"correction": float("nan")}, "correction must be a number"),
-        ({"correction_steps": ()}, r"correction_steps must be numbers of iterates such as \(2, 5\), got \(\)"),
-        ({"correction_steps": (0,)}, "every one of correction_steps must be a whole number, at least 1, got 0"),
-        ({"correction_steps": "2,5"}, "correction_steps must be numbers"),
-        ({"finite_difference": True}, "finite_difference is a way to compute jacobian_penalty"),
-        ({"finite_difference": 1, "jacobian_penalty": 1.0}, "finite_difference must be true or false"),
-    ],
-)
-def test_settings_that_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings(**changes)

@@ -17,7 +17,7 @@ from banach.train.plot import (
     plot_history,
     write_figure,
 )
-from train.parts_train import epoch
+from train.parts_train import NO_FIXED_POINT, epoch
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
@@ -27,18 +27,6 @@ FIELDS = {
     "depth": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
     "residual": {"train, mean": "residual", "train, max": "max_residual"},
 }
-EXPLICIT = dict.fromkeys(
-    (
-        "depth",
-        "max_depth",
-        "residual",
-        "max_residual",
-        "converged",
-        "validation_depth",
-        "validation_converged",
-        "sigma",
-    )
-)
 
 
 def drawn(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
@@ -75,7 +63,7 @@ def test_eps_is_a_line_among_the_residuals() -> None:
 
 
 def test_a_network_without_a_fixed_point_says_so(tmp_path: Path) -> None:
-    figure = history_figure([epoch(1, **EXPLICIT), epoch(2, **EXPLICIT)], eps=1e-3)
+    figure = history_figure([epoch(1, **NO_FIXED_POINT), epoch(2, **NO_FIXED_POINT)], eps=1e-3)
     loss, accuracy, depth, residual = figure.axes
     assert loss.lines
     assert accuracy.lines
@@ -133,7 +121,7 @@ def test_odd_names_are_drawn_as_they_are(name: str, tmp_path: Path) -> None:
 
 
 def test_runs_without_epochs_or_fixed_points(tmp_path: Path) -> None:
-    figure = comparison_figure({"new": [], "explicit": [epoch(1, **EXPLICIT)]})
+    figure = comparison_figure({"new": [], "explicit": [epoch(1, **NO_FIXED_POINT)]})
     assert texts(figure.axes[0]) == []
     assert texts(figure.axes[3]) == ["no fixed point: nothing to show"]
     assert texts(comparison_figure({"new": []}).axes[1]) == ["no epoch is done yet"]

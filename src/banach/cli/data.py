@@ -39,7 +39,6 @@ COUNTS = 2  # the column of counts
 @data_app.command("list", epilog=EPILOG)
 def list_(data_dir: DataDir = None) -> None:
     """List the data sets, and where they are."""
-    _check_there(data_dir)
     found = data.listing(data_dir)
     made = table("", COLUMNS, [_row(one) for one in found])
     made.columns[COUNTS].no_wrap = True  # on a narrow terminal only titles are folded
@@ -61,7 +60,6 @@ def verify(
 
     Reads the files and compares their content with its known SHA-256. The exit code is 2 if anything is wrong.
     """
-    _check_there(data_dir)
     wrong = 0
     for name in names or data.names():
         reports = data.verify(name, data_dir)
@@ -88,11 +86,6 @@ def fetch(
         with _quiet_pooch(), _Download(name) as bar:
             reports = data.fetch(name, data_dir, progress=bar)
         _print(reports)
-
-
-def _check_there(data_dir: Path | None) -> None:
-    if data_dir is not None and not data_dir.is_dir():
-        raise ValueError(f"there is no folder {data_dir}; pass the one that holds the data, or fetch it first")
 
 
 def _row(one: Listing) -> tuple[Any, ...]:

@@ -118,11 +118,13 @@ class _Refused(ValueError):
 
 
 def _pixels(image_module: Any, path: Path, shape: tuple[int, int, int]) -> Tensor:
+    from PIL import ImageOps
+
     channels, height, width = shape
     image_module.init()
     formats = [name for name in FORMATS if name in image_module.OPEN]
     with image_module.open(path, formats=formats) as opened:
-        image = _upright(_still(opened))
+        image = ImageOps.exif_transpose(_still(opened))
     flat = _flattened(image_module, image).convert("L" if channels == 1 else "RGB")
     if flat.size != (width, height):
         # This filter averages all pixels that become one, without ringing at edges.
@@ -137,12 +139,6 @@ def _still(image: Any) -> Any:
         raise _Refused(f"holds {frames} pictures, expected one; save one of them to a file")
     image.load()
     return image
-
-
-def _upright(image: Any) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
 
 
 def _flattened(image_module: Any, image: Any) -> Any:

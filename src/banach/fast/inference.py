@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from banach import checks
 from banach.backward import JFB, Implicit, Neumann
 from banach.fast.body import kernel_solve, promoted, solution_of
 from banach.fast.capture import CapturedCalls, bucket
@@ -51,7 +52,7 @@ _Carried = tuple[Tensor, ...]
 
 
 class CompiledNetwork:
-    """N(d) without gradients, for a network in eval mode whose Q, R and S treat each sample by itself.
+    """N(d) without gradients: `fast = banach.compile(net.eval())`, then `fast(d)` in place of `net(d)`.
 
     The batch is padded to the next power of two. The first stage computes Q, `first` steps and S. Samples above
     the tolerance go on as a smaller batch, in stages of `then` steps, until they converge or reach `max_steps`.
@@ -61,7 +62,16 @@ class CompiledNetwork:
 
     An R that the kernels know needs one stage. Solvers other than Picard keep their memory between stages and stop
     a sample within one. In both cases the steps are those of the network. On a GPU a stage is a CUDA graph, one
-    per batch size and dtype; on a CPU it runs eagerly. `plan` says what runs.
+    per batch size and dtype; on a CPU it runs eagerly. `plan` says what runs. Later changes of the weights in
+    place are seen.
+
+    Args:
+        net: a network in eval mode whose Q, R and S treat each sample by itself: they see parts of the batch.
+        first, then: steps of the first stage and of each later one.
+        bf16: compute under autocast.
+        compile: compile Q, R and S by torch.compile.
+        neighbours: remember the fixed points of so many samples and start from that of the nearest one. An answer
+            may then depend, within the tolerance, on earlier calls.
     """
 
     def __init__(
@@ -76,8 +86,7 @@ class CompiledNetwork:
     ) -> None:
         _check_network(net)
         for name, count, least in (("first", first, 1), ("then", then, 1), ("neighbours", neighbours, 0)):
-            if type(count) is not int or count < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}")
+            checks.whole(name, count, least)
         self.net, self.first, self.then, self.bf16 = net, first, then, bf16
         self.plan = plan(net, precision="bf16" if bf16 else None, training=False, compile=compile)
         parts = parts_of(net, self.plan)
@@ -251,28 +260,7 @@ class CompiledNetwork:
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
 
 
-def compile(
-    net: ImplicitNetwork,
-    *,
-    first: int = 8,
-    then: int = 4,
-    bf16: bool = False,
-    compile: bool = False,
-    neighbours: int = 0,
-) -> CompiledNetwork:
-    """Return the network for prediction: `fast = banach.compile(net.eval())`, then `fast(d)` in place of `net(d)`.
-
-    Later changes of the weights in place are seen. See `CompiledNetwork`.
-
-    Args:
-        net: a network whose Q, R and S treat each sample by itself: they are computed for parts of the batch.
-        first, then: steps of the first stage and of each later one.
-        bf16: compute under autocast.
-        compile: compile Q, R and S by torch.compile.
-        neighbours: remember the fixed points of so many samples and start from that of the nearest one. An answer
-            may then depend, within the tolerance, on earlier calls.
-    """
-    return CompiledNetwork(net, first=first, then=then, bf16=bf16, compile=compile, neighbours=neighbours)
+compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`
 
 
 def _check_network(net: Any) -> None:

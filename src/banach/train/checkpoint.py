@@ -92,7 +92,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint after comparing both checksums.
 
     Raises:
-        CheckpointError: if it is damaged.
+        CheckpointError: if it is damaged, or does not hold the state of a run.
     """
     from safetensors.torch import load
 
@@ -103,6 +103,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             STATE: (_digest(_canonical(state)), content["sha256"]),
             TENSORS: (_digest(data), content["tensors"]),
         }
+        missing = [key for key in KEYS if key not in state]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from None
     for name, (got, expected) in sums.items():
@@ -110,23 +111,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"the checkpoint {path} is damaged: {name} has the SHA-256 {got}, expected {expected}"
             )
+    if missing:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {STATE} has no {', '.join(missing)}")
     try:
         return Checkpoint(path, load(data), state)
     except Exception as error:  # safetensors has its own types
         raise CheckpointError(f"the checkpoint {path} is damaged: {TENSORS}: {error}") from None
 
 
-def check_state(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint with correct checksums that does not hold the state of a run."""
-    state: Any = checkpoint.state
-    missing = [key for key in KEYS if key not in state] if isinstance(state, dict) else list(KEYS)
-    if missing:
-        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {STATE} has no {', '.join(missing)}")
-
-
 def _is_sound(path: Path) -> bool:
     try:
-        check_state(read_checkpoint(path))
+        read_checkpoint(path)
     except CheckpointError:
         return False
     return True

@@ -67,10 +67,6 @@ class Scorer:
         # Without gradients there is room for more images than in training, but how many is unknown.
         return min(AT_A_TIME, 1 << (8 * asked - 1).bit_length())
 
-    def eager(self) -> Scorer:
-        """Return the scorer that captures nothing."""
-        return Scorer(self.net, self.precision, fast=False)
-
     def _program(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
         """Return the program for the network as it is, None if there is none."""
         if self.reason is not None or not runs_graphs(device) or not isinstance(self.net, ImplicitNetwork):
@@ -186,7 +182,8 @@ def measure(
     if sums.nonfinite or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
         begin()
-        return _once(scorer.eager(), images, batch_size, augment, epoch).read()
+        eager = Scorer(scorer.net, scorer.precision, fast=False)
+        return _once(eager, images, batch_size, augment, epoch).read()
     if totals.converged is not None and totals.converged < 1 and scorer.net.tolerance.check_every != 0:
         text = f"the fixed point was not found for all samples: {Status.MAX_STEPS.value}"
         warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)

@@ -19,7 +19,7 @@ from banach.train.evaluate import Scorer, evaluate
 from banach.train.metrics import Epoch, History
 from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
-from banach.train.run import Run, stop_on_signals
+from banach.train.run import Run, lock, noted_signals
 from banach.train.settings import Settings
 from banach.train.state import TrainState
 from banach.train.steps import Steps
@@ -69,18 +69,18 @@ def fit(
 
     with ExitStack() as stack:
         if run is not None:
-            stack.enter_context(run.locked())
+            stack.enter_context(lock(run.path))
             _resume(run, state, identity)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         stack.enter_context(_counting(state))
-        stop = stack.enter_context(stop_on_signals(run is not None))
+        signals = stack.enter_context(noted_signals(run is not None))
         steps = Steps(state)
         scorer: Scorer | None = None
         if state.epoch < settings.epochs:
             steps.prepare()
             _report(steps.plan, run, on_plan)
-        while state.epoch < settings.epochs and not stop.asked:
+        while state.epoch < settings.epochs and not signals:
             net.train()
             for _ in range(state.step, len(batches)):
                 steps.take()
@@ -89,7 +89,7 @@ def fit(
                     on_step(state.position)
                 if _is_due(state):
                     save()
-                if stop.asked:
+                if signals:
                     break
             else:
                 # A capture that failed in training is not tried again: one warning is enough.
@@ -109,7 +109,7 @@ def fit(
     if state.average is not None:
         state.average.put_into(net)
     net.eval()
-    return History(tuple(state.done), state.epoch >= settings.epochs, stop.asked)
+    return History(tuple(state.done), state.epoch >= settings.epochs, signals[0] if signals else None)
 
 
 def _report(made: Plan, run: Run | None, on_plan: Callable[[Plan], None] | None) -> None:

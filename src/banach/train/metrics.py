@@ -105,13 +105,6 @@ class Epoch:
     memory: int | None
     warm_up: bool = False
 
-    @property
-    def validated(self) -> float:
-        """The validation accuracy of an epoch that has one."""
-        if self.validation_accuracy is None:
-            raise ValueError("nothing was validated; pass validation images to fit()")
-        return self.validation_accuracy
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; NaN and infinity are strings, since JSON has neither."""
         values: dict[str, Any] = plain(dataclasses.asdict(self))

@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from banach.train.checkpoint import (
     Checkpoint,
     CheckpointError,
     Position,
-    check_state,
     checkpoints,
     read_checkpoint,
     write_checkpoint,
@@ -78,10 +77,6 @@ class Run:
             advice = "fix the file, or start a new run with --out"
             raise RunError(f"{path / SETTINGS} cannot be read: {error}; {advice}") from None
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Hold the run while training: a second process that trains it is refused."""
-        return lock(self.path)
-
     def check(self, settings: Settings) -> None:
         """Refuse to resume with other settings; the device may change."""
         mine, given = self.settings.to_dict(), settings.to_dict()
@@ -101,13 +96,10 @@ class Run:
         found = checkpoints(self.path / CHECKPOINTS)
         for path in reversed(found):
             try:
-                checkpoint = read_checkpoint(path)
-                check_state(checkpoint)
+                return read_checkpoint(path)
             except CheckpointError as error:
                 earlier = "the one before it is tried" if path != found[0] else "there is none before it"
                 warnings.warn(f"{error}; {earlier}", RuntimeWarning, stacklevel=2)
-                continue
-            return checkpoint
         if found:
             raise CheckpointError(
                 f"no checkpoint in {self.path / CHECKPOINTS} is sound; delete that folder to begin again"
@@ -162,7 +154,10 @@ class Run:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Lock the directory of a run. The system releases the lock when the process ends."""
+    """Hold the directory of a run: a second process that trains it is refused.
+
+    The system releases the lock when the process ends.
+    """
     try:
         import fcntl
     except ImportError:  # on Windows there is no lock
@@ -187,21 +182,15 @@ def _check_free(path: Path) -> None:
         raise RunError(f"{path} is not an empty directory; choose another one for the run")
 
 
-class Stop:
-    """`asked` is the signal that came, None before one does."""
-
-    asked: int | None = None
-
-
 @contextmanager
-def stop_on_signals(wanted: bool = True) -> Iterator[Stop]:
-    """Note the first SIGINT or SIGTERM in the block; a second one acts as before.
+def noted_signals(wanted: bool = True) -> Iterator[list[int]]:
+    """Yield a list to which the first SIGINT or SIGTERM in the block is added; a second one acts as before.
 
     Outside the main thread, where Python does not allow signal handlers, nothing changes.
     """
-    stop = Stop()
+    noted: list[int] = []
     if not wanted or threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield noted
         return
     before: dict[int, Any] = {}
 
@@ -210,7 +199,7 @@ def stop_on_signals(wanted: bool = True) -> Iterator[Stop]:
             signal.signal(number, handler)
 
     def note(number: int, frame: Any) -> None:
-        stop.asked = number
+        noted.append(number)
         restore()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -218,6 +207,6 @@ def stop_on_signals(wanted: bool = True) -> Iterator[Stop]:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             before[number] = signal.signal(number, note)
     try:
-        yield stop
+        yield noted
     finally:
         restore()

@@ -339,18 +339,6 @@ def _check_device(name: str, value: Any) -> None:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}") from None
 
 
-def _one_of(known: tuple[str, ...]) -> Callable[[str, Any], object]:
-    return lambda name, value: nearest(name, value, known)
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[str, Any], object]:
-    return partial(checks.whole, least=least, most=most)
-
-
-def _number(**limits: float) -> Callable[[str, Any], object]:
-    return lambda name, value: checks.number(name, value, **limits)
-
-
 def _optional(check: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
     return lambda name, value: None if value is None else check(name, value)
 
@@ -358,19 +346,19 @@ def _optional(check: Callable[[str, Any], object]) -> Callable[[str, Any], objec
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("data", "augment", "model", "recipe", "solver", "backward", "norm"), _check_name),
     **dict.fromkeys(("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile"), _check_switch),
-    **dict.fromkeys(("epochs", "checkpoint_every"), _whole(0)),
-    **dict.fromkeys(("batch_size", "accumulate"), _whole(1)),
-    **dict.fromkeys(("lr", "weight_decay"), _number(most=1e30)),  # a step is computed in fp32
-    **dict.fromkeys(("jacobian_penalty", "correction"), _number()),
-    **dict.fromkeys(("momentum", "label_smoothing"), _number(below=1)),
-    **dict.fromkeys(("clip", "eps", "rtol"), _optional(_number())),
-    "seed": _whole(0, 2**63 - 1),
-    "subset": _optional(_whole(1)),
-    "max_steps": _optional(_whole(0)),
-    "threads": _optional(_whole(1, 1024)),
-    "ema": _optional(_number(below=1)),
-    "optimizer": _one_of(OPTIMIZERS),
-    "precision": _one_of(PRECISIONS),
+    **dict.fromkeys(("epochs", "checkpoint_every"), checks.whole),
+    **dict.fromkeys(("batch_size", "accumulate"), partial(checks.whole, least=1)),
+    **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32
+    **dict.fromkeys(("jacobian_penalty", "correction"), checks.number),
+    **dict.fromkeys(("momentum", "label_smoothing"), partial(checks.number, below=1)),
+    **dict.fromkeys(("clip", "eps", "rtol"), _optional(checks.number)),
+    "seed": partial(checks.whole, most=2**63 - 1),
+    "subset": _optional(partial(checks.whole, least=1)),
+    "max_steps": _optional(checks.whole),
+    "threads": _optional(partial(checks.whole, least=1, most=1024)),
+    "ema": _optional(partial(checks.number, below=1)),
+    "optimizer": partial(nearest, known=OPTIMIZERS),
+    "precision": partial(nearest, known=PRECISIONS),
     "schedule": _check_schedule,
     "correction_steps": _check_steps,
     "device": _check_device,

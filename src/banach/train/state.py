@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from banach.data import Batches, Images
 from banach.diagnose import ContractionMonitor
+from banach.fast import unchanged
 from banach.network import ImplicitNetwork
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position
 from banach.train.metrics import Epoch, MetricSums
@@ -44,14 +45,9 @@ class Average:
     @contextmanager
     def inside(self, net: nn.Module) -> Iterator[None]:
         """Use the averaged weights in the block, then restore the network's own."""
-        own = {name: p.detach().clone() for name, p in net.named_parameters()}
-        self.put_into(net)
-        try:
+        with unchanged(net.parameters()):
+            self.put_into(net)
             yield
-        finally:
-            with torch.no_grad():
-                for name, p in net.named_parameters():
-                    p.copy_(own[name])
 
 
 class TrainState:
