@@ -1,20 +1,22 @@
-"""What a demanding user tries first: two processes on one run, wild numbers, damaged files."""
+"""What a demanding user tries first: two processes on one run, wild numbers, damage that has its checksum."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from banach import data
 from banach.cli import app
 from banach.cli.app import main
-from banach.train import Run, Settings
+from banach.train import Run
+from banach.train.checkpoint import _canonical, _digest
 from banach.train.run import lock
 
 SMALL = ["train", "--subset", "64", "--batch-size", "16", "--no-tensorboard", "--no-monitor", "--device", "cpu"]
@@ -41,7 +43,6 @@ def test_a_second_process_on_a_run_is_refused(capsys: Any) -> None:
     with lock(Path("run")):
         refused(["train", "--resume", "run"], capsys, "another process is training run")
         refused([*SMALL, "--out", "run"], capsys, "there is a run in run already")
-        assert not list(Path("run").rglob("events.out*"))  # TensorBoard's files are those of the other process
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == before
     assert main(["train", "--resume", "run"]) == 0
 
@@ -86,8 +87,10 @@ def test_what_a_killed_beginning_left_is_in_nobodys_way() -> None:
     "text",
     [
         "lr = 1" + 400 * "0",
+        "eps = 1" + 400 * "0",
         'schedule = {kind="steps", at=["a"], factor=0.1}',
         'schedule = {kind="steps", at=3, factor=0.1}',
+        'schedule = {kind="one-cycle", end="x"}',
         'schedule = {kind="one-cycle", warm="x"}',
         "label-smoothing = 0.1\nlabel_smoothing = 0.2",
     ],
@@ -98,7 +101,30 @@ def test_bad_tables_are_refused_before_anything_is_made(text: str, capsys: Any) 
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("content", ['{"totals": {"accuracy": 0.5}}', "[]"])
+@pytest.mark.filterwarnings("default")
+def test_damage_that_has_its_checksum_is_still_damage(capsys: Any) -> None:
+    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 0
+    for path in Path("run/checkpoints").glob("*/state.json"):
+        content = json.loads(path.read_text())
+        content["state"] = {"epoch": 1}
+        content["sha256"] = _digest(_canonical(content["state"]))
+        path.write_text(json.dumps(content))
+    capsys.readouterr()
+    for command in (["evaluate", "run"], ["train", "--resume", "run"]):
+        assert main(command) == 2
+        assert "state.json has no step" in capsys.readouterr().err
+
+
+NULL = {"accuracy": None, "loss": 1, "depth": None, "max_depth": None, "residual": None, "max_residual": None}
+DAMAGED = (
+    '{"totals": {"accuracy": 0.5}}',
+    '{"totals": {"accuracy": "x"}}',
+    "[]",
+    json.dumps({"title": "", "count": 1, "totals": NULL | {"converged": None}}),
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_test_file_is_named(content: str, capsys: Any) -> None:
     assert main([*SMALL, "--epochs", "0", "--out", "run"]) == 0
     Path("run/test.json").write_text(content)
@@ -121,6 +147,8 @@ def test_a_run_of_no_epochs_has_its_weights() -> None:
 
 
 def test_what_python_made_is_not_opened_here(capsys: Any) -> None:
+    from banach.train import Settings
+
     Run.create("mine", Settings(epochs=1))
     refused(["evaluate", "mine"], capsys, "was made from Python")
 
@@ -129,6 +157,15 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     source = str(Path(app.__file__).parents[2])
     command = [sys.executable, "-m", "banach", *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": source}, text=True, **options)
+
+
+def test_the_advice_after_a_stop_can_be_typed() -> None:
+    made = start(*SMALL, "--epochs", "500", "--out", "my run", stdout=subprocess.PIPE)
+    while not Path("my run/checkpoints").exists():
+        assert made.poll() is None
+        time.sleep(0.02)
+    made.send_signal(signal.SIGTERM)
+    assert "resume with: banach train --resume 'my run'" in made.communicate(timeout=60)[0]
 
 
 def test_no_one_reading_does_not_stop_the_training() -> None:
@@ -144,6 +181,14 @@ def test_a_pipe_in_the_place_of_data_is_not_waited_for(capsys: Any) -> None:
     Path("data/mnist").mkdir(parents=True)
     os.mkfifo("data/mnist/train-images-idx3-ubyte")
     refused(["train", "--data", "mnist", "--data-dir", "data"], capsys, "mnist")
+
+
+def test_a_refused_resume_leaves_the_record_of_the_run_that_goes_on(capsys: Any) -> None:
+    pytest.importorskip("tensorboard")
+    assert main([*SMALL, "--epochs", "1", "--out", "mine"]) == 0
+    with lock(Path("mine")):
+        refused(["train", "--resume", "mine"], capsys, "another process is training")
+    assert not list(Path("mine").rglob("events.out*"))
 
 
 def test_what_was_measured_is_shown_even_where_it_cannot_be_written(
@@ -172,19 +217,12 @@ def test_json_that_is_nested_too_deep_is_damage(name: str, capsys: Any) -> None:
     refused(command, capsys, name)
 
 
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_misspelt_folder_of_data_is_refused(command: str, capsys: Any) -> None:
+    refused(["data", command, "--data-dir", "/no/such/folder"], capsys, "there is no folder /no/such/folder")
+
+
 def test_a_seed_beyond_what_torch_takes_is_refused(capsys: Any) -> None:
     assert main([*SMALL, "--epochs", "1", "--out", "mine"]) == 0
     for seed in ("-1", "99999999999999999999999"):
         refused(["diagnose", "mine", "--seed", seed], capsys, "seed")
-
-
-def test_missing_test_images_are_reported_before_the_training(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mnist").mkdir()
-    digits = data.load("digits")
-    monkeypatch.setattr(Settings, "load", lambda *_: digits)  # as if those to train with were sound
-    monkeypatch.setenv("BANACH_CACHE", str(tmp_path / "no-cache"))
-    monkeypatch.delenv("BANACH_DATA", raising=False)
-    refused(["train", "--data", "mnist", "--data-dir", "."], capsys, "mnist has no t10k-images-idx3-ubyte; ")
-    assert not Path("runs").exists()

@@ -151,6 +151,21 @@ def test_the_papers_augmentation() -> None:
     assert erase == Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0), fill=0.0, attempts=10)
 
 
+@pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
+def test_an_image_does_not_depend_on_its_batch(augmentation: Augmentation) -> None:
+    x, u = batch(), draws(augmentation)
+    whole = augmentation.apply(x, u)
+    for i in (0, 17, 39):
+        torch.testing.assert_close(augmentation.apply(x[i : i + 1], u[i : i + 1])[0], whole[i], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
+def test_nothing_is_asked_of_the_host(augmentation: Augmentation) -> None:
+    """On the meta device there are no values to ask for."""
+    x, u = batch().to("meta"), draws(augmentation).to("meta")
+    assert augmentation.apply(x, u).shape == x.shape
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [

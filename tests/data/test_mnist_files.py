@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import struct
 from collections.abc import Callable
-from dataclasses import replace
-from hashlib import md5
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +19,10 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
 @pytest.fixture
 def files(tmp_path: Path, small: Callable, random_arrays: Callable) -> Path:
+    small(MNIST)
     for seed, (prefix, count) in enumerate((("train", 40), ("t10k", 20))):
         pixels, labels = random_arrays(count, (28, 28), seed)
         write(tmp_path / "mnist", prefix, pixels, labels)
-    sums = {path.name: md5(path.read_bytes()).hexdigest() for path in (tmp_path / "mnist").iterdir()}
-    small(MNIST, layouts=(replace(MNIST.layouts[0], md5=sums),))
     return tmp_path
 
 
@@ -43,7 +40,7 @@ def test_values_are_those_written(files: Path, random_arrays: Callable) -> None:
     assert got.pixels.shape == (40, 1, 28, 28)
     assert np.array_equal(got.pixels[:, 0].numpy(), pixels)
     assert np.array_equal(got.labels.numpy(), labels)
-    assert (got.name, got.title, got.split, len(got.classes)) == ("mnist", "MNIST", "train+validation", 10)
+    assert (got.name, got.title, got.split, got.num_classes) == ("mnist", "MNIST", "train+validation", 10)
     test_pixels, _ = random_arrays(20, (28, 28), 1)
     assert np.array_equal(load("mnist", "test", files).pixels[:, 0].numpy(), test_pixels)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
-from hashlib import md5
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from banach.data import DataError, cifar10, load, verify
+from banach.data import DataError, load, verify
 
 SIZES = {
     "mnist": (55_000, 5_000, 10_000),
@@ -69,16 +67,12 @@ def test_first_labels_of_mnist(real_data: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.slow
-def test_cifar_as_pickles_is_the_same(
-    real_data: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, sums = real_data("cifar10"), {}
+def test_cifar_as_pickles_is_the_same(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    root = real_data("cifar10")
     (tmp_path / "cifar-10-batches-py").mkdir()
     for path in (root / "cifar-10-batches-bin").iterdir():
         records = np.fromfile(path, np.uint8).reshape(-1, 3073)
-        batch = pickle.dumps({b"data": records[:, 1:].copy(), b"labels": records[:, 0].tolist()}, protocol=2)
-        (tmp_path / "cifar-10-batches-py" / path.stem).write_bytes(batch)
-        sums[path.stem] = md5(batch).hexdigest()
-    monkeypatch.setattr(cifar10, "PYTHON", replace(cifar10.PYTHON, md5=sums))
+        batch = {"data": records[:, 1:].copy(), "labels": records[:, 0].tolist()}
+        (tmp_path / "cifar-10-batches-py" / path.stem).write_bytes(pickle.dumps(batch, protocol=2))
     assert all(report.ok and report.title == "CIFAR-10" for report in verify("cifar10", tmp_path))
     assert torch.equal(load("cifar10", "validation", tmp_path).pixels, load("cifar10", "validation", root).pixels)

@@ -1,15 +1,13 @@
-"""CIFAR-10: the binary version, or the Python version, whose pickles are opened only with their published MD5."""
+"""CIFAR-10: the binary version, or the Python version through an unpickler that can only build arrays."""
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-import warnings
 from pathlib import Path
 
 import numpy as np
 
 from banach.data.dataset import Arrays, Damaged, DataSet, Download, Known, Layout
+from banach.data.pickles import load_arrays
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 SHAPE = (3, 32, 32)
@@ -18,32 +16,48 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def read_binary(part: str, paths: tuple[Path, ...]) -> Arrays:
-    """Read and join files of records: one label byte, then the pixels."""
-    for path in paths:
-        size = path.stat().st_size
-        if size == 0 or size % (1 + PIXELS):
-            raise Damaged(path, f"its {size:,} bytes are not a whole number of records of {1 + PIXELS:,}")
-    records = np.concatenate([np.fromfile(path, np.uint8) for path in paths]).reshape(-1, 1 + PIXELS)
-    return Arrays(records[:, 1:].reshape(-1, *SHAPE), records[:, 0])
+    """Read and join files of records."""
+    return _joined([_read_records(path) for path in paths])
 
 
 def read_python(part: str, paths: tuple[Path, ...]) -> Arrays:
-    """Read and join pickled dictionaries with an array `data` (N, 3072) and a list `labels`."""
-    batches = [_unpickled(path) for path in paths]
-    pixels, labels = (np.concatenate([batch[key] for batch in batches]) for key in (b"data", b"labels"))
-    return Arrays(pixels.reshape(-1, *SHAPE), labels.astype(np.uint8))
+    """Read and join pickled batches."""
+    return _joined([_read_pickle(path) for path in paths])
 
 
-def _unpickled(path: Path) -> dict[bytes, np.ndarray]:
-    """Open the publisher's own file only: another pickle could run any code."""
-    content = path.read_bytes()
-    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if digest != PYTHON.md5[path.name]:
-        raise Damaged(path, f"it has the MD5 {digest}, expected {PYTHON.md5[path.name]}, so it was not unpickled")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy deprecates what Python 2 wrote
-        batch: dict[bytes, np.ndarray] = pickle.loads(content, encoding="bytes")
-    return batch
+def _read_records(path: Path) -> Arrays:
+    """Read records: one label byte, then the pixels."""
+    size = path.stat().st_size
+    if size == 0 or size % (1 + PIXELS):
+        raise Damaged(path, f"its {size:,} bytes are not a whole number of records of {1 + PIXELS:,}")
+    records = np.fromfile(path, np.uint8).reshape(-1, 1 + PIXELS)
+    return _checked(path, records[:, 1:], records[:, 0])
+
+
+def _read_pickle(path: Path) -> Arrays:
+    """Read a dictionary with an array `data` (N, 3072) and a list `labels`."""
+    batch = load_arrays(path)
+    data, labels = batch.get("data"), batch.get("labels")
+    if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != PIXELS:
+        raise Damaged(path, f"it has no array 'data' of shape (N, {PIXELS})")
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        raise Damaged(path, "it has no list 'labels' of whole numbers")
+    if len(labels) != len(data):
+        raise Damaged(path, f"it holds {len(labels):,} labels and {len(data):,} images")
+    return _checked(path, data, np.clip(np.array(labels, dtype=object), -1, 255).astype(np.int16))
+
+
+def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> Arrays:
+    # Checked here, where the file is known.
+    if len(labels) and not (labels.min() >= 0 and labels.max() < len(CLASSES)):
+        worst = labels.max() if labels.max() >= len(CLASSES) else labels.min()
+        raise Damaged(path, f"it has a label of {worst}, expected 0 to {len(CLASSES) - 1}")
+    return Arrays(pixels, labels.astype(np.uint8))
+
+
+def _joined(batches: list[Arrays]) -> Arrays:
+    pixels = np.concatenate([batch.pixels for batch in batches])
+    return Arrays(pixels.reshape(-1, *SHAPE), np.concatenate([batch.labels for batch in batches]))
 
 
 BINARY = Layout(

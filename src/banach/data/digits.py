@@ -34,6 +34,8 @@ def read_mnist(part: str, paths: tuple[Path, ...]) -> Arrays:
     pixels, labels = _read_idx(paths[0], 3), _read_idx(paths[1], 1)
     if len(pixels) != len(labels):
         raise Damaged(paths[1], f"it holds {len(labels):,} labels, and {paths[0].name} {len(pixels):,} images")
+    if len(labels) and labels.max() > 9:
+        raise Damaged(paths[1], f"it has a label of {labels.max()}, expected 0 to 9")
     return Arrays(pixels[:, None], labels)
 
 
