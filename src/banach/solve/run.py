@@ -97,7 +97,7 @@ class Run:
     def _sprinted(self, state: State, now: np.ndarray, k: int) -> None:
         """Note what the last of k evaluations saw, which is what a check sees: every residual is the least one."""
         stats = self.seen = state.stats
-        self.busy = state.count > 0
+        self.busy = bool(state.count)
         if state.count == len(now):
             stats[:, 0], stats[:, 1] = now, k
         elif self.busy:

@@ -210,7 +210,7 @@ class State:
 @functools.lru_cache(maxsize=64)
 def _at_start(rows: int, samples: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
-    stats = np.full((3, rows, samples), np.inf, kind)
+    stats: np.ndarray = np.full((3, rows, samples), np.inf, kind)
     stats[:, 1] = 0
     return stats, np.ones(samples, bool)
 
