@@ -11,7 +11,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -113,14 +113,22 @@ class Space:
     device: torch.device
     coupled: bool
     autocast: bool
+    sizes: tuple[int, ...] = field(init=False)  # columns that each leaf takes in the matrix
+    is_matrix: bool = field(init=False)  # the latent is a matrix of rows already
+
+    def __post_init__(self) -> None:
+        start = 0 if self.coupled else 1
+        one = len(self.shapes) == 1 and isinstance(self.template, Tensor) and not self.coupled
+        object.__setattr__(self, "sizes", tuple([math.prod(shape[start:]) for shape in self.shapes]))
+        object.__setattr__(self, "is_matrix", one and len(self.shapes[0]) == 2 and self.dtype not in _SHORT)
 
     @staticmethod
     def of(z0: Latent, *, coupled: bool = False) -> Space:
         if isinstance(z0, Tensor):
-            kind = z0.device.type
-            autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
+            device = z0.device
+            autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)  # meta tensors have none
             make = _space.__wrapped__ if torch.compiler.is_compiling() else _space
-            return make(z0.shape, z0.dtype, z0.device, _is_channels_last(z0), coupled, autocast)
+            return make(z0.shape, z0.dtype, device, _is_channels_last(z0), coupled, autocast)
         parts = leaves(z0)
         if not parts:
             raise ValueError("z0 must hold at least one tensor, got an empty nest")
@@ -143,18 +151,6 @@ class Space:
     def samples(self) -> int:
         """How many samples stop on their own: the rows of the matrix."""
         return 1 if self.coupled else self.batch
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Columns that each leaf takes in the matrix."""
-        start = 0 if self.coupled else 1
-        return tuple(math.prod(shape[start:]) for shape in self.shapes)
-
-    @property
-    def is_matrix(self) -> bool:
-        """True if the latent is a matrix of rows already."""
-        one = len(self.shapes) == 1 and isinstance(self.template, Tensor)
-        return one and len(self.shapes[0]) == 2 and not self.coupled and self.dtype not in _SHORT
 
     @property
     def rows_dtype(self) -> torch.dtype:

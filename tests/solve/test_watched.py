@@ -118,6 +118,35 @@ def test_a_coupled_batch(T: Any, solver: Solver, rtol: float, monkeypatch: pytes
     assert bool(found.converged.all()) is (T is halving)
 
 
+LATE: dict[str, Any] = {  # what a slow sample does when the others have converged
+    "converges": lambda z, value: value,
+    "nan": lambda z, value: torch.where(z > 3, torch.nan, value),
+    "rises": lambda z, value: torch.where(z > 3, 3 * z, value),
+    "mixes": lambda z, value: value + 0.3 * torch.where(z[-1:] > 3, z[-1:], 0.0),
+}
+
+
+@pytest.mark.parametrize("max_steps", [4, 12, 100])
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+@pytest.mark.parametrize("late", LATE)
+def test_the_short_loop_finds_what_the_long_one_does(late: str, damping: float, max_steps: int) -> None:
+    rate = torch.linspace(0.05, 0.9, 8, dtype=torch.float64)[:, None].repeat(1, 5)
+    tolerance = Tolerance(atol=1e-3, max_steps=max_steps)
+
+    def once(record: bool) -> Solution:  # recording takes the long loop
+        inputs, z0 = (rate, torch.full_like(rate, 0.5)), torch.zeros_like(rate)
+        T = lambda z, rate, x: LATE[late](z, rate * z + x)  # noqa: E731
+        return solve(T, z0, Picard(damping), inputs=inputs, tolerance=tolerance, record=record)
+
+    short, long = once(False), once(True)
+    for name in ("value", "residual", "converged", "steps", "stalled", "nonfinite", "diverged"):
+        equal(getattr(short, name), getattr(long, name))
+    assert short.failures == long.failures
+    assert short.fault == long.fault
+    if max_steps == 100:
+        assert (short.fault is not None) is (late == "mixes")
+
+
 class Reusing(Euclidean):
     """A norm that writes all its values into the same memory."""
 

@@ -92,7 +92,7 @@ def solve(
         if is_exporting():
             state = run_exported(run, state)
         else:
-            k = run.sprint(state) if on_host and trace is None and on_step is None else 0
+            k = run.sprint(state, compact=compact) if on_host and trace is None and on_step is None else 0
             while run.busy and k < tolerance.max_steps:
                 k += 1
                 run.step(state, k, k)

@@ -49,7 +49,7 @@ class Run:
         self.whole: State | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
         # What host checks have seen: all numbers at the last one, how many samples were nonfinite, the residual at
-        # the first evaluation after a sample froze, and which samples rose above the tolerance after they froze.
+        # an evaluation soon after a sample froze, and which samples rose above the tolerance after they froze.
         self.seen: np.ndarray | None = None
         self.nonfinite = 0
         self.after: np.ndarray | None = None
@@ -60,33 +60,49 @@ class Run:
         memory = () if type(self.solver) is Picard else self.solver.start(rows)
         return State.start(rows, memory, relative=self.tolerance.rtol > 0, on_host=self.on_host)
 
-    def sprint(self, state: State) -> int:
-        """Take Picard steps while there is nothing to decide, and return how many evaluations were recorded.
+    def sprint(self, state: State, *, compact: bool) -> int:
+        """Take Picard steps while all residuals fall, and return how many.
 
-        The common case of `step` and `check` in a few lines, for small networks on a CPU: all samples are active,
-        better than before and above the tolerance. `step` finishes the evaluation that ended it.
+        The common case of `step` and `check` in a few lines, for small networks on a CPU: every active sample is
+        better than before, and every frozen one stays converged. `step` finishes the evaluation that ended it.
         """
         # These norms give new memory each time, in the type of the rows; not inside a torch.func transform.
         known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
-        most = self.tolerance.max_steps
-        if type(self.solver) is not Picard or not known or self.tolerance.rtol or not most or not len(state.z):
+        if type(self.solver) is not Picard or not known or self.tolerance.rtol:
             return 0
-        z, least, count, damping = state.z, state.least, len(state.z), self.solver.damping
-        evaluate, measure, space, atol = self.evaluate, self.measure, self.space, self.atol
-        counted, k = np.count_nonzero, 1
-        while True:
-            Tz = evaluate(z, first=k == 1)
-            r = Tz - z
-            residual = measure(r, space)
-            seen = to_numpy(residual)
-            if k >= most or counted(seen <= atol) or counted(seen < least) < count:
+        z, now, count, damping = state.z, state.least, state.count, self.solver.damping
+        evaluate, measure, space, counted = self.evaluate, self.measure, self.space, np.count_nonzero
+        atol = np.array(self.atol, now.dtype)  # compared faster than a float
+        most, k, left, below = self.tolerance.max_steps, 0, count, now
+        while left and k < most:
+            Tz = state.Tz = evaluate(z, first=not k)
+            seen = to_numpy(measure(Tz - z, space))
+            active, frozen = seen > atol, left < count
+            here = counted(active)
+            if counted(seen < below) < count or (compact and here < count):
+                state.pending = Tz - z, seen
                 break
-            state.best_z, least, k = z, seen, k + 1
-            z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write its next value into Tz
-        if k > 1:
-            state.stats[:, 0], state.stats[:, 1] = least, k - 1
-        state.z, state.Tz, state.pending = z, Tz, (r, seen)
-        return k - 1
+            state.best_z, now, k, left = z, seen, k + 1, here
+            # A copy of T(z), since T may write its next value into the same memory.
+            moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
+            z = torch.where(state.mask, moved, z) if frozen else moved
+            if left < count:
+                state.record(k, seen, active)
+            below = np.where(active, seen, atol) if 0 < left < count else seen
+        state.z = z
+        if k:
+            self._sprinted(state, now, k)
+        return k
+
+    def _sprinted(self, state: State, now: np.ndarray, k: int) -> None:
+        """Note what the last of k evaluations saw, which is what a check sees: every residual is the least one."""
+        stats = self.seen = state.stats
+        self.busy = bool(state.count)
+        if state.count == len(now):
+            stats[:, 0], stats[:, 1] = now, k
+        elif self.busy:
+            stats[1] = stats[0]
+            self.after = np.where(stats[0, 1] < k, now, np.nan)
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -135,10 +151,11 @@ class Run:
 
         A tensor made in inference mode does not count writes, so T gets a copy of z that does.
         """
-        if not torch.compiler.is_compiling() and z.is_inference():
+        compiling = torch.compiler.is_compiling()
+        if not compiling and z.is_inference():
             with torch.inference_mode(False):
                 z = z.clone()
-        given = [z, *leaves(self.inputs)] if self.inputs else [z]
+        given = [] if compiling else [z, *leaves(self.inputs)]  # Dynamo does not see the counts
         before = _versions(given)
         try:
             value = self.T(self.space.nest(z), *self.inputs)
@@ -301,6 +318,4 @@ def _numbers(space: Space, scale: float, reached: Any, met: np.ndarray, flags: A
 
 def _versions(tensors: list[Tensor]) -> Versions:
     """Return how often each tensor was written to; None where that is not counted."""
-    if torch.compiler.is_compiling():
-        return []
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -6,6 +6,7 @@ numbers, and on a GPU it saves the launch of several small kernels per step. The
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,10 +56,8 @@ class State:
     def start(z: Tensor, memory: Memory, *, relative: bool, on_host: bool) -> State:
         rows, samples = 3 if relative else 2, z.shape[0]  # not len(z), which export takes for a constant
         if on_host:
-            kind = np.float64 if z.dtype == torch.float64 else np.float32
-            stats: Array = np.full((3, rows, samples), np.inf, kind)
-            stats[:, 1] = 0
-            return State(z, z, np.ones(samples, bool), stats, memory)
+            unknown, everyone = _at_start(rows, samples, np.float64 if z.dtype == torch.float64 else np.float32)
+            return State(z, z, everyone.copy(), unknown.copy(), memory)
         stats = z.new_full((3, rows, samples), torch.inf)
         stats[:, 1] = 0
         return State(z, z.clone(), torch.ones(samples, dtype=torch.bool, device=z.device), stats, memory)
@@ -90,6 +89,13 @@ class State:
         better = self.residual < self.least
         _put(self.best, self.reached, better)
         self._keep_best(better)
+
+    def record(self, step: int, residual: np.ndarray, active: np.ndarray) -> None:
+        """Record residuals on the host, all of them finite, and set which samples are active from now on."""
+        self.now[0], self.now[1] = residual, step
+        np.copyto(self.reached, self.now, where=self.active)
+        self.active = active
+        self._recount()
 
     def _write_on_host(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         now = self.now
@@ -199,6 +205,14 @@ class State:
         best_z, active, *memory_now = (part.clone() for part in (best_z, active, *memory))
         stats = stats.permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
         return State(z, best_z, active, stats, tuple(memory_now))
+
+
+@functools.lru_cache(maxsize=64)
+def _at_start(rows: int, samples: int, kind: type) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
+    stats: np.ndarray = np.full((3, rows, samples), np.inf, kind)
+    stats[:, 1] = 0
+    return stats, np.ones(samples, bool)
 
 
 def _put(target: Array, source: Array, where: Array) -> None:
