@@ -135,3 +135,13 @@ def check_func_grad(mode: Mode, case: Case) -> None:
 
 def check_zero_cotangent(mode: Mode, case: Case) -> None:
     assert not gradient(mode, case, torch.zeros_like(case.cotangent())).any()
+
+
+CHECKS = [
+    check_gradient,
+    check_value,
+    check_no_gradient_to_z_star,
+    check_retain_graph,
+    check_used_many_times,
+    check_zero_cotangent,
+]

@@ -135,24 +135,21 @@ def batch_norm(batch: int = 4, n: int = 3) -> Case:
     return case("batch norm", build, theta, torch.zeros(batch, n, dtype=torch.float64), coupled=True)
 
 
-def scalar() -> Case:
-    """A 0-d latent: one sample."""
-
+def _cosine(name: str, d: Tensor) -> Case:
     def build(a: Tensor, d: Tensor) -> Any:
         return lambda z, d: 0.5 * torch.cos(a * z) + d, (d,)
 
-    theta = (torch.tensor(0.7, dtype=torch.float64), torch.tensor(0.2, dtype=torch.float64))
-    return case("scalar", build, theta, torch.zeros((), dtype=torch.float64))
+    return case(name, build, (torch.tensor(0.7, dtype=torch.float64), d), torch.zeros_like(d))
+
+
+def scalar() -> Case:
+    """A 0-d latent: one sample."""
+    return _cosine("scalar", torch.tensor(0.2, dtype=torch.float64))
 
 
 def vector(batch: int = 4) -> Case:
     """One number per sample: a latent of shape (batch,)."""
-
-    def build(a: Tensor, d: Tensor) -> Any:
-        return lambda z, d: 0.5 * torch.cos(a * z) + d, (d,)
-
-    theta = (torch.tensor(0.7, dtype=torch.float64), normal(batch, seed=29))
-    return case("vector", build, theta, torch.zeros(batch, dtype=torch.float64))
+    return _cosine("vector", normal(batch, seed=29))
 
 
 def feedforward(batch: int = 3, n: int = 4) -> Case:

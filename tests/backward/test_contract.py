@@ -6,29 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from backward.contracts_backward import (
-    CHECKPOINTED,
-    MODES,
-    check_func_grad,
-    check_gradient,
-    check_no_gradient_to_z_star,
-    check_retain_graph,
-    check_used_many_times,
-    check_value,
-    check_zero_cotangent,
-    name,
-)
+from backward.contracts_backward import CHECKPOINTED, CHECKS, MODES, check_func_grad, name
 from backward.maps_backward import Case, all_cases
 from banach import Mode
-
-CHECKS = [
-    check_gradient,
-    check_value,
-    check_no_gradient_to_z_star,
-    check_retain_graph,
-    check_used_many_times,
-    check_zero_cotangent,
-]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

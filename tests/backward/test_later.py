@@ -26,10 +26,12 @@ from banach import (
     Tolerance,
     Unroll,
     diagnose,
+    fixed_point,
 )
 from banach.backward import Mode
 
 TIGHT = Tolerance(atol=1e-13, max_steps=999)
+ADJOINT = Tolerance(atol=0, rtol=1e-10, max_steps=200)
 LATER: tuple[Mode, ...] = (Implicit(), Unroll(100, checkpoint=True))
 
 
@@ -51,8 +53,16 @@ def network(R: nn.Module, mode: Mode) -> Any:
     return ImplicitNetwork(nn.Linear(3, 6), R, nn.Linear(6, 2), tolerance=TIGHT, backward=mode).double()
 
 
+def bare(mode: Mode) -> Any:
+    return ImplicitNetwork(nn.Flatten(), Cell(), nn.Identity(), tolerance=TIGHT, backward=mode).double()
+
+
 def images() -> Tensor:
     return torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def latents() -> Tensor:
+    return torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def gradient(net: Any) -> Tensor:
@@ -117,6 +127,90 @@ def test_weights_that_were_changed_in_place_are_refused(mode: Mode) -> None:
         loss.backward()
 
 
+def test_one_buffer_for_two_passes_is_refused() -> None:
+    net, buffer = bare(Implicit()), latents()
+    loss = net(buffer).square().sum()
+    buffer.mul_(2)
+    loss = loss + net(buffer).square().sum()
+    with pytest.raises(RuntimeError, match=r"an input of T \(1\) was changed in place between the forward"):
+        loss.backward()
+
+
+def closed(T: Any, x: Any, mode: Mode = Implicit()) -> Tensor:
+    return fixed_point(T, torch.zeros_like(latents()), inputs=(x,), tolerance=TIGHT, backward=mode)
+
+
+def test_changed_inputs_in_a_nest_are_refused() -> None:
+    a, x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True), {"x": [latents()]}
+    z = closed(lambda z, x: torch.tanh(a * z + x["x"][0]), x)
+    x["x"][0].zero_()
+    with pytest.raises(RuntimeError, match="was changed in place between"):
+        z.sum().backward()
+
+
+def test_inference_tensors_are_not_counted() -> None:
+    with torch.inference_mode():
+        x = latents()
+    a = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    closed(lambda z, v: torch.tanh(a * z) + v.clone(), x).sum().backward()
+    assert a.grad is not None
+
+
+def test_with_no_steps_T_is_not_evaluated_again() -> None:
+    a, x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True), latents()
+    z = closed(lambda z, x: a * z + x, x, Implicit(tolerance=Tolerance(max_steps=0, check_every=0)))
+    x.zero_()
+    z.sum().backward()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_running_statistics_and_accumulated_gradients_are_no_change(norm: bool) -> None:
+    net = network(Cell(norm), Implicit()).train()
+    weight = net.R.linear.weight
+    losses = [net(x).square().sum() for x in (images(), 2 * images())]
+    for loss in (*losses, losses[0]):
+        loss.backward(retain_graph=True)
+    one, two = (torch.autograd.grad(loss, weight)[0] for loss in losses)
+    torch.testing.assert_close(weight.grad, 2 * one + two)
+
+
+def recorded(net: Any) -> Tensor:
+    """The gradient of a plain loop, recorded whole."""
+    net.zero_grad()
+    v = net.Q(images())
+    u = torch.zeros_like(v)
+    for _ in range(120):
+        u = net.R(u, v)
+    net.S(u).square().sum().backward()
+    return gradient(net)
+
+
+def test_weights_that_are_made_in_the_pass_are_no_change() -> None:
+    cell = Cell()
+    cell.linear = nn.LazyLinear(6, dtype=torch.float64)
+    net = network(cell, Implicit())
+    net(images()).square().sum().backward()
+    torch.testing.assert_close(gradient(net), recorded(net), rtol=1e-6, atol=1e-9)
+
+
+def test_around_an_inner_implicit_network_normal_cg_says_what_to_use() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = bare(Implicit(tolerance=ADJOINT))
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.4 * torch.tanh(self.inner(u + v) + v)
+
+    net = network(Outer(), Implicit())
+    with pytest.raises(RuntimeError, match=r"NormalCG around an R .* GMRES\(\) and Anderson\(\) do not"):
+        net(images()).square().sum().backward()
+    net.zero_grad()
+    net.backward = Implicit(GMRES(), ADJOINT)
+    net(images()).square().sum().backward()
+    torch.testing.assert_close(gradient(net), recorded(net), rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("mode", [JFB(), Neumann(2), Implicit()], ids=str)
 def test_parametrised_weights_that_are_cached_get_their_gradient(mode: Mode) -> None:
     found = []
@@ -139,12 +233,7 @@ def test_a_batch_norm_that_Q_and_R_share() -> None:
     net.Q = nn.Sequential(net.Q, net.R.norm)
     other = copy.deepcopy(net)
     net(images()).square().sum().backward()
-    v = other.Q(images())
-    u = torch.zeros_like(v)
-    for _ in range(60):
-        u = other.R(u, v)
-    other.S(u).square().sum().backward()
-    torch.testing.assert_close(gradient(net), gradient(other), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradient(net), recorded(other), rtol=1e-6, atol=1e-9)
 
 
 class Attention(nn.Module):
@@ -222,7 +311,6 @@ class Once(Sine):
 
 
 METHODS = [NormalCG(), GMRES(), Picard(), Anderson(), Broyden()]
-ADJOINT = Tolerance(atol=0, rtol=1e-10, max_steps=200)
 
 
 def hooked(calls: list[int]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from banach.diagnose import contraction_factor, is_coupled
-from banach.diagnose.jacobian import LinearMap, largest_singular_value
+from banach.diagnose.jacobian import jacobian as jacobian_of
+from banach.diagnose.jacobian import largest_singular_value
+from banach.latent import Space
+from problems import normal
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "max_steps": 500}
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def matrices(z: Tensor, A: Tensor) -> Tensor:
@@ -139,7 +139,9 @@ def test_a_nonfinite_sample_is_nan_and_alone_in_it() -> None:
 
 def test_rectangular_jacobian() -> None:
     A = normal(3, 7, 4, seed=12)
-    J = LinearMap.of(lambda x: torch.einsum("bij,bj->bi", A, x), torch.zeros(3, 4, dtype=torch.float64))
+    target = Space.of(torch.zeros(3, 7, dtype=torch.float64))
+    x = torch.zeros(3, 4, dtype=torch.float64)
+    J = jacobian_of(lambda x: torch.einsum("bij,bj->bi", A, x), x, target=target)
     v, w = normal(3, 4, seed=13), normal(3, 7, seed=14)
     torch.testing.assert_close(J.forward(v), torch.einsum("bij,bj->bi", A, v))
     torch.testing.assert_close(J.transposed(w), torch.einsum("bij,bi->bj", A, w))
@@ -152,9 +154,24 @@ def test_is_coupled() -> None:
     bn = nn.BatchNorm1d(3).double()
     assert is_coupled(bn, z)
     assert not is_coupled(bn.eval(), z)
-    assert not is_coupled(lambda z: torch.tanh(z), z)
-    assert is_coupled(lambda z: z - z.mean(0), z)
     assert not is_coupled(lambda z: z - z.mean(0), z[:1])  # one sample has nobody to depend on
+    assert not is_coupled(lambda z: z - z.mean(0), z[:0])
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5, 8])
+def test_is_coupled_sees_every_pair_in_either_direction(batch: int) -> None:
+    z = normal(batch, 3)
+    assert not is_coupled(lambda z: torch.tanh(z) / 2, z)
+    for i, j in itertools.permutations(range(batch), 2):
+        W = 0.5 * torch.eye(batch, dtype=torch.float64)
+        W[i, j] += 0.2
+        assert is_coupled(lambda z, W: torch.tanh(W @ z), z, (W,)), (i, j)
+
+
+def test_is_coupled_in_a_nest() -> None:
+    z, x = {"a": normal(4, 2), "b": normal(4, seed=1)}, normal(4, 2, seed=2)
+    assert not is_coupled(lambda z, x: {"a": z["a"] * x, "b": z["b"] / 2}, z, (x,))
+    assert is_coupled(lambda z, x: {"a": z["a"] * x, "b": z["b"] / 2 + z["a"].roll(2, 0).sum(1)}, z, (x,))
 
 
 def test_refusals() -> None:
@@ -169,4 +186,4 @@ def test_refusals() -> None:
     with pytest.raises(RuntimeError, match="give the module itself as T"):
         contraction_factor(lambda z: bn(z), z, coupled=True)
     with pytest.raises(ValueError, match="keep the batch axis: 2 samples became 1"):
-        LinearMap.of(lambda x: x.sum(0, keepdim=True), z)
+        jacobian_of(lambda x: x.sum(0, keepdim=True), z, target=Space.of(z[:1]))

@@ -1,13 +1,21 @@
-"""observed_rate on traces whose rate is known; Banach's bound against the true error."""
+"""The observed rate, of known traces and of iterations that diverge; Banach's bound against the true error."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from banach import RMS, Euclidean, Picard, Solution, Tolerance, solve
-from banach.diagnose import contraction_factor, error_bound, observed_rate
+from banach import RMS, Euclidean, ImplicitNetwork, Picard, Solution, Status, Tolerance, solve
+from banach.diagnose import (
+    ContractionMonitor,
+    ContractionWarning,
+    contraction_factor,
+    error_bound,
+    measure_contraction,
+    observed_rate,
+    verdict,
+)
 
 
 def column(*residuals: float) -> Tensor:
@@ -59,6 +67,11 @@ def test_corners() -> None:
     torch.testing.assert_close(diverged, torch.tensor([2.0], dtype=torch.float64))
 
 
+def test_rounding_that_goes_above_the_floor_and_back_is_still_rounding() -> None:
+    trace = column(1, 0.1, 0.01, 0.001, 0.0005, 0.0012, 0.0009, 0.0011, 0.0090, 0.0002)
+    torch.testing.assert_close(observed_rate(trace, floor=0.001), column(0.1)[0])
+
+
 def test_sigma_above_one_while_the_iteration_converges() -> None:
     A = torch.tensor([[0.5, 2.0], [0.0, 0.4]], dtype=torch.float64)
     found, _ = picard(A, 100)
@@ -99,3 +112,78 @@ def test_refusals() -> None:
         observed_rate(torch.ones(3, 1), last=0)
     with pytest.raises(ValueError, match=r"gamma must be at least 0, got -0\.5"):
         error_bound(torch.ones(1), -0.5)
+
+
+# Networks that diverge, circle, or leave a point that they started near.
+
+
+class Affine(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return self.gain * u + v
+
+
+class Flip(nn.Module):
+    """v - tanh(3 (u - v)): u = v is a fixed point, of slope -3, and all else ends in a circle of two."""
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return v - torch.tanh(3 * (u - v))
+
+
+def network(R: nn.Module, tolerance: Tolerance = Tolerance()) -> ImplicitNetwork:
+    return ImplicitNetwork(nn.Identity(), R, nn.Identity(), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("gain", [0.9, 1.05, 1.5, 2.5])
+@pytest.mark.parametrize("max_steps", [50, 500])
+def test_the_rate_is_the_gain(gain: float, dtype: torch.dtype, max_steps: int) -> None:
+    measured = measure_contraction(
+        network(Affine(gain), Tolerance(max_steps=max_steps)), torch.ones(2, 8, dtype=dtype)
+    )
+    torch.testing.assert_close(measured.rate, torch.full((2,), gain, dtype=dtype), rtol=2e-3, atol=0)
+    assert measured.contracts is (gain < 1)
+    assert ("does not converge on 2 of 2 samples" in verdict(measured)) is (gain > 1)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-8])
+@pytest.mark.parametrize("near", [True, False])
+def test_a_circle_of_two_that_begins_small(scale: float, near: bool) -> None:
+    """From near the fixed point it diverges, and the best iterate is its start; from elsewhere it circles."""
+
+    class Circle(nn.Module):
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return v - torch.tanh(3 * u)
+
+    net, d = network(Circle(), Tolerance(atol=0, rtol=1e-3)), scale * torch.ones(2, 8)
+    if not near:
+        net.start = torch.ones_like
+    measured = measure_contraction(net, d)
+    assert (measured.rate - 1).abs().max() < 1e-4
+    if near:
+        torch.testing.assert_close(measured.residual, d[:, 0])
+    else:
+        assert (measured.residual > 1.9).all()
+        assert (measured.sigma < 1).all(), "the slope where it circles is small: sigma alone would be wrong"
+    assert not measured.contracts
+    assert verdict(measured).startswith("The iteration does not converge on 2 of 2 samples")
+    with pytest.warns(ContractionWarning, match="The iteration does not converge on 2 of 2"):
+        ContractionMonitor()(net, d)
+
+
+def test_an_iteration_that_leaves_a_point_at_rounding() -> None:
+    """Its first residual is 5e-7 of T(u), which is rounding; those that follow are not."""
+    v = torch.ones(2, 8)
+    measured = measure_contraction(network(Flip(), Tolerance(atol=0, max_steps=51)), v, v + 1e-7)
+    assert measured.solution.status == (Status.MAX_STEPS,) * 2
+    assert (measured.rate - 1).abs().max() < 1e-4
+    assert not measured.contracts
+
+
+def test_nothing_measured() -> None:
+    net = network(Affine(0.5))
+    assert measure_contraction(net, torch.ones(0, 3)).rate.shape == (0,)
+    assert measure_contraction(net, torch.ones(2, 3), steps=0).rate.isnan().all()

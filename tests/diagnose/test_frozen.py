@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import banach
 from banach.diagnose import (
     ContractionMonitor,
     descent_check,
@@ -101,8 +100,3 @@ def test_on_cuda(conv: Any, digits: Any) -> None:
     net.eval()
     host = measure_contraction(copy.deepcopy(net).cpu(), images.cpu())
     torch.testing.assert_close(measure_contraction(net, images).sigma.cpu(), host.sigma)
-
-
-def test_public_names_are_here() -> None:
-    missing = [name for name in banach.diagnose.__all__ if not hasattr(banach.diagnose, name)]
-    assert not missing

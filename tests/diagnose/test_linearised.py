@@ -143,7 +143,7 @@ def test_refusals(tiny: Any, data: Tensor) -> None:
     with pytest.raises(ValueError, match="S must share no weights with Q and R, got 1 shared"):
         linearise(tied, data[:1], squares)
     bare = ImplicitNetwork(lambda d: d, lambda u, v: 0.5 * u + v, lambda u: u)
-    with pytest.raises(ValueError, match="needs weights in Q or R"):
+    with pytest.raises(ValueError, match="got none in Q, R and S"):
         linearise(bare, data[:1], squares)
     several = ImplicitNetwork(nn.Linear(4, 2).double(), lambda u, v: 0.5 * u + v, lambda u: (u, u))
     with pytest.raises(TypeError, match="S must return one tensor to be linearised, got tuple"):

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.diagnose import Linearised, conditioning, corollary, identity, lemma, theorem
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from problems import normal
 
 
 def random_case(seed: int, n: int = 4, c: int = 2, p: int = 9) -> Linearised:

@@ -99,7 +99,7 @@ class Adjoint:
 
     def size(self, rows: Tensor) -> Tensor:
         """(samples,): the norm of the tolerance."""
-        norm, space, axes = self.tolerance.norm, self.jacobian.space, self.jacobian.axes
+        norm, space, axes = self.tolerance.norm, self.jacobian.source, self.jacobian.axes
         return axes.plain(norm.measure(axes.mapped(rows), space)) * norm.scale(space)
 
     def rounding(self, w: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -14,53 +14,59 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
-from banach.solve import Map
 
 
 class Jacobian:
-    """J = dT/dz at z, as products with rows: one evaluation of T, then none.
+    """J = df/dx at x, as products with rows: one evaluation of f, then none.
 
-    `products` counts one for every sample of a batched product. J' is the pullback of T, and J the pullback
+    `products` counts one for every sample of a batched product. J' is the pullback of f, and J the pullback
     of that: J' is linear, so one recorded product with it is enough, at any vector. (Forward mode would
-    evaluate T again for every product.) Call it without gradients, or T's graph is recorded once more.
-    Rows come and go in units of their own, `unit` (samples,); T sees them in common ones. They are plain; T sees
-    them with the axes that vmap put on z or on a cotangent.
+    evaluate f again for every product.) Rows are in units of their own, `unit` (samples, 1), and f sees them in
+    common ones. They are plain; f sees them with the axes that vmap put on x or on a cotangent.
     """
 
     def __init__(
-        self, T: Map, z: Latent, inputs: tuple[Any, ...], space: Space, unit: Tensor, axes: Axes = Axes()
+        self,
+        f: Callable[[Any], Latent],
+        x: Latent,
+        source: Space,
+        target: Space | None = None,
+        *,
+        unit: Tensor | float = 1.0,
+        axes: Axes = Axes(),
     ) -> None:
-        def fixed(z: Latent) -> Latent:
-            """T at fixed inputs, in the structure of z; under autocast in its type too."""
-            parts = leaves_like(space.template, T(z, *inputs), "T")
-            return rebuild(space.template, [part.to(space.dtype) for part in parts])
-
-        self.space, self.axes, self.products, self.unit = space, axes, 0, unit[:, None]
-        with eagerly(), explained(_ADVICE):
-            self._pullbacks = Pullbacks(fixed, z)
+        target = source if target is None else target
+        self.source, self.target, self.unit, self.axes, self.products = source, target, unit, axes, 0
+        with torch.no_grad(), eagerly(), explained(_EVER):
+            self._pullbacks = Pullbacks(lambda x: _typed(f(x), target), x)  # no cycle by way of self
 
     def transposed(self, w: Tensor, *, record: bool = False) -> Tensor:
-        """J' w. `record=True` keeps what `forward` needs, which would otherwise cost a product of its own."""
-        nest = self._hand_over(w)
-        with explained(_ADVICE):
+        """J' w. `record=True` keeps what `forward` needs, which would otherwise cost another product."""
+        nest = self._to_nest(w, self.target)
+        with explained(_EVER):
             product = self._pullbacks.record(nest) if record else self._pullbacks.pull(nest)
-        return self._take_back(product[0], "J'")
+        return self._to_rows(product[0], self.source, "J'")
 
     def forward(self, v: Tensor) -> Tensor:
         """J v."""
         if self._pullbacks.push is None:
-            self.transposed(v, record=True)
-        return self._take_back(self._pullbacks.forward(self._hand_over(v)), "J")
+            self.transposed(v.new_ones(len(v), sum(self.target.sizes)), record=True)
+        return self._to_rows(self._pullbacks.forward(self._to_nest(v, self.source)), self.target, "J")
 
-    def _hand_over(self, rows: Tensor) -> Latent:
-        self.products += self.space.batch * self.axes.count
-        return self.space.nest(self.axes.mapped(rows * self.unit))
+    def _to_nest(self, rows: Tensor, space: Space) -> Latent:
+        self.products += space.batch * self.axes.count
+        return space.nest(self.axes.mapped(rows * self.unit))
 
-    def _take_back(self, product: Latent, what: str) -> Tensor:
-        return self.axes.plain(self.space.rows(product, what)) / self.unit
+    def _to_rows(self, product: Latent, space: Space, what: str) -> Tensor:
+        return self.axes.plain(space.rows(product, what)) / self.unit
 
 
-_ADVICE = "use ImplicitNetwork, which keeps them, or eval mode"
+def _typed(value: Latent, space: Space) -> Latent:
+    """The value in the structure and the dtype of the space: autocast may have shortened parts of it."""
+    parts = leaves_like(space.template, value, "T")
+    return rebuild(space.template, [part.to(space.dtype) for part in parts])
+
+
 # What torch.func says of hooks and old autograd.Functions, and of LSTMs; plain autograd takes them.
 _REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
 
@@ -91,7 +97,7 @@ class Pullbacks:
             product, self.push = self._vjp(self._pull, w)[:2]
             return product
 
-        with _twice():
+        with explained(_TWICE):
             product = self._retried(recorded)
             if self._vjp is plain_vjp:
                 self._check_forward(w, product[0])
@@ -100,7 +106,7 @@ class Pullbacks:
     def forward(self, v: Latent) -> Latent:
         """J v."""
         assert self.push is not None, "a product with J' is recorded first"
-        with _twice():
+        with explained(_TWICE):
             try:
                 return self.push((v,))[0]
             except RuntimeError as error:
@@ -188,38 +194,30 @@ def eagerly() -> Iterator[None]:
                 stance.__exit__(None, None, None)
 
 
-@contextmanager
-def explained(advice: str) -> Iterator[None]:
-    """Say in our words why a map cannot be differentiated."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mutate a captured Tensor" in str(error):
-            raise RuntimeError(
-                "T writes to a tensor that it closes over, such as the running statistics of a batch norm in "
-                f"train mode: {advice}"
-            ) from error
-        if "saved tensor hooks" in str(error):
-            raise RuntimeError(
-                "T holds a checkpoint, which cannot be recomputed at every product with its Jacobian: take it "
-                "out, or train with JFB(), Neumann() or Unroll(), which need no such product"
-            ) from error
-        raise
-
-
-# What torch says of an operation without a second derivative.
-_ONCE = ("is not implemented", "once_differentiable", "ouble backward")
+# Why a map cannot be differentiated: our sentences, and the words of torch's that they replace.
+_WRITES = (
+    "T writes to a tensor that it closes over, such as the running statistics of a batch norm in train mode: use "
+    "ImplicitNetwork, which keeps them, or eval mode; to measure a module, give the module itself as T"
+)
+_CHECKPOINT = (
+    "T holds a checkpoint, which cannot be recomputed at every product with its Jacobian: take it out, or train "
+    "with JFB(), Neumann() or Unroll(), which need no such product"
+)
+_ONCE = (
+    "products with J, which NormalCG() needs, take second derivatives of T, and an operation in T has none: use "
+    "Implicit(GMRES()), or Anderson() as its method, which take products with J' alone"
+)
+_EVER = {"mutate a captured Tensor": _WRITES, "saved tensor hooks": _CHECKPOINT}
+_TWICE = dict.fromkeys(("is not implemented", "once_differentiable", "ouble backward"), _ONCE)
 
 
 @contextmanager
-def _twice() -> Iterator[None]:
-    """Name the methods that need no second derivative, where T has none."""
+def explained(causes: Mapping[str, str]) -> Iterator[None]:
+    """Replace torch's message by ours where the cause is one of these."""
     try:
         yield
     except RuntimeError as error:
-        if any(words in str(error) for words in _ONCE):
-            raise RuntimeError(
-                "products with J, which NormalCG() needs, take second derivatives of T, and an operation in T has "
-                "none: use Implicit(GMRES()), or Anderson() as its method, which take products with J' alone"
-            ) from error
+        for words, sentence in causes.items():
+            if words in str(error):
+                raise RuntimeError(sentence) from error
         raise

@@ -65,7 +65,8 @@ class Problem:
         right = torch.where(finite[:, None], g, 0.0)
         unit = units(right)
         common = unit.amax() if len(unit) else 1.0
-        jacobian = Jacobian(self.T, self.z_star, self.inputs, self.space, unit / common, axes)
+        scale = (unit / common)[:, None]
+        jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, unit=scale, axes=axes)
         equation = Adjoint(
             *(jacobian, self.tolerance, self.eps, right / unit[:, None], unit), tangent=tangent, zero=self.zero
         )

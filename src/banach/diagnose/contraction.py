@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from banach.backward.jacobian import Jacobian
 from banach.backward.mode import check_count
-from banach.diagnose.frozen import NetworkMap, check_network, network_map, unchanging, undisturbed
-from banach.diagnose.jacobian import LinearMap, largest_singular_value
+from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, undisturbed
+from banach.diagnose.jacobian import jacobian, largest_singular_value, random_rows
 from banach.latent import Latent, Space
 from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
 from banach.solve.context import rounding
@@ -36,8 +37,7 @@ def contraction_factor(
     at most `max_steps` costs one product with J and one with J'.
     """
     with undisturbed(T, z, inputs):
-        held = unchanging(T) if isinstance(T, nn.Module) else T
-        J = LinearMap.of_map(held, z, tuple(inputs), coupled=coupled)
+        J = _jacobian(T, z, inputs, coupled=coupled)
         return J.source.spread(largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
 
 
@@ -48,17 +48,20 @@ def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0
     with J and one with J'.
     """
     with undisturbed(T, z, inputs), torch.no_grad():
-        held = unchanging(T) if isinstance(T, nn.Module) else T
-        J = LinearMap.of_map(held, z, tuple(inputs))
-        generator = torch.Generator().manual_seed(seed)
-        probe = torch.rand(J.source.samples, sum(J.source.sizes), generator=generator, dtype=torch.float64)
-        probe = probe.to(J.source.device, J.source.rows_dtype) + 0.5
+        J = _jacobian(T, z, inputs)
+        probe = random_rows(J.source, seed).abs() + 0.5
         number = torch.arange(len(probe), device=probe.device)
         digits = max(len(probe) - 1, 0).bit_length()
         return any(_crosses(J, probe, number >> digit & 1 == 1) for digit in range(digits))
 
 
-def _crosses(J: LinearMap, probe: Tensor, group: Tensor) -> bool:
+def _jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool = False) -> Jacobian:
+    held = unchanging(T) if isinstance(T, nn.Module) else T
+    fixed = [plain(part) for part in inputs]
+    return jacobian(lambda x: held(x, *fixed), z, coupled=coupled)
+
+
+def _crosses(J: Jacobian, probe: Tensor, group: Tensor) -> bool:
     """Does the derivative lead from these samples to the others, or from the others to these?"""
     inside = torch.where(group[:, None], probe, 0.0)
     return any(bool((product(inside)[~group] != 0).any()) for product in (J.forward, J.transposed))
@@ -98,6 +101,12 @@ class Contraction:
         return self.violations == 0
 
 
+def worst(values: Tensor) -> float:
+    """Return the largest value that is not NaN; NaN if there is none."""
+    known = values[~values.isnan()]
+    return float(known.max()) if len(known) else float("nan")
+
+
 def measure_contraction(
     net: Any,
     d: Any,
@@ -112,7 +121,6 @@ def measure_contraction(
 
     sigma is measured where the network's own solver stops; the rate over at most `steps` undamped Picard steps.
     """
-    check_network(net)
     with undisturbed(net, d), torch.no_grad():
         held = network_map(net, d, z0)
         sigma = contraction_factor(
@@ -138,16 +146,8 @@ def _rate(held: NetworkMap, norm: Norm, steps: int) -> Tensor:
     def note(k: int, u: Latent) -> None:  # of undamped Picard the next u is T(u)
         sizes.append(_size(space.rows(u), space, norm))
 
-    found = solve(
-        held.T,
-        held.z0,
-        Picard(),
-        inputs=held.inputs,
-        tolerance=tolerance,
-        coupled=held.coupled,
-        record=True,
-        on_step=note,
-    )
+    seen: dict[str, Any] = {"inputs": held.inputs, "coupled": held.coupled, "record": True, "on_step": note}
+    found = solve(held.T, held.z0, Picard(), tolerance=tolerance, **seen)
     assert found.trace is not None
     if not len(found.trace):
         return observed_rate(found.trace)

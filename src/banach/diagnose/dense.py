@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from banach.backward import JFB
-from banach.diagnose.descent import gradient, tight_implicit
-from banach.diagnose.frozen import Frozen, check_network, plain, undisturbed
+from banach.diagnose.descent import gradient, tight_implicit, trained_weights
+from banach.diagnose.frozen import Frozen, undisturbed
 from banach.latent import Latent, Space, leaves_like, rebuild
-from banach.network import as_inputs
 
 LIMIT = 2**24  # entries of M and J~ together: 128 MiB in float64
 
@@ -60,17 +59,13 @@ def linearise(net: Any, d: Any, loss: Callable[[Any], Tensor], z0: Latent | None
 
     The fixed point is solved tightly first. Networks too large for dense matrices are refused.
     """
-    check_network(net)
-    theta_S, theta_T = _weights(net)
-    weights = [*theta_S, *theta_T]
     with undisturbed(net, d):
         frozen = Frozen(net)
+        theta_S, theta_T = _weights(net)
+        weights = [*theta_S, *theta_T]
         with torch.enable_grad():
-            v = frozen.Q(*plain(as_inputs(d)))
-        z0, found = frozen.find(v, z0)
-        u = frozen.find(v, found.value, tolerance=frozen.tight(z0))[1].value
-        with torch.no_grad():
-            frozen.T(u, v)  # draws the masks, had the solves evaluated nothing
+            v, _, final = frozen.settle(d, z0)
+        u = final.value
         space = _one_sample(u)
         rows = space.rows(u)
         J, dT, y, dS_du, dS = _blocks(frozen, v, rows, space, (theta_S, theta_T))
@@ -107,18 +102,12 @@ def _blocks(
 
 def _jacobian(value: Tensor, u: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """dvalue/du and dvalue/dweights, one row at a time: slow, and no operation is unsupported."""
-    inputs = [u, *weights]
-    if not value.requires_grad:
-        rows = [torch.cat([torch.zeros_like(x).flatten() for x in inputs])] * len(value)
-    else:
-        rows = [_row(entry, inputs) for entry in value]
-    both = torch.stack(rows)
+
+    def row(entry: Tensor) -> Tensor:
+        return _flat(torch.autograd.grad(entry, [u, *weights], retain_graph=True, materialize_grads=True))
+
+    both = torch.stack([row(entry) for entry in value])
     return both[:, : u.numel()], both[:, u.numel() :]
-
-
-def _row(entry: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    found = torch.autograd.grad(entry, inputs, retain_graph=True, allow_unused=True)
-    return _flat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)])
 
 
 def _output_gradient(loss: Callable[[Any], Tensor], y: Tensor) -> Tensor:
@@ -129,10 +118,10 @@ def _output_gradient(loss: Callable[[Any], Tensor], y: Tensor) -> Tensor:
 
 def _weights(net: Any) -> tuple[list[Tensor], list[Tensor]]:
     """theta_S and theta_T: what S is trained by, and what Q and R are; the theory needs them apart."""
-    parts = [getattr(net, name) for name in ("S", "Q", "R")]
-    S, Q, R = (_trainable(part) for part in parts)
-    T = list(dict.fromkeys([*Q, *R]))
-    shared = len({id(weight) for weight in S} & {id(weight) for weight in T})
+    owners = trained_weights(net)
+    S = [weight for weight, parts in owners.items() if "S" in parts]
+    T = [weight for weight, parts in owners.items() if parts - {"S"}]
+    shared = len(S) + len(T) - len(owners)
     if shared:
         raise ValueError(
             f"S must share no weights with Q and R, got {shared} shared: the paper assumes them apart"
@@ -140,11 +129,6 @@ def _weights(net: Any) -> tuple[list[Tensor], list[Tensor]]:
     if not T:
         raise ValueError("linearise needs weights in Q or R that require a gradient, got none")
     return S, T
-
-
-def _trainable(part: Any) -> list[Tensor]:
-    weights = part.parameters() if isinstance(part, nn.Module) else ()
-    return [weight for weight in weights if weight.requires_grad]
 
 
 def _one_sample(u: Latent) -> Space:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from banach.backward import Implicit, Mode
-from banach.diagnose.frozen import Frozen, close, plain, undisturbed
+from banach.diagnose.frozen import Frozen, close, undisturbed
 from banach.latent import Latent, Space, detach
-from banach.network import as_inputs
 from banach.solve import Solution, Tolerance
 
 
@@ -77,11 +76,9 @@ def descent_checks(
     with undisturbed(net, d):
         frozen = Frozen(net)
         with torch.enable_grad():
-            v = frozen.Q(*plain(as_inputs(d)))
-        z0, found = frozen.find(v, z0)
-        final = frozen.find(v, found.value, tolerance=tolerance or frozen.tight(z0))[1]
+            v, found, final = frozen.settle(d, z0, tolerance=tolerance)
         exact = exact or tight_implicit(found.value, frozen.coupled)
-        weights = _weights(net)
+        weights = trained_weights(net)
         true = gradient(frozen, v, final.value, (exact, loss), list(weights))[1]
         cheap = [gradient(frozen, v, found.value, (mode, loss), list(weights)) for mode in modes]
     return tuple(
@@ -120,9 +117,8 @@ def gradient(
             raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")
         if not value.requires_grad:
             raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
-        found = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, allow_unused=True)
-    filled = [torch.zeros_like(w) if g is None else g.detach() for w, g in zip(weights, found, strict=True)]
-    return float(value.detach()), filled
+        found = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, materialize_grads=True)
+    return float(value.detach()), list(found)
 
 
 def tight_implicit(u: Latent, coupled: bool) -> Implicit:
@@ -130,7 +126,7 @@ def tight_implicit(u: Latent, coupled: bool) -> Implicit:
     return Implicit(tolerance=Tolerance(atol=0.0, rtol=close(Space.of(u, coupled=coupled)), max_steps=1000))
 
 
-def _weights(net: Any) -> dict[Tensor, set[str]]:
+def trained_weights(net: Any) -> dict[Tensor, set[str]]:
     """The trainable weights, each once, and the parts that use it: tied weights belong to several."""
     owners: dict[Tensor, set[str]] = {}
     for name in ("Q", "R", "S"):
@@ -139,7 +135,7 @@ def _weights(net: Any) -> dict[Tensor, set[str]]:
             if weight.requires_grad:
                 owners.setdefault(weight, set()).add(name)
     if not owners:
-        raise ValueError("descent_check needs weights that require a gradient, got none in Q, R and S")
+        raise ValueError("a gradient needs weights that require one, got none in Q, R and S")
     return owners
 
 

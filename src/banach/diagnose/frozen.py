@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from banach.latent import Latent, Space, detach, map_leaves
 from banach.network import as_inputs
@@ -69,6 +70,17 @@ class Frozen:
             z0 = self.start(detach(v)) if z0 is None else plain(z0)
         tolerance = tolerance or self.net.tolerance
         return z0, solve(self.T, z0, self.net.solver, inputs=(v,), tolerance=tolerance, coupled=self.coupled)
+
+    def settle(
+        self, d: Any, z0: Latent | None = None, *, tolerance: Tolerance | None = None
+    ) -> tuple[Latent, Solution, Solution]:
+        """Return Q(d), where the network's own solver stops, and the fixed point to `tolerance` (None: tight)."""
+        v = self.Q(*plain(as_inputs(d)))
+        z0, found = self.find(v, z0)
+        final = self.find(v, found.value, tolerance=tolerance or self.tight(z0))[1]
+        with torch.no_grad():
+            self.T(final.value, v)  # draws the masks, had the solves evaluated nothing
+        return v, found, final
 
     def tight(self, z: Latent) -> Tolerance:
         """As near to the fixed point as the arithmetic reasonably goes, in the network's own norm."""
@@ -135,8 +147,4 @@ def _forked(*owners: Any) -> Any:
 def _tensors(owner: Any) -> list[Tensor]:
     if isinstance(owner, nn.Module):
         return [*owner.parameters(), *owner.buffers()]
-    if isinstance(owner, Tensor):
-        return [owner]
-    if isinstance(owner, dict):
-        owner = tuple(owner.values())
-    return [tensor for part in owner for tensor in _tensors(part)] if isinstance(owner, (tuple, list)) else []
+    return [leaf for leaf in tree_leaves(owner) if isinstance(leaf, Tensor)]

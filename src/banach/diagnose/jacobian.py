@@ -1,79 +1,51 @@
-"""Products with a LinearMap and its transpose, one row per sample, and its largest singular value."""
+"""The Jacobian of a map to be measured, one row per sample, and its largest singular value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from banach.backward.jacobian import Pullbacks, explained
+from banach.backward.jacobian import Jacobian
 from banach.backward.mode import check_count
 from banach.diagnose.frozen import plain
-from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
-from banach.solve import Map
+from banach.latent import Latent, Space, detach
 from banach.solve.context import rounding, with_autocast_of, without_autocast
 
 CYCLE = 24  # vectors kept of each sample before the iteration starts again from their best combination
 QUIET = 5
 
 
-@dataclass(frozen=True)
-class LinearMap:
+class LinearMap(Protocol):
     """A linear map J between rows: `forward` takes rows v to J v, `transposed` takes rows w to J' w."""
 
-    forward: Callable[[Tensor], Tensor]
-    transposed: Callable[[Tensor], Tensor]
-    source: Space  # of x
-    target: Space  # of f(x)
+    source: Space
+    target: Space
 
-    @staticmethod
-    def of(
-        f: Callable[[Any], Latent], x: Latent, *, coupled: bool = False, target: Space | None = None
-    ) -> LinearMap:
-        """Return df/dx at x, rectangular: f(x) may have any shape with the same batch axis.
-
-        f is evaluated once. J' comes from torch.func.vjp; J is the vjp of J', which is linear, so f needs no
-        forward-mode derivatives. `target` is the layout of f(x), where it has to be that of something else too.
-        """
-        x = plain(x)
-        source = Space.of(x, coupled=coupled)
-        under = with_autocast_of(source, f)
-        with (
-            torch.enable_grad(),
-            without_autocast(source),
-            explained("give the module itself as T, or for a network use network_map(net, d)"),
-        ):
-            ways = Pullbacks(lambda x: _settled(under(x), source), x)
-            ways.record(ways.value)
-        target = Space.of(detach(ways.value), coupled=source.coupled) if target is None else target
-        if target.samples != source.samples:
-            raise ValueError(f"f must keep the batch axis: {source.batch} samples became {target.batch}")
-        return LinearMap(
-            forward=lambda v: target.rows(detach(ways.forward(source.nest(v))), "J"),
-            transposed=lambda w: source.rows(detach(ways.pull(target.nest(w))[0]), "J'"),
-            source=source,
-            target=target,
-        )
-
-    @staticmethod
-    def of_map(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> LinearMap:
-        """dT/dz at z, square: T must keep the structure and shape of z."""
-        z = plain(z)
-        space = Space.of(z, coupled=coupled)
-        fixed = tuple(plain(part) for part in inputs)
-        return LinearMap.of(lambda x: shaped_like(z, T(x, *fixed), space), z, coupled=coupled, target=space)
+    def forward(self, v: Tensor) -> Tensor: ...
+    def transposed(self, w: Tensor) -> Tensor: ...
 
 
-def shaped_like(z: Latent, value: Latent, space: Space) -> Latent:
-    """A value of T in the structure of z, refused if it has another shape."""
-    parts = leaves_like(z, value, "T")
-    for part, shape in zip(parts, space.shapes, strict=True):
-        if tuple(part.shape) != shape:
-            raise ValueError(f"T must keep the shape of its input: {shape} became {tuple(part.shape)}")
-    return rebuild(z, parts)
+def jacobian(
+    f: Callable[[Any], Latent], x: Latent, *, coupled: bool = False, target: Space | None = None
+) -> Jacobian:
+    """Return df/dx at x. f is evaluated once. `target` is the space of f(x), by default that of x."""
+    x = plain(x)
+    source = Space.of(x, coupled=coupled)
+    target = source if target is None else target
+    if target.samples != source.samples:
+        raise ValueError(f"f must keep the batch axis: {source.batch} samples became {target.batch}")
+    under = with_autocast_of(source, f)
+
+    def checked(x: Latent) -> Latent:
+        value = under(x)
+        target.rows(detach(value))  # refuses another structure, shape or dtype
+        return value
+
+    with without_autocast(source):
+        return Jacobian(checked, x, source, target)
 
 
 @torch.no_grad()
@@ -89,7 +61,7 @@ def largest_singular_value(J: LinearMap, *, max_steps: int, rtol: float, seed: i
     """
     check_count("max_steps", max_steps, 1)
     rtol = max(rtol, rounding(J.source))
-    krylov = _Krylov(J, _unit(_random_rows(J.source, seed)))
+    krylov = _Krylov(J, _unit(random_rows(J.source, seed)))
     history = [torch.zeros(J.source.samples, dtype=torch.float64)] * 2
     quiet = torch.zeros(J.source.samples, dtype=torch.long)
     with without_autocast(J.source):
@@ -146,8 +118,8 @@ def _to_come(history: list[Tensor]) -> Tensor:
     return torch.maximum(change, change * ratio / (1 - ratio))
 
 
-def _random_rows(space: Space, seed: int) -> Tensor:
-    # Drawn on the host, so that a seed means the same vector on every device.
+def random_rows(space: Space, seed: int) -> Tensor:
+    """Normal numbers, drawn on the host, so that a seed means the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(space.samples, sum(space.sizes), generator=generator, dtype=torch.float64)
     return rows.to(space.device, space.rows_dtype)
@@ -156,10 +128,3 @@ def _random_rows(space: Space, seed: int) -> Tensor:
 def _unit(rows: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return rows / torch.where(length > 0, length, 1.0)
-
-
-def _settled(value: Latent, source: Space) -> Latent:
-    """The value in one dtype: autocast may leave parts of it in a shorter one."""
-    if not source.autocast:
-        return value
-    return rebuild(value, [leaf.to(source.dtype) for leaf in leaves(value)])

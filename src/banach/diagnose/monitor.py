@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from banach.backward.mode import check_count
-from banach.diagnose.contraction import STILL, Contraction, measure_contraction
-from banach.diagnose.frozen import check_network
+from banach.diagnose.contraction import Contraction, measure_contraction, worst
+from banach.diagnose.summary import verdict
 from banach.latent import map_leaves
 
 
@@ -47,7 +47,6 @@ class ContractionMonitor:
 
     def __call__(self, net: Any, d: Any) -> Contraction | None:
         """The measurement, or None at a call between two."""
-        check_network(net)
         self.calls += 1
         if (self.calls - 1) % self.every:
             return None
@@ -55,7 +54,7 @@ class ContractionMonitor:
         self.history.append(_reading(self.calls, measured))
         if measured.violations and not (self.once and self.warned):
             self.warned = True
-            warnings.warn(_complaint(self.history[-1]), ContractionWarning, stacklevel=2)
+            warnings.warn(verdict(measured), ContractionWarning, stacklevel=2)
         return measured
 
 
@@ -68,24 +67,10 @@ def _first(d: Any, count: int) -> Any:
 
 
 def _reading(call: int, measured: Contraction) -> ContractionReading:
-    rates = measured.rate[~measured.rate.isnan()]
     return ContractionReading(
         call=call,
         samples=len(measured.sigma),
         violations=measured.violations,
         sigma=float(measured.sigma.max()) if len(measured.sigma) else float("nan"),
-        rate=float(rates.max()) if len(rates) else float("nan"),
-    )
-
-
-def _complaint(reading: ContractionReading) -> str:
-    if reading.rate != reading.rate:
-        pace = "the observed rate is not known"
-    else:
-        fate = "still converges" if reading.rate < STILL else "does not converge"
-        pace = f"undamped Picard {fate} (observed rate up to {reading.rate:.3g})"
-    return (
-        f"T does not contract at {reading.violations} of {reading.samples} samples: sigma_max(dT/du) is up to "
-        f"{reading.sigma:.3g}, where a contraction has less than 1, and {pace}. The weights are left as they are: "
-        "lower R's gain, or use Anderson and watch the residual"
+        rate=worst(measured.rate),
     )

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banach.backward.jacobian import Jacobian
 from banach.diagnose.contraction import error_bound
-from banach.diagnose.frozen import Frozen, close, plain, undisturbed
-from banach.diagnose.jacobian import LinearMap, largest_singular_value, shaped_like
+from banach.diagnose.frozen import Frozen, close, undisturbed
+from banach.diagnose.jacobian import jacobian, largest_singular_value
 from banach.latent import Latent, leaves
 from banach.network import as_inputs
 from banach.nn.layers import uses_batch_statistics
@@ -52,49 +53,47 @@ def measure_sensitivity(
     _check_data(d)
     with undisturbed(net, d), torch.no_grad():
         frozen = Frozen(net)
-        d = plain(d)
-        v = frozen.Q(*as_inputs(d))
-        z0, found = frozen.find(v, z0)
-        u = frozen.find(v, found.value, tolerance=frozen.tight(z0))[1].value
-        frozen.T(u, v)  # draws the masks, had the solves evaluated nothing
+        v, _, final = frozen.settle(d, z0)
+        u = final.value
         coupled = frozen.coupled or uses_batch_statistics(net.Q)
-        J = LinearMap.of_map(frozen.T, u, (v,), coupled=coupled)
+        J = jacobian(lambda u: frozen.T(u, v), u, coupled=coupled)
         # In the layout of J: the two are multiplied below.
-        K = LinearMap.of(
-            lambda x: shaped_like(u, frozen.T(u, frozen.Q(*as_inputs(x))), J.source),
-            d,
-            coupled=coupled,
-            target=J.source,
-        )
+        K = jacobian(lambda x: frozen.T(u, frozen.Q(*as_inputs(x))), d, coupled=coupled, target=J.source)
         options: dict[str, Any] = {"max_steps": max_steps, "rtol": rtol, "seed": seed}
         L, gamma = (largest_singular_value(which, **options) for which in (K, J))
-        measured = _through_solves(J, K, options) if exact else None
-    spread = J.source.spread
+        measured = None
+        if exact:
+            through = _ThroughSolves(J, K)
+            sigma = largest_singular_value(through, **options)
+            measured = J.source.spread(torch.where(through.met, sigma, torch.nan))
     bound = error_bound(L, gamma.to(L.dtype))  # the same rule: L / (1 - gamma)
-    return Sensitivity(
-        spread(L), spread(gamma), spread(bound), None if measured is None else spread(measured), coupled
-    )
+    L, gamma, bound = (J.source.spread(each) for each in (L, gamma, bound))
+    return Sensitivity(L, gamma, bound, measured, coupled)
 
 
-def _through_solves(J: LinearMap, K: LinearMap, options: dict[str, Any]) -> Tensor:
-    """sigma_max of (I - J)^-1 K."""
-    met = torch.ones(J.source.samples, dtype=torch.bool, device=J.source.device)
+@dataclass
+class _ThroughSolves:
+    """(I - J)^-1 K, and per sample whether all linear solves met their tolerance."""
 
-    def inverted(product: Callable[[Tensor], Tensor], g: Tensor) -> Tensor:
+    J: Jacobian
+    K: Jacobian
+
+    def __post_init__(self) -> None:
+        self.source, self.target = self.K.source, self.J.source
+        self.met = torch.ones(self.target.samples, dtype=torch.bool, device=self.target.device)
+
+    def forward(self, v: Tensor) -> Tensor:
+        return self._inverted(self.J.forward, self.K.forward(v))
+
+    def transposed(self, w: Tensor) -> Tensor:
+        return self.K.transposed(self._inverted(self.J.transposed, w))
+
+    def _inverted(self, product: Callable[[Tensor], Tensor], g: Tensor) -> Tensor:
         """x = g + J x, as the fixed point it is."""
-        tolerance = Tolerance(atol=0.0, rtol=close(J.source), max_steps=1000)
+        tolerance = Tolerance(atol=0.0, rtol=close(self.target), max_steps=1000)
         found = solve(lambda x: g + product(x), g, Anderson(memory=10), tolerance=tolerance)
-        met.logical_and_(found.converged)
+        self.met.logical_and_(found.converged)
         return found.value
-
-    through = LinearMap(
-        forward=lambda v: inverted(J.forward, K.forward(v)),
-        transposed=lambda w: K.transposed(inverted(J.transposed, w)),
-        source=K.source,
-        target=J.source,
-    )
-    sigma = largest_singular_value(through, **options)
-    return torch.where(met, sigma, torch.nan)
 
 
 def _check_data(d: Any) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from banach.backward import JFB
-from banach.diagnose.contraction import STILL, Contraction
+from banach.diagnose.contraction import STILL, Contraction, worst
 from banach.diagnose.descent import Descent
 
 GOOD = 0.9  # a cosine from which on a cheap gradient is called good
@@ -18,7 +16,7 @@ def verdict(contraction: Contraction, descent: Descent | None = None) -> str:
     """One sentence on the iteration and, where a gradient was checked, one on that."""
     said = [_on_iteration(contraction)]
     if descent is not None:
-        said.append(_on_gradient(descent, _worst(contraction.rate)))
+        said.append(_on_gradient(descent, worst(contraction.rate)))
     return " ".join(said)
 
 
@@ -30,7 +28,7 @@ def suggested_order(rate: float) -> int | None:
 
 
 def _on_iteration(measured: Contraction) -> str:
-    total, sigma, rate = len(measured.sigma), _worst(measured.sigma), _worst(measured.rate)
+    total, sigma, rate = len(measured.sigma), worst(measured.sigma), worst(measured.rate)
     if not total:
         return "Nothing was measured: the batch is empty."
     diverging = int((measured.rate >= STILL).sum())
@@ -67,8 +65,3 @@ def _on_gradient(descent: Descent, rate: float) -> str:
     advice = "use Implicit()" if order is None else f"use Neumann({order}) or Implicit()"
     quality = "points downhill, but roughly" if descent.descends else "is no descent direction"
     return f"The gradient of {name} {quality}: {figures}; {advice}."
-
-
-def _worst(values: Tensor) -> float:
-    known = values[~values.isnan()]
-    return float(known.max()) if len(known) else math.nan
