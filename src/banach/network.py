@@ -155,7 +155,7 @@ class ImplicitNetwork(nn.Module):
         _check_mode(mode)
         modules = modules_of(R)
         special = special_layers(modules)
-        if special:
+        if special or not modules:
             check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:

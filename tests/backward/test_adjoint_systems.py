@@ -142,7 +142,7 @@ def test_zero_steps_give_jfb(method: Any) -> None:
 
 
 @short
-def test_a_fixed_depth_asks_the_host_for_nothing(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_depth_syncs_with_host_for_nothing(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     J, g = mixed()[:4], cotangents(4, 6)
 
     def asked(*_: Any) -> None:

@@ -119,10 +119,10 @@ def test_at_a_fixed_depth_products_are_known_beforehand(method: Any, steps: int)
     value = mode.attach(lambda z, x: Counted.apply(z, "T") @ W.T + x, torch.zeros_like(g), (x,))
     (w,) = torch.autograd.grad(value, x, g)
     assert 2 * (mode.products or 0) == COUNT["J"] + COUNT["J'"]
-    assert not mode.asks_the_host
+    assert not mode.syncs_with_host
     assert steps or torch.equal(w, g)
     assert Implicit(method).products is None  # there residuals decide
-    assert Implicit(method, mode.tolerance, report=print).asks_the_host
+    assert Implicit(method, mode.tolerance, report=print).syncs_with_host
 
 
 @every

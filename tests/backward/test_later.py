@@ -354,3 +354,14 @@ def test_a_checkpoint_in_R_is_refused_in_a_sentence() -> None:
 def test_vmap_is_refused_in_a_sentence() -> None:
     with pytest.raises(RuntimeError, match=r"put what is mapped over on the first \(batch\) axis"):
         torch.func.vmap(network(Cell(), JFB()))(images()[None].expand(2, 8, 3))
+
+
+@pytest.mark.parametrize("mode", [Implicit(), Unroll(3, checkpoint=True)], ids=["implicit", "checkpointed"])
+def test_a_changed_parameter_of_a_module_T_is_refused(mode: Any) -> None:
+    T = nn.Linear(3, 3).double()
+    T.weight.data.mul_(0.3)
+    z = fixed_point(T, torch.zeros(4, 3, dtype=torch.float64), backward=mode)
+    with torch.no_grad():
+        T.weight.add_(0.1)
+    with pytest.raises(RuntimeError, match="T's parameter weight was changed in place between"):
+        z.sum().backward()

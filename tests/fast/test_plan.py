@@ -99,3 +99,14 @@ def test_on_a_real_gpu_the_papers_network_has_everything() -> None:
         (made.graph, made.bare, made.kernel, made.bf16_weights, made.fused, made.windows, made.channels_last)
     )
     assert plan(net.double(), precision="fp32").kernel.why == "needs float32 weights"
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="bf16"):
+        plan(nn.Linear(2, 2), precision="bf61")
+    with pytest.raises(TypeError, match="plan takes a network, got str"):
+        plan("x")  # type: ignore[arg-type]
+
+
+def test_on_a_cpu_the_device_is_the_reason() -> None:
+    assert plan(nn.Linear(2, 2), refused="fast is off").graph.why == "the weights are on the CPU"

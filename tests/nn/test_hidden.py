@@ -1,4 +1,4 @@
-"""A plain function or callable object for R: train-mode batch norm and dropout that it calls are refused."""
+"""Layers that R reaches through globals or as a callable object are seen as those in a closure are."""
 
 from __future__ import annotations
 
@@ -48,10 +48,6 @@ class Calling:
         return normed(u, v)
 
 
-NORMS = r"R is a (function|Called|Calling) that calls batch_norm in train mode"
-DROPS = "R calls dropout with a dropout probability of 0.5"
-
-
 @pytest.fixture(autouse=True)
 def train_mode() -> Any:
     NORM.train()
@@ -60,22 +56,24 @@ def train_mode() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("R", "said"),
+    ("R", "name"),
     [
-        (normed, NORMS),
-        (dropped, DROPS),
-        (through_another, NORMS),
-        (nested, NORMS),
-        (Called(NORM), NORMS),
-        (Called(DROP), DROPS),
-        (Calling(), NORMS),
+        (normed, "BatchNorm1d"),
+        (dropped, "Dropout"),
+        (through_another, "BatchNorm1d"),
+        (nested, "BatchNorm1d"),
+        (Called(NORM), "BatchNorm1d"),
+        (Called(DROP), "Dropout"),
+        (Calling(), "BatchNorm1d"),
     ],
     ids=["norm", "drop", "helper", "nested", "object", "object_drop", "object_global"],
 )
-def test_refused_in_train_mode_only(R: Any, said: str) -> None:
+def test_refused_in_train_mode_only(R: Any, name: str) -> None:
     net = network(R)
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=rf"R is a {type(R).__name__} that calls {name} in train mode"):
         net(normal(5, 4))
+    assert NORM.num_batches_tracked is not None
+    assert int(NORM.num_batches_tracked) == 0
     NORM.eval()
     DROP.eval()
     y, found = net(normal(5, 4), solution=True)
@@ -86,6 +84,16 @@ def test_refused_in_train_mode_only(R: Any, said: str) -> None:
     torch.testing.assert_close(y, net.S(u))
 
 
+class Holder:
+    NORM = staticmethod(torch.tanh)
+
+
+def test_an_attribute_of_the_same_name_is_another_thing() -> None:
+    """Names of attributes stand beside those of globals in `co_names`."""
+    holder = Holder()
+    network(lambda u, v: 0.3 * holder.NORM(u) + v)(normal(5, 4))
+
+
 def test_functions_compile_whole() -> None:
     NORM.eval()
     for R in (normed, Called(NORM), lambda u, v: normed(u, v)):
@@ -94,3 +102,27 @@ def test_functions_compile_whole() -> None:
         torch._dynamo.reset()
         got = torch.compile(net, backend="eager", fullgraph=True)(normal(5, 4))
         torch.testing.assert_close(got, wanted)
+
+
+UNTRACKED = nn.BatchNorm1d(6, track_running_stats=False).double()
+RANDOM = nn.RReLU()
+GRU = nn.GRU(6, 6, num_layers=2, dropout=0.5, batch_first=True).double()
+
+
+@pytest.mark.parametrize(
+    "R",
+    [
+        lambda u, v: 0.3 * UNTRACKED(LINEAR(u)) + v,
+        lambda u, v: 0.3 * RANDOM(LINEAR(u)) + v,
+        lambda u, v: 0.3 * GRU(LINEAR(u)[:, None])[0][:, 0] + v,
+    ],
+    ids=["batch norm without statistics", "RReLU", "GRU with dropout"],
+)
+def test_layers_that_mix_or_draw_are_refused(R: Any) -> None:
+    with pytest.raises(RuntimeError, match="give ImplicitNetwork the module itself as R"):
+        network(R)(normal(5, 4))
+
+
+def test_batch_norm_in_start_is_not_in_R() -> None:
+    norm = nn.BatchNorm1d(6).double()
+    network(lambda u, v: 0.3 * LINEAR(u) + v, start=lambda v: norm(v))(normal(5, 4))

@@ -33,7 +33,7 @@ def network(mode: Mode) -> ImplicitNetwork:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2), Unroll(2, checkpoint=True)])
-def test_a_training_pass_asks_the_host_for_nothing(mode: Mode) -> None:
+def test_a_training_pass_syncs_with_host_for_nothing(mode: Mode) -> None:
     net = network(mode)
     d = torch.randn(5, 1, 6, 6, device="cuda")
     net(d).square().sum().backward()  # libraries are set up here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +52,25 @@ def test_a_solver_writes_to_nothing_but_its_memory(solver: Solver) -> None:
 
     solve(p.T, p.z0, Watch(), inputs=p.inputs, tolerance=Tolerance(atol=1e-9))
     assert len(steps) > 3
+
+
+def test_a_solver_may_keep_the_numbers_of_an_evaluation() -> None:
+    """They were views of memory that the next step writes to."""
+    kept: list[tuple[Tensor, ...]] = []
+    copies: list[tuple[Tensor, ...]] = []
+
+    class Keeps:
+        def start(self, z: Tensor) -> tuple[Tensor, ...]:
+            return ()
+
+        def step(self, memory: tuple[Tensor, ...], at: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+            kept.append((at.residual, at.least, at.least_at))
+            copies.append(tuple(part.clone() for part in kept[-1]))
+            return at.Tz, ()
+
+    solve(torch.cos, torch.zeros(2, 3), Keeps(), tolerance=Tolerance(max_steps=5))
+    for now, before in zip(kept, copies, strict=True):
+        assert all(map(torch.equal, now, before))
 
 
 @pytest.mark.parametrize("solver", [Picard(0.1), Anderson(memory=3), Broyden(memory=4)], ids=repr)

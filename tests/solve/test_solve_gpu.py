@@ -43,7 +43,7 @@ def dense(batch: int = 6) -> Problem:
 
 @solvers
 @pytest.mark.parametrize("rtol", [0.0, 1e-6])
-def test_a_fixed_depth_asks_the_host_for_nothing(solver: Solver, rtol: float) -> None:
+def test_a_fixed_depth_syncs_with_host_for_nothing(solver: Solver, rtol: float) -> None:
     p, tolerance = on_gpu(dense()), Tolerance(atol=1e-3, rtol=rtol, max_steps=40, check_every=0)
     solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance)  # libraries are set up here
     torch.cuda.set_sync_debug_mode("error")

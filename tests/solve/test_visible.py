@@ -66,6 +66,19 @@ def test_a_forgotten_coupled_returned_a_wrong_answer_marked_converged(every: int
     assert found.fault is None
 
 
+def test_mixing_is_noticed_in_samples_that_froze_since_the_check_before() -> None:
+    """The residual at the last check was compared with itself, and so taken for one that stays the same."""
+    g = torch.Generator().manual_seed(1)
+    W = torch.randn(4, 4, generator=g)
+    W = W / torch.linalg.matrix_norm(W, 2)
+    x = torch.randn(5, 4, generator=g)
+    T = lambda z, x: 0.7 * torch.tanh(z @ W) + x + 0.5 * (z.mean(0) - z)  # noqa: E731
+    tolerance = Tolerance(max_steps=40, check_every=3)
+    found = solve(T, torch.zeros(5, 4), Anderson(memory=2, damping=0.2), inputs=(x,), tolerance=tolerance)
+    assert found.fault is Fault.MIXES
+    assert not found.converged.any()
+
+
 def test_mixing_is_noticed_though_the_frozen_residual_stays_the_same() -> None:
     """Row 0 moves by 1 and then by 0.0002: at the end the residual of row 1 has long been 1."""
 

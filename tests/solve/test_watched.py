@@ -205,7 +205,9 @@ class Contracting(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("solver", [Picard(), Anderson(3)], ids=repr)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_compiled_network_that_asks_the_host(mode: Any, solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_network_that_syncs_with_host(
+    mode: Any, solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There the device keeps the numbers: the compiler would make programs of the host's arithmetic."""
     torch.manual_seed(0)
     net = ImplicitNetwork(torch.nn.Linear(4, 8), Contracting(), torch.nn.Linear(8, 2), solver=solver)

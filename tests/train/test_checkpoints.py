@@ -171,3 +171,14 @@ def test_a_checkpoint_that_is_refused_is_written_anew(trained: Run) -> None:
         resume(trained)
     again = json.loads(path.read_text())["state"]
     assert (again["epoch"], len(again["done"])) == (wanted["epoch"], len(wanted["done"]))
+
+
+@pytest.mark.parametrize("content", [b"{bad", b"", b"\xff\xfe", b"[1]", b'{"a": 1}', None])
+def test_a_damaged_environment_does_not_stop_a_run(tmp_path: Path, content: bytes | None) -> None:
+    """Nothing is read from that file; the plan is added to what is left of it."""
+    run = Run.create(tmp_path / "run", settings())
+    path = run.path / "environment.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    run.write_plan({"task": "training step"})
+    kept = {"a": 1} if content == b'{"a": 1}' else {}
+    assert json.loads(path.read_text()) == {**kept, "plan": {"task": "training step"}}

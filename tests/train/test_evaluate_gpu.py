@@ -134,7 +134,7 @@ class Asks(nn.Module):
         return y * float(y.abs().max().item() < 1e9)
 
 
-def test_a_network_that_asks_the_host_is_evaluated_plainly() -> None:
+def test_a_network_that_syncs_with_host_is_evaluated_plainly() -> None:
     net = trained_a_little("own")
     net.S = nn.Sequential(net.S, Asks())
     split, scorer = some("own"), Scorer(net)

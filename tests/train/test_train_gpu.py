@@ -153,7 +153,7 @@ def test_captured_steps_draw_what_plain_ones_draw() -> None:
         torch.testing.assert_close(value, trained[1][name], rtol=2e-3, atol=2e-3)
 
 
-def test_a_network_that_asks_the_host_is_trained_plainly() -> None:
+def test_a_network_that_syncs_with_host_is_trained_plainly() -> None:
     class Asking(torch.nn.Module):
         def forward(self, y: torch.Tensor) -> torch.Tensor:
             return y * float(y.detach().abs().max().item() < 1e9)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from banach.backward.attached import Attached
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import Unchanged, check_count, is_differentiated
+from banach.backward.mode import Unchanged, check_count, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
 from banach.backward.problem import Problem, Report
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
@@ -67,7 +67,7 @@ class Implicit:
         return self.tolerance is None or self.tolerance.check_every != 0
 
     @property
-    def asks_the_host(self) -> bool:
+    def syncs_with_host(self) -> bool:
         """Does a backward pass wait for the device?"""
         return self.checked or self.report is not None
 
@@ -75,7 +75,7 @@ class Implicit:
     def products(self) -> int | None:
         """J-products per sample, where their number is fixed; None where it hangs on the residuals, or a linear
         solver does not tell."""
-        if self.asks_the_host or self.tolerance is None:
+        if self.syncs_with_host or self.tolerance is None:
             return None
         steps, count = self.tolerance.max_steps, getattr(self.method, "products", None)
         if hasattr(self.method, "solve"):
@@ -108,7 +108,7 @@ class Implicit:
                 report=self.report,
                 eps=rounding(space),
                 computed_in=_type_of(space),
-                unchanged=_unchanged(inputs),
+                unchanged=_unchanged(T, inputs),
                 order=self.order,
             )
             parts = self._corrected(T, problem, Attached.apply(self._inner(problem, 1), *parts))
@@ -145,10 +145,10 @@ def _derivative(part: Tensor) -> Tensor:
     return part - part.detach()
 
 
-def _unchanged(inputs: tuple[Any, ...]) -> Unchanged:
+def _unchanged(T: Map, inputs: tuple[Any, ...]) -> Unchanged:
     leaves = [] if torch.compiler.is_compiling() else tree_leaves(inputs)
     parts = {f"an input of T ({n})": leaf for n, leaf in enumerate(leaves, 1) if isinstance(leaf, Tensor)}
-    return Unchanged(parts, "call backward() before that, or give T a copy")
+    return Unchanged(parts | parameters_of(T), "call backward() before that, or give T a copy")
 
 
 def _type_of(space: Space) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn.parameter import is_lazy
 
 from banach.backward.transforms import is_functorch_wrapped_tensor
 from banach.latent import Latent
@@ -47,6 +48,13 @@ class Unchanged:
                     f"{name} was changed in place between the forward and the backward pass, which needs it as it "
                     f"was: {self.do}"
                 )
+
+
+def parameters_of(T: Any) -> dict[str, Tensor]:
+    """Return the parameters of a T that is a module. Those that a function closes over cannot be seen."""
+    if not isinstance(T, nn.Module) or torch.compiler.is_compiling():
+        return {}
+    return {f"T's parameter {name}": p for name, p in T.named_parameters() if not is_lazy(p)}
 
 
 def is_differentiated(parts: Sequence[Tensor]) -> bool:

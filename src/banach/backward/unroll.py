@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from banach.backward.mode import check_count
+from banach.backward.mode import Unchanged, check_count, parameters_of
 from banach.latent import Latent, detach, map_leaves
 from banach.solve import Map
 from banach.solve.solver import check_fraction
@@ -34,9 +34,15 @@ class Unroll:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z = z_star = detach(z_star)
         keep = self.checkpoint and torch.is_grad_enabled()
+        unchanged = Unchanged(parameters_of(T) if keep else {}, "call backward() before the optimizer's step()")
+
+        def step(T: Map, z: Latent, *inputs: Any) -> Latent:
+            unchanged.check()  # a checkpointed step runs again in the backward pass
+            return self._step(T, z, *inputs)
+
         for _ in range(self.steps):
             given = (T, _typed(z, z_star), *inputs)
-            z = checkpoint(self._step, *given, use_reentrant=False) if keep else self._step(*given)
+            z = checkpoint(step, *given, use_reentrant=False) if keep else self._step(*given)
         return z
 
     def _step(self, T: Map, z: Latent, *inputs: Any) -> Latent:

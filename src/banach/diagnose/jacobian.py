@@ -50,7 +50,7 @@ def jacobian(
 
 @torch.no_grad()
 def largest_singular_value(J: LinearMap, *, max_steps: int, rtol: float, seed: int) -> Tensor:
-    """(samples,): sigma_max of every row's LinearMap: power iteration on J'J, accelerated by Lanczos.
+    """(samples,): sigma_max of every row's Jacobian: power iteration on J'J, accelerated by Lanczos.
 
     A step is one product with J and one with J', as in plain power iteration, which was measured to need five
     to ten times as many: it looks at the last vector alone, this at the best combination of the last CYCLE.

@@ -178,7 +178,7 @@ def theorem(at: Linearised) -> Theorem:
 def corollary(
     at: Linearised, eps: Sequence[float] = (1e-3, 1e-2, 1e-1, 1.0), *, directions: int = 8, seed: int = 0
 ) -> Corollary:
-    """Does JFB frozen descend when it is taken at an approximate fixed point?"""
+    """Does JFB still descend when it is taken at an approximate fixed point?"""
     if at.u is None or at.direction_at is None:
         raise ValueError("corollary moves the latent of a network, got bare matrices; use linearise(net, d, loss)")
     gradient, p = at.gradient.double(), at.direction.double()

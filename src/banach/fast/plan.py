@@ -204,7 +204,7 @@ def _unless(*reasons: tuple[bool, str]) -> Choice:
 
 def _graph(net: Any, device: torch.device, refused: str | None) -> Choice:
     mode = net.backward if isinstance(net, ImplicitNetwork) else None
-    syncs = isinstance(mode, Implicit) and mode.asks_the_host
+    syncs = isinstance(mode, Implicit) and mode.syncs_with_host
     return _unless(
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),

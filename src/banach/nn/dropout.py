@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dis
+from functools import lru_cache, partial
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from banach.nn.attention import MultiheadAttention
+from banach.nn.layers import uses_batch_statistics
 from banach.nn.passes import masked, pass_of
 
 
@@ -99,8 +103,16 @@ def convert_dropout(module: nn.Module) -> nn.Module:
 
 
 def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
-    """Refuse a train-mode layer in R that draws at random at every evaluation. `modules`: those of R, if known."""
+    """Refuse a train-mode layer in R that draws at random at every evaluation. `modules`: those of R, if known.
+
+    Of a plain function also batch norm: only the buffers and masks of a module can be kept for a pass.
+    """
     if not isinstance(R, nn.Module):
+        if (hidden := _hidden_layer(R)) is not None:
+            raise RuntimeError(
+                f"R is a {type(R).__name__} that calls {hidden} in train mode, which has to be kept for a whole "
+                "pass: give ImplicitNetwork the module itself as R"
+            )
         return
     if not any(module.training and draws_anew(module) for module in modules or R.modules()):
         return
@@ -112,6 +124,51 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
                 f"{place} is {type(module).__name__}, which draws new random numbers at every evaluation, so "
                 f"there is no fixed point to find: {advice}"
             )
+
+
+def _hidden_layer(R: Any) -> str | None:
+    """Return the name of a layer that only a module can handle, None if the function reaches none."""
+    for module in _reached(R):
+        for layer in module.modules():
+            mixes = uses_batch_statistics(layer) and not layer._modules  # the layer itself, not what holds it
+            if layer.training and (mixes or draws_anew(layer)):
+                return type(layer).__name__
+    return None
+
+
+_hidden_layer._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result, not imported
+
+
+def _reached(R: Any) -> list[nn.Module]:
+    """Return the modules that a callable reads: bound, in closures, as globals of its file, as attributes."""
+    found: list[nn.Module] = []
+    waiting, seen, home = [R], set(), getattr(getattr(R, "__func__", R), "__globals__", None)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, nn.Module):
+            found.append(one)
+        elif isinstance(one, FunctionType):
+            waiting += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+            if home is None or one.__globals__ is home:  # functions of other files are not followed
+                waiting += [one.__globals__.get(name) for name in _names(one.__code__)]
+        elif isinstance(one, MethodType):
+            waiting += [one.__func__, one.__self__, *getattr(one.__self__, "__dict__", {}).values()]
+        elif isinstance(one, partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif one is R:
+            waiting += [*getattr(R, "__dict__", {}).values(), type(R).__call__]
+            home = getattr(type(R).__call__, "__globals__", None)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the globals that the code, or code inside it, looks up."""
+    here = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
+    return (*here, *(name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part)))
 
 
 def draws_anew(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -81,9 +82,9 @@ def is_compiled(modules: Iterable[nn.Module]) -> bool:
     return any(compiled) or is_compiling()
 
 
-# Every module whose first pass in train mode drew nothing by a function. Later passes are not watched: that would
+# Every R whose first pass in train mode drew nothing by a function. Later passes are not watched: that would
 # cost about a microsecond for every operation of R.
-_quiet: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_quiet: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # What drops at random, and the names of its arguments by place: only those up to the probability matter.
 _PLAIN = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
@@ -92,18 +93,13 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     torch.dropout: ("input", "p", "train"),
     F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p"),
     F.multi_head_attention_forward: (*map(str, range(10)), "dropout_p"),
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training"),
 }
 _LAYER = "banach.nn.Dropout({p:g})"
 _ATTENTION = f"banach.nn.scaled_dot_product_attention(q, k, v, dropout=layer) with layer = {_LAYER}"
 
 
 class Watch(TorchFunctionMode):
-    """Raises a RuntimeError, with advice, when R calls a function that a pass cannot care for.
-
-    A function that drops draws another mask at every evaluation. If R is a plain function, the buffers of a batch
-    norm that it calls in train mode cannot be kept for the pass.
-    """
+    """Raises a RuntimeError, with advice, when R calls a function that draws a new mask at every evaluation."""
 
     def __init__(self, R: Any) -> None:
         super().__init__()
@@ -111,26 +107,16 @@ class Watch(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if error is None and isinstance(self.R, nn.Module):
+        if error is None:
             _quiet.add(self.R)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ARGUMENTS:
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
-            if func is F.batch_norm:
-                self._check_statistics(given)
-            elif given.get("training", given.get("train", True)):
+            if given.get("training", given.get("train", True)):
                 _check_probability(func, given.get("p", given.get("dropout_p", 0.0)))
         return func(*args, **kwargs)
-
-    def _check_statistics(self, given: dict[str, Any]) -> None:
-        tracked = given.get("training", False) and given.get("running_mean") is not None
-        if tracked and not isinstance(self.R, nn.Module):
-            raise RuntimeError(
-                f"R is a {type(self.R).__name__} that calls batch_norm in train mode, whose statistics have to be "
-                "kept for a whole pass: give ImplicitNetwork the module itself as R"
-            )
 
 
 def _check_probability(func: Any, p: float) -> None:
@@ -144,12 +130,13 @@ def _check_probability(func: Any, p: float) -> None:
 
 
 def watch_over(R: Any) -> Watch | None:
-    """Return the watch over a pass: the first train-mode pass of a module, every pass of a plain function.
+    """Return the watch over the first train-mode pass of R.
 
-    None if Dynamo compiles some of R, because it would compile the watch too.
+    None for later passes, in eval mode, and if Dynamo compiles some of R, because it would compile the watch too.
     """
     if torch.compiler.is_compiling():
         return None
     if isinstance(R, nn.Module):
         return Watch(R) if R.training and R not in _quiet and not is_compiled(R.modules()) else None
-    return None if hasattr(R, "_torchdynamo_orig_callable") or is_compiling() else Watch(R)
+    plain = type(R) is FunctionType and not hasattr(R, "_torchdynamo_orig_callable")
+    return Watch(R) if plain and R not in _quiet and not is_compiling() else None

@@ -50,7 +50,7 @@ def solve(
 
     Args:
         T: the map, called as T(z, *inputs) once per step. It must keep z's shape and must not write to z or to
-            `inputs`. (A write to a tensor made in inference mode is noticed only where T returns z's own memory.)
+            `inputs`.
         z0: starting latent, a tensor or a nest of tensors that share axis 0 (the batch).
         solver: `Picard()`, `Anderson()` or `Broyden()`.
         inputs: per-sample tensors for T.

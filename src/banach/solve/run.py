@@ -53,6 +53,7 @@ class Run:
         self.seen: np.ndarray | None = None
         self.nonfinite = 0
         self.after: np.ndarray | None = None
+        self.earlier: np.ndarray | None = None  # `after` before the last check
         self.risen: np.ndarray | None = None
 
     def start(self, z0: Latent) -> State:
@@ -208,6 +209,7 @@ class Run:
         """Keep the residual of every frozen sample at the first check after it froze."""
         if self.after is None:
             self.after = np.full_like(stats[2, 0], np.nan)
+        self.earlier = self.after.copy()
         np.copyto(self.after, stats[2, 0], where=np.isnan(self.after) & (stats[0, 1] < k))
 
     def _risen(self, state: State) -> np.ndarray | None:
@@ -223,7 +225,7 @@ class Run:
         if not np.count_nonzero(risen):
             return None
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
-            earlier = np.where(self.seen[0, 1] < np.max(self.seen[0, 1]) - 1, self.after, np.nan)
+            earlier = np.nan if self.earlier is None else self.earlier
             steady = np.abs(now - earlier) <= 1e-3 * np.abs(earlier)
             alone = steady & (now <= 10 * (now - now_test + self.atol))  # 10 times what the tolerance allows
         found = np.flatnonzero(risen & ~alone)
@@ -245,7 +247,7 @@ class Run:
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite, self.after = 0, None
+        self.nonfinite, self.after, self.earlier = 0, None, None
         left = state.take(stay)
         self.whole.memory = ()
         return left

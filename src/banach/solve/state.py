@@ -128,7 +128,7 @@ class State:
         """Return residual, least residual and the evaluation that gave it, as tensors on the device."""
         if not self.on_host:
             return self.residual, self.least, self.least_at
-        stats = torch.from_numpy(self.stats) if self.z.is_cpu else on_device(self.stats.copy(), self.z)
+        stats = on_device(self.stats[:2].copy(), self.z)  # a solver may keep them; `stats` is written in place
         return stats[0, 0], stats[1, 0], stats[1, 1]
 
     def advance(self, proposal: Tensor) -> None:
