@@ -28,7 +28,8 @@ def modules_of(R: Any) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting += [part for part in module._modules.values() if part is not None]
+            if module._modules:
+                waiting += [part for part in module._modules.values() if part is not None]
     return list(found)
 
 

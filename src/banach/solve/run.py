@@ -87,9 +87,10 @@ class Run:
             # A copy of T(z), since T may write its next value into the same memory.
             moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
             z = torch.where(state.mask, moved, z) if frozen else moved
+            below = seen
             if left < count:
                 state.record(k, seen, active)
-            below = np.where(active, seen, atol) if 0 < left < count else seen
+                below = np.maximum(seen, atol)
         state.z = z
         if k:
             self._sprinted(state, now, k)

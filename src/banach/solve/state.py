@@ -256,6 +256,6 @@ def together(arrays: Sequence[np.ndarray], like: Tensor) -> list[Tensor]:
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """Return the tensor on the host, on a CPU without a copy."""
     try:
-        return tensor.cpu().numpy()
+        return (tensor if tensor.is_cpu else tensor.cpu()).numpy()
     except RuntimeError:  # inside a torch.func transform a tensor has no storage of its own
         return np.asarray(tensor.tolist())
