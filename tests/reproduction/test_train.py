@@ -256,7 +256,9 @@ def test_finished_runs_become_one_line_each_and_none_is_replaced(
 ) -> None:
     command = ["collect", str(whole.parent), "--records", str(tmp_path)]
     assert main(command) == 0
-    assert main(["collect", str(tmp_path / "no-runs"), "--records", str(tmp_path)]) == 0, "what is there stays"
+    assert main(["collect", str(tmp_path / "no-runs"), "--records", str(tmp_path)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["collect", str(tmp_path / "empty"), "--records", str(tmp_path)]) == 0, "what is there stays"
     out = tmp_path / "trainings.jsonl"
     (line,) = codec.read_lines(out)
     assert line["final"] == json.loads((whole / rundir.FINAL).read_text())
