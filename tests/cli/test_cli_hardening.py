@@ -219,7 +219,11 @@ def test_json_that_is_nested_too_deep_is_damage(name: str, capsys: Any) -> None:
 
 @pytest.mark.parametrize("command", ["list", "verify"])
 def test_a_misspelt_folder_of_data_is_refused(command: str, capsys: Any) -> None:
-    refused(["data", command, "--data-dir", "/no/such/folder"], capsys, "the data folder /no/such/folder is not a folder")
+    refused(
+        ["data", command, "--data-dir", "/no/such/folder"],
+        capsys,
+        "the data folder /no/such/folder is not a folder",
+    )
 
 
 def test_a_seed_beyond_what_torch_takes_is_refused(capsys: Any) -> None:
