@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
-from banach.checks import nearest
 from banach.network import ImplicitNetwork
 from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
 from banach.solve import RMS, Euclidean, Picard, WorstPixel
@@ -118,7 +117,8 @@ def plan(
     weight = next(net.parameters(), None)
     device = torch.device(device or ("cpu" if weight is None else weight.device))
     precision = precision or ("tf32" if device.type == "cuda" and convolves_in_tf32() else "fp32")
-    nearest("precision", precision, ("fp32", "tf32", "bf16"))
+    if precision not in ("fp32", "tf32", "bf16"):
+        raise ValueError(f"precision must be fp32, tf32 or bf16, got {precision!r}")
     bare = _bare(net, training=training, observed=observed)
     no_kernel = _no_kernel(net, device)
     whole = training and not bare, "the network is not taken apart"
