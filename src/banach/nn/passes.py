@@ -145,12 +145,16 @@ class PlainPass:
 
     def __init__(self, R: Any) -> None:
         self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
+        self.watch = watch_over(R)
 
     def __enter__(self) -> PlainPass:
+        if self.watch is not None:
+            self.watch.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        pass
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.watch is not None:
+            self.watch.__exit__(kind, error, trace)
 
 
 def _calls_forward(R: nn.Module) -> bool:
@@ -164,7 +168,7 @@ def forward_pass(
 ) -> Pass | PlainPass:
     """Return the pass that R, with these modules and special layers, needs."""
     plain = len(modules) > 0 and not special and not later
-    if plain and not any([module._buffers for module in modules]) and watch_over(R) is None:  # noqa: C419 (faster)
+    if plain and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
         return PlainPass(R)
     return Pass(R, modules, later=later, once=once)
 
