@@ -76,7 +76,7 @@ def test_dropout_in_R_is_one_mask(tiny: Any, data: Tensor) -> None:
     assert float((first == 0).double().mean()) > 0.2
 
 
-def test_a_dropout_that_draws_anew_is_refused(tiny: Any, data: Tensor) -> None:
+def test_a_dropout_that_draws_at_random_is_refused(tiny: Any, data: Tensor) -> None:
     net = tiny()
     net.R = nn.Sequential(nn.Dropout(0.5))
     with pytest.raises(RuntimeError, match="no fixed point to find"):

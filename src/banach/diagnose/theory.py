@@ -1,4 +1,4 @@
-"""The paper's Lemma, Assumption, Theorem and Corollary, measured: each quantity beside its bound."""
+"""The paper's Lemma, Assumption, Theorem and Corollary, measured: each quantity next to its bound."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
                 "pass: give ImplicitNetwork the module itself as R"
             )
         return
-    if not any(module.training and draws_anew(module) for module in modules or R.modules()):
+    if not any(module.training and draws_at_random(module) for module in modules or R.modules()):
         return
     for name, module in R.named_modules():
         advice = _advice(module) if module.training else None
@@ -131,7 +131,7 @@ def _hidden_layer(R: Any) -> str | None:
     for module in _reached(R):
         for layer in module.modules():
             mixes = uses_batch_statistics(layer) and not layer._modules  # the layer itself, not what holds it
-            if layer.training and (mixes or draws_anew(layer)):
+            if layer.training and (mixes or draws_at_random(layer)):
                 return type(layer).__name__
     return None
 
@@ -171,8 +171,8 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return (*here, *(name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part)))
 
 
-def draws_anew(module: nn.Module) -> bool:
-    """Would this module draw at random at every evaluation, were it in train mode?"""
+def draws_at_random(module: nn.Module) -> bool:
+    """Return True if this module draws random numbers at every evaluation in train mode."""
     return _advice(module) is not None
 
 

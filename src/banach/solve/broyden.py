@@ -52,7 +52,7 @@ class Broyden:
         """H <- H + (dz - H dr) (dz' H) / (dz' H dr): the least change after which H dr = dz."""
         hdr = _inverse(U, V, dr)
         denominator = torch.linalg.vecdot(dz, hdr)
-        # Small beside dz too: a residual that moves by rounding alone would send z to infinity.
+        # Small compared with dz too: a residual that moves by rounding alone would send z to infinity.
         length = torch.linalg.vector_norm(dz, dim=1)
         size = length * torch.maximum(length, torch.linalg.vector_norm(hdr, dim=1))
         sound = denominator.abs() > 1e3 * torch.finfo(dz.dtype).eps * size
