@@ -14,11 +14,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance
-from banach.diagnose import conditioning, corollary, linearise
 from banach.models.blocks import LatentResNet
 from reproduction import theory, theory_measure
 from reproduction.study import Options
-from reproduction.theory_measure import Image, Local, Numbers, local, measure
+from reproduction.theory_measure import Conditioning, Image, Lemma, Local, Numbers, local, measure
 
 
 def images(number: int) -> Tensor:
@@ -59,17 +58,67 @@ def one(net: Any) -> Local:
     return local(net, images(1), loss)
 
 
-def test_matrices_are_those_of_linearise(net: Any, image: Image, one: Local) -> None:
-    """J and both gradients are complete; M has its columns of one channel and some others."""
-    at, wanted = image.linearised, linearise(net, images(1), loss)
-    chosen = torch.cat([torch.arange(10), 10 + image.columns])  # the outputs of S come first
-    torch.testing.assert_close(at.M, wanted.M[:, chosen], rtol=1e-7, atol=1e-9)
-    for name in ("J", "u", "gradient", "direction"):
-        torch.testing.assert_close(getattr(at, name), getattr(wanted, name), rtol=1e-7, atol=1e-9)
-    assert one.lemma.gamma == pytest.approx(float(torch.linalg.svdvals(wanted.J)[0]))
+def recorded(net: Any, d: Tensor, steps: int) -> Tensor:
+    """The gradient by recording `steps` of Picard from u*: 1 is JFB, many are exact. S, Q, R in turn."""
+    v, u = net.Q(d), torch.zeros_like(net.Q(d))
+    with torch.no_grad():
+        for _ in range(200):
+            u = net.R(u, v)
+    for _ in range(steps):
+        u = net.R(u, v)
+    weights = [w for part in (net.S, net.Q, net.R) for w in part.parameters()]
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss(net.S(u)), weights)])
+
+
+def test_matrices_give_both_gradients(net: Any, one: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gradient = M J~'^-1 v and p = -M v, against plain recorded loops; kappa of fewer columns is lower."""
+    monkeypatch.setattr(theory_measure, "OTHERS", 16)  # all columns of M
+    image = Image(net, images(1), loss)
+    J, M, u = image.J(), image.matrix(), image.u.clone().requires_grad_()
+    y = net.S(u)
+    v = torch.cat([part.flatten() for part in torch.autograd.grad(loss(y), (y, u))])
+    v = torch.cat([v[:10], v[10:].index_select(0, image.columns)])
+    order = image.columns
+    A = torch.block_diag(
+        torch.eye(10, dtype=torch.float64), torch.eye(32, dtype=torch.float64) - J[order][:, order]
+    )
+    exact = recorded(net, images(1), 200)
+    close = {"rtol": 1e-6, "atol": 1e-9}
+    torch.testing.assert_close(M @ torch.linalg.solve(A.mT, v), exact, **close)
+    torch.testing.assert_close(image.gradient, exact, **close)
+    torch.testing.assert_close(image.p(image.u), -recorded(net, images(1), 1), **close)
+    torch.testing.assert_close(image.p(image.u), -M @ v, **close)
+    assert one.lemma == Lemma.of(J)
     assert one.conditioning.columns == 10 + 16 + 4
-    assert 1 < one.conditioning.kappa < conditioning(wanted).kappa  # Cauchy
-    assert corollary(wanted).allowed < one.allowed < 0
+    assert 1 < one.conditioning.kappa < Conditioning.of(M, one.lemma.gamma).kappa  # Cauchy
+    whole = theory_measure.descent_bound(M, one.lemma.gamma, exact) / float(exact.norm())
+    assert whole < one.allowed < 0
+    d = images(2)
+    K = torch.autograd.functional.jacobian(lambda d: net.R(image.u, net.Q(d)).flatten(), d[:1]).flatten(1)
+    lipschitz = measure(net, d, torch.arange(2), dense=0).lipschitz[0]
+    assert lipschitz == pytest.approx(float(torch.linalg.matrix_norm(K, 2)), rel=1e-3)
+
+
+def test_lemma_and_conditioning_of_small_matrices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 2000, generator=generator, dtype=torch.float64)
+    x = x / x.norm(dim=0)
+    for _ in range(30):
+        J = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+        J = 0.9 * J / torch.linalg.matrix_norm(J, 2)
+        found, A = Lemma.of(J), torch.eye(4, dtype=torch.float64) - J
+        least = [float((x * (B @ x)).sum(0).min()) for B in (A, torch.linalg.inv(A))]
+        assert found.coercivity <= least[0] + 1e-12
+        assert found.coercivity == pytest.approx(least[0], abs=0.1)  # the samples come near the minimum
+        assert found.inverse <= least[1] + 1e-12
+        assert found.holds
+        assert found.gamma == pytest.approx(0.9)
+    eye = torch.eye(4, dtype=torch.float64)
+    assert (Lemma.of(0.75 * eye).coercivity, Lemma.of(0.75 * eye).inverse) == pytest.approx((0.25, 4.0))
+    assert math.isnan(Lemma.of(eye).inverse)
+    assert not Lemma.of(eye).holds
+    assert Conditioning.of(torch.diag(torch.tensor([1.0, 2.0])), 0.2) == Conditioning(4.0, 5.0, 2, 2)
+    assert Conditioning.of(torch.ones(3, 2), 0.5) == Conditioning(math.inf, 2.0, 1, 2)
 
 
 def test_batch_statistics_cost_one_direction_per_channel(one: Local) -> None:
@@ -124,13 +173,11 @@ def test_a_network_without_fixed_points_is_not_measured_there(net: Any) -> None:
 def test_random_cases_meet_the_assumptions() -> None:
     generator = torch.Generator().manual_seed(4)
     for _ in range(50):
-        case = theory.random_case(generator)
-        gamma = float(torch.linalg.matrix_norm(case.J, 2))
-        assert gamma < 1
-        assert float(torch.linalg.cond(case.M.mT @ case.M)) < 1 / gamma
-        A = torch.block_diag(torch.eye(2, dtype=torch.float64), torch.eye(4, dtype=torch.float64) - case.J)
-        torch.testing.assert_close(case.M @ torch.linalg.inv(A).mT @ case.v, case.gradient)
-        torch.testing.assert_close(case.direction, -case.M @ case.v)
+        gamma, J_tilde, M, _ = theory.random_case(generator)
+        J = torch.eye(4, dtype=torch.float64) - J_tilde[2:, 2:]
+        assert float(torch.linalg.matrix_norm(J, 2)) == pytest.approx(gamma)
+        assert float(torch.linalg.cond(M.mT @ M)) < 1 / gamma
+        assert torch.equal(J_tilde[:2], torch.eye(6, dtype=torch.float64)[:2])
 
 
 def test_the_printed_bound_fails_and_the_corrected_one_holds() -> None:

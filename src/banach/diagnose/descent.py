@@ -52,11 +52,25 @@ def descent_check(
     exact: Mode | None = None,
     tolerance: Tolerance | None = None,
 ) -> Descent:
-    """The gradient of loss(net(d)) by a cheap mode (None: the network's own) against the exact one.
+    """Compare the gradient of loss(net(d)) by a cheap mode with the exact one. No `.grad` is touched.
 
-    The cheap gradient is taken where the network's own solver stops, as in training. The exact one (None:
-    `Implicit`, tight) is taken at the fixed point: the solve goes on from there to `tolerance` (None: tight).
-    Both see the same dropout masks. No `.grad` is touched.
+    The cheap gradient is taken where the network's own solver stops, as in training; the exact one at the fixed
+    point, to which the solve goes on from there. Both see the same dropout masks.
+
+    Args:
+        net: the ImplicitNetwork.
+        d: data; a tuple holds several inputs of Q.
+        loss: takes the output, returns one number.
+        z0: where the network's own solve starts; None: at `net.start`.
+        backward: the cheap mode; None: the network's own.
+        exact: the exact mode; None: `Implicit`, tight.
+        tolerance: of the fixed point; None: tight.
+
+    Returns:
+        Descent, over all weights and by part.
+
+    Raises:
+        ValueError: if no weight requires a gradient, or the loss is not one number that depends on them.
     """
     modes = (backward or net.backward,)
     return descent_checks(net, d, loss, z0, modes=modes, exact=exact, tolerance=tolerance)[0]
@@ -72,62 +86,42 @@ def descent_checks(
     exact: Mode | None = None,
     tolerance: Tolerance | None = None,
 ) -> tuple[Descent, ...]:
-    """`descent_check` for several modes: Q(d), the fixed point and the exact gradient, which cost most, once."""
-    with undisturbed(net, d):
-        frozen = Frozen(net)
-        with torch.enable_grad():
-            v, found, final = frozen.settle(d, z0, tolerance=tolerance)
-        exact = exact or tight_implicit(found.value, frozen.coupled)
-        weights = trained_weights(net)
-        true = gradient(frozen, v, final.value, (exact, loss), list(weights))[1]
-        cheap = [gradient(frozen, v, found.value, (mode, loss), list(weights)) for mode in modes]
-    return tuple(
-        _descent(weights, one, true, modes=(mode, exact), solution=final)
-        for mode, one in zip(modes, cheap, strict=True)
-    )
+    """Do `descent_check` for several modes, with one fixed point and one exact gradient, which cost most."""
+    with undisturbed(net, d), torch.enable_grad():
+        frozen, weights = Frozen(net), _trained_weights(net)
+        v, found, final = frozen.settle(d, z0, tolerance=tolerance)
+        exact = exact or _tight_implicit(found.value, frozen.coupled)
+
+        def gradient(mode: Mode, u: Latent) -> tuple[float, tuple[Tensor, ...]]:
+            value = loss(frozen.S(mode.attach(frozen.T, detach(u), (v,), coupled=frozen.coupled)))
+            _check_loss(value)
+            grads = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, materialize_grads=True)
+            return float(value.detach()), grads
+
+        true = gradient(exact, final.value)[1]
+        cheap = [gradient(mode, found.value) for mode in modes]
+    made = []
+    for mode, (value, grads) in zip(modes, cheap, strict=True):
+        whole, parts = _agreements(weights, grads, true)
+        made.append(Descent(whole.cosine, whole.ratio, parts, value, mode, exact, final))
+    return tuple(made)
 
 
-def _descent(
-    weights: Mapping[Tensor, set[str]],
-    cheap: tuple[float, list[Tensor]],
-    true: list[Tensor],
-    *,
-    modes: tuple[Mode, Mode],
-    solution: Solution,
-) -> Descent:
-    pairs = {weight: (a, b) for weight, a, b in zip(weights, cheap[1], true, strict=True)}
-    parts = {
-        name: _agreement([pairs[weight] for weight in pairs if name in weights[weight]])
-        for name in ("Q", "R", "S")
-        if any(name in owners for owners in weights.values())
-    }
-    whole = _agreement(list(pairs.values()))
-    return Descent(whole.cosine, whole.ratio, parts, cheap[0], *modes, solution)
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")
+    if not value.requires_grad:
+        raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
 
 
-def gradient(
-    frozen: Frozen, v: Latent, u: Latent, how: tuple[Mode, Callable[[Any], Tensor]], weights: Sequence[Tensor]
-) -> tuple[float, list[Tensor]]:
-    """The loss and its gradient in `weights`, attached at u by a mode: how = (mode, loss)."""
-    mode, loss = how
-    with torch.enable_grad():
-        value = loss(frozen.S(mode.attach(frozen.T, detach(u), (v,), coupled=frozen.coupled)))
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")
-        if not value.requires_grad:
-            raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
-        found = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, materialize_grads=True)
-    return float(value.detach()), list(found)
-
-
-def tight_implicit(u: Latent, coupled: bool) -> Implicit:
-    """The exact mode, solved as far as the arithmetic reasonably goes."""
+def _tight_implicit(u: Latent, coupled: bool) -> Implicit:
+    """Return the exact mode, solved as far as the arithmetic reasonably goes."""
     return Implicit(tolerance=Tolerance(atol=0.0, rtol=close(Space.of(u, coupled=coupled)), max_steps=1000))
 
 
-def trained_weights(net: Any) -> dict[Tensor, set[str]]:
-    """The trainable weights, each once, and the parts that use it: tied weights belong to several."""
+def _trained_weights(net: Any) -> dict[Tensor, set[str]]:
+    """Return the trainable weights, each once, with the parts that use it: tied weights belong to several."""
     owners: dict[Tensor, set[str]] = {}
     for name in ("Q", "R", "S"):
         part = getattr(net, name)
@@ -139,8 +133,18 @@ def trained_weights(net: Any) -> dict[Tensor, set[str]]:
     return owners
 
 
+def _agreements(
+    weights: Mapping[Tensor, set[str]], cheap: Sequence[Tensor], exact: Sequence[Tensor]
+) -> tuple[Agreement, dict[str, Agreement]]:
+    """Return the agreement over all weights, and that of each part that has any."""
+    rows = list(zip(weights.values(), cheap, exact, strict=True))
+    parts = {name: [(a, b) for owners, a, b in rows if name in owners] for name in ("Q", "R", "S")}
+    whole = _agreement([(a, b) for _, a, b in rows])
+    return whole, {name: _agreement(pairs) for name, pairs in parts.items() if pairs}
+
+
 def _agreement(pairs: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
-    """Over all pairs (cheap, exact) as if they were one long vector, summed in float64."""
+    """Return that of all pairs (cheap, exact) as if they were one long vector, summed in float64."""
     cheap, exact = (torch.cat([pair[side].flatten().double() for pair in pairs]) for side in (0, 1))
     lengths = float(cheap.norm()), float(exact.norm())
     cosine = float(cheap @ exact) / (lengths[0] * lengths[1]) if all(lengths) else float("nan")

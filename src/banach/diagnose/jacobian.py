@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,38 +18,23 @@ CYCLE = 24  # vectors kept of each sample before the iteration starts again from
 QUIET = 5
 
 
-class LinearMap(Protocol):
-    """A linear map J between rows: `forward` takes rows v to J v, `transposed` takes rows w to J' w."""
-
-    source: Space
-    target: Space
-
-    def forward(self, v: Tensor) -> Tensor: ...
-    def transposed(self, w: Tensor) -> Tensor: ...
-
-
-def jacobian(
-    f: Callable[[Any], Latent], x: Latent, *, coupled: bool = False, target: Space | None = None
-) -> Jacobian:
-    """Return df/dx at x. f is evaluated once. `target` is the space of f(x), by default that of x."""
+def jacobian(f: Callable[[Any], Latent], x: Latent, *, coupled: bool = False) -> Jacobian:
+    """Return df/dx at x, where f keeps the shape of x. f is evaluated once."""
     x = plain(x)
-    source = Space.of(x, coupled=coupled)
-    target = source if target is None else target
-    if target.samples != source.samples:
-        raise ValueError(f"f must keep the batch axis: {source.batch} samples became {target.batch}")
-    under = with_autocast_of(source, f)
+    space = Space.of(x, coupled=coupled)
+    under = with_autocast_of(space, f)
 
     def checked(x: Latent) -> Latent:
         value = under(x)
-        target.rows(detach(value))  # refuses another structure, shape or dtype
+        space.rows(detach(value))  # refuses another structure, shape or dtype
         return value
 
-    with without_autocast(source):
-        return Jacobian(checked, x, source, target)
+    with without_autocast(space):
+        return Jacobian(checked, x, space)
 
 
 @torch.no_grad()
-def largest_singular_value(J: LinearMap, *, max_steps: int, rtol: float, seed: int) -> Tensor:
+def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: int) -> Tensor:
     """(samples,): sigma_max of every row's Jacobian: power iteration on J'J, accelerated by Lanczos.
 
     A step is one product with J and one with J', as in plain power iteration, which was measured to need five
@@ -81,9 +66,9 @@ def largest_singular_value(J: LinearMap, *, max_steps: int, rtol: float, seed: i
 class _Krylov:
     """Orthonormal vectors V, their images W = J V, and the Gram matrix of those, one set per sample."""
 
-    def __init__(self, J: LinearMap, v: Tensor) -> None:
+    def __init__(self, J: Jacobian, v: Tensor) -> None:
         self.J, self.V = J, v[:, None]
-        self.W = v.new_empty(len(v), 0, sum(J.target.sizes))
+        self.W = v.new_empty(len(v), 0, sum(J.source.sizes))
         self.gram = torch.empty(len(v), 0, 0, dtype=torch.float64)  # on the host: it is small
 
     def sigma(self) -> Tensor:
