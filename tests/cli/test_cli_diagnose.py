@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import data, models
+from banach import JFB, Implicit, Mode, Unroll, data, models
 from banach.cli.app import main
-from banach.cli.diagnose import measure
+from banach.cli.diagnose import draw, measure
 from banach.cli.opened import open_run
 from banach.models import registry
 from banach.train import Run, Settings, fit
 
-Route = Callable[[Tensor, Tensor], Tensor]  # (pixels as data, Q(d)) -> the latent that S reads
 EPS, COUNT = 1e-3, 12
 
 
@@ -90,89 +89,78 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("diagnose") / "tiny", "tiny", eps=EPS, max_steps=60)
 
 
-@torch.no_grad()
-def by_hand(net: Any, d: Tensor) -> Tensor:
-    """The residuals of 300 steps of Picard from zero."""
-    v, residuals = net.Q(d), []
-    u = torch.zeros_like(v)
-    for _ in range(300):
-        u, before = net.R(u, v), u
-        residuals.append((u - before).pow(2).mean(1).sqrt())
-    return torch.stack(residuals)
+def iterated(net: Any, d: Tensor, steps: int) -> Tensor:
+    """All iterates of Picard from zero, recorded by autograd."""
+    v = net.Q(d)
+    u = [torch.zeros_like(v)]
+    for _ in range(steps):
+        u.append(net.R(u[-1], v))
+    return torch.stack(u)
 
 
-def compared(a: list[Tensor], b: list[Tensor]) -> tuple[float, float]:
-    x, y = (torch.cat([g.flatten() for g in side]).double() for side in (a, b))
-    return float(F.cosine_similarity(x, y, dim=0)), float(x.norm() / y.norm())
-
-
-def unrolled(net: Any, steps: int = 300) -> Route:
-    """The exact gradient, by autograd through the whole iteration."""
-
-    def latent(d: Tensor, v: Tensor) -> Tensor:
-        u = torch.zeros_like(v)
-        for _ in range(steps):
-            u = net.R(u, v)
-        return u
-
-    return latent
-
-
-def test_the_curve_is_that_of_the_iteration(tiny_run: Path) -> None:
-    net: Any = open_run(tiny_run, "cpu").net
-    residuals, found = by_hand(net, batch()[0]), diagnosed(tiny_run)["convergence"]
-    ordered = residuals[:20].sort(1).values
+def test_the_curve_is_that_of_the_iteration(tiny_run: Path, capsys: Any) -> None:
+    """The curve, and what is printed and written besides."""
+    pytest.importorskip("matplotlib")
+    with torch.no_grad():
+        residuals = iterated(open_run(tiny_run, "cpu").net, batch()[0], 60).diff(dim=0).pow(2).mean(2).sqrt()
+    found = diagnosed(tiny_run)
+    ordered, shown = residuals[:20].sort(1).values, found["convergence"]
     places = {"low": round(0.1 * (COUNT - 1)), "median": round(0.5 * (COUNT - 1)), "worst": COUNT - 1}
     for name, place in places.items():
-        got = torch.tensor(found["curve"][name], dtype=torch.float64)
+        got = torch.tensor(shown["curve"][name], dtype=torch.float64)
         torch.testing.assert_close(got[:20], ordered[:, place], rtol=1e-4, atol=1e-14)
         assert float(got.min()) < 1e-9  # far below the run's own tolerance
-    steps = (residuals > EPS).sum(0) + 1
-    assert found["steps"]["values"] == steps.tolist()
-    assert found["converged"] == COUNT
-    assert found["tolerance"]["atol"] == EPS
-    assert max(found["least_residual"]["values"]) < 1e-12
+    assert shown["steps"]["values"] == ((residuals > EPS).sum(0) + 1).tolist()
+    assert (shown["converged"], shown["tolerance"]["atol"]) == (COUNT, EPS)
+    assert max(shown["least_residual"]["values"]) < 1e-12
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert found["verdict"] in out
+    assert f"{COUNT} of {COUNT} samples" in found["verdict"]
+    assert (tiny_run / "diagnose.png").read_bytes()[:4] == b"\x89PNG"
+    assert {"date", "device", "versions", "commit", "settings"} <= set(found["provenance"])
+    assert found["provenance"]["settings"]["run"]["model"] == "tiny"
+    assert found["position"] == {"epoch": 2, "step": 0}
+    assert (found["split"], found["data"]) == ("validation", "digits (scikit-learn)")
 
 
 def test_train_mode_sees_batch_norm_over_the_batch(tmp_path: Path) -> None:
     """The exact gradient by autograd through an iteration that normalises by the batch at every step."""
     found = diagnosed(make_run(tmp_path / "r", "undropped", eps=1e-5, max_steps=60, label_smoothing=0.2))
-    kinds = [(g["mode"], g["training"]) for g in found["gradients"]]
-    assert kinds[0] == ("JFB", False)
-    assert kinds[-1] == ("JFB", True)
+    ends = found["gradients"]["JFB"]["all"], found["gradients"]["JFB, train mode"]["all"]
     d, labels = batch()
-    for g in (found["gradients"][0], found["gradients"][-1]):
-        net: Any = copy.deepcopy(open_run(tmp_path / "r", "cpu").net).train(g["training"])
-        with torch.no_grad():
-            u = unrolled(net, 60)(d, net.Q(d))
-
-        def loss(route: Route, net: Any = net) -> list[Tensor]:
-            value = F.cross_entropy(net.S(route(d, net.Q(d))), labels, label_smoothing=0.2)
-            return list(torch.autograd.grad(value, list(net.parameters())))
-
-        def one_step(d: Tensor, v: Tensor, net: Any = net, u: Tensor = u) -> Tensor:
-            value: Tensor = net.R(u, v)
-            return value
-
-        cheap, exact = loss(one_step), loss(unrolled(net, 60))
-        assert (g["cosine"], g["ratio"]) == pytest.approx(compared(cheap, exact), rel=2e-3)
+    for g, training in zip(ends, (False, True), strict=True):
+        net: Any = open_run(tmp_path / "r", "cpu").net.train(training)
+        exact = iterated(net, d, 60)[-1]
+        flat = []
+        for u in (net.R(exact.detach(), net.Q(d)), exact):
+            loss = F.cross_entropy(net.S(u), labels, label_smoothing=0.2)
+            grads = torch.autograd.grad(loss, list(net.parameters()))
+            flat.append(torch.cat([grad.flatten() for grad in grads]).double())
+        wanted = float(F.cosine_similarity(flat[0], flat[1], dim=0)), float(flat[0].norm() / flat[1].norm())
+        assert (g["cosine"], g["ratio"]) == pytest.approx(wanted, rel=2e-3)
     # Had the mode made no difference, this would show nothing.
-    assert abs(found["gradients"][0]["ratio"] - found["gradients"][-1]["ratio"]) > 0.01
+    assert abs(ends[0]["ratio"] - ends[1]["ratio"]) > 0.01
 
 
-def test_nothing_of_the_run_or_the_network_changes(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "r", "digits", ema=0.9)
+def test_nothing_of_the_run_or_the_network_changes_and_a_seed_repeats(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "r", "digits", ema=0.9, backward="neumann:2")
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    diagnosed(path)
+    first, second, other = (diagnosed(path, "--seed", seed) for seed in "001")
     assert torch.equal(torch.get_rng_state(), state)
     assert {file: file.read_bytes() for file in before} == before
-    assert {p.name for p in path.iterdir()} - {p.name for p in before} <= {
-        "diagnose.json",
-        "diagnose.png",
-        "checkpoints",
-    }
+    added = {file.name for file in path.rglob("*") if file.is_file()} - {file.name for file in before}
+    assert added <= {"diagnose.json", "diagnose.png"}
+    for found in (first, second, other):
+        del found["provenance"]
+    assert first == second
+    # The run's own mode comes first, and once.
+    assert list(first["gradients"]) == ["Neumann 2", "JFB", "Neumann 1", "Neumann 5", "JFB, train mode"]
+    masked = [one["gradients"].pop("JFB, train mode") for one in (first, other)]
+    assert masked[0] != masked[1]  # the dropout masks of train mode
+    assert first["gradients"] == other["gradients"]
 
     net = open_run(path, "cpu").net
     weights = copy.deepcopy(net.state_dict())
@@ -183,44 +171,22 @@ def test_nothing_of_the_run_or_the_network_changes(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "r", "digits", backward="neumann:2")
-    first, second, other = (diagnosed(path, "--seed", seed) for seed in "001")
-    for found in (first, second, other):
-        del found["provenance"]
-    assert first == second
-    assert first["gradients"][-1] != other["gradients"][-1]  # the dropout masks of train mode
-    assert first["gradients"][:-1] == other["gradients"][:-1]
-    assert first["gradients"][0]["mode"] == "Neumann 2"  # the run's own comes first, and once
-    assert [g["mode"] for g in first["gradients"]] == ["Neumann 2", "JFB", "Neumann 1", "Neumann 5", "JFB"]
-
-
-def test_the_verdict_is_printed_and_the_plot_drawn(tiny_run: Path, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
-    found = diagnosed(tiny_run)
-    out, err = capsys.readouterr()
-    assert found["verdict"] in out
-    assert f"{COUNT} of {COUNT} samples" in found["verdict"]
-    assert err == ""
-    assert (tiny_run / "diagnose.png").read_bytes()[:4] == b"\x89PNG"
-    assert {"date", "device", "versions", "commit", "settings"} <= set(found["provenance"])
-    assert found["provenance"]["settings"]["run"]["model"] == "tiny"
-    assert found["position"] == {"epoch": 2, "step": 0}
-    assert (found["split"], found["data"]) == ("validation", "digits (scikit-learn)")
-
-
 def test_without_matplotlib_all_but_the_plot_is_done(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make_run(tmp_path / "r", "tiny", epochs=1)
+    (tiny_run / "diagnose.png").unlink(missing_ok=True)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert diagnosed(path)["convergence"]["converged"] == COUNT
+    assert diagnosed(tiny_run)["convergence"]["converged"] == COUNT
     assert "no plot: plots need matplotlib" in capsys.readouterr().out
-    assert not (path / "diagnose.png").exists()
+    assert not (tiny_run / "diagnose.png").exists()
 
 
-def test_a_map_that_expands_is_called_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "name"), [(JFB(), "JFB"), (Unroll(2), "Unroll 2"), (Implicit(), "Implicit NormalCG")]
+)
+def test_a_map_that_expands_is_called_that(mode: Mode, name: str, tmp_path: Path) -> None:
     net: Any = Settings(data="digits", model="tiny", device="cpu").build().eval()
+    net.backward = mode
     with torch.no_grad():  # u -> tanh(v - 3 P u), P a cyclic shift: the signs go round and never settle
         net.R.inner.weight.copy_(-3 * torch.eye(6).roll(1, 0))
         for p in net.Q.parameters():
@@ -229,8 +195,10 @@ def test_a_map_that_expands_is_called_that(tmp_path: Path) -> None:
     assert found.contraction.violations == 4
     assert "does not converge on 4 of 4 samples" in found.words
     assert "the cosines are approximate" in found.words
-    assert not found.gradients[0].sound
+    assert not found.sound
+    assert next(iter(found.gradients)) == name
     json.dumps(found.to_dict()["gradients"])
+    draw(found, tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize("model", ["resnet56", "digits"])
@@ -239,8 +207,7 @@ def test_without_a_fixed_point_it_is_refused(tmp_path: Path, capsys: Any, model:
     capsys.readouterr()
     assert main(["diagnose", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
+    assert (out, err.count("\n")) == ("", 1)
     assert "no fixed point" in err
     assert not (path / "diagnose.json").exists()
 

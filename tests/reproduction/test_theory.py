@@ -83,7 +83,7 @@ def test_matrices_give_both_gradients(net: Any, one: Local, monkeypatch: pytest.
         torch.eye(10, dtype=torch.float64), torch.eye(32, dtype=torch.float64) - J[order][:, order]
     )
     exact = recorded(net, images(1), 200)
-    close = {"rtol": 1e-6, "atol": 1e-9}
+    close: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
     torch.testing.assert_close(M @ torch.linalg.solve(A.mT, v), exact, **close)
     torch.testing.assert_close(image.gradient, exact, **close)
     torch.testing.assert_close(image.p(image.u), -recorded(net, images(1), 1), **close)
