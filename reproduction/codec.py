@@ -21,41 +21,30 @@ def encode(value: Any) -> Any:
     return plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)  # type: ignore[arg-type]
 
 
-def decode(kind: Any, value: Any, at: str = "the value") -> Any:
+def decode(kind: Any, value: Any) -> Any:
     """Return the object of type `kind` that `encode` wrote.
 
     Supported: dataclasses, tuples of one type, dictionaries, unions, numbers, strings, None, Any. Keys that a
     dataclass does not have are ignored, so that records may hold more than a study reads; missing keys take their
-    defaults.
+    defaults. Of a union the first type that fits is taken.
 
     Raises:
-        ValueError: if the value does not fit; the message names the place.
+        ValueError, TypeError: if a number is not one, or a dataclass misses keys.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _dataclass(kind, value, at)
-    if origin in (UnionType, Union):
-        for one in inner:
-            with suppress(ValueError):
-                return decode(one, value, at)
-    if origin is tuple and isinstance(value, list):
-        return tuple(decode(inner[0], part, f"{at}[{number}]") for number, part in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: decode(inner[1], part, f"{at}[{key!r}]") for key, part in value.items()}
-    if kind is Any or type(value) is kind:
-        return value
-    if kind is float and (type(value) is int or value in ("nan", "inf", "-inf")):
-        return float(value)
-    name = kind if origin else getattr(kind, "__name__", kind)
-    raise ValueError(f"{at} must be {name}, got {str(value)[:80]!r}")
-
-
-def _dataclass(kind: Any, value: dict[str, Any], at: str) -> Any:
-    kinds = {name: one for name, one in get_type_hints(kind).items() if name in value}
-    try:
-        return kind(**{name: decode(one, value[name], f"{at}.{name}") for name, one in kinds.items()})
-    except TypeError as error:
-        raise ValueError(f"{at}: {error}") from None
+    if origin in (UnionType, Union) and value is not None:
+        for one in [one for one in inner if one is not type(None)]:
+            with suppress(TypeError, ValueError):
+                return decode(one, value)
+        raise ValueError(f"expected {kind}, got {str(value)[:80]!r}")
+    if origin is tuple:
+        return tuple(decode(inner[0], part) for part in value)
+    if origin is dict:
+        return {key: decode(inner[1], part) for key, part in value.items()}
+    if dataclasses.is_dataclass(kind):
+        kinds = {name: one for name, one in get_type_hints(kind).items() if name in value}
+        return kind(**{name: decode(one, value[name]) for name, one in kinds.items()})  # type: ignore[operator]
+    return float(value) if kind is float else value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -82,5 +71,5 @@ def read(kind: type[T], path: Path) -> list[T]:
     """Return the objects of a file of JSON lines, as dataclasses of type `kind`."""
     try:
         return [decode(kind, line) for line in read_lines(path)]
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise RunError(f"{path} does not fit: {error}; restore the file, or delete it and run again") from None

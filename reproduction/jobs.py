@@ -50,21 +50,10 @@ class Job:
     def settings(self) -> Settings:
         """The settings that `fit` gets."""
         recipe = models.recipe(self.model, self.recipe)
-        names = (
-            "data",
-            "model",
-            "recipe",
-            "subset",
-            "whole",
-            "augment",
-            "batch_norm",
-            "precision",
-            "fast",
-            "seed",
-        )
+        names = "data model recipe subset whole augment batch_norm precision fast seed"
         return Settings.of_recipe(
             recipe,
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in names.split()},
             monitor=False,  # measured here, at fewer epochs and on more images
             epochs=self.epochs or recipe.epochs,
             max_steps=0 if self.explicit else recipe.max_steps,

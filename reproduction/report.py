@@ -1,4 +1,4 @@
-"""The report: docs/reproduction.md, its appendix pages, figures and an HTML page, from records and templates.
+"""The report: docs/reproduction.md, its appendix pages and figures, from records and templates.
 
 Templates are hand-written Markdown in pages/. `{STUDY.KEY}` is replaced by a value of a study, `{STUDY.KEY:.2f}`
 by a formatted one; `values` of a study lists its keys. The same records give the same bytes.
@@ -7,7 +7,7 @@ by a formatted one; `values` of a study lists its keys. The same records give th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,10 @@ PAGES = Path(__file__).parent / "pages"
 MAIN = "reproduction.md"
 NOT_RUN = "not run"
 _PLACEHOLDER = re.compile(r"\{([a-z0-9]+)\.([A-Za-z0-9_.\-]+)(?::([^{}]*))?\}")
-_STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:1em 0;display:block;overflow-x:auto}"
-    "td,th{border:1px solid #ccc;padding:.25em .6em;text-align:left;vertical-align:top}svg{max-width:100%}"
-)
 
 
 def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs")) -> Path:
-    """Write the main page, appendix pages, figures and the HTML page into `docs`.
+    """Write the main page, appendix pages and figures into `docs`.
 
     Args:
         studies: modules by name, as `study.py` describes them.
@@ -46,10 +41,9 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
     for name, some in rows.items():
         if some:
             draw(studies[name].figures(some), folder)
-    texts = {name: f"{fill(text, known)}" for name, text in _templates(options.quick, studies).items()}
-    for name, text in texts.items():
-        _write(docs / name if name == MAIN else folder / name, text)
-    _write(docs / "reproduction.html", _html(texts.values(), folder))
+    for name, text in _templates(options.quick, studies).items():
+        with whole_file(docs / name if name == MAIN else folder / name) as file:
+            file.write(fill(text, known))
     return docs / MAIN
 
 
@@ -96,23 +90,3 @@ def _templates(quick: bool, studies: Mapping[str, Any]) -> dict[str, str]:
         for name, study in studies.items()
     ]
     return {MAIN: "# Quick run on digits\n\n" + "\n".join(parts)}
-
-
-def _html(texts: Iterable[str], folder: Path) -> str:
-    """Return all pages as one HTML page with the figures inside it."""
-    from markdown_it import MarkdownIt
-
-    body = "\n<hr>\n".join(MarkdownIt("commonmark").enable("table").render(text) for text in texts)
-
-    def figure(match: re.Match[str]) -> str:
-        path = folder / Path(match.group(1)).name
-        return re.sub(r"^.*?(?=<svg)", "", path.read_text(encoding="utf-8"), flags=re.S) if path.exists() else ""
-
-    body = re.sub(r'<img src="([^"]+\.svg)"[^>]*>', figure, body)
-    head = "<!doctype html><html lang=en><meta charset=utf-8><title>The paper, reproduced</title>"
-    return f"{head}<style>{_STYLE}</style>\n{body}</html>\n"
-
-
-def _write(path: Path, text: str) -> None:
-    with whole_file(path) as file:
-        file.write(text)

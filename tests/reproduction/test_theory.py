@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -121,24 +122,17 @@ def test_lemma_and_conditioning_of_small_matrices() -> None:
     assert Conditioning.of(torch.ones(3, 2), 0.5) == Conditioning(math.inf, 2.0, 1, 2)
 
 
-def test_batch_statistics_cost_one_direction_per_channel(one: Local) -> None:
+def test_one_image(net: Any, image: Image, one: Local) -> None:
+    """Batch statistics cost one direction per channel; ascent finds worse directions than drawing does."""
     assert one.conditioning.rank == one.conditioning.columns
     assert one.statistics == one.conditioning.columns - 1  # the mean of the one complete channel is fixed
-
-
-def test_the_worst_direction_is_worse_than_random_ones(image: Image) -> None:
-    u = image.u.flatten()
-    drawn = torch.randn(200, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for distance in (0.01, 1.0):
-        tried = [image.inner(u + distance * x / x.norm()) for x in drawn]
-        assert image.highest(distance) > max(tried)
-
-
-def test_where_the_solver_stops(net: Any, one: Local, image: Image) -> None:
-    _, found = net.latent(images(1))
-    own = float((found.value - image.u).norm() / image.u.norm())
+    own = float((net.latent(images(1))[1].value - image.u).norm() / image.u.norm())
     assert one.own == pytest.approx(own)
     assert 1e-5 < own < 1e-1
+    drawn = torch.randn(200, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for distance in (0.01, 1.0):
+        tried = max(image.inner(image.u.flatten() + distance * x / x.norm()) for x in drawn)
+        assert image.highest(distance) > max(tried, image.highest_at_random(distance))
 
 
 def test_radius_counts_from_the_fixed_point(one: Local, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,26 +155,22 @@ def test_measuring_changes_nothing_and_repeats(net: Any) -> None:
 
 
 def test_a_network_without_fixed_points_is_not_measured_there(net: Any) -> None:
-    other = ImplicitNetwork(net.Q, LatentResNet(2, blocks=1, gamma=0.5), net.S, tolerance=net.tolerance).double()
-    other.R.load_state_dict(net.R.state_dict())
+    other = copy.deepcopy(net)
     other.R.gamma = 3.0
-    found = measure(other.eval(), images(2), torch.arange(2), dense=1)
+    found = measure(other, images(2), torch.arange(2), dense=1)
     assert not any(found.found)
     assert found.locals == ()
     assert all(math.isnan(x) for x in (*found.sigma, *found.rate, *found.lipschitz, found.cosine))
 
 
-def test_random_cases_meet_the_assumptions() -> None:
+def test_the_printed_bound_fails_and_the_corrected_one_holds() -> None:
     generator = torch.Generator().manual_seed(4)
-    for _ in range(50):
+    for _ in range(50):  # random cases meet the assumptions
         gamma, J_tilde, M, _ = theory.random_case(generator)
         J = torch.eye(4, dtype=torch.float64) - J_tilde[2:, 2:]
         assert float(torch.linalg.matrix_norm(J, 2)) == pytest.approx(gamma)
         assert float(torch.linalg.cond(M.mT @ M)) < 1 / gamma
         assert torch.equal(J_tilde[:2], torch.eye(6, dtype=torch.float64)[:2])
-
-
-def test_the_printed_bound_fails_and_the_corrected_one_holds() -> None:
     found = theory.count_random(300)
     assert found.corrected == 0
     assert found.printed > 5
@@ -193,38 +183,28 @@ def row(epoch: int, **changes: Any) -> theory.Row:
     return theory.Row("net", "net", epoch, 10, 2, replace(plain, **changes))
 
 
-def test_verdicts_are_counted_over_trained_snapshots() -> None:
-    rows = [row(0), row(2, sigma=(1.5, 0.9)), row(4, cosine=-0.1)]
-    found = theory.values(rows)
+def test_verdicts_are_counted_over_trained_snapshots(one: Local) -> None:
+    found = theory.values([row(0), row(2, sigma=(1.5, 0.9)), row(4, cosine=-0.1)])
     assert (found["net.sigma.held"], found["net.sigma.count"], found["net.sigma.high"]) == (2, 4, 1.5)
-    assert (found["net.cosine.held"], found["net.cosine.count"]) == (1, 2)
-    assert found["net.cosine.last"] == -0.1
+    assert (found["net.cosine.held"], found["net.cosine.count"], found["net.cosine.last"]) == (1, 2, -0.1)
     assert found["all.rate.held"] == 4
-    assert (
-        "| net | sigma_max(dT/du), eval mode | < 1 | 1 (0.8 to 1.2) | 1 (0.8 to 1.2) | 2 of 4 |" in found["table"]
-    )
-
-
-def test_an_image_without_a_fixed_point_counts_against_the_rate_only() -> None:
-    nan = math.nan
-    lost = row(3, found=(True, False), sigma=(0.5, nan), rate=(0.6, nan), cosine=nan)
+    line = "| net | sigma_max(dT/du), eval mode | < 1 | 1 (0.8 to 1.2) | 1 (0.8 to 1.2) | 2 of 4 |"
+    assert line in found["table"]
+    # An image without a fixed point counts against the rate only.
+    lost = row(3, found=(True, False), sigma=(0.5, math.nan), rate=(0.6, math.nan), cosine=math.nan)
     found = theory.values([row(0), lost])
     assert (found["net.rate.held"], found["net.rate.count"], found["net.rate.high"]) == (1, 2, 0.6)
     assert (found["net.sigma.held"], found["net.sigma.count"]) == (1, 1)
     assert found["net.cosine.count"] == 0
-
-
-def test_a_lemma_beyond_its_premise_is_not_judged(one: Local) -> None:
+    # A lemma beyond its premise is not judged.
     beyond = replace(one, lemma=replace(one.lemma, gamma=1.2, coercivity=-0.3))
     found = theory.values([row(1, locals=(one, beyond))])
     assert (found["net.lemma.held"], found["net.lemma.count"]) == (1, 1)
     assert (found["net.beyond.held"], found["net.beyond.count"], found["net.beyond.low"]) == (0, 1, -0.3)
     assert (found["net.kappa.held"], found["net.kappa.count"]) == (0, 2)
-
-
-def test_the_longest_run_of_a_model_is_shown() -> None:
-    short = replace(row(5), run="short")
-    assert [(r.run, r.epoch) for r in theory.shown([short, row(7), row(0)])["net"]] == [("net", 0), ("net", 7)]
+    # Of a model the longest run is shown.
+    shown = theory.shown([replace(row(5), run="short"), row(7), row(0)])
+    assert [(r.run, r.epoch) for r in shown["net"]] == [("net", 0), ("net", 7)]
 
 
 def test_quick_study_measures_once(tmp_path: Path) -> None:

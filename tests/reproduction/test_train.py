@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from banach.train import Epoch, Run, RunError
 from reproduction import codec, jobs, rundir, study, train
 from reproduction.__main__ import main
-from reproduction.rundir import MOST, newest, pack, unpack
+from reproduction.rundir import MOST, newest, pack
 from reproduction.study import Options
 from reproduction.train import Trainer
 from reproduction.trainings import Training
@@ -64,36 +64,28 @@ def test_a_job_that_travels_in_segments_is_the_same_bit_by_bit(whole: Path, tmp_
     assert {s["sources"] for s in segments} == {rundir.source_hash()}
 
 
-def test_a_finished_job_is_not_trained_again(whole: Path, tmp_path: Path) -> None:
-    before = (whole / "metrics.jsonl").stat().st_mtime_ns
-    assert train.train([JOB], options(tmp_path, runs=whole.parent, pack=tmp_path))
-    assert (whole / "metrics.jsonl").stat().st_mtime_ns == before
-    assert newest(tmp_path / f"{NAME}.tar") == "epoch-00004-step-0000000"
-
-
-def test_what_is_recorded(whole: Path) -> None:
+def test_what_is_recorded(whole: Path, tmp_path: Path) -> None:
     points = codec.read_lines(whole / rundir.TEST)
     assert [point["epoch"] for point in points] == [1, 2, 3, 4]
     assert points[-1]["clean"]["accuracy"] > 0.95
     assert points[-1]["clean"]["residual"] < 1e-4
+    final = json.loads((whole / rundir.FINAL).read_text())
+    assert final["clean"]["accuracy"] == points[-1]["clean"]["accuracy"]  # fp32 both
     contraction = codec.read_lines(whole / rundir.CONTRACTION)
     assert [line["epoch"] for line in contraction] == [1, 3, 4]
-    assert len(contraction[0]["eval"]["sigma"]) == 100
-    assert len(contraction[0]["train"]["sigma"]) == 1
+    assert [len(contraction[0][mode]["sigma"]) for mode in ("eval", "train")] == [100, 1]
     assert contraction[0]["train"]["coupled"]
     snapshots = sorted(path.name for path in (whole / rundir.SNAPSHOTS).iterdir())
     assert snapshots == [f"epoch-0000{number}.safetensors" for number in (1, 3, 4)]
-    final = json.loads((whole / rundir.FINAL).read_text())
-    assert final["clean"]["accuracy"] == points[-1]["clean"]["accuracy"]  # fp32 both
-
-
-def test_the_last_snapshot_holds_the_weights_of_the_last_checkpoint(whole: Path) -> None:
-    snapshot = load_file(whole / "snapshots/epoch-00004.safetensors")
-    latest = Run.open(whole).latest()
-    assert latest is not None
-    weights = latest.under("net")
+    latest: Any = Run.open(whole).latest()
+    weights, snapshot = latest.under("net"), load_file(whole / "snapshots/epoch-00004.safetensors")
     assert snapshot.keys() == weights.keys()
     assert all(torch.equal(snapshot[name], weights[name]) for name in weights)
+    # A finished job is packed, and not trained again.
+    before = (whole / "metrics.jsonl").stat().st_mtime_ns
+    assert train.train([JOB], options(tmp_path, runs=whole.parent, pack=tmp_path))
+    assert (whole / "metrics.jsonl").stat().st_mtime_ns == before
+    assert newest(tmp_path / f"{NAME}.tar") == "epoch-00004-step-0000000"
 
 
 def test_a_process_killed_between_record_and_checkpoint_leaves_no_epoch_twice(
@@ -161,24 +153,12 @@ def test_the_run_stops_before_an_epoch_that_does_not_fit(
     assert len(Run.open(made.runs / NAME).metrics()) == epochs
 
 
-def test_later_jobs_start_only_while_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(study, "STARTED", time.monotonic())
-    assert not train.train([JOB, JOB], options(tmp_path, minutes=0, say=said.append))
-    assert any("not started" in line for line in said)
-
-
-def test_packing_holds_the_newest_checkpoint_only_and_comes_back(whole: Path, tmp_path: Path) -> None:
-    (only,) = pack(whole, tmp_path / "tars")
-    with tarfile.open(only) as tar:
+def test_tars_stay_below_the_limit(whole: Path, tmp_path: Path) -> None:
+    """JOB.tar holds the newest checkpoint only; snapshots that do not fit go to further tars."""
+    with tarfile.open(pack(whole, tmp_path / "small")[0]) as tar:
         names = tar.getnames()
     assert sum(name.endswith("tensors.safetensors") for name in names) == 1
     assert not any("/." in name for name in names)
-    unpack(only, tmp_path / "runs")
-    assert_same_run(tmp_path / "runs" / NAME, whole)
-
-
-def test_large_snapshots_go_to_files_that_stay_below_the_limit(tmp_path: Path) -> None:
     run = tmp_path / "job"
     (run / "snapshots").mkdir(parents=True)
     (run / "settings.json").write_text("{}")
@@ -193,20 +173,23 @@ def test_large_snapshots_go_to_files_that_stay_below_the_limit(tmp_path: Path) -
     assert len(list((tmp_path / "back/job/snapshots").iterdir())) == 7
 
 
-def test_an_older_tar_does_not_replace_a_run(whole: Path, tmp_path: Path) -> None:
-    tars = tmp_path / "tars"
-    assert not train.train([JOB], options(tmp_path, minutes=0, runs=tmp_path / "old", pack=tars))
+def test_other_sources_and_older_tars_are_refused(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tars, said = tmp_path / "tars", list[str]()
+    monkeypatch.setattr(study, "STARTED", time.monotonic())
+    assert not train.train([JOB, JOB], options(tmp_path, minutes=0, pack=tars, say=said.append))
+    assert any("not started" in line for line in said), "later jobs start only while time is left"
     train.fetch(JOB, options(tmp_path, runs=whole.parent, unpack=tars))
     assert newest(whole) == "epoch-00004-step-0000000"
-
-
-def test_other_sources_are_refused_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not train.train([JOB], options(tmp_path, minutes=0))
     monkeypatch.setattr(rundir, "source_hash", lambda: "0" * 64)
     with pytest.raises(RunError, match="--changed-sources"):
         train.train([JOB], options(tmp_path, minutes=0))
     assert not train.train([JOB], options(tmp_path, minutes=0, changed_sources=True))
     assert len(codec.read_lines(tmp_path / "runs" / NAME / rundir.SEGMENTS)) == 2
+    (tars / f"{NAME}.tar").write_bytes(b"no tar")
+    with pytest.raises(RunError, match="copy it again"):
+        train.train([JOB], options(tmp_path, unpack=tars))
 
 
 @pytest.mark.parametrize(
@@ -231,12 +214,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_damaged_tar_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"{NAME}.tar").write_bytes(b"no tar")
-    with pytest.raises(RunError, match="copy it again"):
-        train.train([JOB], options(tmp_path, unpack=tmp_path))
-
-
 def test_the_jobs_have_the_released_settings() -> None:
     job = jobs.get("cifar10-jfb-seed2").settings
     assert (job.epochs, job.batch_size, job.lr, job.weight_decay, job.eps) == (1000, 100, 1e-3, 1e-3, 0.1)
@@ -254,24 +231,23 @@ def test_the_jobs_have_the_released_settings() -> None:
 def test_finished_runs_become_one_line_each_and_none_is_replaced(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["collect", str(whole.parent), "--records", str(tmp_path)]
-    assert main(command) == 0
-    assert main(["collect", str(tmp_path / "no-runs"), "--records", str(tmp_path)]) == 2
-    (tmp_path / "empty").mkdir()
-    assert main(["collect", str(tmp_path / "empty"), "--records", str(tmp_path)]) == 0, "what is there stays"
     out = tmp_path / "trainings.jsonl"
-    (line,) = codec.read_lines(out)
+
+    def collect(runs: Path) -> int:
+        return main(["collect", str(runs), "--records", str(tmp_path)])
+
+    (tmp_path / "empty").mkdir()
+    assert [collect(runs) for runs in (whole.parent, tmp_path / "no-runs", tmp_path / "empty")] == [0, 2, 0]
+    (line,), (row,) = codec.read_lines(out), codec.read(Training, out)
     assert line["final"] == json.loads((whole / rundir.FINAL).read_text())
-    (row,) = codec.read(Training, out)
     assert (row.job, row.group, row.images) == (NAME, "digits-jfb", 1437)
     assert row.clean == pytest.approx(100 * line["final"]["clean"]["accuracy"])
     assert row.released == pytest.approx(max(100 * point["released"]["accuracy"] for point in line["test"]))
-    assert [epoch.loss for epoch in row.epochs] == pytest.approx(
-        [e.loss for e in Run.open(whole).metrics()], rel=1e-5
-    )
+    losses = [epoch.loss for epoch in Run.open(whole).metrics()]
+    assert [epoch.loss for epoch in row.epochs] == pytest.approx(losses, rel=1e-5)
     line["segments"][0]["started"] = "another time"
     codec.write_lines(out, [line])
-    assert main(command) == 2
+    assert collect(whole.parent) == 2
     assert "has another run of the name" in capsys.readouterr().err
 
 
