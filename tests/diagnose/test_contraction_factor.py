@@ -20,20 +20,14 @@ def matrices(z: Tensor, A: Tensor) -> Tensor:
     return torch.einsum("bij,bj->bi", A, z)
 
 
-def test_per_sample_matrices() -> None:
-    A = normal(7, 6, 6)
+def test_against_dense_matrices() -> None:
+    A, W, z = normal(7, 6, 6), normal(5, 5, seed=2), normal(3, 5, seed=3)
     sigma = contraction_factor(matrices, torch.zeros(7, 6, dtype=torch.float64), (A,), **EXACT)
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-10, atol=0)
-
-
-def test_nonlinear_at_its_point() -> None:
-    W, z = normal(5, 5, seed=2), normal(3, 5, seed=3)
-    sigma = contraction_factor(lambda z: torch.tanh(z @ W.T), z, **EXACT)
+    sigma = contraction_factor(lambda z: torch.tanh(z @ W.T), z, **EXACT)  # not linear: at its point
     slopes = 1 - torch.tanh(z @ W.T) ** 2
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(slopes[:, :, None] * W, 2), rtol=1e-10, atol=0)
-
-
-def test_nearly_equal_top_pair() -> None:
+    # A pair of values that are nearly equal.
     V = torch.linalg.qr(normal(8, 8, seed=5))[0]
     A = V @ torch.diag(torch.tensor([1.3, 1.3 - 1e-9, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1], dtype=torch.float64)) @ V.T
     sigma = contraction_factor(lambda z: z @ A.T, torch.zeros(2, 8, dtype=torch.float64))
@@ -66,25 +60,19 @@ def test_nested_latent(kind: str) -> None:
 
 
 def test_coupled_is_one_value_for_the_batch(jacobian: Any) -> None:
-    bn = nn.BatchNorm1d(3).double()
     z = normal(5, 3, seed=7)
-    sigma = contraction_factor(bn, z, coupled=True, **EXACT)
-    reference = nn.BatchNorm1d(3).double()
-    dense = jacobian(reference, z)
+    sigma = contraction_factor(nn.BatchNorm1d(3).double(), z, coupled=True, **EXACT)
+    dense = jacobian(nn.BatchNorm1d(3).double(), z)
     assert sigma.shape == (5,)
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(dense, 2).expand(5), rtol=1e-8, atol=0)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_module_keeps_its_state(training: bool, unchanged: Any) -> None:
+def test_a_module_and_the_random_state_are_kept(training: bool, unchanged: Any) -> None:
     T = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double().train(training)
     with unchanged(T):
         contraction_factor(T, normal(4, 3), coupled=training)
         is_coupled(T, normal(4, 3))
-
-
-def test_a_random_map_keeps_the_global_random_state(unchanged: Any) -> None:
-    with unchanged():
         contraction_factor(lambda z: z * torch.rand(3, dtype=z.dtype), normal(4, 3))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,47 +31,41 @@ def picard(A: Tensor, steps: int, norm: RMS | Euclidean = RMS(), atol: float = 0
     return found, torch.linalg.solve(torch.eye(len(A), dtype=A.dtype) - A, b[0])
 
 
-def test_only_the_last_ratios_count() -> None:
-    trace = column(1.0, 0.9, 0.81, 0.405, 0.2025, 0.10125)
-    torch.testing.assert_close(observed_rate(trace, last=3), torch.tensor([0.5], dtype=torch.float64))
-    torch.testing.assert_close(observed_rate(trace, last=1), torch.tensor([0.5], dtype=torch.float64))
-    torch.testing.assert_close(observed_rate(trace), torch.tensor([0.10125**0.2], dtype=torch.float64))
+NAN = float("nan")
+SLOW_THEN_FAST = (1.0, 0.9, 0.81, 0.405, 0.2025, 0.10125)
+FROZEN = (1, 0.1, 0.01, 0.01, 0.01, 0.01)
 
 
-def test_a_frozen_sample_repeats_its_last() -> None:
-    trace = torch.cat([column(1, 0.1, 0.01, 0.01, 0.01, 0.01), column(1, 0.5, 0.25, 0.125, 0.0625, 0.03125)], 1)
-    expected = torch.tensor([0.1, 0.5], dtype=torch.float64)
-    torch.testing.assert_close(observed_rate(trace), expected)
-    torch.testing.assert_close(observed_rate(trace, torch.tensor([3, 6])), expected)
+@pytest.mark.parametrize(
+    ("residuals", "options", "rate"),
+    [
+        (SLOW_THEN_FAST, {"last": 3}, 0.5),
+        (SLOW_THEN_FAST, {"last": 1}, 0.5),
+        (SLOW_THEN_FAST, {}, 0.10125**0.2),
+        (FROZEN, {}, 0.1),
+        (FROZEN, {"steps": 3}, 0.1),
+        ((1, 1, 1, 1), {"steps": 4}, 1.0),  # standing still, not frozen
+        ((1, 1, 1, 1), {"steps": 1}, NAN),
+        ((1, 1, 1, 1), {}, NAN),
+        ((1, 1e-4, 1e-8, 1e-12, 3e-16, 4e-16, 2e-16, 3e-16), {}, 1e-4),  # the rest is rounding
+        ((1, 0.1, 0.01, 0.009, 0.0095), {"floor": 0.0099}, 0.1),
+        ((1, 0.1, 0.01, 0.001, 0.0005, 0.0012, 0.0009, 0.0011, 0.0090, 0.0002), {"floor": 0.001}, 0.1),
+        ((1, 0), {}, 0.0),
+        ((1,), {}, NAN),
+        ((0, 0), {}, NAN),
+        ((1, 2, 4, NAN, NAN), {}, 2.0),
+    ],
+)
+def test_the_rate_of_known_residuals(residuals: tuple[float, ...], options: Any, rate: float) -> None:
+    trace = torch.cat([column(*[0.5**k for k in range(len(residuals))]), column(*residuals)], 1)
+    if "steps" in options:
+        options = {"steps": torch.tensor([len(residuals), options["steps"]])}
+    assert observed_rate(trace, **options)[1].item() == pytest.approx(rate, rel=1e-9, nan_ok=True)
 
 
-def test_steps_tell_standing_still_from_frozen() -> None:
-    trace = column(1, 1, 1, 1)
-    assert observed_rate(trace, torch.tensor([4])).item() == 1.0
-    assert observed_rate(trace, torch.tensor([1])).isnan().all()
-    assert observed_rate(trace).isnan().all()
-
-
-def test_rounding_is_not_convergence() -> None:
-    trace = column(1, 1e-4, 1e-8, 1e-12, 3e-16, 4e-16, 2e-16, 3e-16)
-    torch.testing.assert_close(observed_rate(trace), torch.tensor([1e-4], dtype=torch.float64), rtol=1e-9, atol=0)
-    coarse = observed_rate(column(1, 0.1, 0.01, 0.009, 0.0095), floor=0.0099)
-    torch.testing.assert_close(coarse, torch.tensor([0.1], dtype=torch.float64))
-
-
-def test_corners() -> None:
-    assert observed_rate(column(1, 0)).item() == 0.0
-    assert observed_rate(column(1)).isnan().all()
-    assert observed_rate(column(0, 0)).isnan().all()
+def test_empty_traces() -> None:
     assert observed_rate(torch.empty(0, 3)).isnan().tolist() == [True] * 3
     assert observed_rate(torch.empty(5, 0)).shape == (0,)
-    diverged = observed_rate(column(1, 2, 4, float("nan"), float("nan")))
-    torch.testing.assert_close(diverged, torch.tensor([2.0], dtype=torch.float64))
-
-
-def test_rounding_that_goes_above_the_floor_and_back_is_still_rounding() -> None:
-    trace = column(1, 0.1, 0.01, 0.001, 0.0005, 0.0012, 0.0009, 0.0011, 0.0090, 0.0002)
-    torch.testing.assert_close(observed_rate(trace, floor=0.001), column(0.1)[0])
 
 
 def test_sigma_above_one_while_the_iteration_converges() -> None:

@@ -67,14 +67,11 @@ def test_dropout_in_R_is_one_mask(tiny: Any, data: Tensor) -> None:
     assert float((first == 0).double().mean()) > 0.2
 
 
-def test_a_dropout_that_draws_at_random_is_refused(tiny: Any, data: Tensor) -> None:
+def test_refusals(tiny: Any, data: Tensor) -> None:
     net = tiny()
     net.R = nn.Sequential(nn.Dropout(0.5))
     with pytest.raises(RuntimeError, match="no fixed point to find"):
         measure_contraction(net, data)
-
-
-def test_wrapped_networks_are_refused_in_words(data: Tensor) -> None:
     with pytest.raises(TypeError, match=r"net must be an ImplicitNetwork, got Linear; .*net\.module"):
         measure_contraction(nn.Linear(2, 2), data)
 

@@ -26,40 +26,24 @@ def iterate(net: ImplicitNetwork, d: Tensor, steps: int = 400) -> tuple[Implicit
     return twin, v, u
 
 
-@pytest.mark.parametrize("norm", [True, False])
-def test_train_mode_against_dense(tiny: Any, data: Tensor, jacobian: Any, norm: bool) -> None:
+@pytest.mark.parametrize(("norm", "training"), [(True, True), (False, True), (True, False)])
+def test_sigma_and_rate_against_dense(tiny: Any, data: Tensor, jacobian: Any, norm: bool, training: bool) -> None:
+    """Batch norm couples the samples in train mode only: then there is one sigma."""
     net = tiny(norm=norm)
-    with torch.no_grad():
-        if norm:
-            net.R.norm.weight.fill_(0.3)
+    if norm:
+        with torch.no_grad():
+            net.R.norm.weight.fill_(0.3 if training else 0.2)
+            for _ in range(0 if training else 3):
+                net(data)
+    net.train(training)
     measured = measure_contraction(net, data, **EXACT)
     twin, v, u = iterate(net, data)
     J = jacobian(lambda u: twin.R(u, v), u)
-    assert measured.coupled is norm
-    if norm:
-        expected = torch.linalg.matrix_norm(J, 2).expand(6)
-    else:
-        expected = torch.stack(
-            [torch.linalg.matrix_norm(J[5 * i : 5 * i + 5, 5 * i : 5 * i + 5], 2) for i in range(6)]
-        )
-    torch.testing.assert_close(measured.sigma, expected, rtol=1e-7, atol=0)
+    blocks = [J] * 6 if norm and training else [J[5 * i : 5 * i + 5, 5 * i : 5 * i + 5] for i in range(6)]
+    assert measured.coupled is (norm and training)
+    torch.testing.assert_close(measured.sigma, torch.linalg.matrix_norm(torch.stack(blocks), 2), rtol=1e-7, atol=0)
     radius = torch.linalg.eigvals(J).abs().max()
     assert abs(float(measured.rate.max() / radius) - 1) < 0.1
-
-
-def test_eval_mode_batch_norm_is_per_sample(tiny: Any, data: Tensor, jacobian: Any) -> None:
-    net = tiny(norm=True)
-    with torch.no_grad():
-        net.R.norm.weight.fill_(0.2)
-        for _ in range(3):
-            net(data)
-    net.eval()
-    measured = measure_contraction(net, data, **EXACT)
-    twin, v, u = iterate(net, data)
-    assert not measured.coupled
-    for i in range(6):
-        J = jacobian(lambda u, i=i: twin.R(u, v[i : i + 1]), u[i : i + 1])
-        torch.testing.assert_close(measured.sigma[i], torch.linalg.matrix_norm(J, 2), rtol=1e-7, atol=0)
 
 
 def test_network_map_feeds_contraction_factor(conv: Any, digits: Any) -> None:

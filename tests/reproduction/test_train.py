@@ -88,22 +88,29 @@ def test_what_is_recorded(whole: Path, tmp_path: Path) -> None:
     assert newest(tmp_path / f"{NAME}.tar") == "epoch-00004-step-0000000"
 
 
-def test_a_process_killed_between_record_and_checkpoint_leaves_no_epoch_twice(
+def test_a_signal_packs_and_a_kill_between_record_and_checkpoint_leaves_no_epoch_twice(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The records are one epoch ahead of the newest checkpoint then."""
-    made = options(tmp_path)
+    """SIGTERM after epoch 1; then a kill, with records that are one epoch ahead of the newest checkpoint."""
+    made, after, save = options(tmp_path, pack=tmp_path / "tars"), Trainer._after, Run.save
 
     class Killed(BaseException):
         pass
 
-    def save(run: Run, position: object, *rest: object) -> None:
+    def after_then_signal(self: Trainer, epoch: Epoch) -> None:
+        after(self, epoch)
+        signal.raise_signal(signal.SIGTERM)
+
+    def save_or_die(run: Run, position: object, *rest: object) -> None:
         if getattr(position, "epoch", 0) == 2:
             raise Killed
-        real(run, position, *rest)  # type: ignore[arg-type]
+        save(run, position, *rest)  # type: ignore[arg-type]
 
-    real = Run.save
-    monkeypatch.setattr(Run, "save", save)
+    monkeypatch.setattr(Trainer, "_after", after_then_signal)
+    assert not train.train([JOB], made)
+    assert newest(tmp_path / "tars" / f"{NAME}.tar") == "epoch-00001-step-0000000"
+    monkeypatch.undo()
+    monkeypatch.setattr(Run, "save", save_or_die)
     with pytest.raises(Killed):
         train.train([JOB], made)
     monkeypatch.undo()
@@ -111,27 +118,7 @@ def test_a_process_killed_between_record_and_checkpoint_leaves_no_epoch_twice(
     assert train.train([JOB], made)
     assert_same_run(made.runs / NAME, whole)
     segments = codec.read_lines(made.runs / NAME / rundir.SEGMENTS)
-    assert [(s["first_epoch"], s["last_epoch"], s["stopped"]) for s in segments] == [
-        (1, 1, None),
-        (2, 4, "finished"),
-    ]
-
-
-def test_a_signal_packs_what_is_done_and_the_run_goes_on(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, real = options(tmp_path, pack=tmp_path / "tars"), Trainer._after
-
-    def after(self: Trainer, epoch: Epoch) -> None:
-        real(self, epoch)
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(Trainer, "_after", after)
-    assert not train.train([JOB], made)
-    monkeypatch.undo()
-    assert newest(tmp_path / "tars" / f"{NAME}.tar") == "epoch-00001-step-0000000"
-    assert train.train([JOB], made)
-    assert_same_run(made.runs / NAME, whole)
+    assert [(s["last_epoch"], s["stopped"]) for s in segments] == [(1, "signal 15"), (1, None), (4, "finished")]
 
 
 @pytest.mark.parametrize(("seconds", "epochs"), [(305, 2), (320, 3)])

@@ -30,11 +30,21 @@ def contraction_factor(
     rtol: float = 1e-4,
     seed: int = 0,
 ) -> Tensor:
-    """(batch,): sigma_max(J), J = dT/dz at z, by accelerated power iteration on J'J, to within `rtol`.
+    """Return sigma_max(J), J = dT/dz at z, by accelerated power iteration on J'J. Below 1 at every z, T contracts.
 
-    Below 1 at every z, T contracts. The estimate is from below. Coupled samples have one J, and so one value.
-    T is evaluated once, a module T on copies of its buffers; for a network see `measure_contraction`. Each of
-    at most `max_steps` costs one product with J and one with J'.
+    T is evaluated once, a module T on copies of its buffers; for a network see `measure_contraction`.
+
+    Args:
+        T: the map; called as T(z, *inputs), must keep z's shape.
+        z: the point, a latent.
+        inputs: further arguments of T, one row per sample.
+        coupled: samples share statistics: then there is one J, and one value for all.
+        max_steps: at most so many steps, each one product with J and one with J'.
+        rtol: relative accuracy. The estimate is from below.
+        seed: of the first vector, which comes from a generator of its own.
+
+    Returns:
+        (batch,): one value per sample; NaN where J is not finite.
     """
     with undisturbed(T, z, inputs):
         J = _jacobian(T, z, inputs, coupled=coupled)
@@ -42,7 +52,7 @@ def contraction_factor(
 
 
 def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0) -> bool:
-    """Does one sample's T(z) depend on another's z? Asked of the derivative at z.
+    """Return True if one sample's T(z) depends on another's z, by the derivative at z.
 
     One probe per binary digit of a sample's number, since any two samples differ in one; each costs a product
     with J and one with J'.
@@ -62,7 +72,7 @@ def _jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool = Fal
 
 
 def _crosses(J: Jacobian, probe: Tensor, group: Tensor) -> bool:
-    """Does the derivative lead from these samples to the others, or from the others to these?"""
+    """Return True if the derivative leads from these samples to the others, or back."""
     inside = torch.where(group[:, None], probe, 0.0)
     return any(bool((product(inside)[~group] != 0).any()) for product in (J.forward, J.transposed))
 
@@ -85,7 +95,7 @@ class Contraction:
 
     @property
     def violates(self) -> Tensor:
-        """(batch,): is T no contraction here? Either sigma is at least 1, or the residuals do not shrink.
+        """(batch,): True where sigma is at least 1, or the residuals do not shrink.
 
         Both are needed: an iteration that goes round in a circle may pass points where sigma is small.
         """
@@ -117,9 +127,14 @@ def measure_contraction(
     rtol: float = 1e-4,
     seed: int = 0,
 ) -> Contraction:
-    """sigma_max(dT/du) and the observed rate of `net` on the data d, batch norm in R or not.
+    """Measure sigma_max(dT/du) and the observed rate of a network on data, batch norm in R or not.
 
-    sigma is measured where the network's own solver stops; the rate over at most `steps` undamped Picard steps.
+    Args:
+        net: the ImplicitNetwork. sigma is measured where its own solver stops.
+        d: data; a tuple holds several inputs of Q.
+        z0: where the solves start; None: at `net.start`.
+        steps: the rate is that of at most so many undamped Picard steps.
+        max_steps, rtol, seed: as in `contraction_factor`.
     """
     with undisturbed(net, d), torch.no_grad():
         held = network_map(net, d, z0)
@@ -138,7 +153,7 @@ def _residual(held: NetworkMap, norm: Norm) -> Tensor:
 
 
 def _rate(held: NetworkMap, norm: Norm, steps: int) -> Tensor:
-    """The rate of undamped Picard from z0; residuals near the rounding of T(u) at their own u do not count."""
+    """Return the rate of undamped Picard from z0, without residuals near the rounding of T(u) at their own u."""
     tolerance = Tolerance(atol=0.0, max_steps=steps, norm=norm)
     space = Space.of(held.u, coupled=held.coupled)
     sizes: list[Tensor] = []
@@ -164,14 +179,17 @@ def _size(rows: Tensor, space: Space, norm: Norm) -> Tensor:
 def observed_rate(
     trace: Tensor, steps: Tensor | None = None, *, last: int = 10, floor: Tensor | float | None = None
 ) -> Tensor:
-    """(batch,): the geometric mean of the last ratios |r_k| / |r_{k-1}| of a Picard solve.
+    """Return the geometric mean of the last ratios |r_k| / |r_{k-1}| of a Picard solve, (batch,).
 
-    `trace` is `Solution.trace`, (steps, batch). Below 1 the iteration converges, above it diverges; NaN: fewer
-    than two residuals to compare. From the first residual at or below `floor` on they are rounding, not
-    convergence, and are left out, unless a later one rises beyond LEFT times its floor: such an iteration has
-    left the point again. `floor` is one number, one per sample, or (steps, batch) (None: a hundred roundings of
-    the first residual). `steps` is `Solution.steps`: it says where a sample froze. Without it trailing repeats
-    are taken for freezing.
+    Below 1 the iteration converges, above it diverges; NaN: fewer than two residuals to compare.
+
+    Args:
+        trace: `Solution.trace`, (steps, batch).
+        steps: `Solution.steps`, where samples froze; None: trailing repeats are taken for freezing.
+        last: so many ratios.
+        floor: from the first residual at or below it on they are rounding, and are left out, unless a later one
+            rises beyond LEFT times its floor: such an iteration has left the point again. One number, one per
+            sample, or (steps, batch); None: a hundred roundings of the first residual.
     """
     if trace.dim() != 2:
         raise ValueError(f"trace must be (steps, batch), got shape {tuple(trace.shape)}; give Solution.trace")
@@ -207,7 +225,7 @@ def _frozen_at(trace: Tensor) -> Tensor:
 
 
 def error_bound(residual: Tensor, gamma: Tensor | float, *, after_step: bool = False) -> Tensor:
-    """|u - u*| <= r / (1 - gamma), r = |T(u) - u|; one step on, |T(u) - u*| <= gamma r / (1 - gamma).
+    """Return the bound |u - u*| <= r / (1 - gamma), r = |T(u) - u|; one step on it is gamma times that.
 
     Infinite where gamma is at least 1. A Picard `Solution` holds the value after the step whose residual it
     reports: bound its error with `after_step=True`. gamma is a Lipschitz constant in the norm of r on the way
