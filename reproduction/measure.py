@@ -74,12 +74,8 @@ class Measure:
         return asdict(released(self.net, self.test, self.scorer, augment=augment, epoch=epoch))
 
     def _contraction(self, mode: str) -> dict[str, Any]:
-        training = self.net.training
-        self.net.train(mode == "train")
-        try:
+        with _in_mode(self.net, mode == "train"):
             found = measure_contraction(self.net, self.images.normalise(self.images.pixels), rtol=1e-3, seed=0)
-        finally:
-            self.net.train(training)
         shown = slice(1) if found.coupled else slice(None)  # coupled samples share one value
         values = {name: getattr(found, name)[shown] for name in ("sigma", "rate", "residual")}
         return {**values, "violations": found.violations, "coupled": found.coupled}
@@ -89,19 +85,19 @@ def released(
     net: nn.Module, test: Images, scorer: Scorer, *, augment: Augmentation | None = None, epoch: int = 0
 ) -> Totals:
     """Return the totals of the test set by the released protocol; mode, buffers and random state are kept."""
-    with _in_training_mode(net, test.device):
+    devices = [test.device] if test.device.type == "cuda" else []
+    with _in_mode(net, True), torch.random.fork_rng(devices), unchanged(net.buffers()):
         return measure(scorer, test, BATCH, partial(torch.manual_seed, 0), augment=augment, epoch=epoch)
 
 
 @contextmanager
-def _in_training_mode(net: nn.Module, device: torch.device) -> Iterator[None]:
-    training = net.training
-    net.train()
+def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    before = net.training
+    net.train(training)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), unchanged(net.buffers()):
-            yield
+        yield
     finally:
-        net.train(training)
+        net.train(before)
 
 
 def _solves(net: nn.Module) -> bool:
