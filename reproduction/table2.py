@@ -3,8 +3,8 @@
 The paper's second table, in fp32. Jacobian-based: w by conjugate gradients (CG) on the normal equations, with the
 released settings for it (recipe "jacobian"). A pair of rows differs in the backward mode only. Words in the names
 of rows: "pair", on all images; "bn" and "plain", R with and without batch norm; "relative", CG to a relative 1e-3;
-"absolute", CG as released; "trained", from weights of the first table. pages/table2.md explains earlier rows. Rows
-without "pair" run on 10,000 images, with a host check in every solve.
+"trained", from weights of the first table. Rows without "pair" run on 10,000 images, with a host check in every
+solve. pages/table2.md explains earlier rows, such as CG as released ("absolute"): they are records only.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.linalg import vecdot
 
-from banach import JFB, Euclidean, Implicit, Mode, NormalCG, Status, Tolerance, models
-from banach.backward.adjoint import Adjoint
-from banach.backward.krylov import ratio
+from banach import JFB, Implicit, Mode, NormalCG, Status, Tolerance, models
 from reproduction import table1
 from reproduction.intervals import Interval, verdict
 from reproduction.jobs import Job
@@ -34,7 +29,6 @@ RECORDS = "table2.jsonl"
 Row = Training
 PAPER = {"mnist": 28.4 / 17.6, "svhn": 92.8 / 36.9, "cifar10": 530.9 / 146.6}  # time of an epoch, CG against JFB
 DATA = (*PAPER, "digits")
-ABSOLUTE = {"mnist": 1e-1, "svhn": 1e-4, "cifar10": 1e-4, "digits": 1e-1}  # tolerance of the released CG
 PAIRS = {  # row -> the JFB row that differs in the backward mode only
     "cg-pair": "jfb-pair",
     "cg-captured-plain": "jfb-captured-plain",
@@ -48,38 +42,8 @@ PAIRS = {  # row -> the JFB row that differs in the backward mode only
     "cg-trained-bn": "jfb-trained-bn",
 }
 CHOSEN = ("cg-pair", "cg-captured-plain", "cg-relative-plain")  # on the page: the one with most runs
-ONCE = ("jfb-plain", "cg-relative-plain", "cg-absolute-plain", "jfb-trained-bn", "cg-trained-bn")
+ONCE = ("jfb-plain", "cg-relative-plain", "jfb-trained-bn", "cg-trained-bn")
 EPOCHS = {"mnist": 15, "svhn": 5, "cifar10": 3, "digits": 2}  # of the pair
-
-
-@dataclass(frozen=True)
-class ReleasedCG:
-    """CG on A' A w = A' g from w = A' g, at least one step, until all samples have |A' (g - A w)| <= atol.
-
-    A step applies A' A three times where once suffices: six J-products, which are part of the paper's seconds. The
-    released code also rescales R before a solve and skips batches that fail; only earlier records include that.
-    """
-
-    def solve(self, equation: Adjoint) -> Tensor:
-        """Return w."""
-
-        def normal(x: Tensor) -> Tensor:
-            return equation.At(equation.A(x))
-
-        w = right = equation.At(equation.g)
-        p = r = right - normal(w)
-        power = vecdot(r, r)
-        for step in range(1, equation.tolerance.max_steps + 1):
-            alpha = ratio(power, vecdot(p, normal(p)))
-            w, r = w + alpha * p, r - alpha * normal(p)
-            missed = ~(equation.size(normal(w) - right) <= equation.threshold)  # NaN counts as missed
-            if equation.idle(missed, step):
-                break
-            power, before = vecdot(r, r), power
-            p = r + ratio(power, before) * p
-        # The released code uses w as it is, so it must not be compared with the residual of w = g.
-        equation.start = torch.full_like(equation.unit, torch.inf)
-        return w
 
 
 class Adjoints(Counter[str]):
@@ -94,9 +58,6 @@ def mode(data: str, row: str) -> Mode:
     if "jfb" in row:
         return JFB()
     cap = models.recipe(data, _recipe(data)).max_steps
-    if "absolute" in row:
-        limits = Tolerance(atol=ABSOLUTE[data], rtol=0, max_steps=cap, norm=Euclidean())
-        return Implicit(ReleasedCG(), limits, report=Adjoints())
     return Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-3, max_steps=cap), report=Adjoints())
 
 
