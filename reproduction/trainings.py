@@ -159,12 +159,10 @@ def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]
         out = folder / name
         kept = {line["job"]: line for line in codec.read_lines(out)}
         for line in (line for line in found if file_of(line["job"]) == name):
-            before = kept.get(line["job"])
-            if before is not None and before["segments"] != line["segments"]:
-                raise RunError(
-                    f"{out} has another run of the name {line['job']}; rename the folder of the new one"
-                )
-            kept[line["job"]] = line
+            job = line["job"]
+            if job in kept and kept[job]["segments"] != line["segments"]:
+                raise RunError(f"{out} has another run of the name {job}; rename the folder of the new one")
+            kept[job] = line
         codec.write_lines(out, (kept[job] for job in sorted(kept)))
     return [line["job"] for line in found]
 
@@ -184,8 +182,4 @@ def _finished(runs: Path) -> Iterator[dict[str, Any]]:
 
 def _rounded(value: Any) -> Any:
     """Return the value with six significant digits, which is more than any of these numbers is known to."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list) else value
+    return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.6g}"))

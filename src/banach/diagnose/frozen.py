@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from banach.latent import Latent, Space, detach, map_leaves
+from banach.latent import Latent, Space, detach
 from banach.network import as_inputs
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import uses_batch_statistics
@@ -121,11 +121,11 @@ def undisturbed(*owners: Any) -> Iterator[None]:
 
 
 def plain(nest: Any) -> Any:
-    """The nest without gradient; tensors made in inference mode are copied, since autograd refuses them."""
-    try:
-        return map_leaves(lambda leaf: leaf.detach().clone() if leaf.is_inference() else leaf.detach(), nest)
-    except TypeError:  # data may be any object that Q understands
-        return nest
+    """Return the nest without gradient; tensors made in inference mode are copied, since autograd refuses them."""
+    # Not map_leaves: data may hold any object that Q understands.
+    return tree_map_only(
+        Tensor, lambda leaf: leaf.detach().clone() if leaf.is_inference() else leaf.detach(), nest
+    )
 
 
 def check_network(net: Any) -> None:

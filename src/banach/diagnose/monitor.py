@@ -6,10 +6,12 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from banach.backward.mode import check_count
 from banach.diagnose.contraction import Contraction, measure_contraction, worst
 from banach.diagnose.summary import verdict
-from banach.latent import map_leaves
 
 
 class ContractionWarning(RuntimeWarning):
@@ -50,20 +52,13 @@ class ContractionMonitor:
         self.calls += 1
         if (self.calls - 1) % self.every:
             return None
-        measured = measure_contraction(net, d if self.samples is None else _first(d, self.samples), seed=self.seed)
+        few = tree_map_only(Tensor, lambda leaf: leaf[: self.samples], d)
+        measured = measure_contraction(net, few, seed=self.seed)
         self.history.append(_reading(self.calls, measured))
         if measured.violations and not (self.once and self.warned):
             self.warned = True
             warnings.warn(verdict(measured), ContractionWarning, stacklevel=2)
         return measured
-
-
-def _first(d: Any, count: int) -> Any:
-    """The first samples of a batch; data that is no nest of tensors stays whole."""
-    try:
-        return map_leaves(lambda leaf: leaf[:count], d)
-    except TypeError:
-        return d
 
 
 def _reading(call: int, measured: Contraction) -> ContractionReading:
