@@ -170,7 +170,4 @@ def test_without_pooch(mnist: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(DataError, match=r"a download needs pooch.*banach\[app\]"):
         fetch("mnist")
-
-
-def test_digits_need_no_download() -> None:
-    assert all(report.ok for report in fetch("digits"))
+    assert all(report.ok for report in fetch("digits"))  # they come inside a package

@@ -92,13 +92,9 @@ def test_verify_reports_each_part(tmp_path: Path, place: Callable) -> None:
     assert "banach data fetch mnist" in test.message
 
 
-def test_verify_of_what_is_not_there() -> None:
+def test_verify_of_what_is_not_there_and_of_digits() -> None:
     assert all(not report.ok and "was not found" in report.message for report in verify("cifar10"))
-
-
-def test_verify_digits() -> None:
-    reports = verify("digits")
-    assert [(report.ok, report.count) for report in reports] == [(True, 1_437), (True, 360)]
+    assert [(report.ok, report.count) for report in verify("digits")] == [(True, 1_437), (True, 360)]
 
 
 @pytest.mark.parametrize(("module", "name"), [("sklearn", "digits"), ("scipy", "svhn")])
