@@ -97,14 +97,6 @@ def test_fixed_depths_are_the_gradients_of_the_whole_loop() -> None:
     assert math.isnan(excess)
 
 
-def test_the_plain_loop_computes_Q_twice() -> None:
-    step = still("plain", LOOSE)
-    calls = []
-    step.net.Q.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    step(*batch())
-    assert calls == [False, True]
-
-
 def test_contenders_go_on_from_one_network_in_training(tmp_path: Path) -> None:
     training_step.train(FEW, tmp_path / "start.pt")
     weights, moments, _ = torch.load(tmp_path / "start.pt", weights_only=False)
@@ -120,15 +112,6 @@ def test_contenders_go_on_from_one_network_in_training(tmp_path: Path) -> None:
     assert all(torch.equal(state[k]["exp_avg"], moments["state"][k]["exp_avg"]) for k in state)
     assert state[0]["step"] == FEW.warm_up
     assert first.optimizer.state_dict()["state"][0]["step"] == FEW.warm_up + 2
-
-
-def test_in_bf16_no_gradient_is_lost() -> None:
-    for name, contender in CONTENDERS.items():
-        if contender.missing(LOOSE, CPU) is None:
-            step = contender.build(Setting(LOOSE, "bf16", CPU, 3))
-            images, labels = batch()
-            step(images.float(), labels)
-            assert all(p.grad is not None for p in step.net.parameters()), name
 
 
 class Sloppy(Eager):

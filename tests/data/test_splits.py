@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from banach.data import Arrays, DataError, DataSet, Images, Layout, get, load, names, register
-from banach.data.images import KEY, held_out
+from banach.data.images import held_out
 
 LABELS = np.random.RandomState(0).choice(10, 2_000, p=[0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05, 0.03, 0.02])
 
@@ -33,15 +33,6 @@ def test_every_class_gives_its_share(count: int) -> None:
     assert len(index) == len(set(index.tolist())) == count
     assert (np.diff(index) > 0).all()
     assert Counter(LABELS[index].tolist()) == shares(LABELS, count)
-
-
-def test_the_first_of_each_class_in_the_order_of_philox() -> None:
-    words = np.random.Philox(key=KEY).random_raw(len(LABELS)).tolist()
-    expected = []
-    for c, count in shares(LABELS, 150).items():
-        own = sorted((i for i in range(len(LABELS)) if LABELS[i] == c), key=lambda i: words[i])
-        expected += own[:count]
-    assert held_out(LABELS, 150).tolist() == sorted(expected)
 
 
 def test_the_split_never_changes() -> None:
