@@ -19,7 +19,6 @@ from torch import Tensor
 
 import banach
 from banach import ImplicitNetwork
-from banach.fast import LinearStart
 from benchmarks.contenders import CONTENDERS, Setting, as_twin
 from benchmarks.points import POINTS, Point, feed
 from benchmarks.results import Benchmark, Report, Row, Target
@@ -42,21 +41,19 @@ class Settings:
 
 def run(settings: Settings) -> Report:
     with switches(settings.point.precision or "fp32", torch.device(settings.device)):
-        net, both, title = _trained(settings)
-        images, known = both.chunk(2)
-        guess = LinearStart.fit(net, known.split(256))  # in fp32, to other images than those that are timed
-        rows = [row for size in settings.batches for row in _rows(net, guess, images[:size], settings)]
+        net, images, title = _trained(settings)
+        rows = [row for size in settings.batches for row in _rows(net, images[:size], settings)]
     ms = {(row["batch"], row["path"]): row["ms"].median for row in rows}
     targets = [
-        Target(f"{path} / explicit, fast, batch {size}", ms[size, path] / ms[size, "explicit, fast"], WANTED[size])
-        for size in settings.batches
-        for path in ("implicit, fast", "implicit, fast, fitted start")
-        if size in WANTED
+        Target(
+            f"implicit / explicit, batch {size}", ms[size, "implicit, fast"] / ms[size, "explicit, fast"], bound
+        )
+        for size, bound in WANTED.items()
+        if size in settings.batches
     ]
     notes = [
         f"ms per call, median of {settings.repeats}; eval mode, {settings.train_steps} training steps; {title}",
         "fast: banach.compile(net, compile=True); eager: net(d) under autocast",
-        f"fitted start: LinearStart, a convolution fitted to the fixed points of {len(known)} training images",
     ]
     return Report(rows, targets, notes)
 
@@ -68,21 +65,19 @@ def _trained(settings: Settings) -> tuple[ImplicitNetwork, Tensor, str]:
     step = CONTENDERS[settings.contender].build(Setting(point, point.precision or "fp32", device))
     for batch in islice(batches, settings.train_steps):
         step(*batch)
-    most = -(-2 * max(settings.batches) // point.batch)
+    most = -(-max(settings.batches) // point.batch)
     images = torch.cat([d for d, _ in islice(batches, most)]).contiguous(memory_format=torch.channels_last)
     return step.net.eval(), images, title
 
 
 @torch.no_grad()
-def _rows(net: ImplicitNetwork, guess: Any, d: Tensor, settings: Settings) -> list[Row]:
+def _rows(net: ImplicitNetwork, d: Tensor, settings: Settings) -> list[Row]:
     """Return one row per path, for one batch."""
     precision = settings.point.precision or "fp32"
     twin = as_twin(copy.deepcopy(net))
-    fitted = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance, start=guess).eval()
     fast = partial(banach.compile, bf16=precision == "bf16", compile=settings.compile)
     paths: dict[str, Any] = {
         "implicit, fast": fast(net),
-        "implicit, fast, fitted start": fast(fitted),
         "explicit, fast": fast(twin),
         "implicit, eager": partial(_eager, net, precision),
         "explicit, eager": partial(_eager, twin, precision),
@@ -92,7 +87,7 @@ def _rows(net: ImplicitNetwork, guess: Any, d: Tensor, settings: Settings) -> li
     for name, path in paths.items():
         row: Row = {"batch": len(d), "path": name}
         row["ms"] = milliseconds_of(partial(path, d), d.device, settings.repeats)
-        if name.startswith("implicit, fast"):
+        if name == "implicit, fast":
             output, found = path(d, solution=True)
             row["depth"] = float(found.steps.double().mean())
             row["converged"] = float(found.converged.double().mean())

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, models
+from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll, models
 from benchmarks.libraries import has_torchdeq, notes, torchdeq_layer
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import peak_bytes
@@ -77,8 +77,8 @@ def _networks(settings: Settings) -> Iterator[tuple[str, int, nn.Module]]:
     """Yield each mode at each of its depths, which it takes whether it converged or not."""
     build = partial(_network, settings.width)
     ways: dict[str, dict[str, Any]] = {
-        "JFB": {},
-        "JFB, Anderson(5)": {"solver": Anderson(5)},
+        "JFB": {"backward": JFB()},
+        "JFB, Anderson(5)": {"solver": Anderson(5), "backward": JFB()},
         "Neumann(5)": {"backward": Neumann(5)},
         "Implicit": {"backward": Implicit()},
     }
@@ -99,7 +99,7 @@ def _networks(settings: Settings) -> Iterator[tuple[str, int, nn.Module]]:
 def _network(width: int, **options: Any) -> ImplicitNetwork:
     torch.manual_seed(0)
     Q, S = nn.Linear(width, width), nn.Linear(width, 1)
-    return ImplicitNetwork(Q, TwoLayers(width), S, **({"solver": Picard(), "backward": JFB()} | options))
+    return ImplicitNetwork(Q, TwoLayers(width), S, **options)
 
 
 def _targets(rows: list[Row], settings: Settings) -> list[Target]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from benchmarks.timer import interleaved, ratio
 PICARD = BANACH["Picard"]
 COMPACT = replace(PICARD, name="Picard, compact", compact=True)
 PROMISED = (0.2, 0.95)  # the rates of one batch
-HOW = {"rms": 1e-4, "max_steps": 3000}
+HOW: dict[str, Any] = {"rms": 1e-4, "max_steps": 3000}
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,14 @@ def _span(span: tuple[float, float], settings: Work) -> list[Row]:
     ways = {"banach, compact": COMPACT, "banach, freeze": PICARD}
     if has_torchdeq():
         ways["TorchDEQ"] = Method("TorchDEQ", "TorchDEQ", "picard")
-    calls = {name: partial(way, z0=problem.z0, inputs=problem.inputs, **HOW) for name, way in ways.items()}
-    seconds = interleaved({name: partial(c, problem.T) for name, c in calls.items()}, settings.repeats, warm_up=1)
+    rest = problem.z0, problem.inputs
+    actions = {name: partial(way, problem.T, *rest, **HOW) for name, way in ways.items()}
+    seconds = interleaved(actions, settings.repeats, warm_up=1)
     *_, last = ways
     rows = []
-    for name, call in calls.items():
+    for name, way in ways.items():
         seen = maps.Recorder(problem.T)
-        call(seen)
+        way(seen, *rest, **HOW)
         row: Row = {"rates": f"{span[0]} to {span[1]}", "method": name, "needed": needed, "evaluated": seen.rows}
         row |= {"useful %": 100 * needed / seen.rows, "ms": 1e3 * statistics.median(seconds[name])}
         relative = ratio(seconds[name], seconds[last]).median

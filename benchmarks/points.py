@@ -102,7 +102,6 @@ POINTS = {
         Point("two-scales", "two-scales", 128, 1e-2, 40, None, relative=True),
     )
 }
-FOUR = ("mnist100", "svhn100", "cifar100", "cifar512")
 ONE_EACH = ("mnist100", "svhn100", "cifar100")  # one for each network of the paper
 
 

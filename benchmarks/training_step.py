@@ -128,10 +128,9 @@ def train(settings: Settings, path: Path) -> tuple[int, str]:
     return depth, title
 
 
-def _job(call: Any, name: str, settings: Settings, start: Path, before: list[Row]) -> Row:
+def _job(call: Any, name: str, settings: Settings, start: Path, before: list[Row]) -> Any:
     """Measure once more; the first process of a contender chooses the precision for the others."""
-    measured: Row = call(measure, name, settings, start, before[0]["precision"] if before else None)
-    return measured
+    return call(measure, name, settings, start, before[0]["precision"] if before else None)
 
 
 def measure(name: str, settings: Settings, start: Path, precision: str | None = None) -> Row:

@@ -29,14 +29,6 @@ class Found(NamedTuple):
     paths: tuple[Path, ...]
 
 
-class Content(NamedTuple):
-    """The arrays of one part of a data set, their SHA-256, and the title that it stands for."""
-
-    arrays: Arrays
-    sha256: str
-    title: str
-
-
 @dataclass(frozen=True)
 class Report:
     """The check of one part of a data set. `message` is a sentence; `files` are those that exist."""
@@ -83,7 +75,7 @@ def load(
     """
     dataset = get(name)
     part = dataset.part(split)
-    (pixels, labels), _, title = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)), check=check)
+    (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)), check=check)
     if split in ("train", "validation"):
         index = held_out(labels, dataset.validation)
         index = rest(len(labels), index) if split == "train" else index
@@ -106,7 +98,7 @@ def verify_in(dataset: DataSet, places: tuple[Path, ...]) -> tuple[Report, ...]:
 def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
     try:
         found = find(dataset, part, places)
-        arrays, digest, title = _read(dataset, part, found)
+        arrays, title, digest = _read(dataset, part, found)
     except DataError as error:
         present = (tuple(filter(None, paths)) for _, _, paths in _candidates(dataset, part, places))
         return Report(dataset.name, part, False, str(error), files=next(filter(None, present), ()))
@@ -181,8 +173,11 @@ def _candidates(
             yield layout, place / folder, layout.locate(place / folder, part)
 
 
-def _read(dataset: DataSet, part: str, found: Found, *, check: bool = True) -> Content:
-    """Read a part. Refuse wrong shapes, counts and labels, and with `check` arrays that are not known."""
+def _read(dataset: DataSet, part: str, found: Found, *, check: bool = True) -> tuple[Arrays, str, str]:
+    """Return the arrays of a part, their title and SHA-256.
+
+    Wrong shapes, counts and labels are refused, and with `check` arrays that are not known.
+    """
     with _advice(dataset):
         arrays = found.layout.read(part, found.paths)
         wrong = _fault(dataset, part, arrays)
@@ -197,7 +192,7 @@ def _read(dataset: DataSet, part: str, found: Found, *, check: bool = True) -> C
             first, *others = found.paths or (dataset.name,)
             one_of = "one of " if others else ""
             raise Damaged(one_of + ", ".join([str(first), *(path.name for path in others)]), wrong)
-        return Content(arrays, digest, title)
+        return arrays, title, digest
 
 
 def _published(found: Found) -> bool:

@@ -45,7 +45,8 @@ class _Call:
     """A name in the pickle, the arguments it was called with and the state it was given. Nothing is run."""
 
     def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
-        self.name, self.args, self.state = name, args, ()
+        self.name, self.args = name, args
+        self.state: Any = ()
 
     def __call__(self, *args: Any) -> _Call:
         return _Call(self.name, args)
