@@ -139,7 +139,7 @@ def images(name: str, batch: int = 2, image: tuple[int, ...] | None = None, seed
 
 def parts(net: ImplicitNetwork) -> models.Parts:
     """Q, R and S as the modules they are here."""
-    made = models.Parts(net.Q, net.R, net.S)  # type: ignore[arg-type]
+    made = models.Parts(net.Q, net.R, net.S)
     assert all(isinstance(part, torch.nn.Module) for part in made)
     return made
 
