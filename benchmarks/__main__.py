@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -11,28 +12,13 @@ from rich.console import Console
 
 from banach.data import DataError
 from banach.provenance import source_commit
-from benchmarks import (
-    captured,
-    inference,
-    kernels,
-    layout,
-    loop,
-    memory,
-    modes,
-    onestep,
-    penalty,
-    per_sample,
-    starts,
-    training_step,
-    whole_training,
-)
 from benchmarks.results import Benchmark
 
 FILES = (
-    *(loop, memory, onestep, per_sample, modes, starts, layout, penalty),
-    *(training_step, inference, captured, whole_training, kernels),
+    *("loop", "memory", "onestep", "per_sample", "modes", "starts", "layout", "penalty"),
+    *("training_step", "inference", "captured", "whole_training", "kernels"),
 )
-BENCHMARKS = {one.name: one for file in FILES for one in file.BENCHMARKS}
+BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
 FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu"), "training": Path("results/training")}
 
 
@@ -73,19 +59,13 @@ def _wanted(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list
     """Return the benchmarks that the names select; a group alone selects all of it, nothing selects cpu."""
     groups = [name for name in chosen.names if name in FOLDERS]
     names = [name for name in chosen.names if name not in FOLDERS]
-    allowed = [one for one in BENCHMARKS.values() if one.group in groups or not groups]
-    known = [one.name for one in allowed]
+    if not chosen.names and not chosen.list:
+        groups = ["cpu"]
+    known = {one.name: one for one in BENCHMARKS.values() if one.group in groups or not groups}
     for name in names:
         if name not in known:
             parser.error(f"no benchmark is called {name}; expected one of {', '.join(known)}")
-    if not names and not groups and not chosen.list:
-        allowed = [one for one in allowed if one.group == "cpu"]
-    wanted = [BENCHMARKS[name] for name in names] or allowed
-    _check_device(parser, chosen, wanted)
-    return wanted
-
-
-def _check_device(parser: argparse.ArgumentParser, chosen: argparse.Namespace, wanted: list[Benchmark]) -> None:
+    wanted = [known[name] for name in names or known]
     try:
         torch.empty(0, device=chosen.device or "cpu")
     except (RuntimeError, AssertionError):  # the latter where torch was built without CUDA
@@ -95,6 +75,7 @@ def _check_device(parser: argparse.ArgumentParser, chosen: argparse.Namespace, w
     needs = [one.name for one in wanted if one.group == "gpu"]
     if needs and not (chosen.quick or chosen.list or torch.cuda.is_available()):
         parser.error(f"{needs[0]} needs a CUDA GPU; give --quick to run it at a tiny size on a CPU")
+    return wanted
 
 
 def _parser() -> argparse.ArgumentParser:

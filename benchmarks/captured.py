@@ -39,22 +39,23 @@ class Gradients:
 
 
 def gradients(settings: Gradients) -> Report:
-    point, device = settings.point, torch.device(settings.device)
-    batches, title = feed(point, device, settings.data_dir, many=1)
-    rows = _errors(next(batches), settings, device)
+    batches, title = feed(settings.point, torch.device(settings.device), settings.data_dir, many=1)
+    rows = _errors(next(batches), settings)
     targets = [
         Target(f"{row['point']}, {row['in']}: error over that of the network itself", row["ratio"], settings.most)
         for row in rows
     ]
     notes = [
-        f"{title}, {point.batch} of them",
+        f"{title}, {settings.point.batch} of them",
         f"relative errors of the gradient of all weights, {settings.depth} steps, fresh weights, no dropout",
         "exact: in float64, eager; apart: captured against eager, in one precision",
     ]
     return Report(rows, targets, notes)
 
 
-def _errors(batch: Batch, settings: Gradients, device: torch.device) -> list[Row]:
+def _errors(batch: Batch, settings: Gradients) -> list[Row]:
+    """Return, for each precision, how far the gradients of an eager and of a captured step are from float64's."""
+    device = batch[0].device
     net: Any = settings.point.network(device)
     net.tolerance = Tolerance(atol=0.0, max_steps=settings.depth, norm=WorstPixel(), check_every=0)
     for module in net.modules():
@@ -68,20 +69,11 @@ def _errors(batch: Batch, settings: Gradients, device: torch.device) -> list[Row
         with switches(precision, device):
             plain_loss, plain = _eager(net, batch, precision)
             loss, found = _captured(net, batch, precision, settings)
-        error, usual = (_distance(one, exact) for one in (found, plain))
-        rows.append(
-            {
-                "point": settings.point.name,
-                "in": precision,
-                "captured": error,
-                "eager": usual,
-                "ratio": error / usual,
-                "apart": _distance(found, plain),
-                "cosine": float(F.cosine_similarity(found, exact, dim=0)),
-                "loss": loss / exact_loss - 1,
-                "loss, eager": plain_loss / exact_loss - 1,
-            }
-        )
+        row: Row = {"point": settings.point.name, "in": precision}
+        row |= {"captured": _distance(found, exact), "eager": _distance(plain, exact)}
+        row |= {"ratio": row["captured"] / row["eager"], "apart": _distance(found, plain)}
+        row["cosine"] = float(F.cosine_similarity(found, exact, dim=0))
+        rows.append(row | {"loss": loss / exact_loss - 1, "loss, eager": plain_loss / exact_loss - 1})
     return rows
 
 
@@ -123,22 +115,19 @@ class Depths:
 
 
 def ladder(settings: Depths) -> Report:
-    rows: list[Row] = []
-    notes = ["met: the share of steps whose residual was at most eps; first, last: of the first and last quarter"]
+    rows = [_trained(point, seed, settings) for point in settings.points for seed in settings.seeds]
     targets = []
     for point in settings.points:
-        made = [_trained(point, seed, settings, notes) for seed in settings.seeds]
-        share = fmean(row["met"] for row in made)
+        share = fmean(row["met"] for row in rows if row["point"] == point.name)
         targets.append(Target(f"{point.name}, share of steps that meet eps", share, settings.share, at_least=True))
-        rows += made
-    return Report(rows, targets, list(dict.fromkeys(notes)))
+    note = "met: the share of steps whose residual was at most eps; first, last: of the first and last quarter"
+    return Report(rows, targets, [note])
 
 
-def _trained(point: Point, seed: int, settings: Depths, notes: list[str]) -> Row:
+def _trained(point: Point, seed: int, settings: Depths) -> Row:
     """Train from fresh weights. Nothing is read before the last step."""
     device, precision = torch.device(settings.device), point.precision or "fp32"
     batches, title = feed(point, device, settings.data_dir, many=100)
-    notes.append(f"{point.name}: {title}, {precision}")
     with switches(precision, device):
         setting = Setting(point, precision, device, seed=seed)
         step, seen = Captured(hide_form(point.network(device, seed)), setting), []
@@ -148,17 +137,9 @@ def _trained(point: Point, seed: int, settings: Depths, notes: list[str]) -> Row
         depths, excess = zip(*(one.read() for one in seen), strict=True)
     met = [one <= 1 for one in excess]
     part = max(1, len(met) // 4)
-    return {
-        "point": point.name,
-        "eps": point.eps,
-        "seed": seed,
-        "steps": len(met),
-        "met": fmean(met),
-        "first": fmean(met[:part]),
-        "last": fmean(met[-part:]),
-        "depth": fmean(depths),
-        "largest": max(depths),
-    }
+    row: Row = {"point": point.name, "data": title, "in": precision, "eps": point.eps, "seed": seed}
+    row |= {"steps": len(met), "met": fmean(met), "first": fmean(met[:part]), "last": fmean(met[-part:])}
+    return row | {"depth": fmean(depths), "largest": max(depths)}
 
 
 EXACT, MET = "do captured steps have the gradients of the network itself?", "do steps at chosen depths meet eps?"

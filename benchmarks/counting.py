@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 # Reading a value on the host. `_linalg_check_errors` is how torch.linalg.solve looks at its error code.
 _SYNCS = {"aten._local_scalar_dense.default", "aten._linalg_check_errors.default", "aten.equal.default"}
 # On the CPU these reach no kernel, but on a GPU each of them waits for it.
-_READS = {"cpu", "tolist"}
+_READS = {"cpu", "numpy", "tolist"}
 # Not marked as a view, though it does no work.
 _VIEWS = {"aten._unsafe_view.default"}
 

@@ -8,8 +8,7 @@ and 1.3 times at batch 1024. Settings: the CIFAR-10 network after 400 training s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,8 +19,7 @@ from torch import Tensor
 
 import banach
 from banach import ImplicitNetwork
-from banach.fast import LinearStart
-from benchmarks.contenders import CONTENDERS, Setting
+from benchmarks.contenders import CONTENDERS, Setting, as_twin
 from benchmarks.points import POINTS, Point, feed
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import autocast, milliseconds_of, switches
@@ -42,58 +40,55 @@ class Settings:
 
 
 def run(settings: Settings) -> Report:
-    device, precision = torch.device(settings.device), settings.point.precision or "fp32"
-    with switches(precision, device):
-        net, both, title = _trained(settings, precision, device)
-        images, known = both.chunk(2)
-        guess = LinearStart.fit(net, known.split(256))  # in fp32, to other images than those that are timed
-        rows = [row for size in settings.batches for row in _rows(net, guess, images[:size], precision, settings)]
+    with switches(settings.point.precision or "fp32", torch.device(settings.device)):
+        net, images, title = _trained(settings)
+        rows = [row for size in settings.batches for row in _rows(net, images[:size], settings)]
     ms = {(row["batch"], row["path"]): row["ms"].median for row in rows}
     targets = [
-        Target(f"{path} / explicit, fast, batch {size}", ms[size, path] / ms[size, "explicit, fast"], WANTED[size])
-        for size in settings.batches
-        for path in ("implicit, fast", "implicit, fast, fitted start")
-        if size in WANTED
+        Target(
+            f"implicit / explicit, batch {size}", ms[size, "implicit, fast"] / ms[size, "explicit, fast"], bound
+        )
+        for size, bound in WANTED.items()
+        if size in settings.batches
     ]
     notes = [
         f"ms per call, median of {settings.repeats}; eval mode, {settings.train_steps} training steps; {title}",
         "fast: banach.compile(net, compile=True); eager: net(d) under autocast",
-        f"fitted start: LinearStart, a convolution fitted to the fixed points of {len(known)} training images",
     ]
     return Report(rows, targets, notes)
 
 
-def _trained(settings: Settings, precision: str, device: torch.device) -> tuple[ImplicitNetwork, Tensor, str]:
+def _trained(settings: Settings) -> tuple[ImplicitNetwork, Tensor, str]:
     """Return a network after some training steps, in eval mode, and training images."""
-    batches, title = feed(settings.point, device, settings.data_dir)
-    step = CONTENDERS[settings.contender].build(Setting(settings.point, precision, device))
+    point, device = settings.point, torch.device(settings.device)
+    batches, title = feed(point, device, settings.data_dir)
+    step = CONTENDERS[settings.contender].build(Setting(point, point.precision or "fp32", device))
     for batch in islice(batches, settings.train_steps):
         step(*batch)
-    most = -(-2 * max(settings.batches) // settings.point.batch)
+    most = -(-max(settings.batches) // point.batch)
     images = torch.cat([d for d, _ in islice(batches, most)]).contiguous(memory_format=torch.channels_last)
     return step.net.eval(), images, title
 
 
 @torch.no_grad()
-def _rows(net: ImplicitNetwork, guess: Any, d: Tensor, precision: str, settings: Settings) -> list[Row]:
-    twin = copy.deepcopy(net)
-    twin.tolerance = replace(net.tolerance, max_steps=0)
-    fitted = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance, start=guess).eval()
-    how: dict[str, Any] = {"bf16": precision == "bf16", "compile": settings.compile}
-    fast = {
-        "implicit, fast": banach.compile(net, **how),
-        "implicit, fast, fitted start": banach.compile(fitted, **how),
-        "explicit, fast": banach.compile(twin, **how),
+def _rows(net: ImplicitNetwork, d: Tensor, settings: Settings) -> list[Row]:
+    """Return one row per path, for one batch."""
+    precision = settings.point.precision or "fp32"
+    twin = as_twin(copy.deepcopy(net))
+    fast = partial(banach.compile, bf16=precision == "bf16", compile=settings.compile)
+    paths: dict[str, Any] = {
+        "implicit, fast": fast(net),
+        "explicit, fast": fast(twin),
+        "implicit, eager": partial(_eager, net, precision),
+        "explicit, eager": partial(_eager, twin, precision),
     }
-    calls: dict[str, Callable[[], Any]] = {name: partial(one, d) for name, one in fast.items()}
-    calls["implicit, eager"] = partial(_eager, net, d, precision)
-    calls["explicit, eager"] = partial(_eager, twin, d, precision)
-    exact = _eager(net, d, "fp32").argmax(1)
+    exact = _eager(net, "fp32", d).argmax(1)
     rows = []
-    for name, call in calls.items():
-        row: Row = {"batch": len(d), "path": name, "ms": milliseconds_of(call, d.device, settings.repeats)}
-        if name.startswith("implicit, fast"):
-            output, found = fast[name](d, solution=True)
+    for name, path in paths.items():
+        row: Row = {"batch": len(d), "path": name}
+        row["ms"] = milliseconds_of(partial(path, d), d.device, settings.repeats)
+        if name == "implicit, fast":
+            output, found = path(d, solution=True)
             row["depth"] = float(found.steps.double().mean())
             row["converged"] = float(found.converged.double().mean())
             row["agrees with fp32"] = float((output.argmax(1) == exact).double().mean())
@@ -101,19 +96,12 @@ def _rows(net: ImplicitNetwork, guess: Any, d: Tensor, precision: str, settings:
     return rows
 
 
-def _eager(net: ImplicitNetwork, d: Tensor, precision: str) -> Tensor:
+def _eager(net: ImplicitNetwork, precision: str, d: Tensor) -> Tensor:
     with autocast(precision, d.device):
         output: Tensor = net(d)
         return output
 
 
-QUICK = Settings(
-    point=POINTS["cifar512"].tiny(),
-    batches=(1, 3),
-    repeats=2,
-    train_steps=2,
-    contender="banach-eager",
-    compile=False,
-    device="cpu",
-)
+SIZES: dict[str, Any] = {"batches": (1, 3), "repeats": 2, "train_steps": 2, "compile": False, "device": "cpu"}
+QUICK = Settings(POINTS["cifar512"].tiny(), contender="banach-eager", **SIZES)
 BENCHMARKS = (Benchmark("inference", "what does prediction cost?", run, Settings(), QUICK, "gpu"),)

@@ -58,11 +58,8 @@ class Method:
             return find(lambda z: T(z, *inputs), z0, **settings)[0], None
 
 
-BANACH = {
-    "Picard": Method("banach", "Picard", "picard"),
-    "Anderson(5)": Method("banach", "Anderson(5)", "anderson"),
-    "Broyden(10)": Method("banach", "Broyden(10)", "broyden"),
-}
+_OURS = {"picard": "Picard", "anderson": "Anderson(5)", "broyden": "Broyden(10)"}
+BANACH = {name: Method("banach", name, key) for key, name in _OURS.items()}
 
 
 def methods() -> list[Method]:

@@ -3,31 +3,21 @@
 Claims: at depth 1000 JFB takes at most 1.02 times its peak at depth 10; unrolling grows linearly. On a GPU, a JFB
 step of the CIFAR-10 network at depth 50 takes at most 1.05 times that of the explicit twin. Settings: live tensor
 storage on a CPU, torch.cuda.max_memory_allocated on a GPU; forward, backward and an SGD update, beyond weights
-and data. Result: results/memory.json, results/gpu/memory-cuda.json, results/gpu/depth-memory.json.
+and data. Result: results/memory.json, results/gpu/depth-memory.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import (
-    JFB,
-    Anderson,
-    Implicit,
-    ImplicitNetwork,
-    Mode,
-    Neumann,
-    Picard,
-    Solver,
-    Tolerance,
-    Unroll,
-    models,
-)
+from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll, models
 from benchmarks.libraries import has_torchdeq, notes, torchdeq_layer
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import peak_bytes
@@ -71,33 +61,49 @@ class OneStep(nn.Module):
 
 
 def run(settings: Settings) -> Report:
-    solved: dict[str, tuple[Solver, Mode]] = {
-        "JFB": (Picard(), JFB()),
-        "JFB, Anderson(5)": (Anderson(5), JFB()),
-        "Neumann(5)": (Picard(), Neumann(5)),
-        "Implicit": (Picard(), Implicit()),
-    }
+    torch.manual_seed(0)
+    data = torch.randn(settings.batch, settings.width, device=settings.device)
     rows: list[Row] = []
-    for name, (solver, mode) in solved.items():
-        for depth in settings.depths:  # check_every=0: exactly that many steps, converged or not
-            fixed = Tolerance(atol=0, max_steps=depth, check_every=0)
-            rows.append(_row(name, depth, _network(settings, solver, fixed, mode), settings))
+    first: dict[str, float] = {}
+    for mode, depth, net in _networks(settings):
+        peak = _peak_of_step(net.to(settings.device), data, lambda output: output.square().mean())
+        against = peak / first.setdefault(mode, peak)
+        rows.append({"mode": mode, "depth": depth, "peak MB": peak, "against the first": against})
+    note = "beyond weights and data; forward, backward and an SGD update"
+    return Report(rows, _targets(rows, settings), notes(note))
+
+
+def _networks(settings: Settings) -> Iterator[tuple[str, int, nn.Module]]:
+    """Yield each mode at each of its depths, which it takes whether it converged or not."""
+    build = partial(_network, settings.width)
+    ways: dict[str, dict[str, Any]] = {
+        "JFB": {"backward": JFB()},
+        "JFB, Anderson(5)": {"solver": Anderson(5), "backward": JFB()},
+        "Neumann(5)": {"backward": Neumann(5)},
+        "Implicit": {"backward": Implicit()},
+    }
+    for name, way in ways.items():
+        for depth in settings.depths:
+            yield name, depth, build(tolerance=Tolerance(atol=0, max_steps=depth, check_every=0), **way)
     for depth in settings.depths if has_torchdeq() else ():
-        net = OneStep(_network(settings, Picard(), Tolerance(), JFB()), depth)
-        rows.append(_row("TorchDEQ one-step", depth, net, settings))
+        yield "TorchDEQ one-step", depth, OneStep(build(), depth)
     for name, checkpoint in (("Unroll", False), ("Unroll, checkpointed", True)):
         for depth in settings.unrolled:
-            mode = Unroll(depth, checkpoint=checkpoint)
-            rows.append(_row(name, depth, _network(settings, Picard(), Tolerance(max_steps=0), mode), settings))
+            yield (
+                name,
+                depth,
+                build(tolerance=Tolerance(max_steps=0), backward=Unroll(depth, checkpoint=checkpoint)),
+            )
+
+
+def _network(width: int, **options: Any) -> ImplicitNetwork:
+    torch.manual_seed(0)
+    Q, S = nn.Linear(width, width), nn.Linear(width, 1)
+    return ImplicitNetwork(Q, TwoLayers(width), S, **options)
+
+
+def _targets(rows: list[Row], settings: Settings) -> list[Target]:
     peak = {(row["mode"], row["depth"]): row["peak MB"] for row in rows}
-    first: dict[str, float] = {}
-    for row in rows:
-        row["against the first"] = row["peak MB"] / first.setdefault(row["mode"], row["peak MB"])
-    note = "beyond weights and data; forward, backward and an SGD update"
-    return Report(rows, _targets(peak, settings), notes(note))
-
-
-def _targets(peak: dict[tuple[str, int], float], settings: Settings) -> list[Target]:
     first, last = settings.depths[0], settings.depths[-1]
     a, b, c = settings.unrolled
     early = (peak["Unroll", b] - peak["Unroll", a]) / (b - a)
@@ -109,21 +115,7 @@ def _targets(peak: dict[tuple[str, int], float], settings: Settings) -> list[Tar
     ]
 
 
-def _network(settings: Settings, solver: Solver, tolerance: Tolerance, mode: Mode) -> ImplicitNetwork:
-    torch.manual_seed(0)
-    Q, S = nn.Linear(settings.width, settings.width), nn.Linear(settings.width, 1)
-    R = TwoLayers(settings.width)
-    return ImplicitNetwork(Q, R, S, solver=solver, tolerance=tolerance, backward=mode)
-
-
-def _row(mode: str, depth: int, net: nn.Module, settings: Settings) -> Row:
-    net.to(settings.device)
-    data = torch.randn(settings.batch, settings.width, device=settings.device)
-    peak = _peak_of_step(net, data, lambda output: output.square().mean(), settings.device)
-    return {"mode": mode, "depth": depth, "peak MB": peak}
-
-
-def _peak_of_step(net: nn.Module, data: Tensor, loss: Callable[[Tensor], Tensor], device: str) -> float:
+def _peak_of_step(net: nn.Module, data: Tensor, loss: Any) -> float:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -132,7 +124,7 @@ def _peak_of_step(net: nn.Module, data: Tensor, loss: Callable[[Tensor], Tensor]
 
     step()  # the first one also makes what stays
     optimizer.zero_grad(set_to_none=True)  # so that the gradients count as the step's own
-    return peak_bytes(step, torch.device(device)) / 2**20
+    return peak_bytes(step, data.device) / 2**20
 
 
 @dataclass(frozen=True)
@@ -144,19 +136,16 @@ class Depth:
 
 
 def depth_memory(settings: Depth) -> Report:
-    rows = [_at_depth(settings, depth) for depth in (0, settings.depth)]
+    image, rows = models.get(settings.model).image, list[Row]()
+    for depth in (0, settings.depth):
+        torch.manual_seed(0)
+        fixed = Tolerance(atol=0.0, max_steps=depth, check_every=0)
+        net = models.build(settings.model, tolerance=fixed).to(settings.device).train()
+        d = torch.randn(settings.batch, *image, device=settings.device)
+        y = torch.randint(10, (settings.batch,), device=settings.device)
+        rows.append({"depth": depth, "peak MB": _peak_of_step(net, d, partial(F.cross_entropy, target=y))})
     ratio = rows[1]["peak MB"] / rows[0]["peak MB"]
     return Report(rows, [Target(f"peak memory, depth {settings.depth} / explicit twin", ratio, 1.05)])
-
-
-def _at_depth(settings: Depth, depth: int) -> Row:
-    torch.manual_seed(0)
-    model = models.get(settings.model)
-    fixed = Tolerance(atol=0.0, max_steps=depth, check_every=0)
-    net = models.build(settings.model, tolerance=fixed).to(settings.device).train()
-    d = torch.randn(settings.batch, *model.image, device=settings.device)
-    y = torch.randint(model.classes, (settings.batch,), device=settings.device)
-    return {"depth": depth, "peak MB": _peak_of_step(net, d, lambda out: F.cross_entropy(out, y), settings.device)}
 
 
 QUESTION = "does the peak memory of a step grow with the depth?"
@@ -164,6 +153,5 @@ QUICK = Settings(depths=(10, 60), unrolled=(5, 10, 20), batch=8, width=16)
 SHALLOW = Depth("digits", 4, 10, device="cpu")
 BENCHMARKS = (
     Benchmark("memory", QUESTION, run, Settings(), QUICK),
-    Benchmark("memory-cuda", QUESTION, run, Settings(device="cuda"), QUICK, "gpu"),
     Benchmark("depth-memory", "what memory does depth cost?", depth_memory, Depth(), SHALLOW, "gpu"),
 )

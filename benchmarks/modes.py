@@ -14,20 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import (
-    GMRES,
-    JFB,
-    Anderson,
-    Implicit,
-    ImplicitNetwork,
-    Mode,
-    Neumann,
-    NormalCG,
-    Tolerance,
-    Unroll,
-    descent_check,
-)
-from banach.diagnose import measure_contraction, verdict
+from banach import GMRES, JFB, Anderson, Implicit, ImplicitNetwork, Mode, Neumann, NormalCG, Tolerance, Unroll
+from banach.diagnose import descent_check, measure_contraction, verdict
 from benchmarks.results import Benchmark, Report, Row
 from benchmarks.timer import interleaved, peak_bytes, ratio
 
@@ -68,23 +56,21 @@ class R(nn.Module):
 
 
 def run(settings: Settings) -> Report:
-    images, labels = _digits()
+    from sklearn.datasets import load_digits
+
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 1, 8, 8) / 8 - 1
     net = _trained(images, labels, settings)
     images, labels = images[: settings.batch], labels[: settings.batch]
     steps = {name: partial(_step, net, mode, images, labels) for name, mode in MODES.items()}
     seconds = interleaved(steps, settings.repeats)
-    rows = [_row(name, mode, net, images, labels) for name, mode in MODES.items()]
-    for row in rows:
-        row["time / JFB"] = ratio(seconds[row["mode"]], seconds["JFB"])
-    measured = measure_contraction(net, images)
-    notes = [verdict(measured, descent_check(net, images, lambda y: F.cross_entropy(y, labels), backward=JFB()))]
-    return Report(rows, notes=notes)
-
-
-def _row(name: str, mode: Mode, net: ImplicitNetwork, images: Tensor, labels: Tensor) -> Row:
-    found = descent_check(net, images, lambda y: F.cross_entropy(y, labels), backward=mode)
-    peak = peak_bytes(partial(_step, net, mode, images, labels), torch.device("cpu"))
-    return {"mode": name, "cosine": found.cosine, "norm ratio": found.ratio, "peak MB": peak / 2**20}
+    check = partial(descent_check, net, images, lambda y: F.cross_entropy(y, labels))
+    rows: list[Row] = []
+    for name, mode in MODES.items():
+        found, peak = check(backward=mode), peak_bytes(steps[name], torch.device("cpu"))
+        row: Row = {"mode": name, "cosine": found.cosine, "norm ratio": found.ratio, "peak MB": peak / 2**20}
+        rows.append(row | {"time / JFB": ratio(seconds[name], seconds["JFB"])})
+    return Report(rows, notes=[verdict(measure_contraction(net, images), check(backward=JFB()))])
 
 
 def _step(net: ImplicitNetwork, mode: Mode, images: Tensor, labels: Tensor) -> None:
@@ -104,13 +90,6 @@ def _trained(images: Tensor, labels: Tensor, settings: Settings) -> ImplicitNetw
         _step(net, JFB(), images[pick], labels[pick])
         optimizer.step()
     return net.eval()
-
-
-def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    return torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1, torch.tensor(labels)
 
 
 QUICK = Settings(batch=4, train_steps=2, repeats=1)

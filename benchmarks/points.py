@@ -22,15 +22,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Promise:
-    """What the fast path is to show at a point, on one H200."""
-
-    ms: float
-    against_peer: float  # times faster than the best peer
-    against_twin: float  # times as long as the explicit twin
-
-
-@dataclass(frozen=True)
 class Point:
     """One network at one batch size, solved to `eps`."""
 
@@ -40,7 +31,6 @@ class Point:
     eps: float
     max_steps: int
     precision: str | None  # of the fast path: the fastest that can meet eps; None: try all
-    promise: Promise | None = None
     relative: bool = False  # eps is relative to the latent
 
     def tiny(self) -> Point:
@@ -101,18 +91,17 @@ class Point:
 POINTS = {
     point.name: point
     for point in (
-        Point("mnist100", "mnist", 100, 1e-1, 50, "bf16", Promise(0.5, 18, 2.0)),
-        Point("svhn100", "svhn", 100, 1e-4, 200, "fp32", Promise(1.5, 11, 3.0)),
-        Point("cifar100", "cifar10", 100, 1e-1, 50, "bf16", Promise(7.0, 9, 1.15)),
-        Point("cifar512", "cifar10", 512, 1e-1, 50, "bf16", Promise(22.0, 8, 1.1)),
+        Point("mnist100", "mnist", 100, 1e-1, 50, "bf16"),
+        Point("svhn100", "svhn", 100, 1e-4, 200, "fp32"),
+        Point("cifar100", "cifar10", 100, 1e-1, 50, "bf16"),
+        Point("cifar512", "cifar10", 512, 1e-1, 50, "bf16"),
         # Measured without peers, which have no such test.
-        Point("svhn100-relative", "svhn", 100, 1e-2, 200, "bf16", Promise(1.5, 0, 1.6), relative=True),
+        Point("svhn100-relative", "svhn", 100, 1e-2, 200, "bf16", relative=True),
         Point("transformer", "transformer", 64, 1e-2, 40, None, relative=True),
         Point("mlp", "mlp", 256, 1e-2, 40, None, relative=True),
         Point("two-scales", "two-scales", 128, 1e-2, 40, None, relative=True),
     )
 }
-FOUR = ("mnist100", "svhn100", "cifar100", "cifar512")
 ONE_EACH = ("mnist100", "svhn100", "cifar100")  # one for each network of the paper
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Benchmark:
         """Return the settings of one of the sizes, with those `changes` that they have a field for."""
         size = self.quick if quick else self.full
         known = {key: value for key, value in changes.items() if value is not None and hasattr(size, key)}
-        return replace(size, **known) if known else size
+        return replace(size, **known)
 
     def measure(self, settings: Any) -> Result:
         """Run it and keep what a reader needs to judge the figures."""
@@ -100,21 +100,13 @@ class Result:
     def missed(self) -> int:
         return sum(not target.met for target in self.report.targets)
 
-    def as_dict(self) -> Row:
-        report = self.report
-        made = {
-            "name": self.name,
-            "question": self.question,
-            "targets": [{**asdict(target), "met": target.met} for target in report.targets],
-            "rows": as_plain(report.rows),
-            "notes": list(report.notes),
-            "details": as_plain(report.details),
-            "provenance": provenance(as_plain(self.settings), device=getattr(self.settings, "device", "cpu")),
-        }
-        return {key: value for key, value in made.items() if key != "details" or value is not None}
-
     def write(self, folder: Path) -> Path:
-        return write_json(folder / f"{self.name}.json", self.as_dict())
+        """Write the report and where it comes from as JSON."""
+        device = getattr(self.settings, "device", "cpu")
+        content = {"name": self.name, "question": self.question, **asdict(self.report)}
+        content["targets"] = [{**asdict(target), "met": target.met} for target in self.report.targets]
+        content["provenance"] = provenance(asdict(self.settings), device=device)
+        return write_json(folder / f"{self.name}.json", content)
 
     def show(self, console: Console) -> None:
         rows = self.report.rows
@@ -142,23 +134,12 @@ def table(title: str, rows: list[Row]) -> Table:
 
 def cell(value: Any) -> str:
     """Return a value as a table shows it: three digits, no exponent where a plain number is short."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None:
+        return ""
     if isinstance(value, Figure):
         return cell(value.mean) if value.spread is None else f"{cell(value.mean)} ± {cell(value.spread)}"
-    if not isinstance(value, int | float):
+    if not isinstance(value, float):
         return str(value)
-    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
+    if abs(value) < 1e6 and value.is_integer():
         return f"{int(value)}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}" if abs(value) < 1e6 else f"{value:.2e}"
-
-
-def as_plain(value: Any) -> Any:
-    """Return dataclasses as dicts, at any depth; `write_json` does the rest."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return as_plain(asdict(value))
-    if isinstance(value, dict):
-        return {key: as_plain(part) for key, part in value.items()}
-    return [as_plain(part) for part in value] if isinstance(value, list | tuple) else value

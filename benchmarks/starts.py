@@ -7,7 +7,6 @@ results/starts.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,48 +48,34 @@ def _trained(settings: Settings) -> tuple[Any, Tensor, list[Tensor]]:
     train, held = (data.load("digits", split) for split in ("train", "validation"))
     recipe = Training.of_recipe(models.recipe("digits"), data="digits", epochs=settings.epochs, monitor=False)
     fit(net, train, held, recipe)
-    first = held.normalise(held.pixels[: settings.images])
-    steps = [settings.drift * torch.randn_like(first) for _ in range(settings.frames - 1)]
-    frames = [first + sum(steps[:number], torch.zeros_like(first)) for number in range(settings.frames)]
+    frames = [held.normalise(held.pixels[: settings.images])]
+    for _ in range(settings.frames - 1):
+        frames.append(frames[-1] + settings.drift * torch.randn_like(frames[0]))
     return net, train.normalise(train.pixels), frames
 
 
+@torch.no_grad()
 def _rows(net: Any, known: Tensor, frames: list[Tensor], eps: float) -> list[Row]:
+    """Return the mean steps of all frames but the first, from each start."""
     net.tolerance = Tolerance(atol=eps, max_steps=500, norm=WorstPixel())
-    ways: dict[str, Callable[[], float]] = {
-        "zeros": lambda: _mean(net(d, solution=True)[1] for d in frames[1:]),
-        "a fitted convolution": lambda: _fitted(net, known, frames),
-        "the frame before": lambda: _followed(net, frames),
-        "the nearest neighbour": lambda: _near(net, frames),
+    guess = LinearStart.fit(net, known.split(200))
+    fitted = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance, start=guess).train(net.training)
+    near = banach.compile(net, first=1, then=1, neighbours=len(frames) * len(frames[0]))
+    found: dict[str, list[Any]] = {
+        "zeros": [net(d, solution=True)[1] for d in frames],
+        "a fitted convolution": [fitted(d, solution=True)[1] for d in frames],
+        "the frame before": [net(frames[0], solution=True)[1]],
+        "the nearest neighbour": [near(d, solution=True)[1] for d in frames],
     }
-    with torch.no_grad():
-        taken = {name: way() for name, way in ways.items()}
-    return [
-        {"eps": eps, "start": name, "steps": steps, "of those from zeros": steps / taken["zeros"]}
-        for name, steps in taken.items()
-    ]
-
-
-def _fitted(net: Any, known: Tensor, frames: list[Tensor]) -> float:
-    start = LinearStart.fit(net, known.split(200))
-    fitted = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance, start=start).train(net.training)
-    return _mean(fitted(d, solution=True)[1] for d in frames[1:])
-
-
-def _followed(net: Any, frames: list[Tensor]) -> float:
-    found = [net(frames[0], solution=True)[1]]
     for d in frames[1:]:
-        found.append(net(d, z0=found[-1].value, solution=True)[1])
-    return _mean(found[1:])
-
-
-def _near(net: Any, frames: list[Tensor]) -> float:
-    fast = banach.compile(net, first=1, then=1, neighbours=len(frames) * len(frames[0]))
-    return _mean([fast(d, solution=True)[1] for d in frames][1:])
-
-
-def _mean(found: Any) -> float:
-    return float(torch.cat([one.steps for one in found]).double().mean())
+        found["the frame before"].append(net(d, z0=found["the frame before"][-1].value, solution=True)[1])
+    mean = {
+        name: float(torch.cat([one.steps for one in some[1:]]).double().mean()) for name, some in found.items()
+    }
+    return [
+        {"eps": eps, "start": name, "steps": steps, "of those from zeros": steps / mean["zeros"]}
+        for name, steps in mean.items()
+    ]
 
 
 QUICK = Settings(epochs=1, frames=2, images=16, levels=(1e-2,))

@@ -52,9 +52,13 @@ def timed_steps(
     On a GPU events stand between the steps and only the end waits, as in a training loop. The time of a step then
     includes every pause in which the device had nothing to do.
     """
-    if device.type != "cuda":
-        return _timed_on_cpu(step, inputs)
     given, seen = list(inputs), list[Seen]()
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for one in given:
+            seen.append(step(one))
+            times.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in pairwise(times)], seen
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(given) + 1)]
     torch.cuda.synchronize(device)
     marks[0].record()
@@ -63,15 +67,6 @@ def timed_steps(
         mark.record()
     torch.cuda.synchronize(device)
     return [a.elapsed_time(b) for a, b in pairwise(marks)], seen
-
-
-def _timed_on_cpu(step: Callable[[Input], Seen], inputs: Iterable[Input]) -> tuple[list[float], list[Seen]]:
-    ms, seen = [], []
-    for one in inputs:
-        start = time.perf_counter()
-        seen.append(step(one))
-        ms.append(1e3 * (time.perf_counter() - start))
-    return ms, seen
 
 
 def milliseconds_of(action: Action, device: torch.device, repeats: int = 10, *, warm_up: int = 3) -> Figure:

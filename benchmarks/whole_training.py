@@ -12,6 +12,7 @@ import shlex
 import shutil
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,10 @@ def _fit(settings: Fit, seed: int = 0, **changes: Any) -> History:
 
 def epoch(settings: Fit) -> Report:
     epochs = _fit(settings, compile=settings.compile).epochs
-    names = {"epoch": "epoch", "seconds": "seconds", "loss": "loss", "depth": "depth", "met": "converged"}
-    rows: list[Row] = [{key: getattr(one, name) for key, name in names.items()} for one in epochs]
+    names = ("epoch", "seconds", "loss", "depth", "converged")
+    rows: list[Row] = [{name: getattr(one, name) for name in names} for one in epochs]
     later = Figure.of(row["seconds"] for row in rows[1:])
-    met = min(row["met"] for row in rows[1:])
+    met = min(row["converged"] for row in rows[1:])
     targets = [
         Target("an epoch, seconds (median, except the first)", later.median, 2.5),
         Target("share of samples meeting eps, except the first epoch", met, 0.95, True),
@@ -68,17 +69,14 @@ def epoch(settings: Fit) -> Report:
 def curves(settings: Fit) -> Report:
     rows: list[Row] = []
     losses: dict[str, list[float]] = {}
-    for seed in settings.seeds:
-        for path in ("plain", "fast"):
-            history = _fit(settings, seed, fast=path == "fast")
-            losses[f"{path}, seed {seed}"] = [one.loss for one in history.epochs]
-            last = history.last
-            seconds = sum(one.seconds for one in history.epochs)
-            row = {"seed": seed, "path": path, "loss": last.loss, "validation": last.validation_accuracy}
-            rows.append({**row, "depth": last.depth, "met": last.converged, "seconds": seconds})
+    for seed, path in product(settings.seeds, ("plain", "fast")):
+        history = _fit(settings, seed, fast=path == "fast")
+        losses[f"{path}, seed {seed}"] = [one.loss for one in history.epochs]
+        last, seconds = history.last, sum(one.seconds for one in history.epochs)
+        row = {"seed": seed, "path": path, "loss": last.loss, "validation": last.validation_accuracy}
+        rows.append({**row, "depth": last.depth, "met": last.converged, "seconds": seconds})
     fast, plain = (Figure.of(row["loss"] for row in rows if row["path"] == path) for path in ("fast", "plain"))
-    noise = max(fast.spread or 0.0, plain.spread or 0.0)
-    apart = abs(fast.mean - plain.mean) / noise
+    apart = abs(fast.mean - plain.mean) / max(fast.spread or 0.0, plain.spread or 0.0)
     target = Target("difference of mean final losses, in spreads over seeds", apart, 2.0)
     note = "training loss after the last epoch; the same seeds, batches and rates for both; curves are in details"
     return Report(rows, [target], [note], losses)
@@ -90,7 +88,7 @@ class Command:
 
     flags: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
-    accuracy: float | None = None
+    accuracy: float = 0.0
     seconds: float | None = None
     device: str = "cpu"
     data_dir: Path | None = None
@@ -99,18 +97,15 @@ class Command:
 
 def command(settings: Command) -> Report:
     """Train by the command line in fresh run directories and read what it wrote there."""
-    rows = [_command(settings, seed) for seed in settings.seeds]
-    targets = []
-    if settings.accuracy is not None:
-        least = min(row["test"] for row in rows)
-        targets.append(Target("least test accuracy", least, settings.accuracy, at_least=True))
+    rows, details = zip(*(_command(settings, seed) for seed in settings.seeds), strict=True)
+    targets = [Target("least test accuracy", min(row["test"] for row in rows), settings.accuracy, at_least=True)]
     if settings.seconds is not None:
         targets.append(Target("longest run in seconds", max(row["seconds"] for row in rows), settings.seconds))
-    details = [{"epochs": row.pop("epochs"), "settings": row.pop("settings")} for row in rows]
-    return Report(rows, targets, ["test accuracy of the last epoch, clean images, eval mode"], details)
+    return Report([*rows], targets, ["test accuracy of the last epoch, clean images, eval mode"], [*details])
 
 
-def _command(settings: Command, seed: int) -> Row:
+def _command(settings: Command, seed: int) -> tuple[Row, Row]:
+    """Return what one run reached, and its epochs and settings."""
     path = settings.runs / f"{'-'.join((*settings.flags, str(seed))).replace('--', '')}"
     shutil.rmtree(path, ignore_errors=True)
     line = ["train", *settings.flags, "--seed", str(seed), "--device", settings.device, "--out", str(path)]
@@ -123,17 +118,11 @@ def _command(settings: Command, seed: int) -> Row:
     tested, epochs = run.test(), run.metrics()
     assert tested is not None
     totals = tested["totals"]
-    return {
-        "command": shlex.join(["banach", *line]),
-        "data": tested["title"],
-        "test": totals["accuracy"],
-        "validation": epochs[-1].validation_accuracy,
-        **{f"test {key}": totals[key] for key in ("residual", "converged", "depth")},
-        "seconds": seconds,
-        "seconds per epoch": sum(one.seconds for one in epochs) / len(epochs),
-        "epochs": [one.to_dict() for one in epochs],
-        "settings": run.settings.to_dict(),
-    }
+    row: Row = {"command": shlex.join(["banach", *line]), "data": tested["title"], "test": totals["accuracy"]}
+    row["validation"] = epochs[-1].validation_accuracy
+    row |= {f"test {key}": totals[key] for key in ("residual", "converged", "depth")}
+    row |= {"seconds": seconds, "seconds per epoch": sum(one.seconds for one in epochs) / len(epochs)}
+    return row, {"epochs": [one.to_dict() for one in epochs], "settings": run.settings.to_dict()}
 
 
 QUICK = Fit("digits", 2, 256, 300, (0, 1), "fp32", compile=False, device="cpu")

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,6 @@ CPU = torch.device("cpu")
 ON_CPU = [name for name, one in BENCHMARKS.items() if one.group == "cpu"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @functools.cache
 def quick(name: str) -> Result:
     return BENCHMARKS[name].measure(BENCHMARKS[name].quick)
@@ -60,13 +51,9 @@ def test_a_result_fits_in_120_columns_and_in_json(name: str, tmp_path: Path) -> 
     assert len(written["rows"]) == len(result.report.rows)
     assert {"date", "device", "versions", "commit", "dirty", "settings"} <= set(written["provenance"])
     assert written["provenance"]["settings"]
-
-
-@pytest.mark.parametrize("name", ["overhead", "steps", "memory", "compaction", "invariance"])
-def test_what_was_promised_holds(name: str) -> None:
-    report = quick(name).report
-    assert report.targets
-    assert not [target.sentence() for target in report.targets if not target.met]
+    if name in ("overhead", "steps", "memory", "compaction", "invariance"):  # counted, not timed
+        assert result.report.targets
+        assert not [target.sentence() for target in result.report.targets if not target.met]
 
 
 def test_without_torchdeq_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +75,16 @@ def test_calls_are_counted_without_those_of_the_map() -> None:
         torch.add(y, z, out=out)  # writes into what exists
         y.view(12).add_(1)  # a view is no kernel
         row.cpu()
+        row.numpy()
         bool(row[0] > 0)
         torch.linalg.solve(torch.eye(2), torch.ones(2))
     assert calls.kernels["aten.exp.default"] == 0
     assert calls.kernels["aten.mul.Tensor"] == 1
     assert calls.kernels["aten.view.default"] == 0
-    assert calls.totals()[1:] == (1, 3)
+    assert calls.totals()[1:] == (1, 4)
+    syncs = {row["method"]: row["syncs"] for row in quick("overhead").report.rows if row["library"] == "banach"}
+    assert {name for name, count in syncs.items() if count} == {name for name in syncs if "checked" in name}
+    assert host_syncs(lambda: [float(torch.ones(1)) for _ in range(3)], CPU) == 3
 
 
 def test_bytes_alive_follow_the_tensors_and_the_graph() -> None:
@@ -124,7 +115,8 @@ def test_unrolling_stores_what_the_layers_hold_and_a_checkpoint_one_latent() -> 
     assert peak["JFB", 60] == peak["JFB", 10]
 
 
-def test_the_symmetric_map_takes_the_steps_that_its_powers_say() -> None:
+def test_maps_take_the_steps_that_mathematics_says() -> None:
+    """Powers of a symmetric matrix; rate^(k-1) |b| for a rate times an orthogonal map; no gain on a rotation."""
     problem = maps.symmetric(40, 3)
     (b,) = problem.inputs
     A = problem.T(torch.eye(40, dtype=torch.float64), torch.zeros(1, 40, dtype=torch.float64))
@@ -138,46 +130,36 @@ def test_the_symmetric_map_takes_the_steps_that_its_powers_say() -> None:
     assert seen.first_below(1e-5).tolist() == expected == found.steps.tolist()
     assert seen.rows == 3 * seen.evaluations
 
+    problem = maps.rates(20, 32, (0.2, 0.95))
+    rate, b = (part.double() for part in problem.inputs)
+    exact = 1 + torch.log(1e-4 / b.square().mean(1).sqrt()) / torch.log(rate[:, 0])
+    needed = per_sample.needed_steps(problem)
+    assert (needed >= exact - 0.01).all()
+    assert (needed <= exact + 1.01).all()
 
-def test_anderson_gains_nothing_on_a_rotation_of_many_angles() -> None:
     rows = quick("steps").report.rows
     gained = {(row["map"], row["library"], row["method"]): row["against Picard"] for row in rows}
     assert 0.85 < gained["rotation, 48 angles", "banach", "Anderson(5)"] < 1.05
     assert gained["rotation, 2 angles", "banach", "Anderson(5)"] < 0.1
 
 
-def test_the_steps_that_rates_need_are_those_of_the_closed_form() -> None:
-    """T is rate times an orthogonal map, so the residual of evaluation k is rate^(k-1) |b|."""
-    problem = maps.rates(20, 32, (0.2, 0.95))
-    rate, b = (part.double() for part in problem.inputs)
-    exact = 1 + torch.log(1e-4 / b.square().mean(1).sqrt()) / torch.log(rate[:, 0])
-    needed = per_sample.needed_steps(problem, 1e-4, 1000)
-    assert (needed >= exact - 0.01).all()
-    assert (needed <= exact + 1.01).all()
-
-
-@needs_torchdeq
-@pytest.mark.parametrize("method", ["picard", "anderson"])
-def test_both_libraries_take_the_same_training_step(method: str) -> None:
-    problem = maps.dense(4, 16)
-    rms, depth = (0.0, 15) if method == "picard" else (1e-5, 200)
-    taken = onestep.training_steps(problem, method, rms, depth)
-    ours, theirs = (taken[name](problem.T)[0] for name in ("banach", "TorchDEQ"))
-    assert ours.abs().max() > 1e-3
-    assert torch.allclose(ours, theirs, atol=1e-6 if method == "picard" else 1e-4)
-
-
 @needs_torchdeq
 def test_both_libraries_are_measured_on_equal_terms() -> None:
-    """Equal depth, the same RMS tolerance, and a batch that changes TorchDEQ's answers alone."""
+    """The same step, depth and RMS tolerance, and a batch that changes TorchDEQ's answers alone."""
+    for method, rms, depth, atol in (("picard", 0.0, 15, 1e-6), ("anderson", 1e-5, 200, 1e-4)):
+        problem = maps.dense(4, 16)
+        steps = onestep.training_steps(problem, method, rms, depth)
+        ours, theirs = (steps[name](problem.T)[0] for name in ("banach", "TorchDEQ"))
+        assert ours.abs().max() > 1e-3
+        assert torch.allclose(ours, theirs, atol=atol)
     rows = [row for row in quick("onestep").report.rows if row["tol"] == "never"]
     depth = BENCHMARKS["onestep"].quick.depth + 1
     assert {row["T evals"] for row in rows} == {f"{depth} / {depth}"}
     problem = maps.linear(3, 64)
     seen = {name: maps.Recorder(problem.T) for name in ("banach", "TorchDEQ")}
     for library, recorder in seen.items():
-        method = libraries.Method(library, "Picard", "picard")
-        method(recorder, problem.z0, problem.inputs, rms=1e-3, max_steps=500)
+        solver = libraries.Method(library, "Picard", "picard")
+        solver(recorder, problem.z0, problem.inputs, rms=1e-3, max_steps=500)
     assert seen["banach"].evaluations == seen["TorchDEQ"].evaluations
     found = quick("invariance").report.rows
     difference = {(row["dtype"], row["method"]): row["difference"] for row in found}
@@ -194,66 +176,56 @@ def test_a_start_near_the_answer_saves_steps() -> None:
     assert saved["a fitted convolution"] < 1
 
 
-def test_actions_run_in_turn() -> None:
+def test_actions_run_in_turn_and_figures_summarise_them() -> None:
     order: list[str] = []
     seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, warm_up=1)
     assert "".join(order) == "abbaabba"
     assert [len(times) for times in seconds.values()] == [3, 3]
     assert ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]).median == 2.0
-
-
-def test_figures_and_targets() -> None:
     assert Figure.of([1.0, 3.0]) == Figure(2.0, 2**0.5, 2, 2.0, 1.0, 3.0)
     assert Figure.of([4.0]).spread is None
-    assert Target("x", 1.0, 1.0).met
-    assert not Target("x", 1.1, 1.0).met
-    assert Target("x", 1.1, 1.0, at_least=True).met
-    assert not Target("x", math.nan, 1.0).met
-    assert not Target("x", math.nan, 1.0, at_least=True).met
-
-
-def test_host_syncs_are_counted() -> None:
-    assert host_syncs(lambda: [float(torch.ones(1)) for _ in range(3)], CPU) == 3
+    cases = [(1.0, False, True), (1.1, False, False), (1.1, True, True), (math.nan, False, False)]
+    for measured, at_least, met in (*cases, (math.nan, True, False)):
+        assert Target("x", measured, 1.0, at_least).met is met
 
 
 def test_jobs_run_in_rounds_and_a_failure_ends_none_of_the_others() -> None:
     order: list[str] = []
 
-    def broken(before: list[int]) -> int:
-        raise RuntimeError("no such kernel\nand more")
-
     def job(name: str, before: list[int]) -> int:
         order.append(name)
+        if name == "x":
+            raise RuntimeError("no such kernel\nand more")
         return len(before)
 
-    jobs: Any = {"a": partial(job, "a"), "broken": broken, "b": partial(job, "b")}
+    jobs: Any = {name: partial(job, name) for name in "axb"}
     found, notes = in_rounds(jobs, 2)
     assert found == {"a": [0, 1], "b": [0, 1]}
-    assert "".join(order) == "abba"
-    assert notes == ["broken failed: RuntimeError: no such kernel"]
+    assert "".join(order) == "axbba"
+    assert notes == ["x failed: RuntimeError: no such kernel"]
     assert alone(math.sqrt, 4.0) == 2.0
 
 
-def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of this process, for the other tests too
     assert main(["cpu", "overhead", "--quick", "--out", str(tmp_path)]) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["overhead.json"]
     assert "targets missed: 0" in capsys.readouterr().out
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(f" {name} " in listed for name in BENCHMARKS)
-    for wrong, words in (
-        (["no-such-thing"], "no benchmark is called no-such-thing"),
-        (["gpu", "overhead"], "no benchmark is called overhead"),
-        (["memory", "--device", "cuda:99"], "got cuda:99"),
-        (["memory", "--data-dir", "/no/such"], "expected a folder as --data-dir, got /no/such"),
-    ):
+    wrong = {
+        "no-such-thing": "no benchmark is called no-such-thing",
+        "gpu overhead": "no benchmark is called overhead",
+        "memory --device cuda:99": "got cuda:99",
+        "memory --data-dir /no/such": "expected a folder as --data-dir, got /no/such",
+    }
+    for line, words in (wrong if torch.cuda.is_available() else wrong | {"mnist100": "needs a CUDA GPU"}).items():
         with pytest.raises(SystemExit):
-            main(wrong)
+            main(line.split())
         assert words in capsys.readouterr().err
-    if not torch.cuda.is_available():
-        with pytest.raises(SystemExit):
-            main(["mnist100"])
-        assert "mnist100 needs a CUDA GPU" in capsys.readouterr().err
     with pytest.raises(ValueError, match="got 'fp8'"), switches("fp8", CPU):
         pass
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 
@@ -21,14 +22,21 @@ def idx(array: np.ndarray) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
-def mnist_files(train: int = 40, test: int = 20) -> dict[str, bytes]:
-    """The four gzipped files of an MNIST with few images."""
+def mnist_files(train: int = 40, test: int = 20, *, zipped: bool = True) -> dict[str, bytes]:
+    """The four files of an MNIST with few images."""
     made, generator = {}, np.random.default_rng(0)
     for prefix, count in (("train", train), ("t10k", test)):
-        pixels = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        made[f"{prefix}-images-idx3-ubyte.gz"] = gzip.compress(idx(pixels))
-        made[f"{prefix}-labels-idx1-ubyte.gz"] = gzip.compress(idx((np.arange(count) % 10).astype(np.uint8)))
-    return made
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        made[f"{prefix}-images-idx3-ubyte"] = idx(generator.integers(0, 256, (count, 28, 28), dtype=np.uint8))
+        made[f"{prefix}-labels-idx1-ubyte"] = idx(labels)
+    return {f"{name}.gz": gzip.compress(content) for name, content in made.items()} if zipped else made
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    """Write files by name into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 @dataclass

@@ -21,7 +21,7 @@ def draws(augmentation: Augmentation, n: int = 40, key: int = 11) -> Tensor:
     return counter.uniform(key, n, augmentation.draws)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_flip(p: float) -> None:
     x, u = batch(), draws(Flip(p))
     got = Flip(p).apply(x, u)
@@ -29,8 +29,6 @@ def test_flip(p: float) -> None:
         for j in range(7):
             source = 6 - j if u[i, 0] < p else j
             assert torch.equal(got[i, :, :, j], x[i, :, :, source])
-    flipped = (u[:, 0] < p).sum()
-    assert flipped == {0.0: 0, 1.0: 40}.get(p, flipped)
 
 
 @pytest.mark.parametrize(("pad", "fill"), [(0, 0.0), (1, 0.0), (2, 0.449), (4, -3.0)])
@@ -152,24 +150,19 @@ def test_the_papers_augmentation() -> None:
 
 
 @pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
-def test_an_image_does_not_depend_on_its_batch(augmentation: Augmentation) -> None:
+def test_an_image_does_not_depend_on_its_batch_and_needs_no_host(augmentation: Augmentation) -> None:
     x, u = batch(), draws(augmentation)
     whole = augmentation.apply(x, u)
     for i in (0, 17, 39):
         torch.testing.assert_close(augmentation.apply(x[i : i + 1], u[i : i + 1])[0], whole[i], atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
-def test_nothing_is_asked_of_the_host(augmentation: Augmentation) -> None:
-    """On the meta device there are no values to ask for."""
-    x, u = batch().to("meta"), draws(augmentation).to("meta")
-    assert augmentation.apply(x, u).shape == x.shape
+    # On the meta device there are no values to ask for.
+    assert augmentation.apply(x.to("meta"), u.to("meta")).shape == x.shape
 
 
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Flip(1.5), "p must be between 0 and 1"),
+        (lambda: Flip(1.5), "p must be a number, at least 0 and at most 1"),
         (lambda: Crop(-1), "pad must be a whole number"),
         (lambda: Crop(1.5), "pad must be a whole number"),  # type: ignore[arg-type]
         (lambda: Erase(area=(0.5, 0.2)), "area must be"),
@@ -183,8 +176,5 @@ def test_nothing_is_asked_of_the_host(augmentation: Augmentation) -> None:
 def test_bad_options_are_refused(make: Callable[[], object], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         make()
-
-
-def test_a_class_is_no_augmentation() -> None:
     with pytest.raises(TypeError, match=r"Flip\(\)"):
         Chain(Flip)  # type: ignore[arg-type]

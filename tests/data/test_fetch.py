@@ -96,24 +96,20 @@ def test_banach_data_is_the_place_if_set(
     assert (tmp_path / "environment" / "mnist" / "train-images-idx3-ubyte.gz").exists()
 
 
-def test_another_content_is_refused_and_leaves_nothing(mnist: np.ndarray, server: Server) -> None:
+def test_what_goes_wrong_leaves_nothing(mnist: np.ndarray, small: Callable, server: Server, cifar: dict) -> None:
     server.files["t10k-images-idx3-ubyte.gz"] += b"x"
     with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz does not have its published MD5"):
         fetch("mnist")
-    assert everything(cache_dir()) == {"mnist"}
-
-
-def test_a_lost_connection_leaves_nothing(small: Callable, server: Server, cifar: dict) -> None:
-    with_archive(small, server.offer("cut-cifar.tar.gz", tar(cifar), archive=True))
-    with pytest.raises(DataError, match=r"cut-cifar.tar.gz cannot be reached|published MD5"):
-        fetch("cifar10")
-    assert everything(cache_dir()) == {"cifar-10-batches-bin"}
-
-
-def test_no_answer(small: Callable, server: Server) -> None:
-    with_archive(small, Download(f"{server.address}/missing.tar.gz", "0" * 32, archive=True))
-    with pytest.raises(DataError, match=r"missing.tar.gz cannot be reached \(HTTPError: 404"):
-        fetch("cifar10")
+    missing = Download(f"{server.address}/missing.tar.gz", "0" * 32, archive=True)
+    for download, words in (
+        (server.offer("cut-cifar.tar.gz", tar(cifar), archive=True), r"cut-cifar.tar.gz cannot be reached|MD5"),
+        (server.offer("no-tar.tar.gz", b"nothing", archive=True), "no-tar.tar.gz is not an archive"),
+        (missing, r"missing.tar.gz cannot be reached \(HTTPError: 404"),
+    ):
+        with_archive(small, download)
+        with pytest.raises(DataError, match=words):
+            fetch("cifar10")
+    assert everything(cache_dir()) == {"mnist", "cifar-10-batches-bin"}
 
 
 def test_an_archive_gives_its_named_files_only(
@@ -170,7 +166,4 @@ def test_without_pooch(mnist: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(DataError, match=r"a download needs pooch.*banach\[app\]"):
         fetch("mnist")
-
-
-def test_digits_need_no_download() -> None:
-    assert all(report.ok for report in fetch("digits"))
+    assert all(report.ok for report in fetch("digits"))  # they come inside a package

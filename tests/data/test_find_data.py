@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from banach.data import MNIST, DataError, cache_dir, listing, load, verify
-from data.parts_data import idx
+from data.parts_data import idx, mnist_files, write
 
 
 @pytest.fixture
@@ -18,15 +18,14 @@ def place(small: Callable) -> Callable[[Path, int], Path]:
     """Writes a tiny MNIST whose every pixel is `value`, so that one sees which was read."""
     small(MNIST)
 
-    def write(root: Path, value: int) -> Path:
-        (root / "mnist").mkdir(parents=True)
-        for prefix, count in (("train", 40), ("t10k", 20)):
-            pixels, labels = np.full((count, 28, 28), value, np.uint8), np.arange(count, dtype=np.uint8) % 10
-            (root / "mnist" / f"{prefix}-images-idx3-ubyte").write_bytes(idx(pixels))
-            (root / "mnist" / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
+    def place_in(root: Path, value: int) -> Path:
+        files = mnist_files(zipped=False)
+        for name, count in (("train-images-idx3-ubyte", 40), ("t10k-images-idx3-ubyte", 20)):
+            files[name] = idx(np.full((count, 28, 28), value, np.uint8))
+        write(root / "mnist", files)
         return root
 
-    return write
+    return place_in
 
 
 def value(data_dir: Path | str | None = None) -> int:
@@ -92,13 +91,9 @@ def test_verify_reports_each_part(tmp_path: Path, place: Callable) -> None:
     assert "banach data fetch mnist" in test.message
 
 
-def test_verify_of_what_is_not_there() -> None:
+def test_verify_of_what_is_not_there_and_of_digits() -> None:
     assert all(not report.ok and "was not found" in report.message for report in verify("cifar10"))
-
-
-def test_verify_digits() -> None:
-    reports = verify("digits")
-    assert [(report.ok, report.count) for report in reports] == [(True, 1_437), (True, 360)]
+    assert [(report.ok, report.count) for report in verify("digits")] == [(True, 1_437), (True, 360)]
 
 
 @pytest.mark.parametrize(("module", "name"), [("sklearn", "digits"), ("scipy", "svhn")])

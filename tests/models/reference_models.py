@@ -7,6 +7,7 @@ activation, the border padded first and repeated by the convolution after.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -98,35 +99,19 @@ def cifar_R(w: State, u: Tensor, v: Tensor, *, train: bool = False) -> Tensor:
     return x
 
 
-def conv_S(w: State, u: Tensor) -> Tensor:
-    return lrelu(conv(w, "S.conv", u, padding=0)).reshape(len(u), -1) @ w["S.linear.weight"].T
-
-
-def cifar_S(w: State, u: Tensor) -> Tensor:
-    return lrelu(conv(w, "S.conv", u, stride=2)).reshape(len(u), -1) @ w["S.linear.weight"].T
+def conv_S(w: State, u: Tensor, *, stride: int = 1, padding: int = 0) -> Tensor:
+    return lrelu(conv(w, "S.conv", u, stride=stride, padding=padding)).reshape(len(u), -1) @ w["S.linear.weight"].T
 
 
 def digits_S(w: State, u: Tensor) -> Tensor:
     return u.reshape(len(u), -1) @ w["S.linear.weight"].T + w["S.linear.bias"]
 
 
-def mnist_R(w: State, u: Tensor, v: Tensor, *, train: bool = False) -> Tensor:
-    return scaled_R(w, u, v, blocks=2, gamma=0.5, train=train)
-
-
-def svhn_R(w: State, u: Tensor, v: Tensor, *, train: bool = False) -> Tensor:
-    return scaled_R(w, u, v, blocks=1, gamma=0.9, train=train)
-
-
-def digits_R(w: State, u: Tensor, v: Tensor, *, train: bool = False) -> Tensor:
-    return scaled_R(w, u, v, blocks=1, gamma=0.4, train=train)
-
-
 REFERENCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "mnist": (mnist_Q, mnist_R, conv_S),
-    "svhn": (svhn_Q, svhn_R, conv_S),
-    "cifar10": (cifar_Q, cifar_R, cifar_S),
-    "digits": (digits_Q, digits_R, digits_S),
+    "mnist": (mnist_Q, partial(scaled_R, blocks=2, gamma=0.5), conv_S),
+    "svhn": (svhn_Q, partial(scaled_R, blocks=1, gamma=0.9), conv_S),
+    "cifar10": (cifar_Q, cifar_R, partial(conv_S, stride=2, padding=1)),
+    "digits": (digits_Q, partial(scaled_R, blocks=1, gamma=0.4), digits_S),
 }
 IMPLICIT = tuple(REFERENCE)
 LATENT = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10), "digits": (24, 4, 4)}
@@ -154,11 +139,9 @@ def images(name: str, batch: int = 2, image: tuple[int, ...] | None = None, seed
 
 def parts(net: ImplicitNetwork) -> models.Parts:
     """Q, R and S as the modules they are here."""
-    Q, R, S = net.Q, net.R, net.S
-    assert isinstance(Q, torch.nn.Module)
-    assert isinstance(R, torch.nn.Module)
-    assert isinstance(S, torch.nn.Module)
-    return models.Parts(Q, R, S)
+    made = models.Parts(net.Q, net.R, net.S)
+    assert all(isinstance(part, torch.nn.Module) for part in made)
+    return made
 
 
 def count(module: torch.nn.Module) -> int:

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance, models
-from models.reference_models import IMPLICIT, LATENT, REFERENCE, SMALL, count, images, network, parts
+from banach.kernels import describe, latent_solve
+from banach.models import ResNet, Shortcut
+from models.reference_models import (
+    IMPLICIT,
+    LATENT,
+    REFERENCE,
+    SMALL,
+    State,
+    conv,
+    count,
+    images,
+    network,
+    norm,
+    parts,
+    shortcut,
+)
 
 FEW = Tolerance(max_steps=9, check_every=0)  # with fresh weights, R of svhn in eval mode is not a contraction
 PARAMETERS = {
@@ -23,30 +39,19 @@ def latent(name: str, seed: int, batch: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", IMPLICIT)
-def test_parameters_in_each_part(name: str) -> None:
-    net = network(name)
-    assert (*map(count, parts(net)), count(net)) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", IMPLICIT)
 def test_Q_R_and_S_by_hand(name: str) -> None:
     net = network(name).eval()
+    assert (*map(count, parts(net)), count(net)) == PARAMETERS[name]
     Q, R, S = REFERENCE[name]
-    d, u, w = images(name), latent(name, 2), net.state_dict()
+    d, u, w = images(name), latent(name, 2), {key: value.clone() for key, value in net.state_dict().items()}
     with torch.no_grad():
         v = net.Q(d)
         assert v.shape[1:] == LATENT[name]
         torch.testing.assert_close(v, Q(w, d), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(net.R(u, v), R(w, u, v), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(net.S(u), S(w, u), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", IMPLICIT)
-def test_R_by_hand_in_train_mode_normalises_by_the_batch(name: str) -> None:
-    net = network(name).train()
-    u, v, w = latent(name, 2, 3), latent(name, 3, 3), net.state_dict()
-    expected = REFERENCE[name][1](w, u, v, train=True)
-    torch.testing.assert_close(net.R(u, v), expected, rtol=1e-10, atol=1e-10)
+        net.R.train()  # which normalises by the batch
+        torch.testing.assert_close(net.R(u, v), R(w, u, v, train=True), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["mnist", "digits"])
@@ -96,28 +101,31 @@ def test_the_explicit_twin(name: str) -> None:
     assert (other(d) - expected).abs().max() > 1e-3
 
 
-def test_weights_start_as_pytorch_starts_them() -> None:
-    """Default initialisation: uniform within 1 / sqrt(fan in), for weights and biases."""
+def test_weights_start_as_pytorch_or_he_starts_them() -> None:
+    """Uniform within 1 / sqrt(fan in), for weights and biases; for the ResNet normal, of variance 2 / fan out."""
     torch.manual_seed(0)
     for module in models.build("mnist").modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             bound = module.weight[0].numel() ** -0.5
             assert bound * 0.9 < module.weight.abs().max() <= bound
+    last = models.build("resnet56").blocks[-1].conv2.weight  # type: ignore[index,union-attr]
+    assert abs(float(last.detach().std()) / (2 / (9 * 64)) ** 0.5 - 1) < 0.02
 
 
-def test_dropout_stands_where_the_paper_has_it_and_never_in_R() -> None:
-    found = {}
-    for name in IMPLICIT:
-        net = network(name)
-        for part, module in zip("QRS", parts(net), strict=True):
-            drops = [m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-            found[name, part] = {(type(m), m.p) for m in drops}
-    assert found["mnist", "Q"] == set()
-    assert found["mnist", "S"] == found["svhn", "S"] == {(nn.Dropout2d, 0.2)}
-    assert found["svhn", "Q"] == {(nn.Dropout2d, 0.1)}
-    assert found["cifar10", "Q"] == {(nn.Dropout2d, 0.15)}
-    assert found["cifar10", "S"] == {(nn.Dropout, 0.1)}
-    assert all(found[name, "R"] == set() for name in IMPLICIT)
+DROPOUT = {  # of Q, R and S, where the paper has it: never in R
+    "mnist": [set(), set(), {(nn.Dropout2d, 0.2)}],
+    "svhn": [{(nn.Dropout2d, 0.1)}, set(), {(nn.Dropout2d, 0.2)}],
+    "cifar10": [{(nn.Dropout2d, 0.15)}, set(), {(nn.Dropout, 0.1)}],
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout(name: str) -> None:
+    layers = (
+        [m for m in part.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        for part in parts(network(name))
+    )
+    assert [{(type(m), m.p) for m in some} for some in layers] == DROPOUT[name]
 
 
 @pytest.mark.parametrize("name", IMPLICIT)
@@ -149,8 +157,6 @@ def test_a_fresh_network_without_batch_norm_contracts(name: str) -> None:
 @pytest.mark.parametrize("name", ["mnist", "svhn", "cifar10", "digits"])
 def test_the_form_that_a_latent_map_declares_is_what_it_computes(name: str) -> None:
     """The kernel that iterates R goes by this form: its plain twin must agree with R itself."""
-    from banach.kernels import describe, latent_solve
-
     torch.manual_seed(0)
     net = models.build(name)
     assert isinstance(net, ImplicitNetwork)
@@ -163,3 +169,43 @@ def test_the_form_that_a_latent_map_declares_is_what_it_computes(name: str) -> N
     for _ in range(3):
         u = R(u, v)
     torch.testing.assert_close(found.value, u)
+
+
+def resnet(w: State, d: Tensor, n: int) -> Tensor:
+    x = F.relu(norm(w, "norm", conv(w, "conv", d)))
+    for i in range(3 * n):
+        name, channels = f"blocks.{i}.", 16 * 2 ** (i // n)
+        stride = 2 if i in (n, 2 * n) else 1
+        y = F.relu(norm(w, name + "norm1", conv(w, name + "conv1", x, stride=stride)))
+        x = F.relu(norm(w, name + "norm2", conv(w, name + "conv2", y)) + shortcut(x, channels))
+    pooled = x.sum((2, 3)) / (x.shape[2] * x.shape[3])
+    return pooled @ w["linear.weight"].T + w["linear.bias"]
+
+
+def test_resnet_by_hand() -> None:
+    torch.manual_seed(0)
+    net = ResNet(2, (3, 16, 16)).double().train()
+    d = images("resnet56", 4, (3, 16, 16))
+    net(d).sum().backward()  # statistics that are not 0 and 1
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(net.eval()(d), resnet(net.state_dict(), d, 2), rtol=1e-10, atol=1e-10)
+
+
+def test_resnet_has_56_layers_and_853_018_parameters() -> None:
+    net = models.build("resnet56")
+    layers = [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert len(layers) == 6 * 9 + 2 == 56
+    convolutions = 9 * (3 * 16 + 18 * 16**2 + 16 * 32 + 17 * 32**2 + 32 * 64 + 17 * 64**2)
+    norms = 2 * (19 * 16 + 18 * 32 + 18 * 64)
+    assert count(net) == convolutions + norms + 65 * 10 == 853_018
+    assert not isinstance(net, ImplicitNetwork)
+
+
+def test_the_shortcut_skips_pixels_and_adds_zeros() -> None:
+    x = torch.arange(2 * 3 * 5 * 4, dtype=torch.float64).reshape(2, 3, 5, 4)
+    y = Shortcut(3, 6, 2)(x)
+    assert y.shape == (2, 6, 3, 2)
+    assert torch.equal(y[:, 1:4], x[:, :, ::2, ::2])
+    assert not y[:, [0, 4, 5]].any()
+    assert Shortcut(3, 3, 1)(x) is x

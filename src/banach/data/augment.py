@@ -59,7 +59,7 @@ class Flip:
     draws = 1
 
     def __post_init__(self) -> None:
-        _check_range("p", (self.p, self.p), 0, 1)
+        checks.number("p", self.p, 0, 1)
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
         return torch.where(u[:, 0, None, None, None] < self.p, x.flip(3), x)
@@ -101,7 +101,7 @@ class Erase:
     attempts: int = 10
 
     def __post_init__(self) -> None:
-        _check_range("p", (self.p, self.p), 0, 1)
+        checks.number("p", self.p, 0, 1)
         _check_range("area", self.area, 0, 1)
         _check_range("ratio", self.ratio, 1e-6, 1e6)
         checks.whole("attempts", self.attempts, 1)
@@ -146,8 +146,7 @@ class Affine:
     def __post_init__(self) -> None:
         checks.number("degrees", self.degrees)
         checks.number("translate", self.translate)
-        if not 0 < self.scale[0] <= self.scale[1] < math.inf:
-            raise ValueError(f"scale must be two positive numbers, the lower first, got {self.scale}")
+        _check_range("scale", self.scale, 1e-6, 1e6)
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
         # grid_sample fills with 0, hence the shift and back.

@@ -15,14 +15,11 @@ PIXELS = 3 * 32 * 32
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def read_binary(part: str, paths: tuple[Path, ...]) -> Arrays:
-    """Read and join files of records."""
-    return _joined([_read_records(path) for path in paths])
-
-
-def read_python(part: str, paths: tuple[Path, ...]) -> Arrays:
-    """Read and join pickled batches."""
-    return _joined([_read_pickle(path) for path in paths])
+def read_batches(part: str, paths: tuple[Path, ...]) -> Arrays:
+    """Read and join batches: files of records (.bin) or pickles."""
+    batches = [_read_records(path) if path.suffix == ".bin" else _read_pickle(path) for path in paths]
+    pixels, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    return Arrays(pixels.reshape(-1, *SHAPE), labels.astype(np.uint8))
 
 
 def _read_records(path: Path) -> Arrays:
@@ -31,7 +28,7 @@ def _read_records(path: Path) -> Arrays:
     if size == 0 or size % (1 + PIXELS):
         raise Damaged(path, f"its {size:,} bytes are not a whole number of records of {1 + PIXELS:,}")
     records = np.fromfile(path, np.uint8).reshape(-1, 1 + PIXELS)
-    return _checked(path, records[:, 1:], records[:, 0])
+    return Arrays(records[:, 1:], _checked(path, records[:, 0].tolist()))
 
 
 def _read_pickle(path: Path) -> Arrays:
@@ -44,51 +41,26 @@ def _read_pickle(path: Path) -> Arrays:
         raise Damaged(path, "it has no list 'labels' of whole numbers")
     if len(labels) != len(data):
         raise Damaged(path, f"it holds {len(labels):,} labels and {len(data):,} images")
-    return _checked(path, data, np.clip(np.array(labels, dtype=object), -1, 255).astype(np.int16))
+    return Arrays(data, _checked(path, labels))
 
 
-def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> Arrays:
-    # Checked here, where the file is known.
-    if len(labels) and not (labels.min() >= 0 and labels.max() < len(CLASSES)):
-        worst = labels.max() if labels.max() >= len(CLASSES) else labels.min()
-        raise Damaged(path, f"it has a label of {worst}, expected 0 to {len(CLASSES) - 1}")
-    return Arrays(pixels, labels.astype(np.uint8))
+def _checked(path: Path, labels: list[int]) -> np.ndarray:
+    wrong = [label for label in labels if not 0 <= label < len(CLASSES)]
+    if wrong:  # refused here, where the file is known
+        raise Damaged(path, f"it has a label of {wrong[0]}, expected 0 to {len(CLASSES) - 1}")
+    return np.array(labels, np.uint8)
 
 
-def _joined(batches: list[Arrays]) -> Arrays:
-    pixels = np.concatenate([batch.pixels for batch in batches])
-    return Arrays(pixels.reshape(-1, *SHAPE), np.concatenate([batch.labels for batch in batches]))
+def _layout(version: str, ending: str, md5: str) -> Layout:
+    archive = {"bin": "binary", "py": "python"}[version]
+    train = tuple(f"data_batch_{k}{ending}" for k in range(1, 6))
+    return Layout(
+        read=read_batches,
+        folders=(f"cifar-10-batches-{version}",),
+        files={"train": train, "test": (f"test_batch{ending}",)},
+        downloads=(Download(f"{ADDRESS}cifar-10-{archive}.tar.gz", md5, archive=True),),
+    )
 
-
-BINARY = Layout(
-    read=read_binary,
-    folders=("cifar-10-batches-bin",),
-    files={"train": tuple(f"data_batch_{k}.bin" for k in range(1, 6)), "test": ("test_batch.bin",)},
-    md5={
-        "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
-        "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
-        "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
-        "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
-        "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
-        "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
-    },
-    downloads=(Download(ADDRESS + "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", archive=True),),
-)
-
-PYTHON = Layout(
-    read=read_python,
-    folders=("cifar-10-batches-py",),
-    files={"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)},
-    md5={
-        "data_batch_1": "c99cafc152244af753f735de768cd75f",
-        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-        "data_batch_4": "634d18415352ddfa80567beed471001a",
-        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-        "test_batch": "40351d587109b95175f43aff81a1287e",
-    },
-    downloads=(Download(ADDRESS + "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", archive=True),),
-)
 
 CIFAR10 = DataSet(
     name="cifar10",
@@ -99,14 +71,15 @@ CIFAR10 = DataSet(
     std=(0.229, 0.224, 0.225),
     counts={"train": 50_000, "test": 10_000},
     validation=5_000,
-    layouts=(BINARY, PYTHON),
+    layouts=(
+        _layout("bin", ".bin", "c32a1d4ab5d03f1284b67883e8d87530"),
+        _layout("py", "", "c58f30108f718f92721af3b95e74349a"),
+    ),
     known=(
         Known(
             "CIFAR-10",
-            {
-                "train": "72271e0eaae021dd9568260927404c4fff87e7e0bfa04c843b94150b01b9bc26",
-                "test": "ecc0a6ddb5cb58330ce4f06c1825ec8c68baeade5baaacbb3cbdf8f385599213",
-            },
+            train="72271e0eaae021dd9568260927404c4fff87e7e0bfa04c843b94150b01b9bc26",
+            test="ecc0a6ddb5cb58330ce4f06c1825ec8c68baeade5baaacbb3cbdf8f385599213",
         ),
     ),
 )

@@ -22,7 +22,7 @@ class DataError(ValueError):
 class Damaged(DataError):
     """A file that is not what its publisher wrote. Readers raise it; `load` adds what to do."""
 
-    def __init__(self, path: Path, what: str) -> None:
+    def __init__(self, path: Path | str, what: str) -> None:
         super().__init__(f"{path} cannot be used: {' '.join(what.split())}")
 
 
@@ -54,35 +54,28 @@ class Layout:
     """One way to store a data set as files in a folder.
 
     `files` names those of each part; each may have one of `endings`. A reader without files, for data that comes
-    inside a package, gets an empty tuple. `md5`, by file name, finds the damaged one among several files; files
-    that are downloaded as they are have theirs in `downloads`.
+    inside a package, gets an empty tuple.
     """
 
     read: Reader
     folders: tuple[str, ...] = ()
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     endings: tuple[str, ...] = ("",)
-    md5: Mapping[str, str] = field(default_factory=dict)
     downloads: tuple[Download, ...] = ()
 
     def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
         """Return the files of a part, in order; None for a missing one."""
         candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
-        return tuple(
-            next((path for path in paths if path.is_file() or path.is_dir()), None) for paths in candidates
-        )
-
-    def published(self, name: str) -> str | None:
-        """Return the published MD5 of a file, if it is known."""
-        return {**{download.file: download.md5 for download in self.downloads}, **self.md5}.get(name)
+        return tuple(next(filter(Path.exists, paths), None) for paths in candidates)
 
 
 @dataclass(frozen=True)
 class Known:
-    """Accepted arrays: their title, and by part their SHA-256 (bytes of the labels, then of the pixels)."""
+    """Accepted arrays: their title, and the SHA-256 of each part (bytes of the labels, then of the pixels)."""
 
     title: str
-    sha256: Mapping[str, str]
+    train: str
+    test: str
 
 
 @dataclass(frozen=True)

@@ -88,18 +88,17 @@ def _check_svhn_header(path: Path, variables: Any) -> None:
     (shape, kind), (labels, label_kind) = found["X"], found["y"]
     if kind != "uint8" or len(shape) != 4 or shape[:3] != (32, 32, 3) or shape[3] == 0:
         raise Damaged(path, f"X is {kind} of shape {shape}, expected uint8 (32, 32, 3, N)")
-    if labels not in ((shape[3], 1), (1, shape[3])):
-        raise Damaged(path, f"y has shape {labels} for {shape[3]:,} images")
-    if label_kind not in ("uint8", "int8", "uint16", "int16", "int32"):
-        raise Damaged(path, f"y is {label_kind}, expected uint8")
+    kinds = ("uint8", "int8", "uint16", "int16", "int32")
+    if labels not in ((shape[3], 1), (1, shape[3])) or label_kind not in kinds:
+        raise Damaged(path, f"y is {label_kind} of shape {labels} for {shape[3]:,} images, expected uint8 (N, 1)")
 
 
 def _scipy(path: Path, function: Any, **options: Any) -> Any:
     try:
         return function(str(path), **options)
-    except OSError:
-        raise
-    except Exception as error:  # scipy raises many types on a broken file
+    except Exception as error:  # scipy raises many types on a broken file, OSError without a number too
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise Damaged(path, f"scipy cannot read it ({type(error).__name__}: {error})") from error
 
 
@@ -116,10 +115,8 @@ DIGITS = DataSet(
     known=(
         Known(
             "digits (scikit-learn)",
-            {
-                "train": "52aca2b41aa123dcab3862a834bbd556507087696bc1bba645a0118ee0208e14",
-                "test": "dddbb1c6c41dda5d0a05754d76f4e142135ef8b64381136c0892420a638b1906",
-            },
+            train="52aca2b41aa123dcab3862a834bbd556507087696bc1bba645a0118ee0208e14",
+            test="dddbb1c6c41dda5d0a05754d76f4e142135ef8b64381136c0892420a638b1906",
         ),
     ),
 )
@@ -142,12 +139,6 @@ MNIST = DataSet(
                 "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
             },
             endings=("", ".gz"),
-            md5={
-                "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
-                "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
-                "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
-                "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
-            },
             downloads=(
                 Download(MNIST_URL + "train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
                 Download(MNIST_URL + "train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
@@ -159,10 +150,8 @@ MNIST = DataSet(
     known=(
         Known(
             "MNIST",
-            {
-                "train": "a454de301763d749ccfd1ebb5add77d549bcd2125320df72efaa88e014fca0f0",
-                "test": "103f79bf9cce53f71a186484ee3992e7b298fffa37132ee5660752b8b02ea8e1",
-            },
+            train="a454de301763d749ccfd1ebb5add77d549bcd2125320df72efaa88e014fca0f0",
+            test="103f79bf9cce53f71a186484ee3992e7b298fffa37132ee5660752b8b02ea8e1",
         ),
     ),
 )
@@ -190,10 +179,8 @@ SVHN = DataSet(
     known=(
         Known(
             "SVHN re-cropped from the originals",
-            {
-                "train": "847c5c27e330ee98e8f913482bf91b9a0a3761c8ad3583ad8fc82435a03ef70e",
-                "test": "16a1e315de7f3215f1c75780bddd7877b7743c523a1ba8bdfc104f184403ccb0",
-            },
+            train="847c5c27e330ee98e8f913482bf91b9a0a3761c8ad3583ad8fc82435a03ef70e",
+            test="16a1e315de7f3215f1c75780bddd7877b7743c523a1ba8bdfc104f184403ccb0",
         ),
     ),
 )

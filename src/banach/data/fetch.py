@@ -6,6 +6,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -
     dataset = get(name)
     root = Path(data_dir or os.environ.get("BANACH_DATA") or cache_dir()).expanduser()
     reports = verify_in(dataset, (root,))
-    if all(report.ok for report in reports):
-        return reports
-    _download_any(dataset, root, progress)
-    reports = verify_in(dataset, (root,))
+    if not all(report.ok for report in reports):
+        _download_any(dataset, root, progress)
+        reports = verify_in(dataset, (root,))
     for report in reports:
         if not report.ok:
             raise DataError(report.message)
@@ -65,7 +65,7 @@ def _download(dataset: DataSet, layout: Layout, root: Path, progress: Any) -> No
                 path = folder / download.file
                 if not path.is_file() or md5(path) != download.md5:
                     _retrieve(download, Path(temporary), progress)
-            for path in _unpacked(layout, Path(temporary)):
+            for path in list(_unpacked(layout, Path(temporary))):  # all of them, before the first is moved
                 path.chmod(0o644)  # temporary files are readable by their owner only
                 os.replace(path, folder / path.name)
     except tarfile.TarError as error:
@@ -92,14 +92,12 @@ def _retrieve(download: Download, folder: Path, progress: Any) -> None:
         ) from error
 
 
-def _unpacked(layout: Layout, folder: Path) -> list[Path]:
-    """Return the downloaded files; of an archive only plain files that the layout names."""
-    paths = []
+def _unpacked(layout: Layout, folder: Path) -> Iterator[Path]:
+    """Yield the downloaded files; of an archive only plain files that the layout names."""
     for download in layout.downloads:
         path = folder / download.file
         if path.exists():
-            paths += _members(layout, path) if download.archive else [path]
-    return paths
+            yield from _members(layout, path) if download.archive else [path]
 
 
 def _members(layout: Layout, archive: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,16 +22,11 @@ Folder = str | os.PathLike[str]
 PARTS = ("train", "test")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The files of one part of a data set, and their layout."""
 
     layout: Layout
     paths: tuple[Path, ...]
-
-    def altered(self) -> list[Path]:
-        """Return the files that do not have their published MD5."""
-        return [path for path in self.paths if md5(path) != self.layout.published(path.name)]
 
 
 @dataclass(frozen=True)
@@ -79,10 +75,11 @@ def load(
     """
     dataset = get(name)
     part = dataset.part(split)
-    found = find(dataset, part, roots(dataset, data_dir))
-    arrays = _read(dataset, part, found)
-    title = _identify(dataset, part, _sha256(arrays), found) if check else f"{dataset.title} (not checked)"
-    pixels, labels = _cut(dataset, split, arrays)
+    (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)), check=check)
+    if split in ("train", "validation"):
+        index = held_out(labels, dataset.validation)
+        index = rest(len(labels), index) if split == "train" else index
+        pixels, labels = pixels[index], labels[index]
     tensors = torch.from_numpy(pixels).to(device), torch.from_numpy(labels.astype(np.int64)).to(device)
     return dataset.images(*tensors, split=split, title=title)
 
@@ -98,9 +95,30 @@ def verify_in(dataset: DataSet, places: tuple[Path, ...]) -> tuple[Report, ...]:
     return tuple(_report(dataset, part, places) for part in PARTS)
 
 
+def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
+    try:
+        found = find(dataset, part, places)
+        arrays, title, digest = _read(dataset, part, found)
+    except DataError as error:
+        present = (tuple(filter(None, paths)) for _, _, paths in _candidates(dataset, part, places))
+        return Report(dataset.name, part, False, str(error), files=next(filter(None, present), ()))
+    verdict = "as expected" if dataset.known else "with no known value to compare it to"
+    message = f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
+    return Report(dataset.name, part, True, message, title, len(arrays.labels), digest, found.paths)
+
+
 def listing(data_dir: Folder | None = None) -> tuple[Listing, ...]:
     """Return every registered data set and its folder. Looks for the files and reads none."""
     return tuple(_listed(get(name), data_dir) for name in names())
+
+
+def _listed(dataset: DataSet, data_dir: Folder | None) -> Listing:
+    places = roots(dataset, data_dir)
+    try:
+        found = [find(dataset, part, places) for part in PARTS]
+    except DataError:
+        return Listing(dataset, False, None)
+    return Listing(dataset, True, found[0].paths[0].parent if found[0].paths else None)
 
 
 def cache_dir() -> Path:
@@ -155,32 +173,38 @@ def _candidates(
             yield layout, place / folder, layout.locate(place / folder, part)
 
 
+def _read(dataset: DataSet, part: str, found: Found, *, check: bool = True) -> tuple[Arrays, str, str]:
+    """Return the arrays of a part, their title and SHA-256.
+
+    Wrong shapes, counts and labels are refused, and with `check` arrays that are not known.
+    """
+    with _advice(dataset):
+        arrays = found.layout.read(part, found.paths)
+        wrong = _fault(dataset, part, arrays)
+        digest, title = "", f"{dataset.title} (not checked)"
+        if check and not wrong:
+            digest = _sha256(arrays)
+            titles = {getattr(known, part): known.title for known in dataset.known}
+            title = titles.get(digest, dataset.title)
+            if titles and digest not in titles and not _published(found):
+                wrong = f"the {part} arrays have SHA-256 {digest}, expected {' or '.join(titles)}"
+        if wrong:
+            first, *others = found.paths or (dataset.name,)
+            one_of = "one of " if others else ""
+            raise Damaged(one_of + ", ".join([str(first), *(path.name for path in others)]), wrong)
+        return arrays, title, digest
+
+
+def _published(found: Found) -> bool:
+    """Return True if every file is one that is downloaded as it is, with its published MD5."""
+    known = {download.file: download.md5 for download in found.layout.downloads}
+    return bool(found.paths) and all(known.get(path.name) == md5(path) for path in found.paths)
+
+
 def md5(path: Path) -> str:
     """Return the MD5 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
-def _read(dataset: DataSet, part: str, found: Found) -> Arrays:
-    """Return the arrays of a part, in the order of the files, with shapes, counts and labels checked."""
-    with _advice(dataset):
-        arrays = found.layout.read(part, found.paths)
-        wrong = _fault(dataset, part, arrays)
-        if wrong:
-            raise Damaged(_culprit(dataset, found), wrong)
-        return arrays
-
-
-def _identify(dataset: DataSet, part: str, digest: str, found: Found) -> str:
-    """Return the title of arrays with this SHA-256. Files with their published MD5 have the data set's title."""
-    expected = {known.sha256[part]: known.title for known in dataset.known}
-    if digest in expected or not expected:
-        return expected.get(digest, dataset.title)
-    with _advice(dataset):
-        if found.paths and not found.altered():
-            return dataset.title
-        what = f"the {part} arrays have SHA-256 {digest}, expected {' or '.join(expected)}"
-        raise Damaged(_culprit(dataset, found), what)
 
 
 def _sha256(arrays: Arrays) -> str:
@@ -204,10 +228,6 @@ def _fault(dataset: DataSet, part: str, arrays: Arrays) -> str | None:
     return None
 
 
-def _culprit(dataset: DataSet, found: Found) -> Path:
-    return (found.altered() or found.paths)[0] if found.paths else Path(dataset.name)
-
-
 @contextmanager
 def _advice(dataset: DataSet) -> Iterator[None]:
     """Add what to do to a reader's error, which names the file and the fault."""
@@ -218,37 +238,3 @@ def _advice(dataset: DataSet) -> Iterator[None]:
     except OSError as error:
         where = error.filename or dataset.name
         raise DataError(f"{where} cannot be read ({error.strerror or error}); {dataset.remedy}") from error
-
-
-def _cut(dataset: DataSet, split: str, arrays: Arrays) -> Arrays:
-    """Return the arrays of a split of a part."""
-    if split in ("test", "train+validation"):
-        return arrays
-    index = held_out(arrays.labels, dataset.validation)
-    if split == "train":
-        index = rest(len(arrays.labels), index)
-    return Arrays(arrays.pixels[index], arrays.labels[index])
-
-
-def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
-    present = (tuple(path for path in paths if path) for _, _, paths in _candidates(dataset, part, places))
-    files = next(filter(None, present), ())
-    try:
-        found = find(dataset, part, places)
-        arrays = _read(dataset, part, found)
-        digest = _sha256(arrays)
-        title = _identify(dataset, part, digest, found)
-    except DataError as error:
-        return Report(dataset.name, part, False, str(error), files=files)
-    verdict = "as expected" if dataset.known else "with no known value to compare it to"
-    message = f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
-    return Report(dataset.name, part, True, message, title, len(arrays.labels), digest, found.paths)
-
-
-def _listed(dataset: DataSet, data_dir: Folder | None) -> Listing:
-    places = roots(dataset, data_dir)
-    try:
-        found = [find(dataset, part, places) for part in PARTS]
-    except DataError:
-        return Listing(dataset, False, None)
-    return Listing(dataset, True, found[0].paths[0].parent if found[0].paths else None)

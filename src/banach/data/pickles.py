@@ -1,9 +1,9 @@
-"""load_arrays(): read an untrusted pickle of arrays; nothing in it can be called, imported or changed.
+"""load_arrays(): read an untrusted pickle of arrays; nothing in it is called, imported or changed.
 
 There are two barriers. The opcodes are read first, without being run; only those that build dictionaries, lists,
-strings, numbers and arrays may occur. Then each of the few NumPy names that an array needs becomes a stand-in that
-only stores its arguments. (NumPy's dtype and ndarray would do for honest files, but a forged dtype state can make
-NumPy read bytes as pointers.)
+strings, numbers and arrays may occur. Then each of the few NumPy names that an array needs becomes a record of the
+call, and the arrays are made here. (NumPy's dtype and ndarray would do for honest files, but a forged dtype state
+can make NumPy read bytes as pointers.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import math
 import pickle
 import pickletools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,94 +30,36 @@ _ALLOWED = (
 )
 _OPCODES = frozenset(_ALLOWED.split())
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+_NAMES = {"numpy.ndarray", "numpy.dtype", "_codecs.encode", "codecs.encode"} | {
+    f"numpy.{core}.{name}"
+    for core in ("core", "_core")
+    for name in ("multiarray._reconstruct", "numeric._frombuffer")
+}
 
 
 class _Refused(Exception):
     """Something that a pickle of arrays does not need."""
 
 
-class _Dtype:
-    def __init__(self, code: Any = None, *rest: Any) -> None:
-        self.code = code.decode("latin1") if isinstance(code, bytes) else code
+class _Call:
+    """A name in the pickle, the arguments it was called with and the state it was given. Nothing is run."""
+
+    def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
+        self.name, self.args = name, args
+        self.state: Any = ()
+
+    def __call__(self, *args: Any) -> _Call:
+        return _Call(self.name, args)
 
     def __setstate__(self, state: Any) -> None:
-        """Ignore byte order and the like: uint8, the only accepted type, has none."""
+        self.state = state
 
 
-class _Array:
-    """The stored state of an array: its shape, its type and its bytes."""
-
-    def __init__(self) -> None:
-        self.state: tuple[Any, ...] = ()
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = tuple(state)
-
-    def build(self) -> np.ndarray:
-        _, shape, dtype, fortran, raw = self.state
-        data = raw.encode("latin1") if isinstance(raw, str) else raw
-        if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", "|u1"):
-            raise _Refused(f"it holds an array of type {getattr(dtype, 'code', dtype)!r}, expected 'u1'")
-        if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape):
-            raise _Refused("it holds an array whose bytes do not fill its shape")
-        return np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
-
-
-class _Maker:
-    """A name in the pickle. Calling it makes a stand-in; a pickle cannot change its state."""
-
-    __slots__ = ("make",)
-    make: Callable[..., Any]
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        object.__setattr__(self, "make", make)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.make(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise _Refused("it changes a function")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise _Refused("it changes a function")
-
-
-def _encode(text: Any, encoding: Any) -> bytes:
-    """Decode Python 2 byte strings as newer pickles store them."""
-    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise _Refused(f"it encodes text as {encoding!r}")
-    return text.encode("latin1")
-
-
-def _frombuffer(raw: Any, dtype: Any, shape: Any, order: Any, *rest: Any) -> _Array:
-    array = _Array()
-    array.state = (None, shape, dtype, order == "F", raw)
-    return array
-
-
-def _no_call(*args: Any) -> None:
-    raise _Refused("it calls numpy.ndarray")
-
-
-def _names() -> dict[tuple[str, str], _Maker]:
-    names = {("numpy", "ndarray"): _Maker(_no_call), ("numpy", "dtype"): _Maker(_Dtype)}
-    for codecs in ("_codecs", "codecs"):
-        names[codecs, "encode"] = _Maker(_encode)
-    for core in ("numpy.core", "numpy._core"):
-        names[f"{core}.multiarray", "_reconstruct"] = _Maker(lambda *args: _Array())
-        names[f"{core}.numeric", "_frombuffer"] = _Maker(_frombuffer)
-    return names
-
-
-class _ArraysOnly(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="bytes")
-        self.names = _names()
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.names:
+class _Recorder(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> _Call:
+        if f"{module}.{name}" not in _NAMES or "." in name:
             raise _Refused(f"it asks for {module}.{name}, and only arrays are allowed")
-        return self.names[module, name]
+        return _Call(name)
 
 
 def load_arrays(path: Path) -> dict[str, Any]:
@@ -132,10 +73,10 @@ def load_arrays(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     try:
         _check_opcodes(data)
-        top = _ArraysOnly(data).load()
+        top = _Recorder(io.BytesIO(data), encoding="bytes").load()
         if not isinstance(top, dict):
             raise _Refused(f"it holds a {type(top).__name__}, expected a dictionary")
-        return {_text(key): _finished(value) for key, value in top.items()}
+        return _finished(top, len(data))
     except _Refused as error:
         raise Damaged(path, f"{error}; nothing in it was run") from error
     except Exception as error:  # a broken pickle can raise anything
@@ -151,8 +92,36 @@ def _check_opcodes(data: bytes) -> None:
             raise _Refused(f"it uses the memo index {argument} at byte {position}")
 
 
-def _finished(value: Any) -> Any:
-    return value.build() if isinstance(value, _Array) else value
+def _finished(top: dict[Any, Any], limit: int) -> dict[str, Any]:
+    """Make the arrays, of at most `limit` bytes in sum: one text in the file may be the content of many."""
+    made = {}
+    for key, value in top.items():
+        if isinstance(value, _Call):
+            value = _array(value, limit)
+            limit -= value.size
+        made[_text(key)] = value
+    return made
+
+
+def _array(call: _Call, limit: int) -> np.ndarray:
+    """Return the array that a call was to make."""
+    if call.name == "_frombuffer":
+        raw, dtype, shape, order = call.args[:4]
+    elif call.name == "_reconstruct":
+        _, shape, dtype, fortran, raw = call.state
+        order = "F" if fortran else "C"
+    else:
+        raise _Refused(f"it calls {call.name}, which makes no array")
+    code = _text(dtype.args[0]) if isinstance(dtype, _Call) and dtype.name == "dtype" else repr(dtype)
+    if code not in ("u1", "|u1"):
+        raise _Refused(f"it holds an array of type {code!r}, expected 'u1'")
+    if math.prod(shape) > limit:
+        raise _Refused("it holds arrays of more bytes than the file")
+    if isinstance(raw, _Call) and raw.args[1:] == ("latin1",):  # bytes, as newer Pythons store them for older ones
+        raw = raw.args[0].encode("latin1")
+    if not isinstance(raw, (bytes, bytearray)) or len(raw) != math.prod(shape):
+        raise _Refused("it holds an array whose bytes do not fill its shape")
+    return np.frombuffer(raw, np.uint8).reshape(shape, order=order)
 
 
 def _text(key: Any) -> str:

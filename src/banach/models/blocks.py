@@ -32,6 +32,26 @@ def latent_norm(channels: int, batch_norm: bool) -> nn.Module:
     return nn.BatchNorm2d(channels, affine=False) if batch_norm else nn.Identity()
 
 
+class ConvPair(nn.Module):
+    """Twice conv, BN, max pool, LReLU: Q of the MNIST and digits nets. A pool of 1 is left out."""
+
+    def __init__(self, channels: int, width: int, pools: tuple[int, int]) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(channels, 16)
+        self.norm1 = nn.BatchNorm2d(16)
+        self.conv2 = conv3x3(16, width)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.pools = pools
+
+    def forward(self, d: Tensor) -> Tensor:
+        x = self._activate(self.norm1(self.conv1(d)), self.pools[0])
+        return self._activate(self.norm2(self.conv2(x)), self.pools[1])
+
+    def _activate(self, x: Tensor, pool: int) -> Tensor:
+        # The authors pool after the activation, which is monotone: the same values, here on fewer pixels.
+        return F.leaky_relu(F.max_pool2d(x, pool) if pool > 1 else x, SLOPE)
+
+
 class LatentBlock(nn.Module):
     """x -> BN(x + res(x)),  res = conv, LReLU, conv, LReLU, LReLU."""
 
@@ -117,3 +137,24 @@ class Shortcut(nn.Module):
         if not self.before and not self.after:
             return x
         return F.pad(x, (0, 0, 0, 0, self.before, self.after))
+
+
+class ResidualBlock(nn.Module):
+    """x -> act(shortcut(x) + res(x)),  res = conv, BN, act, dropout, conv, BN, dropout,  act a (leaky) ReLU."""
+
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, *, slope: float = 0.0, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(inputs, outputs, stride=stride, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = conv3x3(outputs, outputs, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut = Shortcut(inputs, outputs, stride)
+        self.drop = nn.Dropout2d(dropout) if dropout else nn.Identity()
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(F.leaky_relu(self.norm1(self.conv1(x)), self.slope))
+        y = self.drop(self.norm2(self.conv2(y)))
+        return F.leaky_relu(y + self.shortcut(x), self.slope)

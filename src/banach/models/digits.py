@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, conv3x3
+from banach.models.blocks import ConvPair, Image, LatentResNet, Parts
 from banach.models.registry import Cosine, Recipe, register
 
 CHANNELS = 24
-
-
-class DigitsData(nn.Module):
-    """Q: conv, BN, LReLU, conv, BN, LReLU, max pool 2."""
-
-    def __init__(self, channels: int = 1) -> None:
-        super().__init__()
-        self.conv1 = conv3x3(channels, 16)
-        self.norm1 = nn.BatchNorm2d(16)
-        self.conv2 = conv3x3(16, CHANNELS)
-        self.norm2 = nn.BatchNorm2d(CHANNELS)
-
-    def forward(self, d: Tensor) -> Tensor:
-        x = F.leaky_relu(self.norm1(self.conv1(d)), SLOPE)
-        # Pool before the monotone activation: the same values, on a quarter of the pixels.
-        return F.leaky_relu(F.max_pool2d(self.norm2(self.conv2(x)), 2), SLOPE)
 
 
 def digits(image: Image = (1, 8, 8), classes: int = 10, *, batch_norm: bool = True) -> Parts:
@@ -39,7 +22,7 @@ def digits(image: Image = (1, 8, 8), classes: int = 10, *, batch_norm: bool = Tr
         raise ValueError(f"Q pools 2x2 pixels, got images of {height}x{width}; use larger ones")
     linear = nn.Linear(CHANNELS * (height // 2) * (width // 2), classes)
     return Parts(
-        Q=DigitsData(channels),
+        Q=ConvPair(channels, CHANNELS, pools=(1, 2)),
         R=LatentResNet(CHANNELS, blocks=1, gamma=0.4, batch_norm=batch_norm),
         S=nn.Sequential(OrderedDict(drop=nn.Dropout2d(0.3), flat=nn.Flatten(), linear=linear)),
     )

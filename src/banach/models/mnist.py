@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, conv3x3, readout
+from banach.models.blocks import ConvPair, Image, LatentResNet, Parts, readout
 from banach.models.registry import Cosine, Recipe, register
 from banach.solve import WorstPixel
-
-
-class MNISTData(nn.Module):
-    """Q: conv, BN, LReLU, max pool 3, conv, BN, LReLU."""
-
-    def __init__(self, channels: int = 1) -> None:
-        super().__init__()
-        self.conv1 = conv3x3(channels, 16)
-        self.norm1 = nn.BatchNorm2d(16)
-        self.conv2 = conv3x3(16, 32)
-        self.norm2 = nn.BatchNorm2d(32)
-
-    def forward(self, d: Tensor) -> Tensor:
-        # Pool before the monotone activation: the same values, on a ninth of the pixels.
-        x = F.leaky_relu(F.max_pool2d(self.norm1(self.conv1(d)), 3), SLOPE)
-        return F.leaky_relu(self.norm2(self.conv2(x)), SLOPE)
 
 
 def mnist(image: Image = (1, 28, 28), classes: int = 10, *, batch_norm: bool = True) -> Parts:
     """Return Q, R and S with 4,896, 36,992 and 12,464 parameters."""
     channels, height, width = image
     return Parts(
-        Q=MNISTData(channels),
+        Q=ConvPair(channels, 32, pools=(3, 1)),
         R=LatentResNet(32, blocks=2, gamma=0.5, batch_norm=batch_norm),
         S=readout(32, height // 3, width // 3, classes),
     )

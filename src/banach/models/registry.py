@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from banach import checks
-from banach.backward import JFB, Mode
+from banach.backward import Mode
 from banach.models.blocks import Image
 from banach.network import ImplicitNetwork
-from banach.solve import RMS, Norm, Picard, Solver, Tolerance
+from banach.solve import RMS, Norm, Solver, Tolerance
 
 # builder(image, classes), or builder(image, classes, *, batch_norm=True) where a variant without batch norm in R
 # exists. It returns (Q, R, S), or a module where there is no fixed point, or more than these settings.
@@ -171,7 +171,8 @@ def register(
     if name in _MODELS and not overwrite:
         raise ValueError(f"model {name!r} is registered already; choose another name, or pass overwrite=True")
     recipes = dict(recipes or {"default": Recipe(lr=1e-3, epochs=20, batch_size=100)})
-    _MODELS[name] = Model(name, builder, description, _shape(image), _classes(classes), recipes, channels_last)
+    classes = checks.whole("classes", classes, 1)
+    _MODELS[name] = Model(name, builder, description, _shape(image), classes, recipes, channels_last)
     return _MODELS[name]
 
 
@@ -221,8 +222,11 @@ def build(
         backward: by default JFB().
     """
     model = get(name)
+    if not batch_norm and not model.has_twin:
+        raise ValueError(f"{name} has no twin without batch norm; leave out batch_norm=False")
     shape = model.image if image is None else _shape(image)
-    made = _made(model, shape, model.classes if classes is None else _classes(classes), batch_norm)
+    count = model.classes if classes is None else checks.whole("classes", classes, 1)
+    made = model.builder(shape, count, **({} if batch_norm else {"batch_norm": False}))
     given = {"solver": solver, "tolerance": tolerance, "backward": backward}
     net = _network(model, made, {key: value for key, value in given.items() if value is not None})
     if explicit and isinstance(net, ImplicitNetwork):
@@ -230,22 +234,13 @@ def build(
     return net
 
 
-def _made(model: Model, image: Image, classes: int, batch_norm: bool) -> Any:
-    if not batch_norm and not model.has_twin:
-        raise ValueError(f"{model.name} has no twin without batch norm; leave out batch_norm=False")
-    options = {} if batch_norm else {"batch_norm": False}
-    return model.builder(image, classes, **options)
-
-
 def _network(model: Model, made: Any, given: dict[str, Any]) -> nn.Module:
     """Return (Q, R, S) as a network with the given settings; on a network they are assigned."""
     if isinstance(made, tuple) and len(made) == 3:
-        defaults = {"solver": Picard(), "tolerance": model.recipe.tolerance, "backward": JFB()}
-        return ImplicitNetwork(*made, **{**defaults, **given})
+        return ImplicitNetwork(*made, **{"tolerance": model.recipe.tolerance, **given})
     if not isinstance(made, nn.Module):
-        raise TypeError(
-            f"the builder of {model.name} must return (Q, R, S) or a module, got {type(made).__name__}"
-        )
+        got = type(made).__name__
+        raise TypeError(f"the builder of {model.name} must return (Q, R, S) or a module, got {got}")
     if given and not isinstance(made, ImplicitNetwork):
         raise ValueError(f"{model.name} has no fixed point to find; leave out {' and '.join(given)}")
     for key, value in given.items():
@@ -254,12 +249,7 @@ def _network(model: Model, made: Any, given: dict[str, Any]) -> nn.Module:
 
 
 def _shape(image: Any) -> Image:
-    positive = isinstance(image, (tuple, list)) and all(type(size) is int and size > 0 for size in image)
-    if not positive or len(image) != 3:
+    sizes = tuple(image) if isinstance(image, (tuple, list)) else ()
+    if len(sizes) != 3 or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"image must be (channels, height, width), three whole numbers, got {image!r}")
-    channels, height, width = image
-    return channels, height, width
-
-
-def _classes(count: Any) -> int:
-    return checks.whole("classes", count, 1)
+    return sizes

@@ -7,24 +7,8 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.models.blocks import Image, Shortcut, conv3x3
+from banach.models.blocks import Image, ResidualBlock, conv3x3
 from banach.models.registry import Recipe, Steps, register
-
-
-class BasicBlock(nn.Module):
-    """x -> ReLU(shortcut(x) + BN(conv(ReLU(BN(conv(x))))))."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = conv3x3(inputs, outputs, stride=stride, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.conv2 = conv3x3(outputs, outputs, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
-        self.shortcut = Shortcut(inputs, outputs, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
@@ -38,9 +22,9 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv = conv3x3(image[0], 16, bias=False)
         self.norm = nn.BatchNorm2d(16)
-        blocks = [BasicBlock(16, 16, 1) for _ in range(n)]
+        blocks = [ResidualBlock(16, 16, 1) for _ in range(n)]
         for before, after in pairwise((16, 32, 64)):
-            blocks += [BasicBlock(before, after, 2), *(BasicBlock(after, after, 1) for _ in range(n - 1))]
+            blocks += [ResidualBlock(before, after, 2), *(ResidualBlock(after, after, 1) for _ in range(n - 1))]
         self.blocks = nn.Sequential(*blocks)
         self.linear = nn.Linear(64, classes)
         for module in self.modules():

@@ -7,27 +7,9 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, Shortcut, conv3x3, readout
+from banach.models.blocks import SLOPE, Image, LatentResNet, Parts, ResidualBlock, conv3x3, readout
 from banach.models.registry import Cosine, Recipe, register
 from banach.solve import WorstPixel
-
-
-class DataBlock(nn.Module):
-    """x -> LReLU(shortcut(x) + res(x)),  res = conv, BN, LReLU, dropout, conv, BN, dropout."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = conv3x3(inputs, outputs, stride=stride, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.conv2 = conv3x3(outputs, outputs, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
-        self.shortcut = Shortcut(inputs, outputs, stride)
-        self.drop = nn.Dropout2d(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(F.leaky_relu(self.norm1(self.conv1(x)), SLOPE))
-        y = self.drop(self.norm2(self.conv2(y)))
-        return F.leaky_relu(y + self.shortcut(x), SLOPE)
 
 
 class SVHNData(nn.Module):
@@ -37,7 +19,8 @@ class SVHNData(nn.Module):
         super().__init__()
         self.conv = conv3x3(channels, 16, bias=False)
         self.norm = nn.BatchNorm2d(16)
-        self.blocks = nn.Sequential(DataBlock(16, 16, 1), DataBlock(16, 32, 2), DataBlock(32, 64, 2))
+        sizes = ((16, 16, 1), (16, 32, 2), (32, 64, 2))  # inputs, outputs, stride
+        self.blocks = nn.Sequential(*(ResidualBlock(*size, slope=SLOPE, dropout=0.1) for size in sizes))
 
     def forward(self, d: Tensor) -> Tensor:
         return self.blocks(F.leaky_relu(self.norm(self.conv(d)), SLOPE))
