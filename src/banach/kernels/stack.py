@@ -56,10 +56,12 @@ class Layout:
 
     @staticmethod
     def of(channels: int) -> Layout:
+        """Return the sizes that follow from the number of channels."""
         pitch = host.ceil_div(channels + ONES, 8) * 8
         return Layout(channels, pitch, max(16, host.power_of_two(pitch)), host.power_of_two(3 * pitch))
 
     def tiled(self, name: str, height: int = 0, width: int = 0) -> Layout:
+        """Return the same with a tile of TILES, for images of a size."""
         return replace(self, height=height, width=width, **TILES[name])
 
     def programs(self, pixels: int, device: torch.device, repeats: int = 1) -> int:
@@ -96,8 +98,10 @@ class Stack:
 
     @staticmethod
     def of(blocks: Sequence[Any], scale: float) -> Stack:
+        """Copy the weights of the blocks, and their running statistics in eval mode."""
         parameters, known, norm = _parameters(blocks), host.running_statistics(blocks), blocks[0].norm
-        layout, last = Layout.of(norm.num_features), parameters[0].is_contiguous(memory_format=torch.channels_last)
+        layout = Layout.of(blocks[0].conv1.in_channels)
+        last = parameters[0].is_contiguous(memory_format=torch.channels_last)
         if known is not None:
             known = host.padded(known.transpose(0, 1), layout.columns)
         weights, biases = host.gather(parameters[: 2 * len(blocks)]), host.gather(parameters[2 * len(blocks) :])
@@ -229,8 +233,11 @@ class Residual(torch.autograd.Function):
 
 
 def run(stack: Stack, x: Tensor, masks: Tensor | None, record: Record | None) -> tuple[Tensor, Tensor]:
-    """Compute all blocks. Return the output and the statistics (layers + 1, 3, columns) of all blocks' inputs and
-    of the last output. `record`: lists that get inputs and hidden values, for a backward pass."""
+    """Compute all blocks. Return the output and statistics (layers + 1, 3, columns).
+
+    The statistics are those of all blocks' inputs and of the last output. `record` gets inputs and hidden values,
+    for a backward pass.
+    """
     layers, batch, of = len(stack.weights) // 2, stack.known is None, stack.layout
     numbers = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3]), stack.eps
     stats = torch.zeros((layers + 1, 3, of.columns), device=x.device)
