@@ -24,7 +24,6 @@ from torch import Tensor
 from banach import RMS, Euclidean, Solution, Tolerance
 from banach.kernels import conv2d, host, latent, latent_kernel, residual_stack, stack, window
 from banach.kernels.latent import LatentMap, kernel_solve, latent_map, reference_solve
-from banach.kernels.window import WindowTiles
 from kernels.cases import answer, modules, stack_of, tiny, tolerance, worst
 from kernels.window_cases import CASES, errors, made
 
@@ -79,7 +78,7 @@ def _stack_errors(train: bool, tile: dict[str, Any], dtype: torch.dtype) -> Diff
 
 def windows() -> dict[str, Differences]:
     window.has_kernel = lambda x, weight: True
-    window.TILES = WindowTiles(fewest=16, few=16, weights=16, parts=27)  # several parts of several tiles each
+    window.TILES |= {"fewest": 16, "few": 16, "weights": 16, "parts": 27}  # several parts of several tiles each
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         for case in CASES:

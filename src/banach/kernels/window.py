@@ -18,27 +18,10 @@ from banach.kernels import host
 ADD = {"BLOCK": 64, "CHUNK": 64}  # numbers of a gradient, and parts of it, that one program adds at a time
 
 
-@dataclass(frozen=True)
-class WindowTiles:
-    """Pixels that a program takes at a time: `fewest`, `few` or `many`, by the pixels of the batch.
-
-    `fewest`: float32 products take long, so that even of few pixels every multiprocessor should have some.
-    `weights`: for the gradient of weights, by about `parts` programs.
-    """
-
-    fewest: int = 32
-    few: int = 64
-    many: int = 128
-    weights: int = 64
-    parts: int = 264
-
-    def of(self, pixels: int, dtype: torch.dtype) -> int:
-        if dtype == torch.float32 and pixels < 8192:
-            return self.fewest
-        return self.many if pixels >= 32768 else self.few
-
-
-TILES = WindowTiles()
+# Pixels that a program takes at a time, by the pixels of the batch and for the gradient of weights, which about
+# "parts" programs compute. "fewest": float32 products take long, so that even of few pixels every multiprocessor
+# should have some.
+TILES = {"fewest": 32, "few": 64, "many": 128, "weights": 64, "parts": 264}
 
 
 @dataclass(frozen=True)
@@ -207,12 +190,18 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     return known and 0 < most < 2**31
 
 
+def _tile(pixels: int, dtype: torch.dtype) -> int:
+    if dtype == torch.float32 and pixels < 8192:
+        return TILES["fewest"]
+    return TILES["many" if pixels >= 32768 else "few"]
+
+
 def _look(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, back: bool) -> Tensor:
     from banach.kernels.window_kernel import look
 
     out = _empty(x, window)
     pixels = len(x) * window.rows_out * window.columns_out
-    K = window.even.sized(TILES.of(pixels, x.dtype))
+    K = window.even.sized(_tile(pixels, x.dtype))
     look[(host.ceil_div(pixels, K.rows),)](
         _last(x), weight, weight if bias is None else bias.contiguous(), out, pixels, BACK=back,
         BIAS=bias is not None, K=host.constants(K), num_warps=4,
@@ -231,7 +220,7 @@ def _input_gradient(g: Tensor, weight: Tensor, window: Window) -> Tensor:
     pixels = len(g) * math.prod(
         host.ceil_div(size, back.stride) for size in (back.rows_out, back.columns_out)
     )  # of a kind
-    K = back.sized(TILES.of(pixels * back.stride**2, g.dtype))
+    K = back.sized(_tile(pixels * back.stride**2, g.dtype))
     look_back[(host.ceil_div(pixels, K.rows), back.stride**2)](
         g, weight, out, len(g), K=host.constants(K), num_warps=4
     )
@@ -243,10 +232,10 @@ def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, window: Window, *, bi
     from banach.kernels.window_kernel import add, correlate
 
     dw = torch.empty_like(weight)
-    K = window.sized(TILES.weights).reading(dw)
+    K = window.sized(TILES["weights"]).reading(dw)
     pixels = len(x) * K.rows_out * K.columns_out
     tiles = host.ceil_div(pixels, K.rows)
-    share = host.ceil_div(tiles, max(1, min(tiles, TILES.parts // K.chunks)))
+    share = host.ceil_div(tiles, max(1, min(tiles, TILES["parts"] // K.chunks)))
     count = host.ceil_div(tiles, share)
     parts = torch.empty((count, K.columns, K.chunks * K.depth), device=x.device)
     bias_parts = torch.empty((count, K.columns), device=x.device) if bias else parts
