@@ -19,14 +19,8 @@ from triton.compiler import ASTSource
 from banach.kernels import latent, latent_kernel
 from kernels.cases import NETWORKS, network, tolerance
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.int8: "*i8",
-}
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32", "int64": "i64", "int8": "i8"}
+TYPES = {getattr(torch, name): f"*{short}" for name, short in SHORT.items()}
 
 
 class Compiler:
