@@ -21,14 +21,10 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
-from banach import Euclidean, Solution
-from banach.kernels import conv2d, latent_kernel, residual_stack, stack, window
-from banach.kernels import latent as host
-from banach.kernels.latent import LatentMap, LatentTile, kernel_solve, latent_map, reference_solve
-from banach.kernels.stack import Tile, Tiles
-from banach.kernels.window import WindowTiles
-from kernels.latent_networks import RMS, Tolerance, tiny, tolerance
-from kernels.reference_blocks import answer, modules, stack_of, worst
+from banach import RMS, Euclidean, Solution, Tolerance
+from banach.kernels import conv2d, host, latent, latent_kernel, residual_stack, stack, window
+from banach.kernels.latent import LatentMap, kernel_solve, latent_map, reference_solve
+from kernels.cases import answer, modules, stack_of, tiny, tolerance, worst
 from kernels.window_cases import CASES, errors, made
 
 Differences = dict[str, float]
@@ -39,9 +35,7 @@ def repair_interpreter() -> None:
 
     Its programs are plain Python, where an integer % a constexpr is an error: constants stay integers.
     """
-    parts: list[Any] = [host, stack, window]
-    for part in parts:
-        part.constants = lambda record: record
+    host.constants = lambda record: record  # type: ignore[assignment]
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -60,20 +54,20 @@ def repair_interpreter() -> None:
 def stacks() -> dict[str, Differences]:
     """Two blocks of odd sizes, in training with dropout and in eval mode, against modules in float64."""
     stack.has_kernel = lambda x: True
-    march = Tile(16, places=2, march=True)
+    march, small = {"rows": 16, "places": 2, "march": True}, {"rows": 16}
     return {
-        "float32, in memory order, train": _stack_errors(True, Tile(16)),
-        "float32, march, train": _stack_errors(True, march),
-        "float32, march, eval": _stack_errors(False, march),
+        "float32, in memory order, train": _stack_errors(True, small, torch.float32),
+        "float32, march, train": _stack_errors(True, march, torch.float32),
+        "float32, march, eval": _stack_errors(False, march, torch.float32),
         "bf16, march, train": _stack_errors(True, march, torch.bfloat16),
     }
 
 
-def _stack_errors(train: bool, tile: Tile, dtype: torch.dtype = torch.float32) -> Differences:
+def _stack_errors(train: bool, tile: dict[str, Any], dtype: torch.dtype) -> Differences:
     # 7 images of 3 columns are two columns of tiles for four programs, one of which has part of both.
-    rate, shape = 0.25 if train else 0.0, (7 if tile.march else 2, 35, 5, 3)
-    stack.TILES, stack.STORED = Tiles(tile, tile, weights=Tile(16), entry=Tile(16)), dtype
-    blocks = stack_of(2, dropout=rate, train=train)
+    rate, shape = 0.25 if train else 0.0, (7 if "march" in tile else 2, 35, 5, 3)
+    stack.TILES = {"large": tile, "small": tile, "weights": {"rows": 16}, "enter": {"rows": 16}}
+    stack.STORED, blocks = dtype, stack_of(2, dropout=rate, train=train)
     torch.manual_seed(1)
     x, cotangent = torch.randn(shape), torch.randn(shape)
     masks = torch.rand(2, shape[0], 35) >= rate if train else None
@@ -84,7 +78,7 @@ def _stack_errors(train: bool, tile: Tile, dtype: torch.dtype = torch.float32) -
 
 def windows() -> dict[str, Differences]:
     window.has_kernel = lambda x, weight: True
-    window.TILES = WindowTiles(fewest=16, few=16, weights=16, parts=27)  # several parts of several tiles each
+    window.TILES |= {"fewest": 16, "few": 16, "weights": 16, "parts": 27}  # several parts of several tiles each
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         for case in CASES:
@@ -121,9 +115,8 @@ class Together:
 
         interpreter.InterpreterBuilder.create_get_program_id = constant(pid)
         interpreter.InterpreterBuilder.create_get_num_programs = constant(programs)
-        interpreter.GridExecutor._restore_args_dst = lambda *ignored: (
-            None
-        )  # it would overwrite the others' results
+        # It would overwrite the others' results.
+        interpreter.GridExecutor._restore_args_dst = lambda *ignored: None
         self.kernel[(1,)](*arguments, **settings)
 
 
@@ -141,34 +134,28 @@ def differences(got: Solution, wanted: Solution) -> Differences:
 
 
 def compare(
-    late: bool,
-    train: bool,
-    stop: Tolerance,
-    *,
-    split: bool = False,
-    start: bool = False,
-    programs: int = 1,
-    channels: int = 16,
-    keep: bool = False,
+    R: LatentMap, v: Tensor, z0: Tensor | None, stop: Tolerance, programs: int = 1, **tile: bool
 ) -> Differences:
-    R, v = tiny(late, train=train, batch=5 if programs > 1 else 3, channels=channels)
-    z0 = torch.randn_like(v) if start else None
-    return against_reference(latent_map(R), v, z0, stop, LatentTile(rows=16, split=split, keep=keep), programs)
-
-
-def against_reference(
-    R: LatentMap, v: Tensor, z0: Tensor | None, stop: Tolerance, tile: LatentTile, programs: int = 1
-) -> Differences:
-    got = kernel_solve(R, v, z0, stop, torch.float32, tile=tile, programs=programs)
+    """The kernel against the reference, in tiles of 16 pixels."""
+    got = kernel_solve(R, v, z0, stop, torch.float32, tile={"rows": 16, **tile}, programs=programs)
     return differences(got, reference_solve(R, v, z0, stop, torch.float32))
 
 
-def with_large_weights(factor: float, *, split: bool = False) -> Differences:
+def tiny_case(
+    kind: str, stop: Tolerance, *, start: bool = False, programs: int = 1, channels: int = 16, **tile: bool
+) -> Differences:
+    """Two blocks of one kind: train or eval, those of CIFAR-10 if "late"; infinite inputs if "infinite"."""
+    R, v = tiny("late" in kind, train="train" in kind, batch=5 if programs > 1 else 3, channels=channels)
+    z0 = torch.randn_like(v) if start else None
+    return compare(latent_map(R), v * float("inf") if "infinite" in kind else v, z0, stop, programs, **tile)
+
+
+def with_large_weights(factor: float, **tile: bool) -> Differences:
     """Weights so large that iterates overflow or diverge: the first one is the best."""
     R, v = tiny(False, train=False)
     known = latent_map(R)
     known.weights.mul_(factor)
-    return against_reference(known, v, torch.randn_like(v), tolerance(max_steps=9), LatentTile(16, split=split))
+    return compare(known, v, torch.randn_like(v), tolerance(max_steps=9), **tile)
 
 
 def of_size(size: float) -> Differences:
@@ -178,28 +165,29 @@ def of_size(size: float) -> Differences:
     assert known.known is not None
     known.biases.zero_()
     known.known[0].zero_()  # the means
-    return against_reference(known, v * (size / v.abs().max()), None, tolerance(max_steps=1), LatentTile(rows=16))
+    return compare(known, v * (size / v.abs().max()), None, tolerance(max_steps=1), split=True)
 
 
 def alone() -> Differences:
     """A program that waits in vain for another gives up, and says so."""
     R, v = tiny(False, train=True)
-    host.SPINS = 20
+    latent.SPINS = 20
     latent_kernel.iterate = Together(latent_kernel.iterate, absent=1)
-    got = kernel_solve(latent_map(R), v, None, tolerance(), torch.float32, tile=LatentTile(rows=16), programs=2)
+    got = kernel_solve(latent_map(R), v, None, tolerance(), torch.float32, tile={"rows": 16}, programs=2)
     return {"first": float(got.steps[0]), "nan": float(got.value[:1].isnan().all()), "ok": float(got.converged[0])}
 
 
 def latents() -> dict[str, Differences]:
+    relative = tolerance(rtol=1e-3)
     found = {
-        "train": compare(False, True, tolerance()),
-        "train, split, from z0": compare(False, True, tolerance(rtol=1e-3), split=True, start=True),
-        "train, late, short": compare(True, True, tolerance(RMS(), max_steps=3)),
-        "eval, split": compare(False, False, tolerance(Euclidean()), split=True),
-        "eval, late, from z0": compare(True, False, tolerance(rtol=1e-2), start=True),
-        "eval, nine taps": compare(False, False, tolerance(max_steps=2), split=True, start=True, channels=48),
-        "eval, weights kept": compare(True, False, tolerance(), keep=True),
-        "eval, no steps": compare(False, False, tolerance(max_steps=0), start=True),
+        "train": tiny_case("train", tolerance()),
+        "train, split, from z0": tiny_case("train", relative, split=True, start=True),
+        "train, late, short": tiny_case("train, late", tolerance(RMS(), max_steps=3)),
+        "eval, split": tiny_case("eval", tolerance(Euclidean()), split=True),
+        "eval, late, from z0": tiny_case("eval, late", tolerance(rtol=1e-2), start=True),
+        "eval, nine taps": tiny_case("eval", tolerance(max_steps=2), split=True, start=True, channels=48),
+        "eval, weights kept": tiny_case("eval, late", tolerance(), keep=True),
+        "eval, no steps": tiny_case("eval", tolerance(max_steps=0), start=True),
         "eval, diverges": with_large_weights(10.0),
         "eval, not finite": with_large_weights(1e3),
         "eval, too large": with_large_weights(1e3, split=True),
@@ -207,15 +195,17 @@ def latents() -> dict[str, Differences]:
     found |= {f"of size {size:g}": of_size(size) for size in (2e6, 3e5, 1e-3, 1e-6)}
     kernel = latent_kernel.iterate
     latent_kernel.iterate = Together(kernel)
-    found["three programs, train"] = compare(False, True, tolerance(), start=True, programs=3)
-    found["a tile each, train"] = compare(False, True, tolerance(rtol=1e-3), split=True, programs=5)
-    found["two programs, train"] = compare(True, True, tolerance(RMS(), rtol=1e-3), programs=2)
-    found["two programs, weights kept"] = compare(True, True, tolerance(), start=True, programs=2, keep=True)
-    found["a tile each, weights kept"] = compare(False, True, tolerance(), start=True, programs=5, keep=True)
-    found["two programs, eval"] = compare(False, False, tolerance(), programs=2)
+    found |= {
+        "three programs, train": tiny_case("train", tolerance(), start=True, programs=3),
+        "a tile each, train": tiny_case("train", relative, split=True, programs=5),
+        "two programs, train": tiny_case("train, late", tolerance(RMS(), rtol=1e-3), programs=2),
+        "two programs, weights kept": tiny_case("train, late", tolerance(), start=True, programs=2, keep=True),
+        "a tile each, weights kept": tiny_case("train", tolerance(), start=True, programs=5, keep=True),
+        "two programs, eval": tiny_case("eval", tolerance(), programs=2),
+        "two programs, infinite": tiny_case("train, infinite", tolerance(), start=True, programs=2),
+    }
     latent_kernel.iterate = kernel
-    found["alone"] = alone()
-    return found
+    return found | {"alone": alone()}
 
 
 if __name__ == "__main__":

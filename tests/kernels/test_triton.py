@@ -50,7 +50,7 @@ def test_a_latent_solve_agrees_with_solve() -> None:
     assert found.pop("eval, too large")["ends"] == 0  # in two float16 parts it is not finite somewhat earlier
     assert found.pop("of size 2e+06")["ends"] > 0  # infinite there, and not in float32
     assert found.pop("of size 1e-06")["value"] < 1e-3  # float16 does not reach as low as float32
-    assert len(found) == 18
+    assert len(found) == 19
     for name, errors in found.items():
         assert errors["steps"] == errors["ends"] == 0, name
         assert errors["value"] < 1e-6, name

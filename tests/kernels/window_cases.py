@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.reference_blocks import distance
+from kernels.cases import distance
 
 
 class Case(NamedTuple):

@@ -1,7 +1,6 @@
 """Kernels in Triton, each with a reference in plain PyTorch. Importing this package does not import Triton."""
 
-from banach.kernels.blocks import says
-from banach.kernels.device import has_triton
+from banach.kernels.host import has_triton, says
 from banach.kernels.latent import LatentForm, describe, latent_solve
 from banach.kernels.stack import repeated_stack, residual_stack
 from banach.kernels.window import conv2d

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.kernels.blocks import check_blocks, gather, running_statistics, says
-from banach.kernels.device import constants, has_triton, multiprocessors, pixel_rows, power_of_two
+from banach.kernels import host
 from banach.nn.layers import is_hooked
 from banach.solve import RMS, Euclidean, Picard, Solution, Tolerance, WorstPixel, solve
 
@@ -66,27 +65,32 @@ def describe(R: Any) -> LatentForm | None:
     form = getattr(R, "latent_form", None)
     if not isinstance(form, LatentForm) or not isinstance(R, nn.Module) or any(map(is_hooked, R.modules())):
         return None
-    if not says(R, "latent_form") or not all(says(block, "latent_block") for block in getattr(R, "blocks", ())):
+    if not host.says(R, "latent_form") or not all(
+        host.says(block, "latent_block") for block in getattr(R, "blocks", ())
+    ):
         return None
     try:
-        latent_map(R, form)
+        latent_map(R)
     except ValueError:
         return None
     return form
 
 
-def latent_map(R: Any, form: LatentForm | None = None) -> LatentMap:
+def latent_map(R: Any) -> LatentMap:
     """Return R as tensors, in its current mode. R is not changed, and no gradient is recorded."""
-    form = getattr(R, "latent_form", None) if form is None else form
+    form = getattr(R, "latent_form", None)
     if form is None:
         raise ValueError(f"expected an R with a latent_form, got {type(R).__name__}; use banach.solve")
     blocks: list[Any] = list(R.blocks)
-    check_blocks(blocks, WIDEST)
+    host.check_blocks(blocks, WIDEST)
     layers = [layer for block in blocks for layer in (block.conv1, block.conv2)]
     with torch.no_grad(), torch.autocast(layers[0].weight.device.type, enabled=False):
-        known = None if blocks[0].norm.training else torch.stack(running_statistics(blocks)[:2])
-        weights, biases = gather([layer.weight for layer in layers]), gather([layer.bias for layer in layers])
-        return LatentMap(form, weights, biases, blocks[0].norm.eps, known)
+        known = host.running_statistics(blocks)
+        weights, biases = (
+            host.gather([layer.weight for layer in layers]),
+            host.gather([layer.bias for layer in layers]),
+        )
+        return LatentMap(form, weights, biases, blocks[0].norm.eps, None if known is None else known[:2])
 
 
 def latent_solve(
@@ -95,7 +99,6 @@ def latent_solve(
     z0: Tensor | None = None,
     *,
     tolerance: Tolerance | None = None,
-    form: LatentForm | None = None,
     dtype: torch.dtype | None = None,
 ) -> Solution:
     """Find u = R(u, v) as `banach.solve` does with Picard, in one kernel launch on a GPU with Triton.
@@ -108,7 +111,6 @@ def latent_solve(
         v: Q(d), (batch, channels, height, width).
         z0: starting latent, zeros if None.
         tolerance: its norm is RMS, Euclidean or WorstPixel.
-        form: what R computes, if R does not say so.
         dtype: type of the numbers that convolutions multiply: autocast's if it is on, else the type of v. Iterates
             are float32. float32 products are made of float16 numbers: pixels above 10^6 and weights above 65,504
             count as not finite, and if all pixels are below 10^-3 digits are lost (four are left at 10^-6).
@@ -117,12 +119,17 @@ def latent_solve(
     Raises:
         ValueError: if R, the norm or a shape does not fit.
     """
-    known = R if isinstance(R, LatentMap) else latent_map(R, form)
+    known = R if isinstance(R, LatentMap) else latent_map(R)
     tolerance = tolerance or Tolerance()
     dtype = _product_type(v) if dtype is None else dtype
     _check(known, v, z0, tolerance)
     with torch.no_grad(), torch.autocast(v.device.type, enabled=False):
-        if v.is_cuda and has_triton() and v.dtype != torch.float64 and dtype in (torch.bfloat16, torch.float32):
+        if (
+            v.is_cuda
+            and host.has_triton()
+            and v.dtype != torch.float64
+            and dtype in (torch.bfloat16, torch.float32)
+        ):
             return kernel_solve(known, v, z0, tolerance, dtype)
         return reference_solve(known, v, z0, tolerance, dtype)
 
@@ -161,18 +168,16 @@ def reference_solve(
 
 def evaluate(R: LatentMap, z: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
     """Return R(z, v): convolutions multiply numbers of `dtype`, everything else has the type of z."""
-    form = R.form
-    x = v + form.inner * z
+    form, x = R.form, v + R.form.inner * z
     for block in range(R.blocks):
         hidden = F.leaky_relu(_convolve(R, 2 * block, x, dtype), form.slope)
         y = _convolve(R, 2 * block + 1, hidden, dtype)
         y = F.leaky_relu(x + y, form.slope_after) if form.late else x + F.leaky_relu(y, form.slope_after)
         if R.known is None:
-            mean = y.mean((0, 2, 3))
-            rstd = ((y - mean[:, None, None]).square().mean((0, 2, 3)) + R.eps).rsqrt()
+            x = F.batch_norm(y, None, None, training=True, eps=R.eps)
         else:
-            mean, rstd = R.known[:, block].to(y.dtype)
-        x = (y - mean[:, None, None]) * rstd[:, None, None]
+            mean, rstd = R.known[:, block, :, None, None].to(y.dtype)
+            x = (y - mean) * rstd
     return form.outer * x
 
 
@@ -182,26 +187,8 @@ def _convolve(R: LatentMap, layer: int, x: Tensor, dtype: torch.dtype) -> Tensor
 
 
 @dataclass(frozen=True)
-class LatentTile:
-    """How a program works: `rows` pixels at a time by `warps` warps, `stages` loads of products in flight.
-
-    places: programs per multiprocessor. split: multiply float32 as two float16 on tensor cores; else directly,
-    far more slowly. near: load pixels in pieces that go through the L1 cache. keep: load the weights of a
-    convolution once for all tiles, if there are three groups of them.
-    """
-
-    rows: int = 128
-    warps: int = 8
-    stages: int = 3
-    places: int = 1
-    split: bool = True
-    near: bool = True
-    keep: bool = False
-
-
-@dataclass(frozen=True)
 class Constants:
-    """Compile-time constants of the kernel, its K: sizes of a latent, of the tiles, and which cases to compile."""
+    """Compile-time constants of the kernel, its K: sizes of a latent, how a program works, cases to compile."""
 
     channels: int
     height: int
@@ -211,114 +198,91 @@ class Constants:
     groups: int  # of weights: the 3 rows of a kernel or, if those are too deep for one product, its 9 taps
     depth: int  # of one group's product
     area: int  # elements of an image with its border, and of what a product reads beyond it
+    rows: int = 128  # pixels of a tile
+    warps: int = 8
+    stages: int = 3  # loads of products in flight
+    places: int = 1  # programs per multiprocessor
+    near: bool = True  # load pixels in pieces that go through the L1 cache
+    keep: bool = False  # load the weights of a convolution once for all tiles; for three groups, not split
+    split: bool = False  # multiply float32 as two float16 on tensor cores; else directly, far more slowly
     blocks: int = 1
-    rows: int = 128
-    stages: int = 3
     chunk: int = 16  # power of two that holds the programs
     coupled: bool = False
     worst_pixel: bool = False
     relative: bool = False
     late: bool = False
     from_zero: bool = False
-    near: bool = False
-    split: bool = False
-    keep: bool = False
     alone: bool = False  # each program has a single tile and keeps its values during a batch norm
     spins: int = SPINS
 
 
 def sizes_of(channels: int, height: int, width: int) -> Constants:
     """Return the constants that follow from the shape of a latent."""
-    pitch = -(-channels // 8) * 8
+    pitch = host.ceil_div(channels, 8) * 8
     groups = 3 if 3 * pitch <= 128 else 9
-    depth = max(16, power_of_two(pitch * (9 // groups)))
+    depth = max(16, host.power_of_two(pitch * (9 // groups)))
     beyond = depth - pitch * (9 // groups)
-    area = -(-((height + 2) * (width + 2) * pitch + beyond) // 64) * 64
-    return Constants(channels, height, width, pitch, max(16, power_of_two(channels)), groups, depth, area)
+    area = host.ceil_div((height + 2) * (width + 2) * pitch + beyond, 64) * 64
+    return Constants(channels, height, width, pitch, max(16, host.power_of_two(channels)), groups, depth, area)
 
 
-def shared_memory(sizes: Constants, tile: LatentTile, dtype: torch.dtype) -> int:
+def shared_memory(K: Constants, dtype: torch.dtype) -> int:
     """Return the bytes of shared memory that a program needs: operands of the products in flight, or of all."""
-    halves = 2 if dtype == torch.float32 and tile.split else 1
-    products = sizes.groups if tile.keep else tile.stages
-    return products * (tile.rows + sizes.columns) * sizes.depth * halves * _stored(tile, dtype).itemsize
+    return (K.groups if K.keep else K.stages) * (K.rows + K.columns) * K.depth * dtype.itemsize
 
 
-def _stored(tile: LatentTile, dtype: torch.dtype) -> torch.dtype:
-    return torch.float16 if dtype == torch.float32 and tile.split else dtype
+def tiled(
+    K: Constants, pixels: int, dtype: torch.dtype, shared: int, *, coupled: bool = True, many: bool = False
+) -> Constants:
+    """Choose the tile that was fastest on an H200 or, if it needs more than `shared` bytes, a smaller one.
 
-
-def tile_for(
-    sizes: Constants, pixels: int, dtype: torch.dtype, shared: int, *, coupled: bool = True, many: bool = False
-) -> LatentTile:
-    """Return the tile that was fastest on an H200 or, if it needs more than `shared` bytes, a smaller one.
-
-    Args:
-        sizes: of the latent.
-        pixels: that a program works on before it waits or takes the next image.
-        dtype: of the numbers that are multiplied.
-        shared: bytes of shared memory that a program may use.
-        coupled: train mode.
-        many: each multiprocessor has several images, one after the other.
+    `pixels`: that a program works on before it waits or takes the next image. `many`: each multiprocessor has
+    several images, one after the other.
     """
-    near = sizes.pitch & (sizes.pitch - 1) != 0  # pixels at powers of two load as fast in large pieces
-    tile = LatentTile(rows=64 if pixels <= 64 else 128, near=near)
-    if dtype == torch.float32:
-        tile = replace(tile, warps=4) if pixels <= 64 else replace(tile, stages=2)
-    elif pixels > 64 and sizes.groups == 3 and (coupled or near):
-        one = replace(tile, keep=True)
+    near = K.pitch & (K.pitch - 1) != 0  # pixels at powers of two load as fast in large pieces
+    K = replace(K, rows=64 if pixels <= 64 else 128, near=near, split=dtype == torch.float32)
+    if K.split:
+        K = replace(K, warps=4) if pixels <= 64 else replace(K, stages=2)
+    elif pixels > 64 and K.groups == 3 and (coupled or near):
+        one = replace(K, keep=True)
         for keeping in (replace(one, rows=64, warps=4, places=2), one) if many else (one,):
-            if shared_memory(sizes, keeping, dtype) * keeping.places <= shared:
+            if shared_memory(keeping, dtype) * keeping.places <= shared:
                 return keeping
-    while shared_memory(sizes, tile, dtype) > shared and tile.rows > 16:
-        if tile.stages > 2 or (tile.rows <= 64 and tile.stages > 1):
-            tile = replace(tile, stages=tile.stages - 1)
+    while shared_memory(K, dtype) > shared and K.rows > 16:
+        if K.stages > 2 or (K.rows <= 64 and K.stages > 1):
+            K = replace(K, stages=K.stages - 1)
         else:
-            tile = replace(tile, rows=tile.rows // 2, warps=4)
-    return tile
+            K = replace(K, rows=K.rows // 2, warps=4)
+    return K
 
 
-def _programs(images: int, places: int, device: torch.device, *, coupled: bool) -> int:
-    """Return how many programs to start. Those of a coupled batch wait for each other: all must run at once."""
-    processors = multiprocessors(device)
-    return max(1, min(images, (min(MOST, processors) if coupled else processors) * places))
+def launch_of(
+    v: Tensor, coupled: bool, dtype: torch.dtype, tile: dict[str, Any] | None = None, programs: int | None = None
+) -> tuple[Constants, int]:
+    """Return sizes and tile of a solve, and its number of programs. `tile`, `programs`: instead of the fastest."""
+    images, channels, height, width = v.shape
+    if not images or channels > WIDEST:
+        raise ValueError(f"expected a batch with images of at most {WIDEST} channels, got {tuple(v.shape)}")
+    # Programs of a coupled batch wait for each other: all must run at once.
+    places = min(MOST, host.multiprocessors(v.device)) if coupled else host.multiprocessors(v.device)
+    one_each = programs or min(images, places)
+    pixels = height * width * (host.ceil_div(images, one_each) if coupled else 1)
+    many = not coupled and images >= MANY * one_each
+    K = replace(sizes_of(channels, height, width), **(tile or {}))
+    if tile is None:
+        K = tiled(K, pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many)
+    programs = programs or min(images, places * K.places)
+    held = images if coupled else programs
+    if max(3 * held * height * width * K.pitch, 2 * held * K.area) >= 2**31:
+        raise ValueError(f"a batch of {images} images is too large for one launch; use a smaller one")
+    return replace(K, coupled=coupled, alone=coupled and pixels <= K.rows), programs
 
 
 @functools.cache
 def _shared_limit(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 96 * 1024))  # missing in an old PyTorch
-
-
-@functools.cache
-def _cooperative() -> dict[str, bool]:
-    """Cooperative launch: all programs start together, so two solves on one GPU cannot deadlock."""
-    from triton.backends.nvidia.compiler import CUDAOptions
-
-    known = {field.name for field in fields(CUDAOptions)}
-    return {"launch_cooperative_grid": True} if "launch_cooperative_grid" in known else {}
-
-
-def plan(
-    v: Tensor, coupled: bool, dtype: torch.dtype, tile: LatentTile | None = None, programs: int | None = None
-) -> tuple[Constants, LatentTile, int]:
-    """Return the sizes, the tile and the number of programs of a solve."""
-    images, channels, height, width = v.shape
-    if not images or channels > WIDEST:
-        raise ValueError(f"expected a batch with images of at most {WIDEST} channels, got {tuple(v.shape)}")
-    sizes = sizes_of(channels, height, width)
-    if tile is None:
-        one_each = programs or _programs(images, 1, v.device, coupled=coupled)
-        pixels = height * width * (-(-images // one_each) if coupled else 1)
-        many = not coupled and images >= MANY * one_each
-        tile = tile_for(sizes, pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many)
-    programs = programs or _programs(images, tile.places, v.device, coupled=coupled)
-    places = images if coupled else programs
-    if max(3 * places * height * width * sizes.pitch, 2 * places * sizes.area) >= 2**31:
-        raise ValueError(f"a batch of {images} images is too large for one launch; use a smaller one")
-    return sizes, tile, programs
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024))
 
 
 def kernel_solve(
@@ -328,57 +292,46 @@ def kernel_solve(
     tolerance: Tolerance,
     dtype: torch.dtype,
     *,
-    tile: LatentTile | None = None,
+    tile: dict[str, Any] | None = None,
     programs: int | None = None,
 ) -> Solution:
-    """Solve by the kernel: one launch packs the weights, one iterates. `tile`, `programs`: instead of `plan`'s."""
+    """Solve by the kernel: one launch packs the weights, one iterates. `tile`, `programs`: see `launch_of`."""
     from banach.kernels.latent_kernel import iterate, pack
 
     images, C, H, W = v.shape
-    coupled, form = R.known is None, R.form
-    sizes, tile, programs = plan(v, coupled, dtype, tile, programs)
-    split, places = tile.split and dtype == torch.float32, images if coupled else programs
-    share = -(-images // programs)
-    K = constants(
-        replace(
-            sizes, blocks=R.blocks, rows=tile.rows, stages=tile.stages, near=tile.near, split=split,
-            chunk=max(16, power_of_two(programs)) if coupled else 16, coupled=coupled, late=form.late,
-            worst_pixel=isinstance(tolerance.norm, WorstPixel), relative=tolerance.rtol > 0, from_zero=z0 is None,
-            keep=tile.keep and sizes.groups == 3 and not split, alone=coupled and share * H * W <= tile.rows,
-            spins=SPINS,
-        )
+    coupled, form, norm = R.known is None, R.form, tolerance.norm
+    sizes, programs = launch_of(v, coupled, dtype, tile, programs)
+    sizes = replace(
+        sizes, blocks=R.blocks, chunk=max(16, host.power_of_two(programs)) if coupled else 16, late=form.late,
+        worst_pixel=isinstance(norm, WorstPixel), relative=tolerance.rtol > 0, from_zero=z0 is None, spins=SPINS,
     )  # fmt: skip
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, device=v.device, dtype=dtype)
 
-    stored, halves, columns = _stored(tile, dtype), 1 + split, sizes.columns
+    stored, halves = (torch.float16, 2) if sizes.split else (dtype, 1)
+    places, columns = images if coupled else programs, sizes.columns
     slots, held, stream = (empty(k, places * H * W, sizes.pitch) for k in (3, 1, 1))
     operand, hidden = empty(2, halves, places, sizes.area, dtype=stored)
-    sums, tests = empty(2, programs, 2, columns), empty(2, programs, 4)
+    sums, tests = empty(2, programs, 2, columns), empty(2, programs, 2)
     pivots = empty(programs, R.blocks, columns)
     weights = empty(halves, 2 * R.blocks, sizes.groups, columns, sizes.depth, dtype=stored)
     counters = empty(2, dtype=torch.int32)
     value, residual = empty(images, H, W, C), empty(images)
     steps, flags = empty(images, dtype=torch.int64), empty(4, images, dtype=torch.int8)
-    entries = C * H * W * (images if coupled else 1)
-    scale = 1.0 / math.sqrt(entries) if isinstance(tolerance.norm, RMS) else 1.0
-    start = pixel_rows(v)
+    scale = 1.0 / math.sqrt(C * H * W * (images if coupled else 1)) if isinstance(norm, RMS) else 1.0
+    start, K = host.pixel_rows(v), host.constants(sizes)
     pack[(9 * len(R.weights),)](R.weights, weights, counters, K=K)
     iterate[(programs,)](
-        start, start if z0 is None else pixel_rows(z0), weights, _wide(R.biases, columns),
-        sums if R.known is None else _wide(R.known, columns), slots, held, stream, operand, hidden, sums, tests,
-        pivots, counters, value, residual, steps, flags, images, tolerance.max_steps, sizes.groups,
+        start, start if z0 is None else host.pixel_rows(z0), weights, host.padded(R.biases, columns),
+        sums if R.known is None else host.padded(R.known, columns), slots, held, stream, operand, hidden, sums,
+        tests, pivots, counters, value, residual, steps, flags, images, tolerance.max_steps, sizes.groups,
         tolerance.atol / scale, tolerance.rtol, scale, 1.0 / (images * H * W), R.eps, form.inner, form.outer,
-        form.slope, form.slope_after, K=K, num_warps=tile.warps, **(_cooperative() if coupled else {}),
+        form.slope, form.slope_after, K=K, num_warps=sizes.warps,
+        launch_cooperative_grid=coupled,  # all programs start together: two solves on one GPU cannot deadlock
     )  # fmt: skip
     converged, stalled, nonfinite, diverged = flags.view(torch.bool)
     return Solution(
         value.permute(0, 3, 1, 2), residual, converged, steps, stalled, nonfinite, diverged,
         solver=Picard(), tolerance=tolerance,
     )  # fmt: skip
-
-
-def _wide(values: Tensor, columns: int) -> Tensor:
-    missing = columns - values.shape[-1]
-    return (F.pad(values, (0, missing)) if missing else values).float().contiguous()

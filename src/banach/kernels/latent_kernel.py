@@ -128,8 +128,18 @@ def _store_operand(to, low, value, here, K: tl.constexpr):
 
 
 @triton.jit
-def _store_pixels(to, low, value, here, K: tl.constexpr):
+def _store_pixels(p, windows, low, value, here, K: tl.constexpr):
+    """Store pixels, whose windows begin at `windows`, for a product."""
+    center = windows + (K.width + 3) * K.pitch
+    to = p + center[:, None] + tl.arange(0, K.columns)[None, :]
     _store_operand(to, low, value / LESS if K.split else value, here, K)
+
+
+@triton.jit
+def _tile(m, end, K: tl.constexpr):
+    """Return offsets of the pixels m, and which numbers exist."""
+    co = tl.arange(0, K.columns)
+    return (m * K.pitch)[:, None] + co[None, :], (m < end)[:, None] & (co < K.pitch)[None, :]
 
 
 @triton.jit
@@ -147,16 +157,14 @@ def _zero(p, begin, end):
 @triton.jit
 def _hidden(operand, hidden, w, bias, begin, end, low, groups, slope, K: tl.constexpr):
     """Compute the first convolution of a block and its leaky ReLU, at all pixels of a program."""
-    co = tl.arange(0, K.columns)
-    shift = tl.load(bias + co)
+    shift = tl.load(bias + tl.arange(0, K.columns))
     w0, w1, w2 = _kept_weights(w, K)
     for tile in tl.range(begin, end, K.rows, num_stages=1):
         m = tile + tl.arange(0, K.rows)
-        at = _window(tl.minimum(m, end - 1), K)
-        y = _convolve(operand, w, w0, w1, w2, at, low, groups, K)
-        here = (m < end)[:, None] & (co < K.pitch)[None, :]
-        to = hidden + (at + (K.width + 3) * K.pitch)[:, None] + co[None, :]
-        _store_pixels(to, low, _leaky(y + shift[None, :], slope), here, K)
+        windows = _window(tl.minimum(m, end - 1), K)
+        y = _convolve(operand, w, w0, w1, w2, windows, low, groups, K)
+        _, here = _tile(m, end, K)
+        _store_pixels(hidden, windows, low, _leaky(y + shift[None, :], slope), here, K)
     tl.debug_barrier()
 
 
@@ -175,34 +183,35 @@ def _join_all(
 
     Returns sums over pixels of that minus `pivot`, and of its square.
     """
-    co = tl.arange(0, K.columns)
-    shift = tl.load(bias + co)
+    shift = tl.load(bias + tl.arange(0, K.columns))
     first = tl.zeros([K.rows, K.columns], tl.float32)
     second = tl.zeros([K.rows, K.columns], tl.float32)
     w0, w1, w2 = _kept_weights(w, K)
     for tile in tl.range(begin, end, K.rows, num_stages=1):
         m = tile + tl.arange(0, K.rows)
-        here = (m < end)[:, None] & (co < K.pitch)[None, :]
+        at, here = _tile(m, end, K)
         y = _convolve(hidden, w, w0, w1, w2, _window(tl.minimum(m, end - 1), K), low, groups, K)
-        to = stream + (m * K.pitch)[:, None] + co[None, :]
-        x = (tl.load(to, mask=here, other=0.0) - x_mean[None, :]) * x_rstd[None, :]
+        x = (tl.load(stream + at, mask=here, other=0.0) - x_mean[None, :]) * x_rstd[None, :]
         y = _join(y, x, shift, slope, K)
-        tl.store(to, y, mask=here)
+        tl.store(stream + at, y, mask=here)
         y = tl.where(here, y - pivot[None, :], 0.0)
         first, second = first + y, second + y * y
     return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 
 @triton.jit
-def _squares(value, NEEDED: tl.constexpr):
-    """Return the largest squared norm of a pixel, and the sum of all."""
-    top = 0.0
-    total = 0.0
-    if NEEDED:
-        pixels = tl.sum(value * value, axis=1)
-        top = tl.max(pixels, axis=0)
-        total = tl.sum(pixels, axis=0)
-    return top, total
+def _square(value, here, K: tl.constexpr):
+    """Return the squared norm of a tile: of its worst pixel, or of all. Infinite if a number is not finite."""
+    value = tl.where(here, value, 0.0)
+    pixels = tl.sum(value * value, axis=1)
+    pixels = tl.where(pixels < float("inf"), pixels, float("inf"))  # a maximum would ignore NaN
+    return tl.max(pixels, axis=0) if K.worst_pixel else tl.sum(pixels, axis=0)
+
+
+@triton.jit
+def _both(a, b, K: tl.constexpr):
+    """Return the squared norm of two parts, from that of each."""
+    return tl.maximum(a, b) if K.worst_pixel else a + b
 
 
 @triton.jit
@@ -212,28 +221,25 @@ def _normalise(
 ):  # fmt: skip
     """Normalise what a block gave: the input of the next block or, after the last one, the next iterate.
 
-    LAZY: `stream` keeps what the block gave, except after the last block. Returns the squares that the residual
-    and the norm of T(z) are computed from.
+    LAZY: `stream` keeps what the block gave, except after the last block. Returns the squared norms of the
+    residual and of T(z).
     """
-    co = tl.arange(0, y.shape[1])
-    at = (m * K.pitch)[:, None] + co[None, :]
-    here = (m < end)[:, None] & (co < K.pitch)[None, :]
+    at, here = _tile(m, end, K)
     x = (y - mean[None, :]) * rstd[None, :]
-    top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+    moved, size = 0.0, 0.0
     if last:
         z = outer * x
-        moved = tl.where(here, z - tl.load(before + at, mask=here, other=0.0), 0.0)
-        top, total = _squares(moved, True)
-        top_T, total_T = _squares(tl.where(here, z, 0.0), K.relative)
+        moved = _square(z - tl.load(before + at, mask=here, other=0.0), here, K)
+        if K.relative:
+            size = _square(z, here, K)
         tl.store(after + at, z, mask=here)
         x = tl.load(held + at, mask=here, other=0.0) + inner * z
         if LAZY:
             tl.store(stream + at, x, mask=here)
     if not LAZY:
         tl.store(stream + at, x, mask=here)
-    center = _window(m, K) + (K.width + 3) * K.pitch
-    _store_pixels(operand + center[:, None] + co[None, :], low, x, here, K)
-    return top, total, top_T, total_T
+    _store_pixels(operand, _window(m, K), low, x, here, K)
+    return moved, size
 
 
 @triton.jit
@@ -241,18 +247,16 @@ def _normalise_all(
     mean, rstd, last, inner, outer, before, after, held, stream, operand, begin, end, low, K: tl.constexpr
 ):  # fmt: skip
     """Call `_normalise` for what `_join_all` left in the stream."""
-    co = tl.arange(0, K.columns)
-    top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+    moved, size = 0.0, 0.0
     for tile in range(begin, end, K.rows):
         m = tile + tl.arange(0, K.rows)
-        here = (m < end)[:, None] & (co < K.pitch)[None, :]
-        y = tl.load(stream + (m * K.pitch)[:, None] + co[None, :], mask=here, other=0.0)
-        a, b, c, d = _normalise(
+        at, here = _tile(m, end, K)
+        y = tl.load(stream + at, mask=here, other=0.0)
+        a, b = _normalise(
             y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, True, K
         )
-        top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
-        total, total_T = total + b, total_T + d
-    return top, total, top_T, total_T
+        moved, size = _both(moved, a, K), _both(size, b, K)
+    return moved, size
 
 
 @triton.jit
@@ -291,39 +295,34 @@ def _statistics(sums, pivot, programs, share, eps, K: tl.constexpr):
 
 @triton.jit
 def _gather(tests, programs, K: tl.constexpr):
-    """Return largest and total squares of the residual and of T(z) over all programs."""
+    """Return the squared norms of the residual and of T(z) over all programs."""
     part = tl.arange(0, K.chunk)
-    at, here = tests + part * 4, part < programs
-    top = tl.max(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
-    total = tl.sum(tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
-    top_T = tl.max(tl.load(at + 2, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
-    total_T = tl.sum(tl.load(at + 3, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
-    return top, total, top_T, total_T
+    moved = tl.load(tests + 2 * part, mask=part < programs, other=0.0, cache_modifier=".cg")
+    size = tl.load(tests + 2 * part + 1, mask=part < programs, other=0.0, cache_modifier=".cg")
+    if K.worst_pixel:
+        moved, size = tl.max(moved, axis=0), tl.max(size, axis=0)
+    else:
+        moved, size = tl.sum(moved, axis=0), tl.sum(size, axis=0)
+    return moved, size
 
 
 @triton.jit
-def _test(top, total, top_T, total_T, atol, rtol, K: tl.constexpr):
-    """Return the residual and a code: 0 continue, 1 converged, 2 not finite.
+def _judge(moved, size, atol, rtol, least, old, new, best, K: tl.constexpr):
+    """After an evaluation, whose residual belongs to slot `old`: return residual, code, least residual and slots.
 
-    atol is in units of the norm without its scale. A maximum ignores NaN, a total does not.
+    Codes: 0 continue, 1 converged, 2 not finite. atol is in units of the norm without its scale.
     """
-    size = tl.sqrt(top if K.worst_pixel else total)
-    size = tl.where(total < float("inf"), size, float("nan"))
-    excess = size
+    reached = tl.sqrt(moved)
+    allowed = atol
+    finite = moved < float("inf")
     if K.relative:
-        norm_T = tl.sqrt(top_T if K.worst_pixel else total_T)
-        excess = size - rtol * tl.where(total_T < float("inf"), norm_T, float("nan"))
-    ended = tl.where(excess <= atol, 1, 0)
-    return size, tl.where(excess > -float("inf"), ended, 2).to(tl.int32)
-
-
-@triton.jit
-def _rotate(reached, least, old, new, best):
-    """After an evaluation, whose residual belongs to slot `old`: return the next slots and the least residual."""
+        allowed = atol + rtol * tl.sqrt(size)
+        finite = finite & (size < float("inf"))
+    code = tl.where(finite, tl.where(reached <= allowed, 1, 0), 2).to(tl.int32)
     best = tl.where(reached < least, old, best)
     least = tl.where(reached < least, reached, least)
     free = tl.where((best != 1) & (new != 1), 1, 2)
-    return least, new, tl.where((best != 0) & (new != 0), 0, free), best
+    return reached, code, least, new, tl.where((best != 0) & (new != 0), 0, free), best
 
 
 @triton.jit
@@ -332,10 +331,9 @@ def _start(v, z0, held, slots, stream, operand, begin, end, shift, low, inner, K
     co = tl.arange(0, K.columns)
     for tile in range(begin, end, K.rows):
         m = tile + tl.arange(0, K.rows)
-        here = (m < end)[:, None] & (co < K.pitch)[None, :]
         real = (m < end)[:, None] & (co < K.channels)[None, :]
         given = ((m + shift) * K.channels)[:, None] + co[None, :]
-        at = (m * K.pitch)[:, None] + co[None, :]
+        at, here = _tile(m, end, K)
         x = tl.load(v + given, mask=real, other=0.0).to(tl.float32)
         z = tl.zeros([K.rows, K.columns], tl.float32)
         if not K.from_zero:
@@ -344,8 +342,7 @@ def _start(v, z0, held, slots, stream, operand, begin, end, shift, low, inner, K
         tl.store(slots + at, z, mask=here)
         x += inner * z
         tl.store(stream + at, x, mask=here)
-        center = _window(m, K) + (K.width + 3) * K.pitch
-        _store_pixels(operand + center[:, None] + co[None, :], low, x, here, K)
+        _store_pixels(operand, _window(m, K), low, x, here, K)
     tl.debug_barrier()
 
 
@@ -400,7 +397,7 @@ def iterate(
         first_place = pid
         own = 1
         image = tl.atomic_add(counters + 1, 1)
-    size = places * (PIXELS * K.pitch)
+    slot = places * (PIXELS * K.pitch)
     low = places * K.area
     begin = first_place * PIXELS
     end = begin + own * PIXELS
@@ -416,10 +413,10 @@ def iterate(
         _start(v, z0, held, slots, stream, operand, begin, end, shift, low, inner, K)
         made = 0  # evaluations so far
         met = 0  # barriers so far
-        code = 0  # of `_test`, or LOST
+        code = 0  # of `_judge`, or LOST
         old, new, best = 0, 1, 0  # slots of z, of T(z), and of the iterate with the least residual
         reached, least = float("inf"), float("inf")
-        top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+        moved, size = 0.0, 0.0  # squared norms of the residual and of T(z)
         while (code == 0) & (made < max_steps):
             for block in range(K.blocks):
                 if code == 0:
@@ -429,7 +426,7 @@ def iterate(
                         slope, K,
                     )  # fmt: skip
                     if last:
-                        top, total, top_T, total_T = 0.0, 0.0, 0.0, 0.0
+                        moved, size = 0.0, 0.0
                     if K.coupled:
                         pivot = pivots + (pid * K.blocks + block) * WIDTH + co
                         mean = tl.load(pivot)
@@ -452,22 +449,21 @@ def iterate(
                         second_shift = tl.load(second_bias + co)
                         for tile in tl.range(begin, begin + 1 if K.alone else end, K.rows, num_stages=1):
                             m = tile + tl.arange(0, K.rows)
-                            here = (m < end)[:, None] & (co < K.pitch)[None, :]
-                            at = _window(tl.minimum(m, end - 1), K)
-                            y = _convolve(hidden, second_w, w0, w1, w2, at, low, groups, K)
-                            x = tl.load(stream + (m * K.pitch)[:, None] + co[None, :], mask=here, other=0.0)
+                            at, here = _tile(m, end, K)
+                            windows = _window(tl.minimum(m, end - 1), K)
+                            y = _convolve(hidden, second_w, w0, w1, w2, windows, low, groups, K)
+                            x = tl.load(stream + at, mask=here, other=0.0)
                             y = _join(y, x, second_shift, slope_after, K)
                             if K.alone:
                                 kept = y
                                 y = tl.where(here, y - mean[None, :], 0.0)
                                 first, second = tl.sum(y, axis=0), tl.sum(y * y, axis=0)
                             else:
-                                a, b, c, d = _normalise(
-                                    y, m, end, mean, rstd, last, inner, outer, slots + old * size,
-                                    slots + new * size, held, stream, operand, low, False, K,
+                                a, b = _normalise(
+                                    y, m, end, mean, rstd, last, inner, outer, slots + old * slot,
+                                    slots + new * slot, held, stream, operand, low, False, K,
                                 )  # fmt: skip
-                                top, top_T = tl.maximum(top, a), tl.maximum(top_T, c)
-                                total, total_T = total + b, total_T + d
+                                moved, size = _both(moved, a, K), _both(size, b, K)
                     tl.debug_barrier()
                     if K.coupled:
                         # Two buffers in turn: a program may write its next sums while others read these.
@@ -477,22 +473,23 @@ def iterate(
                         met += 1
                         together = _barrier(counters, met * programs, K)
                         if (block == 0) & (made > 0):
-                            a, b, c, d = _gather(tests + made % 2 * programs * 4, programs, K)
-                            reached, code = _test(a, b, c, d, atol, rtol, K)
-                            least, old, new, best = _rotate(reached, least, old, new, best)
+                            a, b = _gather(tests + made % 2 * programs * 2, programs, K)
+                            reached, code, least, old, new, best = _judge(
+                                a, b, atol, rtol, least, old, new, best, K
+                            )
                         code = tl.where(together == 0, LOST, code)
                         if code == 0:
                             mean, rstd = _statistics(all_sums, mean, programs, share, eps, K)
                             tl.store(pivot, mean)
                             if K.alone:
                                 m = begin + tl.arange(0, K.rows)
-                                top, total, top_T, total_T = _normalise(
-                                    kept, m, end, mean, rstd, last, inner, outer, slots + old * size,
-                                    slots + new * size, held, stream, operand, low, False, K,
+                                moved, size = _normalise(
+                                    kept, m, end, mean, rstd, last, inner, outer, slots + old * slot,
+                                    slots + new * slot, held, stream, operand, low, False, K,
                                 )  # fmt: skip
                             else:
-                                top, total, top_T, total_T = _normalise_all(
-                                    mean, rstd, last, inner, outer, slots + old * size, slots + new * size, held,
+                                moved, size = _normalise_all(
+                                    mean, rstd, last, inner, outer, slots + old * slot, slots + new * slot, held,
                                     stream, operand, begin, end, low, K,
                                 )  # fmt: skip
                                 # The next block normalises its own input; the next iterate is ready.
@@ -502,24 +499,22 @@ def iterate(
             if code == 0:
                 made += 1
                 if K.coupled:
-                    mine = tests + (made % 2 * programs + pid) * 4
-                    tl.store(mine, top)
-                    tl.store(mine + 1, total)
-                    tl.store(mine + 2, top_T)
-                    tl.store(mine + 3, total_T)
+                    mine = tests + (made % 2 * programs + pid) * 2
+                    tl.store(mine, moved)
+                    tl.store(mine + 1, size)
                 else:
-                    reached, code = _test(top, total, top_T, total_T, atol, rtol, K)
-                    least, old, new, best = _rotate(reached, least, old, new, best)
+                    reached, code, least, old, new, best = _judge(
+                        moved, size, atol, rtol, least, old, new, best, K
+                    )
         if K.coupled and (code == 0) & (made > 0):
             together = _barrier(counters, (met + 1) * programs, K)
-            a, b, c, d = _gather(tests + made % 2 * programs * 4, programs, K)
-            reached, code = _test(a, b, c, d, atol, rtol, K)
-            least, old, new, best = _rotate(reached, least, old, new, best)
+            a, b = _gather(tests + made % 2 * programs * 2, programs, K)
+            reached, code, least, old, new, best = _judge(a, b, atol, rtol, least, old, new, best, K)
             code = tl.where(together == 0, LOST, code)
         diverged = (code == 0) & (reached > 10.0 * least)  # as `solve` has it: then the best iterate is kept
         worse = diverged | (code == 2)
         _finish(
-            slots + tl.where(worse, best, old) * size, value, residual, steps, flags, begin, end, shift, image,
+            slots + tl.where(worse, best, old) * slot, value, residual, steps, flags, begin, end, shift, image,
             own, images, code, diverged, made, tl.where(worse, least, reached) * scale, K,
         )  # fmt: skip
         image = images if K.coupled else tl.atomic_add(counters + 1, 1)

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.kernels.blocks import check_blocks, gather, running_statistics
-from banach.kernels.device import SideStream, constants, has_triton, multiprocessors, pixel_rows, power_of_two
+from banach.kernels import host
 
 SLOPE = 0.1  # of the leaky ReLUs below zero
 STORED = torch.bfloat16  # type of what is stored and multiplied; sums are float32
@@ -36,11 +35,12 @@ COLUMNS = 16  # channels whose sums one program adds, if it does nothing else
 REDUCE = {"ROWS": 1, "CHUNK": 128, "num_warps": 4}  # rows and parts of a weight gradient that are added at a time
 POINTWISE = 64  # pixels of a tile between convolutions
 HIDDEN, JOIN, GATE, ADD = range(4)  # epilogues of a convolution, see `stack_kernel`
+Record = tuple[list[Tensor], list[Tensor]]  # inputs of the blocks and the last output; hidden values
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Compile-time constants of the kernels, their K: sizes of images and packed weights, and of a tile."""
+    """Compile-time constants of the kernels, their K: sizes of images and packed weights, and a tile."""
 
     channels: int
     pitch: int  # elements from one pixel to the next
@@ -49,67 +49,67 @@ class Layout:
     height: int = 0
     width: int = 0
     rows: int = POINTWISE  # pixels of a tile
+    warps: int = 4
+    stages: int = 2  # tiles in flight
+    places: int = 1  # programs per multiprocessor
     march: bool = False  # down the columns of the images, reading each row once
 
     @staticmethod
     def of(channels: int) -> Layout:
-        pitch = -(-(channels + ONES) // 8) * 8
-        return Layout(channels, pitch, max(16, power_of_two(pitch)), power_of_two(3 * pitch))
+        """Return the sizes that follow from the number of channels."""
+        pitch = host.ceil_div(channels + ONES, 8) * 8
+        return Layout(channels, pitch, max(16, host.power_of_two(pitch)), host.power_of_two(3 * pitch))
+
+    def tiled(self, name: str, height: int = 0, width: int = 0) -> Layout:
+        """Return the same with a tile of TILES, for images of a size."""
+        return replace(self, height=height, width=width, **TILES[name])
+
+    def programs(self, pixels: int, device: torch.device, repeats: int = 1) -> int:
+        """Return as many programs as there are places, or fewer, so that all have nearly as many tiles."""
+        tiles = host.ceil_div(pixels, self.rows) * repeats
+        rounds = host.ceil_div(tiles, host.multiprocessors(device) * self.places)
+        return host.ceil_div(tiles, rounds)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """`rows` pixels at a time by `warps` warps, `stages` tiles in flight, `places` programs per multiprocessor."""
-
-    rows: int
-    warps: int = 4
-    stages: int = 2
-    places: int = 1
-    march: bool = False
+# The fastest on an H200: convolutions of large and of small images, weight gradients, `enter`.
+TILES: dict[str, dict[str, Any]] = {
+    "large": {"rows": 64, "stages": 3, "places": 2, "march": True},
+    "small": {"rows": 64},
+    "weights": {"rows": 64, "warps": 8, "stages": 4},
+    "enter": {"rows": 64, "places": 8},
+}
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The fastest tiles on an H200: convolutions of large and of small images, weight gradients, `enter`."""
-
-    convolution: Tile = Tile(64, stages=3, places=2, march=True)
-    small: Tile = Tile(64, stages=2)
-    weights: Tile = Tile(64, warps=8, stages=4)
-    entry: Tile = Tile(64, places=8)
-
-
-TILES = Tiles()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stack:
-    """How a stack is computed. `known`: (layers, 3, columns) statistics to normalise by; None: those of the batch.
+    """Blocks as tensors: weights (2 layers, C, C, 3, 3) and biases, the second convolutions of all blocks first.
 
+    `known`: (layers, 3, columns) mean, 1 / deviation and variance to normalise by; None: those of the batch.
     `scale`: what dropout multiplies by where it keeps. It goes where a batch norm's scale goes, into the weights.
     """
 
     layout: Layout
-    eps: float = 1e-5
-    scale: float = 1.0
-    known: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Weights (2 layers, C, C, 3, 3) and biases: the second convolutions of all blocks, then the first ones.
-
-    `folded`: the same as the kernels read them, with `stats`, statistics (layers + 1, 3, columns) of all blocks'
-    inputs and of the last output: mean, 1 / sqrt(variance + eps), variance. `run` fills in those of a batch.
-    """
-
     weights: Tensor
     biases: Tensor
-    folded: Tensor
-    stats: Tensor
+    known: Tensor | None
+    eps: float
+    scale: float
+    channels_last: bool  # gradients of the weights
+
+    @staticmethod
+    def of(blocks: Sequence[Any], scale: float) -> Stack:
+        """Copy the weights of the blocks, and their running statistics in eval mode."""
+        parameters, known, norm = _parameters(blocks), host.running_statistics(blocks), blocks[0].norm
+        layout = Layout.of(blocks[0].conv1.in_channels)
+        last = parameters[0].is_contiguous(memory_format=torch.channels_last)
+        if known is not None:
+            known = host.padded(known.transpose(0, 1), layout.columns)
+        weights, biases = host.gather(parameters[: 2 * len(blocks)]), host.gather(parameters[2 * len(blocks) :])
+        return Stack(layout, weights, biases, known, norm.eps, scale, last)
 
 
 def has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and has_triton() and x.dtype != torch.float64
+    return x.is_cuda and host.has_triton() and x.dtype != torch.float64
 
 
 def residual_stack(
@@ -133,21 +133,21 @@ def residual_stack(
     if masks is None and rate:
         masks = torch.rand((len(given), *x.shape[:2]), device=x.device) >= rate
     scale = 1.0 if masks is None else 1 / (1 - rate)
-    if not has_kernel(x):
-        return reference_stack(given, x, masks, scale)
-    stack = _stack_of(given, x, scale)
-    parameters = _parameters(given)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
-        out, stats = Residual.apply(stack, x, masks, *parameters)
-    else:
-        out, stats = _repeat(stack, x, masks, prepare(stack, parameters))
-    if given[0].norm.training:
-        _update_running_(given, stats[1:, :, : x.shape[1]], x.numel() // x.shape[1])
+    with torch.autocast(x.device.type, enabled=False):
+        if not has_kernel(x):
+            return reference_stack(given, x, masks, scale)
+        stack, parameters = Stack.of(given, scale), _parameters(given)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
+            out, stats = Residual.apply(stack, x, masks, *parameters)
+        else:
+            out, stats = run(stack, x, masks, None)
+        if given[0].norm.training:
+            _update_running_(given, stats[1:, :, : x.shape[1]], x.numel() // x.shape[1])
     return out
 
 
 def repeated_stack(blocks: Sequence[nn.Module] | nn.Sequential, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the same map for an iteration without gradient: weights are packed once, running statistics stay.
+    """Return the same map for an iteration without gradient: weights are copied once, running statistics stay.
 
     Valid until the weights change, for inputs of the device, type and channels of `like`.
     """
@@ -157,9 +157,8 @@ def repeated_stack(blocks: Sequence[nn.Module] | nn.Sequential, like: Tensor) ->
     if not has_kernel(like):
         copies = copy.deepcopy(given)
         return torch.no_grad()(lambda x: reference_stack(copies, x, None, 1.0, update=False))
-    stack = _stack_of(given, like, 1.0)
-    packed = prepare(stack, _parameters(given))
-    return lambda x: _repeat(stack, x, None, packed)[0]
+    stack = Stack.of(given, 1.0)
+    return torch.no_grad()(lambda x: run(stack, x, None, None)[0])
 
 
 def reference_stack(
@@ -182,7 +181,7 @@ def reference_stack(
 
 def _check(blocks: Sequence[Any]) -> float:
     """Return the rate at which all blocks drop channels now; raise if the kernels cannot compute them."""
-    check_blocks(blocks, LARGEST)
+    host.check_blocks(blocks, LARGEST)
     for block in blocks:
         if not block.norm.track_running_stats or block.norm.momentum is None:
             raise ValueError(f"expected BatchNorm2d with running statistics, got {block.norm}; use the modules")
@@ -194,20 +193,9 @@ def _check(blocks: Sequence[Any]) -> float:
 
 
 def _parameters(blocks: Sequence[Any]) -> list[Tensor]:
-    """Return parameters in the order of `Packed`: second, then first convolutions; weights, then biases."""
+    """Return parameters in the order of `Stack`: second, then first convolutions; weights, then biases."""
     layers = [block.conv2 for block in blocks] + [block.conv1 for block in blocks]
     return [layer.weight for layer in layers] + [layer.bias for layer in layers]
-
-
-def _stack_of(blocks: Sequence[Any], x: Tensor, scale: float) -> Stack:
-    layout, known = Layout.of(x.shape[1]), None
-    if not blocks[0].norm.training:
-        known = _wide(torch.stack(running_statistics(blocks), 1), layout)
-    return Stack(layout, blocks[0].norm.eps, scale, known)
-
-
-def _wide(value: Tensor, layout: Layout) -> Tensor:
-    return F.pad(value, (0, layout.columns - value.shape[-1]))
 
 
 @torch.no_grad()
@@ -228,60 +216,38 @@ class Residual(torch.autograd.Function):
     def forward(
         ctx: Any, stack: Stack, x: Tensor, masks: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        packed = prepare(stack, parameters)
-        inputs: list[Tensor] = []
-        hidden: list[Tensor] = []
-        with torch.autocast(x.device.type, enabled=False):
-            out = run(stack, x, masks, packed, (inputs, hidden))
+        record: Record = ([], [])
+        out, stats = run(stack, x, masks, record)
         ctx.stack, ctx.dropped = stack, masks is not None
-        ctx.channels_last = parameters[0].is_contiguous(memory_format=torch.channels_last)
-        ctx.save_for_backward(packed.weights, packed.stats, *inputs, *hidden)
-        ctx.mark_non_differentiable(packed.stats)
-        return out, packed.stats
+        ctx.save_for_backward(stats, *record[0], *record[1])
+        ctx.mark_non_differentiable(stats)
+        return out, stats
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("the fused blocks have first derivatives only; for create_graph use the modules")
-        weights, stats, *kept = ctx.saved_tensors
-        count = weights.shape[0] // 2 + 1
-        with torch.autocast(weights.device.type, enabled=False):
-            dx, dw, db = back(
-                ctx.stack, gradients[0], weights, stats, (kept[:count], kept[count:]), dropped=ctx.dropped,
-                channels_last=ctx.channels_last,
-            )  # fmt: skip
-        return None, dx, None, *dw, *db
+        stats, *kept = ctx.saved_tensors
+        dx, *others = back(ctx.stack, gradients[0], stats, (kept[: len(stats)], kept[len(stats) :]), ctx.dropped)
+        return None, dx, None, *others
 
 
-def _repeat(stack: Stack, x: Tensor, masks: Tensor | None, packed: Packed) -> tuple[Tensor, Tensor]:
-    """Run without a gradient, with weights that were packed before. Statistics are overwritten each time."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        return run(stack, x, masks, packed, None), packed.stats
+def run(stack: Stack, x: Tensor, masks: Tensor | None, record: Record | None) -> tuple[Tensor, Tensor]:
+    """Compute all blocks. Return the output and statistics (layers + 1, 3, columns).
 
-
-def prepare(stack: Stack, parameters: Sequence[Tensor]) -> Packed:
-    """Pack weights and biases, given in the order of `Packed`, as far as the statistics are known by now."""
-    layers, of = len(parameters) // 4, stack.layout
-    with torch.autocast(parameters[0].device.type, enabled=False):
-        weights, biases = gather(parameters[: 2 * layers]), gather(parameters[2 * layers :])
-        stats = torch.zeros((layers + 1, 3, of.columns), device=weights.device)
-        stats[0, 1] = 1  # the first input is used as it is
-        if stack.known is not None:
-            stats[1:] = stack.known
-        scaled = (stats[0] * stack.scale).expand(layers, -1, -1)
-        known = torch.cat([scaled, stats[: 1 if stack.known is None else layers]])
-        folded = _packed(stack, weights)
-        _fold(stack, folded, known, (weights, biases), layers=len(known))
-        return Packed(weights, biases, folded, stats)
-
-
-def run(
-    stack: Stack, x: Tensor, masks: Tensor | None, packed: Packed, record: tuple[list[Tensor], list[Tensor]] | None
-) -> Tensor:
-    """Compute all blocks. `record`: lists that get inputs and hidden values, for a backward pass."""
-    layers, stats, folded = packed.weights.shape[0] // 2, packed.stats, packed.folded
-    count, batch = x.shape[0] * x.shape[2] * x.shape[3], stack.known is None
-    kept = None if masks is None else F.pad(masks.to(STORED), (0, stack.layout.pitch - x.shape[1]))
+    The statistics are those of all blocks' inputs and of the last output. `record` gets inputs and hidden values,
+    for a backward pass.
+    """
+    layers, batch, of = len(stack.weights) // 2, stack.known is None, stack.layout
+    numbers = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3]), stack.eps
+    stats = torch.zeros((layers + 1, 3, of.columns), device=x.device)
+    stats[0, 1] = 1  # the first input is used as it is
+    if stack.known is not None:
+        stats[1:] = stack.known
+    ready = torch.cat([(stats[0] * stack.scale).expand(layers, -1, -1), stats[: 1 if batch else layers]])
+    folded = _packed(stack, 2 * layers)
+    _fold(stack, folded, ready, (stack.weights, stack.biases), layers=len(ready))
+    kept = None if masks is None else F.pad(masks.to(STORED), (0, of.pitch - x.shape[1]))
     y, _ = _enter(stack, x, None)
     if record:
         record[0].append(y)
@@ -289,57 +255,43 @@ def run(
         mask, after = None if kept is None else kept[layer], layers + layer + 1
         hidden, _ = _convolve(stack, HIDDEN, y, folded[after - 1], mask=mask, drop=mask is not None)
         y, sums = _convolve(stack, JOIN, hidden, folded[layer], residual=y, stats=stats[layer], sums=batch)
-        if batch:
-            numbers = 1.0 / count, stack.eps
-            if after < 2 * layers:
-                following = packed.weights[after], packed.biases[after]
-                _fold(stack, folded[after], stats[layer + 1], following, sums, numbers)
-            else:
-                _fold(stack, stats[layer + 1], stats[layer + 1], None, sums, numbers)
+        if batch and after < 2 * layers:
+            following = stack.weights[after], stack.biases[after]
+            _fold(stack, folded[after], stats[layer + 1], following, sums, numbers)
+        elif batch:
+            _fold(stack, stats[layer + 1], stats[layer + 1], None, sums, numbers)
         if record:
             record[0].append(y)
             record[1].append(hidden)
-    return _leave(stack, y, stats[layers], x.dtype)
+    return _leave(stack, y, stats[layers], x.dtype), stats
 
 
-def back(
-    stack: Stack,
-    g: Tensor,
-    weights: Tensor,
-    stats: Tensor,
-    record: tuple[list[Tensor], list[Tensor]],
-    *,
-    dropped: bool,
-    channels_last: bool,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return gradients of x, of the weights (channels_last or not) and of the biases, in the order of `run`."""
-    layers, batch, (inputs, hidden) = weights.shape[0] // 2, stack.known is None, record
-    turned = _turn(stack, torch.cat([weights[:layers] * stack.scale, weights[layers:]]))
+def back(stack: Stack, g: Tensor, stats: Tensor, record: Record, dropped: bool) -> list[Tensor]:
+    """Return gradients of x, of the weights and of the biases, in the order of `Stack`."""
+    layers, batch, (inputs, hidden) = len(stack.weights) // 2, stack.known is None, record
     scaled, count, dtype = stats[0] * stack.scale, g.shape[0] * g.shape[2] * g.shape[3], g.dtype
-    dw: list[Tensor] = [weights] * (2 * layers)
-    db: list[Tensor] = [weights] * (2 * layers)
+    turned = _packed(stack, 2 * layers)
+    scales = torch.cat([one.expand(layers, -1, -1) for one in (scaled, stats[0])])
+    _fold(stack, turned, scales, (stack.weights, stack.biases), layers=2 * layers, turn=True)
+    made: list[Any] = [None] * (2 * layers)
     g, sums = _enter(stack, g, inputs[layers])
-    side = SideStream(g.device)
+    side = host.SideStream(g.device)
     for layer in reversed(range(layers)):
         x, y, first = inputs[layer], inputs[layer + 1], layers + layer
         s = _unnormalise(stack, g, y, stats[layer + 1], sums if batch else None, count)
         a, _ = _convolve(stack, GATE, s, turned[layer], residual=hidden[layer], drop=dropped)
-        gradients = functools.partial(
-            _block_gradients, stack, scaled, stats[layer] if layer else None, channels_last
-        )
-        (dw[layer], db[layer]), (dw[first], db[first]) = side.run(gradients, hidden[layer], s, x, a)
+        gradients = functools.partial(_block_gradients, stack, scaled, stats[layer] if layer else None)
+        made[layer], made[first] = side.run(gradients, hidden[layer], s, x, a)
         before = x if batch and layer else None
         g, sums = _convolve(stack, ADD, a, turned[first], residual=s, before=before, sums=before is not None)
     side.join()
-    return _leave(stack, g, None, dtype), dw, db
+    return [_leave(stack, g, None, dtype), *(dw for dw, _ in made), *(db for _, db in made)]
 
 
-def _block_gradients(
-    stack: Stack, scaled: Tensor, stats: Tensor | None, channels_last: bool, *of: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _block_gradients(stack: Stack, scaled: Tensor, stats: Tensor | None, *of: Tensor) -> tuple[Any, Any]:
     """Return gradients of weight and bias of a block's second convolution, then of its first."""
     hidden, s, x, a = of
-    return _weights(stack, hidden, s, scaled, channels_last), _weights(stack, x, a, stats, channels_last)
+    return _weights(stack, hidden, s, scaled), _weights(stack, x, a, stats)
 
 
 # The rest launches one kernel each. What a kernel does not read is still an argument: any tensor stands for it.
@@ -355,16 +307,14 @@ def _device() -> Any:
 def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return images (N, C, H, W) as pixels with ones or, of a gradient, without ones, with its sums with y."""
     N, _, H, W = x.shape
-    pixels, tile, of = N * H * W, TILES.entry, stack.layout
+    pixels, of, gradient = N * H * W, stack.layout.tiled("enter"), y is not None
     if pixels * of.pitch >= 2**31:
         raise ValueError(f"a batch of {N} images of {H}x{W} is too large for one launch; use a smaller one")
-    out = torch.empty((N, H, W, of.pitch), dtype=STORED, device=x.device)
-    programs, gradient = _programs(pixels, tile, x.device), y is not None
+    out, programs = torch.empty((N, H, W, of.pitch), dtype=STORED, device=x.device), of.programs(pixels, x.device)
     sums = torch.empty((programs if gradient else 0, 2, of.columns), device=x.device)
-    K = constants(replace(of, rows=tile.rows))
     _device().enter[(programs,)](
-        pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, ONES=not gradient,
-        SUMS=gradient, K=K,
+        host.pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, ONES=not gradient,
+        SUMS=gradient, K=host.constants(of),
     )  # fmt: skip
     return out, sums
 
@@ -374,22 +324,15 @@ def _leave(stack: Stack, x: Tensor, stats: Tensor | None, dtype: torch.dtype) ->
     N, H, W, _ = x.shape
     out = torch.empty((N, H, W, stack.layout.channels), dtype=dtype, device=x.device)
     pixels, norm = N * H * W, stats is not None
-    _device().leave[(-(-pixels // POINTWISE),)](
-        x, out, out if stats is None else stats, pixels, NORM=norm, K=constants(stack.layout)
+    _device().leave[(host.ceil_div(pixels, POINTWISE),)](
+        x, out, out if stats is None else stats, pixels, NORM=norm, K=host.constants(stack.layout)
     )
     return out.permute(0, 3, 1, 2)
 
 
-def _packed(stack: Stack, like: Tensor) -> Tensor:
-    shape = len(like), 3, stack.layout.depth, stack.layout.columns
-    return torch.zeros(shape, dtype=STORED, device=like.device)
-
-
-def _turn(stack: Stack, w: Tensor) -> Tensor:
-    """Return packed weights for the gradients of the layers' inputs."""
-    out = _packed(stack, w)
-    _device().turn[(9 * len(w),)](w, out, K=constants(stack.layout))
-    return out
+def _packed(stack: Stack, layers: int) -> Tensor:
+    shape = layers, 3, stack.layout.depth, stack.layout.columns
+    return torch.zeros(shape, dtype=STORED, device=stack.weights.device)
 
 
 def _fold(
@@ -401,26 +344,30 @@ def _fold(
     numbers: tuple[float, float] = (1.0, 0.0),
     *,
     layers: int = 1,
+    turn: bool = False,
 ) -> None:
-    """Compute `stats` from sums of y and y^2, if given, then pack the weight and bias of `layer`, if given."""
+    """Compute `stats` from sums of y and y^2, if given, then pack the weight and bias of `layer`, if given.
+
+    `turn`: pack the weights for the gradients of the layers' inputs.
+    """
     w, b = (stats, stats) if layer is None else layer
     _device().fold[(1 if layer is None else 9 * layers,)](
         w, b, stats, stats if sums is None else sums, out, 0 if sums is None else len(sums), *numbers,
-        MEASURE=sums is not None, PACK=layer is not None, K=constants(stack.layout), **SUM,
+        MEASURE=sums is not None, PACK=layer is not None, TURN=turn, K=host.constants(stack.layout), **SUM,
     )  # fmt: skip
 
 
 def _unnormalise(stack: Stack, g: Tensor, y: Tensor, stats: Tensor, sums: Tensor | None, count: int) -> Tensor:
     """Go from the gradient of normalised y to that of the sum inside the block; no sums: known statistics."""
     of, out = stack.layout, torch.empty_like(g)
-    K, pixels = constants(of), g.shape[:3].numel()
+    K, pixels = host.constants(of), g.shape[:3].numel()
     means = torch.empty((2, of.columns), device=g.device)
     if sums is None:
         means.zero_()
     else:
         grid = (of.columns // COLUMNS,)
         _device().average[grid](sums, stats, means, len(sums), 1.0 / count, COLUMNS=COLUMNS, K=K, **SUM)
-    _device().unnormalise[(-(-pixels // POINTWISE),)](g, y, out, stats, means, pixels, SLOPE, K=K)
+    _device().unnormalise[(host.ceil_div(pixels, POINTWISE),)](g, y, out, stats, means, pixels, SLOPE, K=K)
     return out
 
 
@@ -439,41 +386,31 @@ def _convolve(
 ) -> tuple[Tensor, Tensor]:
     """Convolve with packed weights, apply the epilogue `what`, and return the result with its sums, if wanted."""
     N, H, W, _ = x.shape
-    tile = TILES.convolution if H * W > SMALL else TILES.small
-    programs = _programs(N * W, tile, x.device, H) if tile.march else _programs(N * H * W, tile, x.device)
-    out = torch.empty_like(x)
-    total = torch.empty((programs if sums else 0, 2, stack.layout.columns), device=x.device)
-    K = constants(replace(stack.layout, height=H, width=W, rows=tile.rows, march=tile.march))
+    of, out = stack.layout.tiled("large" if H * W > SMALL else "small", H, W), torch.empty_like(x)
+    programs = of.programs(N * W, x.device, H) if of.march else of.programs(N * H * W, x.device)
+    total = torch.empty((programs if sums else 0, 2, of.columns), device=x.device)
     _device().convolve[(programs,)](
         x, w, out, x if residual is None else residual, x if before is None else before,
         w if stats is None else stats, w if mask is None else mask, total if sums else w, N, SLOPE,
-        WHAT=what, DROP=drop, SUMS=sums, K=K, num_stages=tile.stages, num_warps=tile.warps,
+        WHAT=what, DROP=drop, SUMS=sums, K=host.constants(of), num_stages=of.stages, num_warps=of.warps,
     )  # fmt: skip
     return out, total
 
 
-def _weights(
-    stack: Stack, x: Tensor, g: Tensor, stats: Tensor | None, channels_last: bool
-) -> tuple[Tensor, Tensor]:
+def _weights(stack: Stack, x: Tensor, g: Tensor, stats: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return gradients of a layer's weight and bias, from its input, not normalised, and its output's gradient."""
     N, H, W, _ = x.shape
-    tile, of = TILES.weights, stack.layout
-    programs = _programs(N * H * W, tile, x.device)
+    of = stack.layout.tiled("weights", H, W)
+    programs = of.programs(N * H * W, x.device)
     parts = torch.empty((programs, 3, of.depth, of.columns), device=x.device)
-    K = constants(replace(of, height=H, width=W, rows=tile.rows))
-    _device().correlate[(programs,)](x, g, parts, N, K=K, num_stages=tile.stages, num_warps=tile.warps)
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    _device().correlate[(programs,)](
+        x, g, parts, N, K=host.constants(of), num_stages=of.stages, num_warps=of.warps
+    )
+    memory_format = torch.channels_last if stack.channels_last else torch.contiguous_format
     dw = torch.empty((of.channels, of.channels, 3, 3), device=x.device, memory_format=memory_format)
     db = torch.empty(of.channels, device=x.device)
-    _device().unfold[(9, -(-of.channels // REDUCE["ROWS"]))](
-        parts, parts if stats is None else stats, dw, db, programs, NORM=stats is not None, LAST=channels_last,
-        K=constants(of), **REDUCE,
+    _device().unfold[(9, host.ceil_div(of.channels, REDUCE["ROWS"]))](
+        parts, parts if stats is None else stats, dw, db, programs, NORM=stats is not None,
+        LAST=stack.channels_last, K=host.constants(stack.layout), **REDUCE,
     )  # fmt: skip
     return dw, db
-
-
-def _programs(pixels: int, tile: Tile, device: torch.device, repeats: int = 1) -> int:
-    """Return as many programs as there are places, or fewer, so that all have nearly the same number of tiles."""
-    tiles = -(-pixels // tile.rows) * repeats
-    rounds = -(-tiles // (multiprocessors(device) * tile.places))
-    return -(-tiles // rounds)

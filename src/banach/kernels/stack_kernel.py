@@ -101,12 +101,13 @@ def unnormalise(g, y, out, stats, means, M, slope, K: tl.constexpr):
 # One compiled kernel for all layers: their weights begin at different alignments.
 @triton.jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["w", "b"])
 def fold(
-    w, b, stats, sums, out, programs, share, eps, MEASURE: tl.constexpr, PACK: tl.constexpr, CHUNK: tl.constexpr,
-    K: tl.constexpr,
+    w, b, stats, sums, out, programs, share, eps, MEASURE: tl.constexpr, PACK: tl.constexpr, TURN: tl.constexpr,
+    CHUNK: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Pack weights: a batch norm's scale into the weights, its shift and the bias into the rows of the ones.
 
-    One tap per program. MEASURE: compute the statistics from sums, in every program: cheaper than a launch.
+    One tap per program. MEASURE: compute the statistics from sums, in every program: cheaper than a launch. TURN:
+    for the gradient of the input, whose kernel is flipped, with channels exchanged; a gradient has no ones.
     """
     layer = tl.program_id(0) // 9
     tap = tl.program_id(0) % 9
@@ -116,7 +117,10 @@ def fold(
     shift = tl.zeros([K.columns], tl.float32)
     if PACK:  # loaded before the sums, so that the loads overlap
         C: tl.constexpr = K.channels
-        at = w + layer * C * C * 9 + (co * 9)[:, None] + (co * C * 9)[None, :] + tap
+        if TURN:
+            at = w + layer * C * C * 9 + (co * C * 9)[:, None] + (co * 9)[None, :] + 8 - tap
+        else:
+            at = w + layer * C * C * 9 + (co * 9)[:, None] + (co * C * 9)[None, :] + tap
         weight = tl.load(at, mask=real[:, None] & real[None, :], other=0.0).to(tl.float32)
         shift = tl.load(b + layer * K.channels + co, mask=real & (tap == 4), other=0.0).to(tl.float32)
     if MEASURE:
@@ -136,24 +140,12 @@ def fold(
         rows = out + ((layer * 3 + tap // 3) * K.depth + tap % 3 * K.pitch) * K.columns
         here = real[:, None] & (co < K.columns)[None, :]
         tl.store(rows + (co * K.columns)[:, None] + co[None, :], folded, mask=here)
-        shift -= tl.sum(folded.to(tl.float32) * mean[:, None], axis=0)
-        for part in tl.static_range(3):
-            rounded = shift.to(out.dtype.element_ty)
-            tl.store(rows + (K.channels + part) * K.columns + co, rounded)
-            shift -= rounded.to(tl.float32)
-
-
-@triton.jit
-def turn(w, out, K: tl.constexpr):
-    """Pack weights for the gradient of the input: flipped, and the channels exchanged."""
-    C: tl.constexpr = K.channels
-    layer = tl.program_id(0) // 9
-    tap = tl.program_id(0) % 9
-    co = tl.arange(0, K.columns)
-    real = (co < K.channels)[:, None] & (co < K.channels)[None, :]
-    weight = tl.load(w + layer * C * C * 9 + (co * C * 9)[:, None] + (co * 9)[None, :] + tap, mask=real, other=0.0)
-    rows = out + ((layer * 3 + 2 - tap // 3) * K.depth + (2 - tap % 3) * K.pitch) * K.columns
-    tl.store(rows + (co * K.columns)[:, None] + co[None, :], weight.to(out.dtype.element_ty), mask=real)
+        if not TURN:
+            shift -= tl.sum(folded.to(tl.float32) * mean[:, None], axis=0)
+            for part in tl.static_range(3):
+                rounded = shift.to(out.dtype.element_ty)
+                tl.store(rows + (K.channels + part) * K.columns + co, rounded)
+                shift -= rounded.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["programs"])

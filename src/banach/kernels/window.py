@@ -13,32 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from banach.kernels.device import SideStream, constants, has_triton, power_of_two
+from banach.kernels import host
 
 ADD = {"BLOCK": 64, "CHUNK": 64}  # numbers of a gradient, and parts of it, that one program adds at a time
 
 
-@dataclass(frozen=True)
-class WindowTiles:
-    """Pixels that a program takes at a time: `fewest`, `few` or `many`, by the pixels of the batch.
-
-    `fewest`: float32 products take long, so that even of few pixels every multiprocessor should have some.
-    `weights`: for the gradient of weights, by about `parts` programs.
-    """
-
-    fewest: int = 32
-    few: int = 64
-    many: int = 128
-    weights: int = 64
-    parts: int = 264
-
-    def of(self, pixels: int, dtype: torch.dtype) -> int:
-        if dtype == torch.float32 and pixels < 8192:
-            return self.fewest
-        return self.many if pixels >= 32768 else self.few
-
-
-TILES = WindowTiles()
+# Pixels that a program takes at a time, by the pixels of the batch and for the gradient of weights, which about
+# "parts" programs compute. "fewest": float32 products take long, so that even of few pixels every multiprocessor
+# should have some.
+TILES = {"fewest": 32, "few": 64, "many": 128, "weights": 64, "parts": 264}
 
 
 @dataclass(frozen=True)
@@ -71,8 +54,8 @@ class Window:
         return replace(
             self,
             rows=rows,
-            chunks=-(-self.summed * self.side**2 // self.depth),
-            columns=max(16, power_of_two(self.made)),
+            chunks=host.ceil_div(self.summed * self.side**2, self.depth),
+            columns=max(16, host.power_of_two(self.made)),
             whole=self.summed % self.depth == 0,
         )
 
@@ -98,7 +81,7 @@ class Window:
 
 
 def _depth(summed: int, side: int) -> int:
-    return min(64, max(16, power_of_two(summed * side**2)))
+    return min(64, max(16, host.power_of_two(summed * side**2)))
 
 
 def window_of(x: Tensor, weight: Tensor, stride: int, padding: int) -> Window:
@@ -151,7 +134,7 @@ def conv2d_backward(
     if not has_kernel(x, weight):
         with torch.autocast(x.device.type, enabled=False):
             return _reference_backward(g, x, weight, stride, padding, wanted)
-    g, read, side = _last(g), _last(weight), SideStream(x.device)
+    g, read, side = _last(g), _last(weight), host.SideStream(x.device)
     window = window_of(x, read, stride, padding)
     dw, db, dx = weight.new_empty(0), weight.new_empty(0), x.new_empty(0)
     if wants_w:
@@ -200,9 +183,17 @@ conv2d.register_autograd(_backward, setup_context=_setup)
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return True if the kernels can compute this. They count pixels and channels in 32 bits."""
-    known = x.is_cuda and has_triton() and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    known = (
+        x.is_cuda and host.has_triton() and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    )
     most = x.shape[0] * x.shape[2] * x.shape[3] * max(weight.shape[:2])
     return known and 0 < most < 2**31
+
+
+def _tile(pixels: int, dtype: torch.dtype) -> int:
+    if dtype == torch.float32 and pixels < 8192:
+        return TILES["fewest"]
+    return TILES["many" if pixels >= 32768 else "few"]
 
 
 def _look(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, back: bool) -> Tensor:
@@ -210,10 +201,10 @@ def _look(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, bac
 
     out = _empty(x, window)
     pixels = len(x) * window.rows_out * window.columns_out
-    K = window.even.sized(TILES.of(pixels, x.dtype))
-    look[(-(-pixels // K.rows),)](
+    K = window.even.sized(_tile(pixels, x.dtype))
+    look[(host.ceil_div(pixels, K.rows),)](
         _last(x), weight, weight if bias is None else bias.contiguous(), out, pixels, BACK=back,
-        BIAS=bias is not None, K=constants(K), num_warps=4,
+        BIAS=bias is not None, K=host.constants(K), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -226,9 +217,13 @@ def _input_gradient(g: Tensor, weight: Tensor, window: Window) -> Tensor:
     from banach.kernels.window_kernel import look_back
 
     out = _empty(g, back)
-    pixels = len(g) * math.prod(-(-size // back.stride) for size in (back.rows_out, back.columns_out))  # of a kind
-    K = back.sized(TILES.of(pixels * back.stride**2, g.dtype))
-    look_back[(-(-pixels // K.rows), back.stride**2)](g, weight, out, len(g), K=constants(K), num_warps=4)
+    pixels = len(g) * math.prod(
+        host.ceil_div(size, back.stride) for size in (back.rows_out, back.columns_out)
+    )  # of a kind
+    K = back.sized(_tile(pixels * back.stride**2, g.dtype))
+    look_back[(host.ceil_div(pixels, K.rows), back.stride**2)](
+        g, weight, out, len(g), K=host.constants(K), num_warps=4
+    )
     return out
 
 
@@ -237,19 +232,19 @@ def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, window: Window, *, bi
     from banach.kernels.window_kernel import add, correlate
 
     dw = torch.empty_like(weight)
-    K = window.sized(TILES.weights).reading(dw)
+    K = window.sized(TILES["weights"]).reading(dw)
     pixels = len(x) * K.rows_out * K.columns_out
-    tiles = -(-pixels // K.rows)
-    share = -(-tiles // max(1, min(tiles, TILES.parts // K.chunks)))
-    count = -(-tiles // share)
+    tiles = host.ceil_div(pixels, K.rows)
+    share = host.ceil_div(tiles, max(1, min(tiles, TILES["parts"] // K.chunks)))
+    count = host.ceil_div(tiles, share)
     parts = torch.empty((count, K.columns, K.chunks * K.depth), device=x.device)
     bias_parts = torch.empty((count, K.columns), device=x.device) if bias else parts
     db = torch.empty(K.made if bias else 0, dtype=weight.dtype, device=x.device)
     correlate[(count, K.chunks)](
-        _last(x), g, parts, bias_parts, pixels, share, BIAS=bias, K=constants(K), num_warps=4
+        _last(x), g, parts, bias_parts, pixels, share, BIAS=bias, K=host.constants(K), num_warps=4
     )
-    add[(-(-K.summed * K.side**2 // ADD["BLOCK"]), K.made)](
-        parts, bias_parts, dw, db if bias else dw, count, BIAS=bias, K=constants(K), **ADD
+    add[(host.ceil_div(K.summed * K.side**2, ADD["BLOCK"]), K.made)](
+        parts, bias_parts, dw, db if bias else dw, count, BIAS=bias, K=host.constants(K), **ADD
     )
     return dw, db
 

@@ -1,0 +1,160 @@
+"""What the host code of the kernels shares: known blocks as tensors, constants of a launch, a second stream."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Result = TypeVar("Result", bound=tuple[Any, ...])
+LAG = 2  # pieces of work in flight on the second stream: the tensors that they read stay allocated
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return True if Triton 3.4 or later is installed (PyTorch 2.8); importing it is left to the kernels.
+
+    Older ones cannot read the fields of a constant, and every kernel here gets its sizes as one such record.
+    """
+    try:
+        version = importlib.metadata.version("triton").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(version[0]), int(version[1])) >= (3, 4)
+
+
+@functools.cache
+def constants(record: Any) -> Any:
+    """Return a frozen dataclass of sizes with its fields as `tl.constexpr`, for a kernel's argument K."""
+    from triton.language import constexpr
+
+    return replace(record, **{field.name: constexpr(getattr(record, field.name)) for field in fields(record)})
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def ceil_div(whole: int, part: int) -> int:
+    """Return whole / part, rounded up."""
+    return -(-whole // part)
+
+
+def power_of_two(least: int) -> int:
+    """Return the least power of two that is at least `least`."""
+    return 1 << (least - 1).bit_length()
+
+
+def pixel_rows(x: Tensor) -> Tensor:
+    """Return images as (N, H, W, C), contiguous. No copy if x is channels_last."""
+    return x.detach().permute(0, 2, 3, 1).contiguous()
+
+
+def padded(values: Tensor, columns: int) -> Tensor:
+    """Return float32 numbers per channel, with zeros up to `columns` channels."""
+    missing = columns - values.shape[-1]
+    return (F.pad(values, (0, missing)) if missing else values).float().contiguous()
+
+
+def says(part: Any, name: str) -> bool:
+    """Return True if the class that defines `forward` also defines attribute `name`, or the instance has it.
+
+    Only then is a module still what its class says: a subclass that changes `forward` must say so again.
+    """
+    if "forward" in vars(part):
+        return False
+    owners = [next((c for c in type(part).__mro__ if word in vars(c)), None) for word in ("forward", name)]
+    return name in vars(part) or (owners[1] is not None and owners[0] is owners[1])
+
+
+def check_blocks(blocks: Sequence[Any], most: int) -> None:
+    """Raise if a kernel for at most `most` channels would compute these blocks wrongly.
+
+    Raises:
+        ValueError: unless conv1 and conv2 are 3x3 convolutions with bias and padding 1, norm is a BatchNorm2d
+            without weights, and all blocks have one mode, one eps and one number of channels.
+    """
+    for block in blocks:
+        norm = getattr(block, "norm", None)
+        if type(norm) is not nn.BatchNorm2d or norm.affine or not (norm.training or norm.track_running_stats):
+            raise ValueError(f"expected blocks that end in BatchNorm2d(affine=False), got {norm}; use the modules")
+        for layer in (block.conv1, block.conv2):
+            if not _is_plain(layer, most):
+                raise ValueError(
+                    f"expected 3x3 convolutions with bias, padding 1 and at most {most} channels, got {layer}; "
+                    "use the modules"
+                )
+    if len({(block.norm.training, block.norm.eps, block.conv1.in_channels) for block in blocks}) != 1:
+        raise ValueError("all blocks must have one mode (train or eval), one eps and one number of channels")
+
+
+def _is_plain(layer: Any, most: int) -> bool:
+    if type(layer) is not nn.Conv2d:
+        return False
+    shape = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
+    plain = shape == ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros") and layer.bias is not None
+    return plain and layer.in_channels == layer.out_channels <= most
+
+
+def gather(parameters: Sequence[Tensor]) -> Tensor:
+    """Stack parameters into one contiguous tensor, in at least float32, without a gradient."""
+    together = torch.stack([parameter.detach() for parameter in parameters])
+    return together.to(torch.promote_types(together.dtype, torch.float32)).contiguous()
+
+
+def running_statistics(blocks: Sequence[Any]) -> Tensor | None:
+    """Return mean, 1 / deviation and variance of all norms, (3, blocks, C); None in train mode."""
+    if blocks[0].norm.training:
+        return None
+    mean = torch.stack([block.norm.running_mean for block in blocks])
+    variance = torch.stack([block.norm.running_var for block in blocks])
+    return torch.stack([mean, (variance + blocks[0].norm.eps).rsqrt(), variance])
+
+
+class SideStream:
+    """Run weight-gradient kernels on a second CUDA stream, in parallel with the main chain. On a CPU: at once.
+
+    Every stream that uses this has its own second stream, so that two of them do not wait for each other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _second_stream(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+        self._in_flight: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+
+    def run(self, work: Callable[..., Result], *reads: Tensor) -> Result:
+        """Start work(*reads). Use what it returns after `join` only."""
+        if self.stream is None:
+            return work(*reads)
+        main = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(main)
+        try:
+            with torch.cuda.stream(self.stream):
+                made = work(*reads)
+                done = torch.cuda.Event()
+                done.record(self.stream)
+        except BaseException:
+            main.wait_stream(self.stream)
+            raise
+        self._in_flight.append((done, reads))  # keeps `reads` from being freed and overwritten
+        while len(self._in_flight) > LAG:
+            main.wait_event(self._in_flight.popleft()[0])
+        return made
+
+    def join(self) -> None:
+        """Wait for all work. Without any, a wait would be an error during a capture, so there is none."""
+        if self.stream is not None and self._in_flight:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        self._in_flight.clear()
+
+
+@functools.cache
+def _second_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(main.device)

@@ -1,0 +1,217 @@
+"""The Triton kernels on a GPU, at the sizes they were made for: against float64, in graphs, on two streams."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach.kernels import has_triton, residual_stack
+from banach.kernels.host import SideStream
+from banach.kernels.latent import LatentMap, evaluate, latent_map, latent_solve, reference_solve
+from banach.solve import Solution
+from kernels.cases import NETWORKS, answer, distance, modules, network, stack_of, tolerance, worst
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() and has_triton()), reason="needs CUDA and Triton"),
+]
+Made = TypeVar("Made")
+
+
+def made(name: str, *, train: bool, batch: int, seed: int = 0) -> tuple[LatentMap, Tensor, torch.dtype]:
+    """As each network is used: SVHN in float32, the others with products in bf16."""
+    R, v = network(name, train=train, batch=batch, seed=seed, device="cuda")
+    v = v.to(memory_format=torch.channels_last)
+    return latent_map(R), v, torch.float32 if name == "svhn" else torch.bfloat16
+
+
+def exactly(R: LatentMap) -> LatentMap:
+    known = None if R.known is None else R.known.double()
+    return LatentMap(R.form, R.weights.double(), R.biases.double(), R.eps, known)
+
+
+def captured(call: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
+    """Run once on another stream, then capture: the graph and its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("batch", [1, 7, 100, 300])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_few_steps_agree_with_float64(name: str, batch: int, train: bool) -> None:
+    R, v, dtype = made(name, train=train, batch=batch)
+    z0 = torch.randn_like(v)
+    stop = tolerance(atol=0.0, max_steps=3)
+    got = latent_solve(R, v, z0, tolerance=stop, dtype=dtype)
+    wanted = reference_solve(exactly(R), v.double(), z0.double(), stop, torch.float64)
+    bound = 2e-5 if dtype == torch.float32 else 1e-2
+    assert distance(got.value, wanted.value) < bound
+    assert distance(got.residual, wanted.residual) < bound
+    assert bool((got.steps == 3).all())
+    assert not bool(got.converged.any())
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_it_converges_to_a_fixed_point(name: str, train: bool) -> None:
+    R, v, dtype = made(name, train=train, batch=100)
+    stop = tolerance(atol=1e-4 if name == "svhn" else 1e-1, max_steps=200)
+    got = latent_solve(R, v, tolerance=stop, dtype=dtype)
+    assert bool(got.converged.all())
+    assert bool((got.residual <= stop.atol).all())
+    exact = exactly(R)
+    wanted = reference_solve(exact, v.double(), None, stop, torch.float64)
+    assert int((got.steps - wanted.steps).abs().max()) <= 2
+    moved = evaluate(exact, got.value.double(), v.double(), torch.float64) - got.value
+    assert float(moved.norm(dim=1).max()) < 2 * stop.atol
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_numbers_that_overflow_are_marked(name: str, train: bool) -> None:
+    """The start, whose residual is not finite, is the best iterate."""
+    R, v, dtype = made(name, train=train, batch=100)
+    got = latent_solve(R, v * float("inf"), tolerance=tolerance(), dtype=dtype)
+    assert bool(got.nonfinite.all())
+    assert not bool(got.value.any())
+    assert bool(got.residual.isinf().all())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_image_does_not_depend_on_the_others(name: str) -> None:
+    R, v, dtype = made(name, train=False, batch=300)
+    whole = latent_solve(R, v, tolerance=tolerance(), dtype=dtype)
+    for number in (0, 131, 299):
+        alone = latent_solve(R, v[number : number + 1], tolerance=tolerance(), dtype=dtype)
+        assert torch.equal(alone.value[0], whole.value[number])
+        assert int(alone.steps) == int(whole.steps[number])
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_graph_replays_it_with_other_inputs_to_the_bit(name: str, train: bool) -> None:
+    R, v, dtype = made(name, train=train, batch=150)
+    others = [made(name, train=train, batch=150, seed=seed)[1] * scale for seed, scale in ((1, 1.0), (2, 5.0))]
+    held, stop = v.clone(), tolerance(atol=1e-2)
+    graph, found = captured(lambda: latent_solve(R, held, tolerance=stop, dtype=dtype))
+    for other in (*others, v):
+        held.copy_(other)
+        for _ in range(2):
+            graph.replay()
+            assert_equal(found, latent_solve(R, other, tolerance=stop, dtype=dtype))
+
+
+def assert_equal(one: Solution, other: Solution) -> None:
+    for name in ("value", "residual", "converged", "steps", "stalled", "nonfinite", "diverged"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("name", ["mnist", "svhn"])
+def test_two_solves_at_once_on_one_device_do_not_wait_for_each_other(name: str) -> None:
+    """Each has a program for most multiprocessors: if half of both ran, neither would come to its meetings."""
+    cases = [made(name, train=True, batch=100, seed=seed) for seed in (0, 1)]
+    stop = tolerance(atol=0.0, max_steps=60)
+    wanted = [latent_solve(R, v, tolerance=stop, dtype=dtype) for R, v, dtype in cases]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(20):
+        for stream, (R, v, dtype) in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(latent_solve(R, v, tolerance=stop, dtype=dtype))
+    torch.cuda.synchronize()
+    for number, one in enumerate(got):
+        assert_equal(one, wanted[number % 2])
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("side", "dropout"), [(40, 0.15), (20, 0.0), (10, 0.0)])
+def test_a_stack_agrees_with_float64(side: int, dropout: float, train: bool) -> None:
+    """Two blocks, every gradient, as well as the modules do it in bf16: where a value rounds to the other side of
+    zero the leaky ReLU has another slope."""
+    blocks = stack_of(2, dropout=dropout, train=train).cuda()
+    x = torch.randn(64, 35, side, side, device="cuda").to(memory_format=torch.channels_last)
+    cotangent = torch.randn_like(x)
+    masks = torch.rand(2, 64, 35, device="cuda") >= dropout if dropout and train else None
+
+    def by_modules(b: nn.Sequential, leaf: Tensor) -> Tensor:
+        return modules(b, leaf, masks, 1 / (1 - dropout))
+
+    got = answer(blocks, x, lambda b, leaf: residual_stack(b, leaf, masks=masks), cotangent)
+    wanted = answer(blocks.double(), x.double(), by_modules, cotangent.double())
+    errors = worst(got, wanted)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        usual = worst(answer(blocks.float(), x.bfloat16(), by_modules, cotangent), wanted)
+    assert errors["output"] < 1e-2
+    for kind, error in errors.items():
+        assert error < 1.5 * usual[kind] + 1e-3, kind
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_gradients_have_the_strides_of_the_weights(memory_format: torch.memory_format) -> None:
+    """So that autograd does not copy them; by `grad`, since `backward` copies to the strides of the weights."""
+    blocks = stack_of(2).cuda().to(memory_format=memory_format)  # type: ignore[call-overload]
+    weights = [p for p in blocks.parameters() if p.dim() == 4]
+    loss = residual_stack(blocks, torch.randn(3, 35, 4, 4, device="cuda")).square().sum()
+    for weight, found in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        assert found.stride() == weight.stride()
+
+
+def test_a_kept_zero_is_not_taken_for_a_dropped_one() -> None:
+    """conv1 gives zeros: the leaky ReLU still passes its slope wherever nothing was dropped."""
+    blocks = stack_of(1, dropout=0.25).cuda()
+    conv1: Any = blocks.get_submodule("0.conv1")
+    nn.init.zeros_(conv1.weight)
+    nn.init.zeros_(conv1.bias)
+    x, masks = torch.randn(16, 35, 20, 20, device="cuda"), torch.rand(1, 16, 35, device="cuda") >= 0.25
+    got = answer(blocks, x, lambda b, leaf: residual_stack(b, leaf, masks=masks), x)
+    wanted = answer(blocks.double(), x.double(), lambda b, leaf: modules(b, leaf, masks, 1 / 0.75), x)
+    assert distance(got.gradients["0.conv1.weight"], wanted.gradients["0.conv1.weight"]) < 3e-2
+
+
+def test_a_stack_can_be_captured() -> None:
+    blocks = stack_of(2).cuda()
+    x = torch.randn(64, 35, 20, 20, device="cuda").requires_grad_()
+    fresh = copy.deepcopy(blocks)
+
+    def step(of: nn.Sequential) -> Tensor:
+        gradients = torch.autograd.grad(residual_stack(of, x).square().sum(), [x, *of.parameters()])
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+    graph, found = captured(lambda: step(blocks))
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert distance(found, step(fresh)) == 0
+
+
+def test_a_stack_gives_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks, many times, from two streams: what the second stream reads must not be overwritten."""
+    blocks = stack_of(8).cuda()
+    x = torch.randn(64, 35, 20, 20, device="cuda").to(memory_format=torch.channels_last)
+    cotangent = torch.randn_like(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(SideStream, "run", lambda self, work, *reads: work(*reads))
+        wanted = answer(blocks, x, residual_stack, cotangent)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for turn in range(6):
+        with torch.cuda.stream(streams[turn % 2]):
+            got = answer(blocks, x, residual_stack, cotangent)
+            assert torch.equal(got.out, wanted.out)
+            assert torch.equal(got.dx, wanted.dx)
+            for name, gradient in got.gradients.items():
+                assert torch.equal(gradient, wanted.gradients[name]), name
