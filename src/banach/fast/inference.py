@@ -12,8 +12,9 @@ from torch import Tensor
 
 from banach import checks
 from banach.backward import JFB, Implicit, Neumann
-from banach.fast.body import kernel_solve, promoted, solution_of
+from banach.fast.body import kernel_solve, promoted
 from banach.fast.capture import CapturedCalls, bucket
+from banach.fast.picard import solution_of
 from banach.fast.plan import is_as_written, plan
 from banach.fast.starts import Neighbours
 from banach.fast.weights import forget_packed, frozen_copy, parts_of

@@ -33,8 +33,9 @@ class Choice:
 
 _TITLES = {
     "graph": "CUDA graph",
-    "bare": "bare Picard loop",
+    "bare": "own Picard loop",
     "kernel": "one-launch kernel",
+    "loop": "while node",
     "bf16_weights": "bf16 weights",
     "fused": "fused blocks",
     "windows": "window convolutions",
@@ -53,8 +54,9 @@ class Plan:
         precision: "fp32", "tf32" or "bf16".
         graph: a whole training step, or a stage of a prediction, is one CUDA graph. Without it everything runs
             eagerly, and the choices below are not used.
-        bare: R is iterated without a test until the last step; Q, R and S are called one by one.
+        bare: Q, R and S are called one by one, and R is iterated by Picard alone.
         kernel: one kernel launch iterates R until it converges.
+        loop: a while node in the CUDA graph iterates R until every sample has stopped.
         bf16_weights: matrices are cast to bf16 once per step.
         fused: stacks of residual blocks run as fused kernels.
         windows: convolutions of few channels run as Triton kernels.
@@ -69,6 +71,7 @@ class Plan:
     graph: Choice
     bare: Choice
     kernel: Choice
+    loop: Choice
     bf16_weights: Choice
     fused: Choice
     windows: Choice
@@ -131,14 +134,17 @@ def plan(
         (precision == "tf32", "cuDNN is faster in TF32"),
         (not any(map(is_window, net.modules())), "there is no convolution of few channels"),
     )
+    kernel = _unless((bool(no_kernel), no_kernel), whole, *_no_latent_kernel(net, device))
+    loop = _loop(net, kernel, training=training)
     no_stack = not any(map(is_stack, net.modules()))
     return Plan(
         task="training step" if training else "prediction",
         device=str(device),
         precision=precision,
-        graph=_graph(net, device, refused) if training else _graph_of_prediction(net, device, refused),
+        graph=_graph(net, device, refused, loop) if training else _graph_of_prediction(net, device, refused),
         bare=bare,
-        kernel=_unless((bool(no_kernel), no_kernel), whole, *_no_latent_kernel(net, device)),
+        kernel=kernel,
+        loop=loop,
         bf16_weights=_unless(predicts, half, whole),
         fused=_unless(half, (bool(no_kernel), no_kernel), whole, (no_stack, "there is no stack of known blocks")),
         windows=windows,
@@ -202,12 +208,27 @@ def _unless(*reasons: tuple[bool, str]) -> Choice:
     return next((Choice(False, why) for holds, why in reasons if holds), Choice(True))
 
 
-def _graph(net: Any, device: torch.device, refused: str | None) -> Choice:
+def _loop(net: Any, kernel: Choice, *, training: bool) -> Choice:
+    if not isinstance(net, ImplicitNetwork):
+        return Choice(False, "the network has no fixed point")
+    return _unless(
+        (not training, "stages of several steps are graphs, and late samples go on as a smaller batch"),
+        (bool(kernel), "a kernel iterates R"),
+        (net.tolerance.max_steps == 0, "max_steps is 0"),
+        (net.tolerance.check_every == 0, "check_every is 0, so the depth is max_steps"),
+    )
+
+
+def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
+    from banach.fast.while_node import missing
+
+    lacks = missing() if loop and runs_graphs(device) else ""
     mode = net.backward if isinstance(net, ImplicitNetwork) else None
     syncs = isinstance(mode, Implicit) and mode.syncs_with_host
     return _unless(
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
+        (bool(lacks), f"a while node needs {lacks}"),
         (syncs, "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"),
     )
 

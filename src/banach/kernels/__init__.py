@@ -3,6 +3,7 @@
 from banach.kernels.blocks import says
 from banach.kernels.device import has_triton
 from banach.kernels.latent import LatentForm, describe, latent_solve
+from banach.kernels.picard import picard_step
 from banach.kernels.stack import repeated_stack, residual_stack
 from banach.kernels.window import conv2d
 
@@ -12,6 +13,7 @@ __all__ = [
     "describe",
     "has_triton",
     "latent_solve",
+    "picard_step",
     "repeated_stack",
     "residual_stack",
     "says",
