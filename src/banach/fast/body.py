@@ -39,7 +39,8 @@ class FastNetwork:
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
         self.frozen = frozen_copy(parts["R"])
         coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-        self.loop = PicardLoop(compiled(self.frozen, self.plan), net.solver, net.tolerance, coupled=coupled)
+        how = {"coupled": coupled, "fused": bool(self.plan.step)}
+        self.loop = PicardLoop(compiled(self.frozen, self.plan), net.solver, net.tolerance, **how)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if self.plan.bare:

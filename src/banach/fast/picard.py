@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, Space, leaves, leaves_like, map_leaves
-from banach.solve import RMS, Euclidean, Picard, Solution, Tolerance
+from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
+from banach.solve import Picard, Solution, Tolerance
 from banach.solve.device import CYCLE, before_loop, device_loop, loop_eagerly
 from banach.solve.tolerance import are_finite, measure
 
 LARGE = 1 << 20  # numbers in a latent from which on the batch is halved: a smaller one costs as much as its half
-HALVINGS = 3
+HALVINGS = 2  # each costs about 25 microseconds
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Where the samples of a batch are. The tensors are written in place."""
+    """Samples that are iterated together, and numbers of all samples of the batch. All are written in place."""
 
     z: Latent
     v: Latent
+    index: Tensor | None  # which samples of the batch these are, None: all
     active: Tensor  # (samples,) of bool; one number if they are coupled
     residual: Tensor
     allowed: Tensor
@@ -35,22 +36,17 @@ class Samples:
         kind = torch.float64 if first.dtype == torch.float64 else torch.float32
         numbers = torch.full((2, samples), torch.inf, dtype=kind, device=first.device)
         active = torch.ones(samples, dtype=torch.bool, device=first.device)
-        return Samples(z, v, active, numbers[0], numbers[1], torch.zeros_like(active, dtype=torch.int32))
+        return Samples(z, v, None, active, *numbers, torch.zeros_like(active, dtype=torch.int32))
 
-    def select(self, index: Tensor) -> Samples:
-        """Return copies of some samples."""
-        z, v = (map_leaves(lambda leaf: leaf[index], nest) for nest in (self.z, self.v))
-        return Samples(z, v, *(part[index] for part in self.numbers))
+    def late(self, count: int) -> Samples:
+        """Return copies of so many samples, those that are active among them."""
+        index = self.active.sort(descending=True).indices[:count]
+        return replace(self, z=select(self.z, index), v=select(self.v, index), index=index)
 
-    def put(self, index: Tensor, part: Samples) -> None:
-        """Write the samples of `part` back."""
-        pairs = zip((*leaves(self.z), *self.numbers), (*leaves(part.z), *part.numbers), strict=True)
-        for mine, other in pairs:
-            mine[index] = other
-
-    @property
-    def numbers(self) -> tuple[Tensor, ...]:
-        return self.active, self.residual, self.allowed, self.steps
+    def put(self, part: Samples) -> None:
+        """Write the iterates of a part of the batch back."""
+        for mine, other in zip(leaves(self.z), leaves(part.z), strict=True):
+            mine.index_copy_(0, part.index, other)
 
 
 class PicardLoop:
@@ -64,74 +60,83 @@ class PicardLoop:
         solver: gives the damping d.
         tolerance: when a sample stops.
         coupled: the samples stop as one.
+        fused: a kernel measures and moves the samples; for independent samples in the norm RMS or Euclidean.
     """
 
     def __init__(
-        self, R: Callable[..., Latent], solver: Picard, tolerance: Tolerance, *, coupled: bool
+        self,
+        R: Callable[..., Latent],
+        solver: Picard,
+        tolerance: Tolerance,
+        *,
+        coupled: bool = False,
+        fused: bool = False,
     ) -> None:
-        self.R, self.solver, self.tolerance, self.coupled = R, solver, tolerance, coupled
-        self.halves = not coupled
+        self.R, self.solver, self.tolerance = R, solver, tolerance
+        self.coupled, self.fused = coupled, fused
 
     def __call__(self, z: Latent, v: Latent) -> Solution:
         """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""
-        space = Space.of(z, coupled=self.coupled)
+        space, most = Space.of(z, coupled=self.coupled), self.tolerance.max_steps
         everyone = Samples.start(map_leaves(_dense_copy, z), v, space.samples)
-        most = self.tolerance.max_steps
         first = before_loop(most, CYCLE)
         for _ in range(first):
             self._step(everyone)
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
-            self._go_on(everyone, taken, self._halvings(z, v, space))
+            self._go_on(everyone, taken, self._halves(everyone, space))
         return self._solution(everyone, space)
 
-    def _go_on(self, samples: Samples, taken: Tensor, halvings: int) -> None:
-        """Iterate until all samples are done, the late ones as a smaller batch."""
-        size = len(samples.active)
-        least = size // 2 if halvings else 0
-        loop = device_loop() or loop_eagerly
-        limits = {"cycle": CYCLE, "most": self.tolerance.max_steps, "least": least}
-        loop(lambda: self._steps(samples), samples.active, taken, **limits)
-        if halvings:
-            index = samples.active.sort(descending=True, stable=True).indices[:least]
-            late = samples.select(index)
-            self._go_on(late, taken, halvings - 1)
-            samples.put(index, late)
+    def _go_on(self, everyone: Samples, taken: Tensor, halves: list[int]) -> None:
+        """Iterate until all samples are done, the late ones as smaller batches."""
+        samples = everyone
+        for least in (*halves, 0):
+            self._loop(samples, taken, least)
+            if samples is not everyone:
+                everyone.put(samples)
+            if least:
+                samples = everyone.late(least)
 
-    def _steps(self, samples: Samples) -> None:
-        for _ in range(CYCLE):
-            self._step(samples)
+    def _loop(self, samples: Samples, taken: Tensor, least: int) -> None:
+        def body() -> None:
+            for _ in range(CYCLE):
+                self._step(samples)
+
+        loop = device_loop() or loop_eagerly
+        loop(body, samples.active, taken, cycle=CYCLE, most=self.tolerance.max_steps, least=least)
 
     def _step(self, samples: Samples) -> None:
         """Evaluate R. Move and measure every sample that is active."""
-        Tz, norm = self.R(samples.z, samples.v), type(self.tolerance.norm)
-        if samples.active.is_cuda and norm in (RMS, Euclidean) and not self.coupled:
+        Tz, damping = self.R(samples.z, samples.v), self.solver.damping
+        parts = list(zip(leaves(samples.z), leaves_like(samples.z, Tz, "R"), strict=True))
+        if self.fused:
             from banach.kernels import picard_step
 
-            picard_step(samples, leaves_like(samples.z, Tz, "R"), self.tolerance, self.solver.damping)
+            picard_step(samples, parts, self.tolerance, damping)
             return
-        space, damping = Space.of(samples.z, coupled=self.coupled), self.solver.damping
-        residual, allowed = measure(space, self.tolerance, samples.z, Tz)
-        active, finite = samples.active, are_finite(residual, allowed)
-        for old, new in zip((samples.residual, samples.allowed), (residual, allowed), strict=True):
-            torch.where(active, new.to(old.dtype), old, out=old)
-        for old, new in zip(leaves(samples.z), leaves_like(samples.z, Tz, "R"), strict=True):
-            moved = torch.lerp(new.to(old.dtype), old, damping) if damping else new
-            keep = active.view(-1, *(1,) * (old.dim() - 1)) if old.dim() else active[0]
-            old.copy_(torch.where(keep, moved, old))
-        samples.steps.add_(active)
-        active.logical_and_(finite & (residual > allowed))
+        residual, allowed = measure(Space.of(samples.z, coupled=self.coupled), self.tolerance, samples.z, Tz)
+        index, active = samples.index, samples.active if samples.index is None else samples.active[samples.index]
+        for z, value in parts:
+            moved = torch.lerp(value.to(z.dtype), z, damping) if damping else value
+            z.copy_(torch.where(active.view(-1, *(1,) * (z.dim() - 1)) if z.dim() else active[0], moved, z))
+        goes_on = active & are_finite(residual, allowed) & (residual > allowed)
+        _write(samples.residual, index, active, residual)
+        _write(samples.allowed, index, active, allowed)
+        samples.steps.add_(samples.active)
+        _write(samples.active, index, active, goes_on)
 
-    def _halvings(self, z: Latent, v: Latent, space: Space) -> int:
-        """Return how often the batch may be halved."""
-        parts = leaves(z)
+    def _halves(self, samples: Samples, space: Space) -> list[int]:
+        """Return the sizes of the smaller batches."""
+        parts = leaves(samples.z)
         large = sum(part.numel() for part in parts) >= LARGE
-        cut = all(part.dim() and len(part) == space.batch for part in (*parts, *leaves(v)))
-        return HALVINGS if self.halves and large and cut and space.batch >= 2 << HALVINGS else 0
+        cut = all(part.dim() and len(part) == space.batch for part in (*parts, *leaves(samples.v)))
+        sizes = [space.batch >> number for number in range(1, HALVINGS + 1)]
+        return sizes if large and cut and not self.coupled and sizes[-1] > 1 else []
 
     def _solution(self, samples: Samples, space: Space) -> Solution:
-        residual, allowed = samples.residual, samples.allowed
-        numbers = residual, residual <= allowed, ~are_finite(residual, allowed), samples.steps.long()
+        residual, allowed, steps = samples.residual, samples.allowed, samples.steps
+        nonfinite = ~are_finite(residual, allowed) & (steps > 0)
+        numbers = residual, (residual <= allowed) & (residual < torch.inf), nonfinite, steps.long()
         return solution_of(self, samples.z, *(space.spread(part) for part in numbers))
 
 
@@ -147,6 +152,13 @@ def solution_of(
     none = _false(residual.device).expand(len(residual))
     found = value, residual, converged, steps, none, nonfinite, none
     return Solution(*found, solver=of.solver, tolerance=of.tolerance)
+
+
+def _write(numbers: Tensor, index: Tensor | None, active: Tensor, new: Tensor) -> None:
+    """Write the numbers of the active samples."""
+    old = numbers if index is None else numbers[index]
+    new = torch.where(active, new.to(old.dtype), old)
+    numbers.copy_(new) if index is None else numbers.index_copy_(0, index, new)
 
 
 def _dense_copy(leaf: Tensor) -> Tensor:

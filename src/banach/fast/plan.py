@@ -36,6 +36,7 @@ _TITLES = {
     "bare": "own Picard loop",
     "kernel": "one-launch kernel",
     "loop": "while node",
+    "step": "fused Picard step",
     "bf16_weights": "bf16 weights",
     "fused": "fused blocks",
     "windows": "window convolutions",
@@ -57,6 +58,7 @@ class Plan:
         bare: Q, R and S are called one by one, and R is iterated by Picard alone.
         kernel: one kernel launch iterates R until it converges.
         loop: a while node in the CUDA graph iterates R until every sample has stopped.
+        step: one kernel measures and moves all samples after an evaluation of R.
         bf16_weights: matrices are cast to bf16 once per step.
         fused: stacks of residual blocks run as fused kernels.
         windows: convolutions of few channels run as Triton kernels.
@@ -72,6 +74,7 @@ class Plan:
     bare: Choice
     kernel: Choice
     loop: Choice
+    step: Choice
     bf16_weights: Choice
     fused: Choice
     windows: Choice
@@ -145,6 +148,7 @@ def plan(
         bare=bare,
         kernel=kernel,
         loop=loop,
+        step=_step(net, bare, loop, no_kernel),
         bf16_weights=_unless(predicts, half, whole),
         fused=_unless(half, (bool(no_kernel), no_kernel), whole, (no_stack, "there is no stack of known blocks")),
         windows=windows,
@@ -216,6 +220,19 @@ def _loop(net: Any, kernel: Choice, *, training: bool) -> Choice:
         (bool(kernel), "a kernel iterates R"),
         (net.tolerance.max_steps == 0, "max_steps is 0"),
         (net.tolerance.check_every == 0, "check_every is 0, so the depth is max_steps"),
+    )
+
+
+def _step(net: Any, bare: Choice, loop: Choice, no_kernel: str) -> Choice:
+    if not loop:
+        return Choice(False, "there is no while node")
+    coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
+    norm = type(net.tolerance.norm)
+    return _unless(
+        (not bare, bare.why),
+        (bool(no_kernel), no_kernel),
+        (coupled, "the samples stop as one"),
+        (norm not in (RMS, Euclidean), f"the norm is {norm.__name__}"),
     )
 
 

@@ -11,6 +11,7 @@ import functools
 import glob
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def missing() -> str:
     """Return what while nodes lack on this machine, "" if nothing."""
     if not torch.cuda.is_available():
         return "a CUDA GPU"
-    if "keep_graph" not in (torch.cuda.CUDAGraph.__new__.__doc__ or "") and torch.__version__ < "2.8":
+    if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
         return "PyTorch 2.8"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "cuda.bindings (pip install cuda-bindings)"
@@ -69,10 +70,9 @@ class WhileNode:
         self.graph = graph = _done(driver.cuGraphCreate(0))
         context = _done(driver.cuCtxGetCurrent())
         handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
-        sizes = (active.numel(), least), (most,)
 
         def decide(where: Any, after: list[Any], added: int) -> Any:
-            values = (int(handle), active.data_ptr(), *sizes[0], steps.data_ptr(), added, *sizes[1])
+            values = int(handle), active.data_ptr(), active.numel(), least, steps.data_ptr(), added, most
             return _done(driver.cuGraphAddKernelNode(where, after, len(after), _launch(values)))
 
         first = decide(graph, [], 0)
@@ -95,7 +95,7 @@ class WhileNode:
         _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
 
     def __del__(self) -> None:
-        if not hasattr(self, "executable") or torch is None:
+        if sys.is_finalizing() or not hasattr(self, "executable"):
             return
         from cuda.bindings import driver
 
@@ -133,9 +133,8 @@ def _kernel(device: int) -> Any:
     link = _done(driver.cuLinkCreate(0, [], []))
     kinds = driver.CUjitInputType
     _done(driver.cuLinkAddData(link, kinds.CU_JIT_INPUT_PTX, program, len(program), b"decide", 0, [], []))
-    _done(
-        driver.cuLinkAddFile(link, kinds.CU_JIT_INPUT_LIBRARY, str(_device_runtime()).encode(), 0, [], [])
-    )
+    library = str(_device_runtime()).encode()
+    _done(driver.cuLinkAddFile(link, kinds.CU_JIT_INPUT_LIBRARY, library, 0, [], []))
     binary, _ = _done(driver.cuLinkComplete(link))
     module = _done(driver.cuModuleLoadData(binary))
     return _done(driver.cuModuleGetFunction(module, b"decide"))

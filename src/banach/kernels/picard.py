@@ -10,33 +10,39 @@ import torch
 from torch import Tensor
 
 from banach.kernels.device import power_of_two
-from banach.latent import leaves
 from banach.solve import RMS, Tolerance
 
+_BLOCK = 4096  # numbers that a program reads at a time
 
-def picard_step(samples: Any, Tz: Sequence[Tensor], tolerance: Tolerance, damping: float) -> None:
+
+def picard_step(
+    samples: Any, parts: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance, damping: float
+) -> None:
     """Move every active sample from z to d z + (1 - d) T(z), and test it.
 
     Args:
-        samples: z and the numbers of every sample, written in place; see `banach.fast.picard.Samples`.
-        Tz: T(z), one tensor per leaf of z.
+        samples: the numbers of every sample, written in place; see `banach.fast.picard.Samples`.
+        parts: (z, T(z)), one pair per tensor of the latent. Every sample of z is one piece of memory.
         tolerance: in the norm RMS or Euclidean.
         damping: d.
     """
     from banach.kernels.picard_kernel import step
 
-    parts = leaves(samples.z)
-    count, width = len(samples.active), sum(part[0].numel() for part in parts)
-    scale = 1 / math.sqrt(max(width, 1)) if type(tolerance.norm) is RMS else 1.0
-    sums = torch.empty(2, count, dtype=samples.residual.dtype, device=samples.residual.device)
-    for number, (z, value) in enumerate(zip(parts, Tz, strict=True)):
+    count, sizes = len(parts[0][0]), [z[:1].numel() for z, _ in parts]
+    scale = 1 / math.sqrt(max(sum(sizes), 1)) if type(tolerance.norm) is RMS else 1.0
+    residual, index = samples.residual, samples.index
+    sums = residual if len(parts) == 1 else residual.new_empty(2, count)  # over the tensors before the last one
+    for number, ((z, value), size) in enumerate(zip(parts, sizes, strict=True)):
         if z.stride() != value.stride():
             value = torch.empty_like(z, dtype=value.dtype).copy_(value)
-        size = z[0].numel()
-        block = min(power_of_two(max(size, 1)), 4096)
+        block = min(power_of_two(max(size, 1)), _BLOCK)
         step[(count,)](
-            z, value, samples.active, samples.residual, samples.allowed, samples.steps, sums,
-            count, size, tolerance.atol, tolerance.rtol, scale, damping,
-            FIRST=number == 0, LAST=number == len(parts) - 1, BLOCK=block,
+            *(z, value, samples.active if index is None else index),
+            *(samples.active, residual, samples.allowed, samples.steps, sums),
+            *(size, tolerance.atol, tolerance.rtol, scale, damping),
+            ALL=index is None,
+            FIRST=number == 0,
+            LAST=number == len(parts) - 1,
+            BLOCK=block,
             num_warps=max(1, min(16, block // 256)),
         )

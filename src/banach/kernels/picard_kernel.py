@@ -5,11 +5,29 @@ import triton.language as tl
 
 
 @triton.jit
-def step(z, Tz, active, residual, allowed, steps, sums, count, size, atol, rtol, scale, damping,
-         FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program is one sample. A sample that has stopped costs one load."""
+def step(
+    z,
+    Tz,
+    index,
+    active,
+    residual,
+    allowed,
+    steps,
+    sums,
+    size,
+    atol,
+    rtol,
+    scale,
+    damping,
+    ALL: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Let one program be one sample. A sample that has stopped costs one load."""
     row = tl.program_id(0)
-    if tl.load(active + row) != 0:
+    sample = row.to(tl.int64) if ALL else tl.load(index + row)
+    if tl.load(active + sample) != 0:
         kind = residual.dtype.element_ty
         start = row.to(tl.int64) * size
         moved = tl.zeros((BLOCK,), kind)
@@ -24,16 +42,16 @@ def step(z, Tz, active, residual, allowed, steps, sums, count, size, atol, rtol,
             tl.store(z + start + at, new - damping * change, mask=at < size)
         r, t = tl.sum(moved, 0), tl.sum(length, 0)
         if not FIRST:
-            r += tl.load(sums + row)
-            t += tl.load(sums + count + row)
+            r += tl.load(sums + 2 * row)
+            t += tl.load(sums + 2 * row + 1)
         if LAST:
             r, t = tl.sqrt(r) * scale, tl.sqrt(t) * scale
             bound = atol + rtol * t
             inside = (r < float("inf")) & (t < float("inf"))
-            tl.store(residual + row, r)
-            tl.store(allowed + row, bound)
-            tl.store(steps + row, tl.load(steps + row) + 1)
-            tl.store(active + row, inside & (r > bound))
+            tl.store(residual + sample, r)
+            tl.store(allowed + sample, bound)
+            tl.store(steps + sample, tl.load(steps + sample) + 1)
+            tl.store(active + sample, inside & (r > bound))
         else:
-            tl.store(sums + row, r)
-            tl.store(sums + count + row, t)
+            tl.store(sums + 2 * row, r)
+            tl.store(sums + 2 * row + 1, t)
