@@ -1,4 +1,4 @@
-"""A fused Picard step, in Triton's interpreter, against plain torch. Run as a program it prints the differences."""
+"""A fused Picard step, in Triton's interpreter, against plain torch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from banach.fast import FastNetwork, TrainStep, plan
 from banach.fast.step import Extras
 from banach.solve.device import loop_eagerly, loops_by
 from banach.train import fit
-from banach.solve.device import loop_eagerly, loops_by
 from banach.train.penalties import Penalties
 from train.parts_train import images, network, plain_network, settings
 

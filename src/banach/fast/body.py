@@ -17,7 +17,7 @@ from banach.solve import Solution
 
 
 class FastNetwork:
-    """d -> (output, Solution): N(d) with the layers of the plan. For modules without fixed point it is (output, None).
+    """d -> (output, Solution): N(d) with the layers of the plan. Without a fixed point the Solution is None.
 
     By Picard and JFB, Q, R and S are called one by one: a kernel that knows R iterates it, or a `PicardLoop`. A
     sample that leaves the finite numbers is marked (`nonfinite`) and not replaced, so that the loss shows it.
@@ -39,8 +39,8 @@ class FastNetwork:
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
         self.frozen = frozen_copy(parts["R"])
         coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-        how = {"coupled": coupled, "fused": bool(self.plan.step)}
-        self.loop = PicardLoop(compiled(self.frozen, self.plan), net.solver, net.tolerance, **how)
+        R = compiled(self.frozen, self.plan)
+        self.loop = PicardLoop(R, net.solver, net.tolerance, coupled=coupled, fused=bool(self.plan.step))
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if self.plan.bare:

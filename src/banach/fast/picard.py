@@ -36,7 +36,7 @@ class Samples:
         kind = torch.float64 if first.dtype == torch.float64 else torch.float32
         numbers = torch.full((2, samples), torch.inf, dtype=kind, device=first.device)
         active = torch.ones(samples, dtype=torch.bool, device=first.device)
-        return Samples(z, v, None, active, *numbers, torch.zeros_like(active, dtype=torch.int32))
+        return Samples(z, v, None, active, numbers[0], numbers[1], torch.zeros_like(active, dtype=torch.int32))
 
     def late(self, count: int) -> Samples:
         """Return copies of so many samples, those that are active among them."""
@@ -45,6 +45,7 @@ class Samples:
 
     def put(self, part: Samples) -> None:
         """Write the iterates of a part of the batch back."""
+        assert part.index is not None
         for mine, other in zip(leaves(self.z), leaves(part.z), strict=True):
             mine.index_copy_(0, part.index, other)
 
@@ -52,8 +53,8 @@ class Samples:
 class PicardLoop:
     """z <- d z + (1 - d) R(z, v) until every sample meets the tolerance, or `max_steps`, without a host sync.
 
-    A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample. When
-    half of a large batch has stopped, the other half goes on as a batch of its own, and so on.
+    A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample.
+    When half of a large batch has stopped, the other half goes on as a batch of its own, and so on.
 
     Args:
         R: the map.

@@ -1,7 +1,7 @@
 """While nodes: a CUDA graph that repeats another one until a test on the device fails.
 
-The test is a small kernel that sets the condition of the node. PyTorch has no API for that, so the graph is built by
-`cuda.bindings`, and the kernel is compiled by NVRTC. Both come with the CUDA wheels of PyTorch.
+The test is a small kernel that sets the condition of the node. PyTorch has no API for that, so the graph is built
+by `cuda.bindings`, and the kernel is compiled by NVRTC. Both come with the CUDA wheels of PyTorch.
 """
 
 from __future__ import annotations

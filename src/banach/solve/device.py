@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ def loop_eagerly(
 
 
 def before_loop(most: int, cycle: int, least: int = 1) -> int:
-    """Return how many steps to take before a loop: at least so many, and whole cycles lead from there to `most`."""
+    """Return how many steps to take before a loop: at least `least`, and `most` less whole cycles."""
     return next((steps for steps in range(least or 1, most) if (most - steps) % cycle == 0), most)
 
 

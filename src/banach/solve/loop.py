@@ -19,8 +19,8 @@ from banach.solve.context import (
     without_autocast,
     without_derivatives,
 )
-from banach.solve.mixing import probe
 from banach.solve.device import device_loop, run_on_device
+from banach.solve.mixing import probe
 from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
