@@ -85,7 +85,7 @@ def _followed(net: Any, frames: list[Tensor]) -> float:
 
 
 def _near(net: Any, frames: list[Tensor]) -> float:
-    fast = banach.compile(net, first=1, then=1, neighbours=len(frames) * len(frames[0]))
+    fast = banach.compile(net, neighbours=len(frames) * len(frames[0]))
     return _mean([fast(d, solution=True)[1] for d in frames][1:])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import banach.train.evaluate  # noqa: F401
 from banach import Tolerance, models
-from banach.solve.device import loop_eagerly, loops_by
+from banach.solve.device import loop_at_least_once, loop_eagerly, loops_by
 
 PLAN: Any = sys.modules["banach.fast.plan"]
 
@@ -25,11 +25,14 @@ class EagerGraphs:
         pass
 
     def warm_up(self, program: Callable[[], None]) -> None:
-        with loops_by(loop_eagerly):
-            program()
+        self._run(program, loop_at_least_once)
 
     def capture(self, program: Callable[[], None]) -> Any:
-        return SimpleNamespace(replay=lambda: self.warm_up(program))
+        return SimpleNamespace(replay=lambda: self._run(program, loop_eagerly))
+
+    def _run(self, program: Callable[[], None], loop: Any) -> None:
+        with loops_by(loop):
+            program()
 
 
 def digits(tolerance: Tolerance, **options: Any) -> Any:

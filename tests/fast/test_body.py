@@ -191,7 +191,7 @@ def test_what_users_wrote_is_called(what: str) -> None:
         with pytest.raises(TypeError, match="hooks or an overridden forward"):
             banach.compile(net)
     else:
-        torch.testing.assert_close(banach.compile(net, first=3)(d), net(d))
+        torch.testing.assert_close(banach.compile(net)(d), net(d))
 
 
 def test_what_cannot_be_frozen_goes_through_the_network() -> None:

@@ -73,7 +73,7 @@ def test_a_captured_step_says_so_too(slope: float) -> None:
 def test_an_overflow_keeps_the_best_iterate(first: int) -> None:
     net = network(Square())
     d = torch.tensor([[9.0, 9.0], [0.1, 0.2]])
-    y, found = banach.compile(net, first=first, then=2)(d, solution=True)
+    y, found = banach.compile(net)(d, solution=True)
     wanted, own = own_answer(net, d)
     assert found.status == (Status.NONFINITE, Status.CONVERGED)
     assert found.value[0].tolist() == own.value[0].tolist() == [0.0, 0.0]
@@ -86,7 +86,7 @@ def test_T_is_finite_at_what_is_kept() -> None:
     """A stage begins at 1, where T is infinite: what is kept is where an earlier one began."""
     net = network(Countdown(), tolerance=Tolerance(max_steps=9))
     d, z0 = torch.ones(2, 3), torch.tensor([[4.0], [40.0]]).expand(2, 3).contiguous()
-    y, found = banach.compile(net, first=3, then=2)(d, z0=z0, solution=True)
+    y, found = banach.compile(net)(d, z0=z0, solution=True)
     assert found.status == (Status.NONFINITE, Status.MAX_STEPS)
     assert found.value.tolist() == [[4.0] * 3, [31.0] * 3]
     assert y.tolist() == [[3.0] * 3, [30.0] * 3]

@@ -42,6 +42,7 @@ def differences() -> list[float]:
 
 def test_it_is_the_plain_step() -> None:
     code = "import banach.fast.picard as p, kernels.test_picard as t; p.LARGE = 1; import json; "
+    code += "import banach.kernels.picard as k; k._BLOCK = 2; "
     code += "print(json.dumps(t.differences()))"
     path = os.pathsep.join(("src", "tests"))
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}

@@ -28,16 +28,20 @@ class FastNetwork:
     def __init__(self, net: Any, how: Plan | None = None) -> None:
         self.net, self.plan = net, plan(net) if how is None else how
         self.bf16: Bf16Weights | None = None
-        if not self.plan.bare:
+        self.finds = bool(self.plan.bare)  # `solve` can be called
+        predicts = self.plan.task == "prediction"
+        if not (self.finds or predicts):
             self.whole = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
             return
         parts = parts_of(net, self.plan)
         if self.plan.bf16_weights:
             self.bf16 = Bf16Weights(parts)
             parts = self.bf16.modules
+        self.frozen = frozen_copy(parts["R"])
+        if predicts:
+            parts["R"] = self.frozen
         # Not bound methods of the network: compiled parts are called in its place.
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
-        self.frozen = frozen_copy(parts["R"])
         coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
         R = compiled(self.frozen, self.plan)
         self.loop = PicardLoop(R, net.solver, net.tolerance, coupled=coupled, fused=bool(self.plan.step))
@@ -45,7 +49,7 @@ class FastNetwork:
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if self.plan.bare:
             v = self.Q(*as_inputs(d))
-            found = self._solve(detach(v))
+            found = self.solve(detach(v))
             return self.S(self.R(found.value, v)), found
         if isinstance(self.net, ImplicitNetwork):
             output, found = self.net(*as_inputs(d), solution=True)
@@ -63,11 +67,14 @@ class FastNetwork:
             self.bf16.collect()
 
     @torch.no_grad()
-    def _solve(self, v: Latent) -> Solution:
+    def solve(self, v: Latent, z0: Latent | None = None) -> Solution:
+        """Find u = R(u, v) from z0, by default the network's start."""
+        forget_packed(self.frozen)  # weights may have changed since they were packed
+        if z0 is None and not (self.plan.kernel and self.net.start is zeros):
+            z0 = self.net.start(v)
         if self.plan.kernel:
-            return kernel_solve(self.net, v)
-        forget_packed(self.frozen)
-        return self.loop(promoted(self.net.start(v)), v)
+            return kernel_solve(self.net, v, z0)
+        return self.loop(promoted(z0), v)
 
 
 def kernel_solve(net: ImplicitNetwork, v: Tensor, z0: Tensor | None = None) -> Solution:
@@ -77,9 +84,6 @@ def kernel_solve(net: ImplicitNetwork, v: Tensor, z0: Tensor | None = None) -> S
     """
     from banach.kernels import latent_solve
 
-    if z0 is None and net.start is not zeros:
-        with torch.no_grad():
-            z0 = net.start(v)
     return latent_solve(net.R, v, z0, tolerance=net.tolerance)
 
 

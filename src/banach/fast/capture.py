@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from banach.fast.while_node import WhileNode
-from banach.solve.device import loop_eagerly, loops_by
+from banach.solve.device import loop_at_least_once, loops_by
 
 _BROKEN: list[Recording] = []  # captures that failed: the allocator may still point to them
 WARM_UPS = 2  # runs before a capture: they create handles, plans, optimizer state and compiled kernels
@@ -30,7 +30,7 @@ class Graphs:
         """Run the program on a side stream, which must precede a capture. Its loops sync with the host."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self.side), loops_by(loop_eagerly), _one_thread():
+            with torch.cuda.stream(self.side), loops_by(loop_at_least_once), _one_thread():
                 for _ in range(WARM_UPS):
                     program()
         finally:  # the caller may now restore what it changed
@@ -98,7 +98,7 @@ class Recording:
         return graph
 
     def loop(self, body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
-        """Capture a loop, as `loop_eagerly` runs it."""
+        """Capture a loop, as `banach.solve.device.loop_eagerly` runs it."""
         self.end()
         self.begin(keep_graph=True)
         body()

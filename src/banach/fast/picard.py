@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
 from banach.solve import Picard, Solution, Tolerance
-from banach.solve.device import CYCLE, before_loop, device_loop, loop_eagerly
+from banach.solve.device import before_loop, device_loop, loop_eagerly
+from banach.solve.solution import DEFERRED
 from banach.solve.tolerance import are_finite, measure
 
-LARGE = 1 << 20  # numbers in a latent from which on the batch is halved: a smaller one costs as much as its half
+# Numbers in a latent. In a larger one a step costs more than a test, and a batch twice as much as its half.
+LARGE = 1 << 20
+CYCLE = 4  # steps between two tests of the loop, in smaller ones
 HALVINGS = 2  # each costs about 25 microseconds
 
 
@@ -29,6 +31,7 @@ class Samples:
     residual: Tensor
     allowed: Tensor
     steps: Tensor  # of int32
+    arrived: Tensor  # of int32, zero between two steps: counts the programs of a kernel
 
     @staticmethod
     def start(z: Latent, v: Latent, samples: int) -> Samples:
@@ -36,7 +39,8 @@ class Samples:
         kind = torch.float64 if first.dtype == torch.float64 else torch.float32
         numbers = torch.full((2, samples), torch.inf, dtype=kind, device=first.device)
         active = torch.ones(samples, dtype=torch.bool, device=first.device)
-        return Samples(z, v, None, active, numbers[0], numbers[1], torch.zeros_like(active, dtype=torch.int32))
+        counts = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
+        return Samples(z, v, None, active, numbers[0], numbers[1], counts[0], counts[1])
 
     def late(self, count: int) -> Samples:
         """Return copies of so many samples, those that are active among them."""
@@ -53,8 +57,9 @@ class Samples:
 class PicardLoop:
     """z <- d z + (1 - d) R(z, v) until every sample meets the tolerance, or `max_steps`, without a host sync.
 
-    A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample.
-    When half of a large batch has stopped, the other half goes on as a batch of its own, and so on.
+    A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample. In
+    a large batch it ends at once; and when half of the samples have stopped, the other half goes on as a batch of
+    its own, and so on.
 
     Args:
         R: the map.
@@ -79,36 +84,43 @@ class PicardLoop:
     def __call__(self, z: Latent, v: Latent) -> Solution:
         """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""
         space, most = Space.of(z, coupled=self.coupled), self.tolerance.max_steps
-        everyone = Samples.start(map_leaves(_dense_copy, z), v, space.samples)
-        first = before_loop(most, CYCLE)
-        for _ in range(first):
+        if not most:
+            return self._solution(Samples.start(z, v, space.samples), space)
+        cycle = CYCLE if sum(leaf.numel() for leaf in leaves(z)) < LARGE else 1
+        first, Tz = before_loop(most, cycle), self.R(z, v)
+        everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples)
+        self._move(everyone, Tz)
+        for _ in range(first - 1):
             self._step(everyone)
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
-            self._go_on(everyone, taken, self._halves(everyone, space))
+            self._go_on(everyone, taken, self._halves(everyone, space) if cycle == 1 else [], cycle)
         return self._solution(everyone, space)
 
-    def _go_on(self, everyone: Samples, taken: Tensor, halves: list[int]) -> None:
+    def _go_on(self, everyone: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
         """Iterate until all samples are done, the late ones as smaller batches."""
         samples = everyone
         for least in (*halves, 0):
-            self._loop(samples, taken, least)
+            self._loop(samples, taken, least, cycle)
             if samples is not everyone:
                 everyone.put(samples)
             if least:
                 samples = everyone.late(least)
 
-    def _loop(self, samples: Samples, taken: Tensor, least: int) -> None:
+    def _loop(self, samples: Samples, taken: Tensor, least: int, cycle: int) -> None:
         def body() -> None:
-            for _ in range(CYCLE):
+            for _ in range(cycle):
                 self._step(samples)
 
         loop = device_loop() or loop_eagerly
-        loop(body, samples.active, taken, cycle=CYCLE, most=self.tolerance.max_steps, least=least)
+        loop(body, samples.active, taken, cycle=cycle, most=self.tolerance.max_steps, least=least)
 
     def _step(self, samples: Samples) -> None:
-        """Evaluate R. Move and measure every sample that is active."""
-        Tz, damping = self.R(samples.z, samples.v), self.solver.damping
+        self._move(samples, self.R(samples.z, samples.v))
+
+    def _move(self, samples: Samples, Tz: Latent) -> None:
+        """Measure and move every sample that is active."""
+        damping = self.solver.damping
         parts = list(zip(leaves(samples.z), leaves_like(samples.z, Tz, "R"), strict=True))
         if self.fused:
             from banach.kernels import picard_step
@@ -128,31 +140,28 @@ class PicardLoop:
 
     def _halves(self, samples: Samples, space: Space) -> list[int]:
         """Return the sizes of the smaller batches."""
-        parts = leaves(samples.z)
-        large = sum(part.numel() for part in parts) >= LARGE
-        cut = all(part.dim() and len(part) == space.batch for part in (*parts, *leaves(samples.v)))
+        parts = (*leaves(samples.z), *leaves(samples.v))
+        cut = all(part.dim() and len(part) == space.batch for part in parts)
         sizes = [space.batch >> number for number in range(1, HALVINGS + 1)]
-        return sizes if large and cut and not self.coupled and sizes[-1] > 1 else []
+        return sizes if cut and not self.coupled and sizes[-1] > 1 else []
 
     def _solution(self, samples: Samples, space: Space) -> Solution:
+        """Return the Solution. Its numbers are made when they are read: most steps never need them."""
+
         residual, allowed, steps = samples.residual, samples.allowed, samples.steps
-        nonfinite = ~are_finite(residual, allowed) & (steps > 0)
-        numbers = residual, (residual <= allowed) & (residual < torch.inf), nonfinite, steps.long()
-        return solution_of(self, samples.z, *(space.spread(part) for part in numbers))
+
+        def numbers() -> dict[str, Tensor]:
+            finite = are_finite(residual, allowed)
+            parts = residual, finite & (residual <= allowed), ~finite & (steps > 0), steps.long()
+            return numbers_of(*(space.spread(part) for part in parts))
+
+        return Solution.deferred(samples.z, numbers, {"solver": self.solver, "tolerance": self.tolerance})
 
 
-def solution_of(
-    of: Any, value: Latent, residual: Tensor, converged: Tensor, nonfinite: Tensor, steps: Tensor
-) -> Solution:
-    """Return the Solution of a loop without host checks, which calls no sample stalled or diverged.
-
-    Args:
-        of: what has the `solver` and the `tolerance`.
-        value, residual, converged, nonfinite, steps: as in `Solution`.
-    """
-    none = _false(residual.device).expand(len(residual))
-    found = value, residual, converged, steps, none, nonfinite, none
-    return Solution(*found, solver=of.solver, tolerance=of.tolerance)
+def numbers_of(residual: Tensor, converged: Tensor, nonfinite: Tensor, steps: Tensor) -> dict[str, Tensor]:
+    """Return the numbers of a Solution. A loop without host checks calls no sample stalled or diverged."""
+    none = torch.zeros_like(converged)
+    return dict(zip(DEFERRED, (residual, converged, steps, none, nonfinite, none), strict=True))
 
 
 def _write(numbers: Tensor, index: Tensor | None, active: Tensor, new: Tensor) -> None:
@@ -162,18 +171,8 @@ def _write(numbers: Tensor, index: Tensor | None, active: Tensor, new: Tensor) -
     numbers.copy_(new) if index is None else numbers.index_copy_(0, index, new)
 
 
-def _dense_copy(leaf: Tensor) -> Tensor:
-    """Return a copy in which every sample is one piece of memory."""
-    copy = leaf.clone()
-    return copy if not copy.dim() or copy.stride(0) == copy[:1].numel() else copy.contiguous()
-
-
-_FALSE: dict[torch.device, Tensor] = {}
-
-
-def _false(device: torch.device) -> Tensor:
-    """Return a constant on the device, made once: a captured step needs no kernel for it."""
-    if device not in _FALSE:
-        with torch.inference_mode(False):
-            _FALSE[device] = torch.zeros((), dtype=torch.bool, device=device)
-    return _FALSE[device]
+def _in_layout_of(leaf: Tensor, value: Tensor) -> Tensor:
+    """Return a copy of z in the memory format of T(z), in which every sample is one piece of memory."""
+    dense = not value.dim() or value.stride(0) == value[:1].numel()
+    copy = torch.empty_like(value, dtype=leaf.dtype) if dense else torch.empty_like(leaf.contiguous())
+    return copy.copy_(leaf)

@@ -138,13 +138,13 @@ def plan(
         (not any(map(is_window, net.modules())), "there is no convolution of few channels"),
     )
     kernel = _unless((bool(no_kernel), no_kernel), whole, *_no_latent_kernel(net, device))
-    loop = _loop(net, kernel, training=training)
+    loop = _loop(net, kernel)
     no_stack = not any(map(is_stack, net.modules()))
     return Plan(
         task="training step" if training else "prediction",
         device=str(device),
         precision=precision,
-        graph=_graph(net, device, refused, loop) if training else _graph_of_prediction(net, device, refused),
+        graph=_graph(net, device, refused, loop) if training else _graph_of_prediction(net, device, refused, loop),
         bare=bare,
         kernel=kernel,
         loop=loop,
@@ -212,11 +212,10 @@ def _unless(*reasons: tuple[bool, str]) -> Choice:
     return next((Choice(False, why) for holds, why in reasons if holds), Choice(True))
 
 
-def _loop(net: Any, kernel: Choice, *, training: bool) -> Choice:
+def _loop(net: Any, kernel: Choice) -> Choice:
     if not isinstance(net, ImplicitNetwork):
         return Choice(False, "the network has no fixed point")
     return _unless(
-        (not training, "stages of several steps are graphs, and late samples go on as a smaller batch"),
         (bool(kernel), "a kernel iterates R"),
         (net.tolerance.max_steps == 0, "max_steps is 0"),
         (net.tolerance.check_every == 0, "check_every is 0, so the depth is max_steps"),
@@ -236,26 +235,32 @@ def _step(net: Any, bare: Choice, loop: Choice, no_kernel: str) -> Choice:
     )
 
 
-def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
+def _lacking(loop: Choice, device: torch.device) -> tuple[bool, str]:
+    """Return whether a while node is needed that this machine does not have, and what it lacks."""
     from banach.fast.while_node import missing
 
     lacks = missing() if loop and runs_graphs(device) else ""
+    return bool(lacks), f"a while node needs {lacks}"
+
+
+def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
     mode = net.backward if isinstance(net, ImplicitNetwork) else None
     syncs = isinstance(mode, Implicit) and mode.syncs_with_host
     return _unless(
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
-        (bool(lacks), f"a while node needs {lacks}"),
+        _lacking(loop, device),
         (syncs, "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"),
     )
 
 
-def _graph_of_prediction(net: Any, device: torch.device, refused: str | None) -> Choice:
+def _graph_of_prediction(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
     if not isinstance(net, ImplicitNetwork):
         return Choice(False, "the network has no fixed point")
     return _unless(
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
+        _lacking(loop, device),
         (bool(net.coupled) or uses_batch_statistics(net.R), "the samples of a batch share statistics"),
         (any(module.training for module in net.modules()), "a part of the network is in training mode"),
     )

@@ -191,7 +191,7 @@ class TrainStep:
         with self._autocast():
             output, found = self._network(d) if captured else run_network(self.net, d)
             if captured and found is not None:  # the graph would otherwise keep the latent
-                found = replace(found, value=())
+                found = found.without_value()
         return at_least_fp32(output), found
 
     def _autocast(self) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.kernels.device import power_of_two
+from banach.kernels.device import multiprocessors, power_of_two
 from banach.solve import RMS, Tolerance
 
 _BLOCK = 4096  # numbers that a program reads at a time
@@ -30,19 +30,23 @@ def picard_step(
 
     count, sizes = len(parts[0][0]), [z[:1].numel() for z, _ in parts]
     scale = 1 / math.sqrt(max(sum(sizes), 1)) if type(tolerance.norm) is RMS else 1.0
-    residual, index = samples.residual, samples.index
-    sums = residual if len(parts) == 1 else residual.new_empty(2, count)  # over the tensors before the last one
-    for number, ((z, value), size) in enumerate(zip(parts, sizes, strict=True)):
+    numbers = samples.active, samples.residual, samples.allowed, samples.steps, samples.arrived
+    most = max(1, 2 * multiprocessors(samples.active.device) // count)
+    splits = [min(-(-size // _BLOCK) or 1, most) for size in sizes]  # programs per sample, for each tensor
+    total = sum(splits)
+    sums = samples.residual.new_empty(len(samples.active), total, 2)
+    for number, ((z, value), size, split) in enumerate(zip(parts, sizes, splits, strict=True)):
         if z.stride() != value.stride():
             value = torch.empty_like(z, dtype=value.dtype).copy_(value)
         block = min(power_of_two(max(size, 1)), _BLOCK)
-        step[(count,)](
-            *(z, value, samples.active if index is None else index),
-            *(samples.active, residual, samples.allowed, samples.steps, sums),
+        step[(count, split)](
+            *(z, value, samples.active if samples.index is None else samples.index, *numbers, sums),
             *(size, tolerance.atol, tolerance.rtol, scale, damping),
-            ALL=index is None,
-            FIRST=number == 0,
-            LAST=number == len(parts) - 1,
+            FIRST=sum(splits[:number]),
+            SPLIT=split,
+            TOTAL=total,
+            PADDED=power_of_two(total),
+            ALL=samples.index is None,
             BLOCK=block,
             num_warps=max(1, min(16, block // 256)),
         )

@@ -15,7 +15,7 @@ from banach.solve.state import State
 # loop(body, active, steps, cycle=, most=, least=): call body() while more than `least` of `active` (samples,) are
 # True and `steps` is below `most`. A body takes `cycle` steps; the loop adds that to `steps`, of type int32.
 Loop = Callable[..., None]
-CYCLE = 2  # steps of Picard between two tests of a while node, which cost about as much as a small step
+CYCLE = 2  # steps between two tests of a while node, for solvers without memory
 
 _current = threading.local()
 
@@ -42,6 +42,12 @@ def loop_eagerly(
     while int(active.sum()) > least and int(steps) < most:
         body()
         steps.add_(cycle)
+
+
+def loop_at_least_once(body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
+    """Run a loop to warm up for its capture: a body that compiles on its first call must have been called."""
+    loop_eagerly(body, active, steps, **limits)
+    body()
 
 
 def before_loop(most: int, cycle: int, least: int = 1) -> int:
