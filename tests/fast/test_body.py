@@ -77,10 +77,10 @@ def test_late_samples_go_on_as_a_smaller_batch(norm: Any, batch: int, monkeypatc
     """The answer is that of the whole batch, and R sees the halves of a large one."""
     seen: list[int] = []
     monkeypatch.setattr("banach.fast.picard.LARGE", 1)
-    nets = [plain_network(Tolerance(atol=1e-7, rtol=1e-7, max_steps=90, norm=norm)) for _ in range(2)]
-    nets[1].R.register_forward_hook(lambda R, given, value: seen.append(len(value)))
+    own, other = (plain_network(Tolerance(atol=1e-7, rtol=1e-7, max_steps=90, norm=norm)) for _ in range(2))
+    other.R.register_forward_hook(lambda R, given, value: seen.append(len(value)))
     d = torch.linspace(0.1, 6, batch).view(-1, 1, 1, 1) * images(1)
-    assert_same_step(*nets, d)
+    assert_same_step(own, other, d)
     assert {batch, batch // 2} <= set(seen) <= {batch, batch // 2, batch // 4}
 
 
