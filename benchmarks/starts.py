@@ -60,7 +60,7 @@ def _rows(net: Any, known: Tensor, frames: list[Tensor], eps: float) -> list[Row
     net.tolerance = Tolerance(atol=eps, max_steps=500, norm=WorstPixel())
     guess = LinearStart.fit(net, known.split(200))
     fitted = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance, start=guess).train(net.training)
-    near = banach.compile(net, first=1, then=1, neighbours=len(frames) * len(frames[0]))
+    near = banach.compile(net, neighbours=len(frames) * len(frames[0]))
     found: dict[str, list[Any]] = {
         "zeros": [net(d, solution=True)[1] for d in frames],
         "a fitted convolution": [fitted(d, solution=True)[1] for d in frames],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,24 +13,26 @@ from torch import Tensor
 
 import banach.train.evaluate  # noqa: F401
 from banach import Tolerance, models
+from banach.solve.device import loop_at_least_once, loop_eagerly, loops_by
 
 PLAN: Any = sys.modules["banach.fast.plan"]
 
 
-class Directly:
-    """In place of a captured loop: the body itself, at one depth."""
+class EagerGraphs:
+    """In place of `Graphs`: a captured program is the program, whose loops sync with the host."""
 
-    depth = 12
-
-    def __init__(self, device: Any, body: Callable[[int], Any], *_: Any) -> None:
-        self.body = body
-
-    def prepare(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         pass
 
-    def run(self) -> int:
-        self.body(self.depth)
-        return self.depth
+    def warm_up(self, program: Callable[[], None]) -> None:
+        self._run(program, loop_at_least_once)
+
+    def capture(self, program: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=lambda: self._run(program, loop_eagerly))
+
+    def _run(self, program: Callable[[], None], loop: Any) -> None:
+        with loops_by(loop):
+            program()
 
 
 def digits(tolerance: Tolerance, **options: Any) -> Any:
@@ -48,4 +51,6 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
     """Make `plan` take the CPU for a GPU, with or without kernels."""
     for name in ("banach.fast.plan", "banach.train.evaluate"):
         monkeypatch.setattr(sys.modules[name], "runs_graphs", lambda device: True)
+    monkeypatch.setattr("banach.fast.while_node.missing", lambda: "")
+    monkeypatch.setattr("banach.fast.capture.Graphs", EagerGraphs)
     monkeypatch.setattr(PLAN, "_no_kernel", lambda net, device: "" if kernels else "simulated")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from banach.fast.capture import Graphs, unchanged
+from banach.fast.capture import Graphs, Recording, unchanged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def waits() -> None:
     torch.cuda.synchronize()
 
 
-def recorded(program: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def recorded(program: Callable[[], None]) -> Recording:
     graphs = Graphs(CUDA)
     graphs.warm_up(program)
     return graphs.capture(program)

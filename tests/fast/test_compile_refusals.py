@@ -68,7 +68,7 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
         banach.compile(ImplicitNetwork(nn.Identity(), halves, nn.Identity(), coupled=True))
     with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
         banach.compile(ImplicitNetwork(nn.Identity(), halves, nn.Identity()))(torch.ones(2, 3))
-    for wrong_count in ({"first": 1.5}, {"neighbours": True}, {"neighbours": -1}, {"then": "2"}):
+    for wrong_count in ({"neighbours": 1.5}, {"neighbours": True}, {"neighbours": -1}):
         with pytest.raises(ValueError, match="must be a whole number, at least"):
             banach.compile(net, **wrong_count)
     fast, d = banach.compile(net), torch.ones(2, 3)

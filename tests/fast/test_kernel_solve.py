@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import banach
 from banach import RMS, ConvergenceWarning, Euclidean, ImplicitNetwork, Picard, Tolerance, WorstPixel
-from banach.fast import FixedDepth, first_control, plan
+from banach.fast import FastNetwork, plan
 from banach.models.blocks import LatentResNet
 from fast.simulated import digits, images, simulate_gpu
 
@@ -35,13 +35,12 @@ def test_output_gradient_and_statistics_are_the_networks(training: bool, norm: A
     scores, found = own(images(), solution=True)
     F.cross_entropy(scores, torch.arange(6)).backward()
     assert plan(fast).kernel
-    made: Any = FixedDepth(fast)
-    output, reached, excess = made(images(), 0)
+    made: Any = FastNetwork(fast)
+    output, reached = made(images())
     F.cross_entropy(output, torch.arange(6)).backward()
     torch.testing.assert_close(output, scores)
     assert torch.equal(reached.steps, found.steps)
     assert bool(reached.converged.all())
-    assert excess is None
     torch.testing.assert_close(reached.residual, found.residual, rtol=1e-6, atol=0.0)
     for a, b in zip(fast.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -63,9 +62,8 @@ def test_a_compiled_network_needs_one_stage() -> None:
     again = fast(images(), z0=found.value, solution=True)[1]
     assert int(again.steps.max()) <= 2
     net.start = lambda v: found.value
-    trained: Any = FixedDepth(net)
-    assert int(trained(images(), 0)[1].steps.max()) <= 2
-    assert first_control(trained, images(), torch.no_grad) is None, "there is no depth to choose"
+    trained: Any = FastNetwork(net)
+    assert int(trained(images())[1].steps.max()) <= 2
 
 
 def alone() -> Any:
@@ -135,7 +133,7 @@ def test_samples_that_leave_the_finite_numbers_are_told() -> None:
     assert bool(wanted.nonfinite.all())
     found = banach.compile(net)(images().float(), solution=True)[1]
     assert torch.equal(found.nonfinite, wanted.nonfinite)
-    reached: Any = FixedDepth(net)(images().float(), 0)[1]
+    reached: Any = FastNetwork(net)(images().float())[1]
     assert torch.equal(reached.nonfinite, wanted.nonfinite)
 
 

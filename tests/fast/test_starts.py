@@ -92,7 +92,7 @@ def test_what_did_not_converge_or_is_not_finite_is_near_to_nothing() -> None:
 
 def test_a_compiled_network_remembers() -> None:
     net = affine()
-    fast = banach.compile(net, first=2, then=2, neighbours=64)
+    fast = banach.compile(net, neighbours=64)
     with torch.inference_mode():  # what is kept can be used outside of it all the same
         cold = fast(inputs(), solution=True)[1].steps
     frames = inputs() + 1e-4
@@ -107,7 +107,7 @@ def test_a_compiled_network_remembers() -> None:
 def test_where_no_neighbour_is_near_the_networks_own_start_is_used() -> None:
     net = affine()
     net.start = LinearStart.fit(net, [inputs(), inputs(seed=3)], ridge=0.0)
-    found = banach.compile(net, first=2, then=2, neighbours=64)(inputs(seed=2), solution=True)[1]
+    found = banach.compile(net, neighbours=64)(inputs(seed=2), solution=True)[1]
     assert int(found.steps.max()) <= 4
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from banach import ImplicitNetwork, Tolerance, WorstPixel, models
-from banach.fast import FixedDepth, channels_last, plan
+from banach.fast import FastNetwork, channels_last, plan
 from banach.fast.plan import convolves_in_tf32
 from banach.fast.weights import (
     Bf16Weights,
@@ -31,10 +31,10 @@ def stacks_of(part: nn.Module) -> list[FusedStack]:
 
 def gradients(bf16: bool) -> tuple[Any, torch.Tensor]:
     net, d = digits(Tolerance(atol=1e-2, max_steps=20)), images(dtype=torch.float32)
-    made = FixedDepth(net, plan(net, precision="bf16" if bf16 else "fp32"))
+    made = FastNetwork(net, plan(net, precision="bf16" if bf16 else "fp32"))
     made.refresh()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = made(d, 6)[0]
+        output = made(d)[0]
     F.cross_entropy(output.float(), torch.arange(6)).backward()
     made.collect()
     return net, output
@@ -171,11 +171,11 @@ def test_on_a_gpu_a_fused_step_is_near_the_plain_one() -> None:
     F.cross_entropy(net(d), y).backward()
     exact = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
-    made: Any = FixedDepth(net, plan(net, precision="bf16"))
+    made: Any = FastNetwork(net, plan(net, precision="bf16"))
     assert stacks_of(made.Q)
     made.refresh()
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        output, reached, _ = made(d, 12)
+        output, reached = made(d)
     F.cross_entropy(output.float(), y).backward()
     made.collect()
     cosine = torch.nn.functional.cosine_similarity(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from banach import Anderson, ConvergenceWarning, Euclidean, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll
-from banach.fast import CompiledNetwork, FixedDepth
+from banach.fast import CompiledNetwork, FastNetwork
 from banach.train import evaluate
 from banach.train.evaluate import Scorer, measure
 from train.parts_evaluate import FINE, assert_near, by_hand, digits, in_double
@@ -188,12 +188,12 @@ def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
 def test_a_kernel_that_lost_its_way_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves NaN. The network itself then answers, from the same seed, though numbers were drawn meanwhile."""
 
-    def lost(self: FixedDepth, d: Any, depth: int) -> Any:
-        output, found, excess = own(self, d, depth)
-        return output * torch.nan, found, excess
+    def lost(self: FastNetwork, d: Any) -> Any:
+        output, found = own(self, d)
+        return output * torch.nan, found
 
-    own = FixedDepth.__call__
+    own = FastNetwork.__call__
     net: Any = network()
     wanted = measure(Scorer(net.train(), fast=False), images(90), 40, lambda: torch.manual_seed(5))
-    monkeypatch.setattr(FixedDepth, "__call__", lost)
+    monkeypatch.setattr(FastNetwork, "__call__", lost)
     assert measure(Scorer(net), images(90), 40, lambda: torch.manual_seed(5)) == wanted

@@ -27,7 +27,7 @@ from banach.train import Epoch, Run, Settings, fit
 from banach.train.plot import plot_history
 from banach.train.state import TrainState
 from banach.train.steps import Steps
-from fast.simulated import Directly, simulate_gpu
+from fast.simulated import simulate_gpu
 from train.parts_train import images, network, plain_network, same_weights, settings
 
 
@@ -254,8 +254,6 @@ def test_captured_steps_read_batches_and_rates_from_the_device(monkeypatch: pyte
         work = TrainState(net, Batches(images(50), 20, augment=Flip()), None, made)
         if fast:
             simulate_gpu(monkeypatch, kernels=False)
-            monkeypatch.setattr("banach.fast.capture.CapturedLoop", Directly)
-            monkeypatch.setattr(Directly, "depth", 40)
             for group in work.optimizer.param_groups:
                 group["lr"] = torch.tensor(group["lr"])
         steps = Steps(work)

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance, models
-from banach.fast import FixedDepth, TrainStep, plan
+from banach.fast import FastNetwork, TrainStep, plan
 from banach.fast.step import Extras
+from banach.solve.device import loop_eagerly, loops_by
 from banach.train import fit
 from banach.train.penalties import Penalties
 from train.parts_train import images, network, plain_network, settings
@@ -75,17 +76,17 @@ def test_a_step_keeps_no_autograd_graph_of_the_observed_pass() -> None:
     assert step.reached.solver is net.solver
 
 
-def test_a_pass_at_a_fixed_depth_is_observed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in captured steps: through the network itself, since only that can be observed."""
+def test_a_captured_pass_is_observed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the network itself, since only that can be observed; iterates are kept although it loops."""
     monkeypatch.setattr("banach.nn.penalty._signs", ones)
     net, penalties = plain_network(), Penalties(settings(**KINDS["all"]))
     data = images(16)
     x, y = data.normalise(data.pixels), data.labels
     assert plan(net).bare
-    fixed = FixedDepth(net, plan(net, observed=True))
-    assert not fixed.plan.bare
-    with penalties.observing(net) as seen:
-        output, found, _ = fixed(x, 60)
+    fast = FastNetwork(net, plan(net, observed=True))
+    assert not fast.plan.bare
+    with penalties.observing(net) as seen, loops_by(loop_eagerly):
+        output, found = fast(x)
     assert found is not None
     assert bool(found.converged.all())
     total = F.cross_entropy(output, y) + penalties.added(seen, lambda output: F.cross_entropy(output, y))

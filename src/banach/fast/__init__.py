@@ -1,8 +1,7 @@
 """The same network, faster: plan() decides how, TrainStep trains, compile() predicts."""
 
-from banach.fast.body import FixedDepth, first_control
+from banach.fast.body import FastNetwork
 from banach.fast.capture import unchanged
-from banach.fast.depth import DepthControl, Ladder
 from banach.fast.inference import CompiledNetwork, compile
 from banach.fast.plan import Choice, Plan, plan
 from banach.fast.starts import LinearStart, Neighbours
@@ -12,10 +11,8 @@ from banach.fast.weights import align_state, channels_last
 __all__ = [
     "Choice",
     "CompiledNetwork",
-    "DepthControl",
     "Extras",
-    "FixedDepth",
-    "Ladder",
+    "FastNetwork",
     "LinearStart",
     "Neighbours",
     "Plan",
@@ -23,7 +20,6 @@ __all__ = [
     "align_state",
     "channels_last",
     "compile",
-    "first_control",
     "plan",
     "unchanged",
 ]

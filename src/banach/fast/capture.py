@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from banach.fast.depth import LAG, DepthControl
+from banach.fast.while_node import WhileNode
+from banach.solve.device import loop_at_least_once, loops_by
 
-_BROKEN: list[torch.cuda.CUDAGraph] = []  # captures that failed: the allocator may still point to them
+_BROKEN: list[Recording] = []  # captures that failed: the allocator may still point to them
 WARM_UPS = 2  # runs before a capture: they create handles, plans, optimizer state and compiled kernels
 
 
@@ -24,40 +24,94 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, torch.cuda.graph_pool_handle()
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.side = _side_stream(self.index)
+        self.side, self.stream = _streams(self.index)
 
     def warm_up(self, program: Callable[[], None]) -> None:
-        """Run the program on a side stream, which must precede a capture."""
+        """Run the program on a side stream, which must precede a capture. Its loops sync with the host."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self.side):
+            with torch.cuda.stream(self.side), loops_by(loop_at_least_once), _one_thread():
                 for _ in range(WARM_UPS):
                     program()
         finally:  # the caller may now restore what it changed
             torch.cuda.current_stream(self.device).wait_stream(self.side)
 
-    def capture(self, program: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, program: Callable[[], None]) -> Recording:
         """Record the kernels that the program launches, without running them."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        recording, stream = Recording(self.pool), torch.cuda.current_stream(self.device)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
         try:
-            # Other threads, such as a progress bar, may call CUDA meanwhile: only this thread is restricted.
-            with _no_collection(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.stream(self.stream), loops_by(recording.loop), _one_thread():
+                recording.begin()
                 program()
+                recording.end()
         except BaseException:
             torch.cuda.set_stream(stream)  # a failed capture leaves its stream current
-            self._clean_up(graph)
+            self._clean_up(recording)
             raise
-        return graph
+        return recording
 
-    def _clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _clean_up(self, recording: Recording) -> None:
         """Reset allocator and generator after a failed capture. Errors here cannot be repaired, so they pass."""
-        _BROKEN.append(graph)
+        _BROKEN.append(recording)
+        with suppress(RuntimeError), torch.cuda.stream(self.stream):
+            recording.end()
         with suppress(RuntimeError, AttributeError):  # its pool still records
             torch._C._cuda_endAllocateToPool(self.index, self.pool)
         self.pool = torch.cuda.graph_pool_handle()
         # The generator stays in capture mode until a capture succeeds, and every dropout would fail.
         with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
             torch.zeros(1, device=self.device)
+
+
+class Recording:
+    """A captured program: CUDA graphs that run one after the other. Each loop in it is a while node.
+
+    A loop ends the graph that is being captured, and another one begins after it. So loops may be anywhere in the
+    program, in the middle of a backward pass too.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.parts: list[torch.cuda.CUDAGraph | WhileNode] = []
+        self.open: torch.cuda.CUDAGraph | None = None
+
+    def replay(self) -> None:
+        """Launch all parts on the current stream."""
+        for part in self.parts:
+            part.replay()
+
+    def begin(self, **options: Any) -> None:
+        """Begin to capture a graph on the current stream."""
+        self.open = torch.cuda.CUDAGraph(**options)
+        # Other threads, such as a progress bar, may call CUDA meanwhile: only this thread is restricted.
+        self.open.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        """End the graph that is being captured."""
+        graph, self.open = self.open, None
+        if graph is None:
+            raise RuntimeError("no graph is being captured")
+        graph.capture_end()
+        self.parts.append(graph)
+        return graph
+
+    def loop(self, body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
+        """Capture a loop, as `banach.solve.device.loop_eagerly` runs it."""
+        self.end()
+        self.begin(keep_graph=True)
+        body()
+        inner = self.end()
+        self.parts[-1] = WhileNode(inner, active, steps, **limits)
+        self.begin()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run backward passes in this thread: a loop in one of them ends a capture, which its own thread must do."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 class CapturedCalls:
@@ -101,87 +155,13 @@ class CapturedCalls:
         return buffers, made[0], graph.replay
 
 
-class CapturedLoop:
-    """Runs of a body at the depth that a `DepthControl` chooses: one CUDA graph per depth, no host sync.
-
-    A depth is captured when it is first needed. The residuals of a run reach the control `LAG` runs later. The
-    body reads tensors that stay in place.
-
-    Args:
-        device: a GPU.
-        body: body(depth) runs at a depth and returns the excess (2,) that `FixedDepth` returns, or None.
-        control: chooses the depth. None: there is one graph, of depth 0.
-        restored: a context manager that undoes what the body changes; it surrounds the warm-up.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        body: Callable[[int], Tensor | None],
-        control: DepthControl | None,
-        restored: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self.body, self.control, self.restored = body, control, restored
-        self.graphs = Graphs(device)
-        self.captured: dict[int, torch.cuda.CUDAGraph] = {}
-        self.excess = torch.zeros(2, dtype=torch.float64, device=device)
-        # Pinned memory, so that a copy does not block the host.
-        self.free = [torch.zeros(2, dtype=torch.float64, pin_memory=True) for _ in range(LAG + 1)]
-        self.sent: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
-
-    @property
-    def depth(self) -> int:
-        """The depth of the next run."""
-        return 0 if self.control is None else self.control.depth
-
-    def prepare(self) -> None:
-        """Capture the current depth. A body that cannot be captured raises here, and changes nothing."""
-        depth = self.depth
-        if depth in self.captured:
-            return
-        if not self.captured:
-            with self.restored():
-                self.graphs.warm_up(lambda: self._program(depth))
-        self.captured[depth] = self.graphs.capture(lambda: self._program(depth))
-
-    def run(self) -> int:
-        """Replay one step and return its depth."""
-        self.prepare()
-        depth = self.depth
-        self.captured[depth].replay()
-        if self.control is not None:
-            self._send(depth)
-            self._receive(self.control)
-        return depth
-
-    def _program(self, depth: int) -> None:
-        excess = self.body(depth)
-        if excess is not None:
-            self.excess.copy_(excess)
-
-    def _send(self, depth: int) -> None:
-        slot, event = self.free.pop(), torch.cuda.Event()
-        slot.copy_(self.excess, non_blocking=True)
-        event.record()
-        self.sent.append((depth, slot, event))
-
-    def _receive(self, control: DepthControl) -> None:
-        """Read what was sent LAG runs ago. The host waits only if it is that far ahead of the device."""
-        if len(self.sent) <= LAG:
-            return
-        depth, slot, event = self.sent.popleft()
-        event.synchronize()
-        control.observe(depth, *slot.tolist())
-        self.free.append(slot)
-
-
 @functools.cache
-def _side_stream(index: int) -> torch.cuda.Stream:
-    """Return one stream for all warm-ups on a device: cuBLAS keeps 32 MiB for every stream it was used on.
+def _streams(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return two streams for all warm-ups and captures on a device: cuBLAS keeps 32 MiB for every stream it used.
 
-    Captures run on another one, where cuBLAS takes memory from the graph's pool.
+    On the second one, where captures run, cuBLAS takes memory from the pool of the graphs.
     """
-    return torch.cuda.Stream(index)
+    return torch.cuda.Stream(index), torch.cuda.Stream(index)
 
 
 @contextmanager

@@ -33,8 +33,10 @@ class Choice:
 
 _TITLES = {
     "graph": "CUDA graph",
-    "bare": "bare Picard loop",
+    "bare": "own Picard loop",
     "kernel": "one-launch kernel",
+    "loop": "while node",
+    "step": "fused Picard step",
     "bf16_weights": "bf16 weights",
     "fused": "fused blocks",
     "windows": "window convolutions",
@@ -53,8 +55,10 @@ class Plan:
         precision: "fp32", "tf32" or "bf16".
         graph: a whole training step, or a stage of a prediction, is one CUDA graph. Without it everything runs
             eagerly, and the choices below are not used.
-        bare: R is iterated without a test until the last step; Q, R and S are called one by one.
+        bare: Q, R and S are called one by one, and R is iterated by Picard alone.
         kernel: one kernel launch iterates R until it converges.
+        loop: a while node in the CUDA graph iterates R until every sample has stopped.
+        step: one kernel measures and moves all samples after an evaluation of R.
         bf16_weights: matrices are cast to bf16 once per step.
         fused: stacks of residual blocks run as fused kernels.
         windows: convolutions of few channels run as Triton kernels.
@@ -69,6 +73,8 @@ class Plan:
     graph: Choice
     bare: Choice
     kernel: Choice
+    loop: Choice
+    step: Choice
     bf16_weights: Choice
     fused: Choice
     windows: Choice
@@ -131,14 +137,18 @@ def plan(
         (precision == "tf32", "cuDNN is faster in TF32"),
         (not any(map(is_window, net.modules())), "there is no convolution of few channels"),
     )
+    kernel = _unless((bool(no_kernel), no_kernel), whole, *_no_latent_kernel(net, device))
+    loop = _loop(net, kernel)
     no_stack = not any(map(is_stack, net.modules()))
     return Plan(
         task="training step" if training else "prediction",
         device=str(device),
         precision=precision,
-        graph=_graph(net, device, refused) if training else _graph_of_prediction(net, device, refused),
+        graph=_graph(net, device, refused, loop) if training else _graph_of_prediction(net, device, refused, loop),
         bare=bare,
-        kernel=_unless((bool(no_kernel), no_kernel), whole, *_no_latent_kernel(net, device)),
+        kernel=kernel,
+        loop=loop,
+        step=_step(net, bare, loop, no_kernel),
         bf16_weights=_unless(predicts, half, whole),
         fused=_unless(half, (bool(no_kernel), no_kernel), whole, (no_stack, "there is no stack of known blocks")),
         windows=windows,
@@ -202,22 +212,55 @@ def _unless(*reasons: tuple[bool, str]) -> Choice:
     return next((Choice(False, why) for holds, why in reasons if holds), Choice(True))
 
 
-def _graph(net: Any, device: torch.device, refused: str | None) -> Choice:
+def _loop(net: Any, kernel: Choice) -> Choice:
+    if not isinstance(net, ImplicitNetwork):
+        return Choice(False, "the network has no fixed point")
+    return _unless(
+        (bool(kernel), "a kernel iterates R"),
+        (net.tolerance.max_steps == 0, "max_steps is 0"),
+        (net.tolerance.check_every == 0, "check_every is 0, so the depth is max_steps"),
+    )
+
+
+def _step(net: Any, bare: Choice, loop: Choice, no_kernel: str) -> Choice:
+    if not loop:
+        return Choice(False, "there is no while node")
+    coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
+    norm = type(net.tolerance.norm)
+    return _unless(
+        (not bare, bare.why),
+        (bool(no_kernel), no_kernel),
+        (coupled, "the samples stop as one"),
+        (norm not in (RMS, Euclidean), f"the norm is {norm.__name__}"),
+    )
+
+
+def _lacking(loop: Choice, device: torch.device) -> tuple[bool, str]:
+    """Return whether a while node is needed that this machine does not have, and what it lacks."""
+    from banach.fast.while_node import missing
+
+    lacks = missing() if loop and runs_graphs(device) else ""
+    return bool(lacks), f"a while node needs {lacks}"
+
+
+def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
     mode = net.backward if isinstance(net, ImplicitNetwork) else None
     syncs = isinstance(mode, Implicit) and mode.syncs_with_host
     return _unless(
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
+        _lacking(loop, device),
         (syncs, "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"),
     )
 
 
-def _graph_of_prediction(net: Any, device: torch.device, refused: str | None) -> Choice:
+def _graph_of_prediction(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
     if not isinstance(net, ImplicitNetwork):
         return Choice(False, "the network has no fixed point")
     return _unless(
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
+        _lacking(loop, device),
         (bool(net.coupled) or uses_batch_statistics(net.R), "the samples of a batch share statistics"),
         (any(module.training for module in net.modules()), "a part of the network is in training mode"),
     )

@@ -41,10 +41,10 @@ class Extras:
 class TrainStep:
     """step(inputs, targets) -> loss: one training step, on a GPU as one CUDA graph.
 
-    The depth is chosen from the residuals of earlier steps, so that nearly all of them meet the network's
-    tolerance, or found by a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next
-    step overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU,
-    it runs eagerly and a warning gives the reason.
+    Every sample stops at its own depth, as in the network itself: the iteration is a while node in the graph, or a
+    kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step overwrites them, and
+    batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it runs eagerly and a
+    warning gives the reason.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -61,8 +61,6 @@ class TrainStep:
         plan: what runs, and why not something faster; `print(step.plan)`.
         reached: the `Solution` of the last step, without its value if it was captured; None for a network without
             fixed point.
-        excess: (2,) its residual over the tolerance, here and one step deeper; None if the iteration chose its
-            depth itself.
     """
 
     def __init__(
@@ -85,10 +83,9 @@ class TrainStep:
         self.feed: Any = _Given(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
-        self.excess: Tensor | None = None
-        self._loop: Any = None
+        self._recording: Any = None
         self._network: Any = None
-        self._results: dict[int | None, tuple[Tensor, Solution | None, Tensor | None]] = {}
+        self._results: dict[bool, tuple[Tensor, Solution | None]] = {}
         if how is None and not self.plan.graph:
             self.warn()
 
@@ -113,94 +110,89 @@ class TrainStep:
 
     def prepare(self) -> None:
         """Capture the step, if the plan says so. This draws random numbers and changes nothing else."""
-        if self.plan.graph and self._loop is None:
-            self._loop = self._capture()
+        if self.plan.graph and self._recording is None:
+            self._recording = self._capture()
 
     def run(self) -> Tensor:
         """Take a step on the next batch of the feed and return its loss."""
         self.prepare()
-        depth = None
-        if self._loop is not None and self.feed.whole:
-            depth = self._loop.run()
+        captured = self._recording is not None and self.feed.whole
+        if captured:
+            self._recording.replay()
         else:
-            self._body(None)
-        loss, self.reached, self.excess = self._results[depth]
+            self._body(captured=False)
+        loss, self.reached = self._results[captured]
         return loss
 
     def _capture(self) -> Any:
-        from banach.fast.body import FixedDepth, first_control
-        from banach.fast.capture import CapturedLoop, reason_of, unchanged
+        from banach.fast.body import FastNetwork
+        from banach.fast.capture import Graphs, reason_of
         from banach.fast.weights import compiled
 
+        def program() -> None:
+            self._body(captured=True)
+
         try:
-            self._network = FixedDepth(self.net, self.plan)
+            self._network = FastNetwork(self.net, self.plan)
             self._captured_loss = compiled(self.loss, self.plan)
-            with unchanged(self.feed.changing()):
-                d = self.feed.captured()[0]
-            control = first_control(self._network, d, self._autocast)
-            made = CapturedLoop(d[0].device, self._body, control, self._restored)
-            made.prepare()
+            graphs = Graphs(next(self.net.parameters()).device)
+            with self._restored():
+                graphs.warm_up(program)
+            return graphs.capture(program)
         except Exception as error:  # a user's network may do anything
             self.plan = self.plan.without_graph(reason_of(error))
             self.warn()
             del error
             gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
             return None
-        return made
 
     def warn(self) -> None:
         """Warn that the step runs eagerly."""
         text = "the training step could not be captured as a CUDA graph and runs eagerly"
         warn_user(f"{text}: {self.plan.graph.why}", UserWarning)
 
-    def _body(self, depth: int | None) -> Tensor | None:
-        """Take a step at a depth, as part of a CUDA graph, or eagerly at the network's own (None)."""
-        eager, extras = depth is None, self.extras
-        d, targets = self.feed.eager() if eager else self.feed.captured()
+    def _body(self, *, captured: bool) -> None:
+        """Take a step, eagerly or as part of a CUDA graph."""
+        extras = self.extras
+        d, targets = self.feed.captured() if captured else self.feed.eager()
         self.optimizer.zero_grad(set_to_none=True)
-        if not eager:
+        if captured:
             self._network.refresh()
-        results = [
-            self._part(x, y, len(y) / len(targets), depth) for x, y in _parts(d, targets, extras.accumulate)
-        ]
-        if not eager:
+        parts = _parts(d, targets, extras.accumulate)
+        results = [self._part(x, y, len(y) / len(targets), captured=captured) for x, y in parts]
+        if captured:
             self._network.collect()
         if extras.clip is not None:
             nn.utils.clip_grad_norm_(self.net.parameters(), extras.clip)
         self.optimizer.step()
         if extras.average is not None:
             extras.average.update(self.net)
-        self._results[depth] = _joined(results)
-        return self._results[depth][2]
+        self._results[captured] = sum((loss for loss, _ in results[1:]), start=results[0][0]), results[-1][1]
 
     def _part(
-        self, d: tuple[Any, ...], targets: Tensor, share: float, depth: int | None
-    ) -> tuple[Tensor, Solution | None, Tensor | None]:
+        self, d: tuple[Any, ...], targets: Tensor, share: float, *, captured: bool
+    ) -> tuple[Tensor, Solution | None]:
         """Run a part of the batch forward and backward; `share` is its share of the batch."""
         penalty, metrics = self.extras.penalty, self.extras.metrics
         with nullcontext() if penalty is None else penalty.observing(self.net) as seen:
-            output, found, excess = self._forward(d, depth)
+            output, found = self._forward(d, captured=captured)
         if penalty is not None and found is not None:  # the observed solver holds the autograd graph of the pass
             found = replace(found, solver=cast(ImplicitNetwork, self.net).solver)
-        compute = self.loss if depth is None else self._captured_loss
+        compute = self._captured_loss if captured else self.loss
         loss = compute(output, targets)
         if metrics is not None:
             metrics.add(loss, output, targets, found)
         total = loss if penalty is None else loss + penalty.added(seen, lambda y: compute(y, targets))
         with nullcontext() if penalty is None else penalty.explained():
             (total if share == 1 else total * share).backward()
-        return loss.detach() * share if share != 1 else loss.detach(), found, excess
+        return loss.detach() * share if share != 1 else loss.detach(), found
 
-    def _forward(self, d: tuple[Any, ...], depth: int | None) -> tuple[Any, Solution | None, Tensor | None]:
-        excess = None
+    def _forward(self, d: tuple[Any, ...], *, captured: bool) -> tuple[Any, Solution | None]:
         with self._autocast():
-            if depth is None:
-                output, found = run_network(self.net, d)
-            else:
-                output, found, excess = self._network(d, depth)
-                # A graph would otherwise keep the latent of every depth.
-                found = None if found is None else replace(found, value=())
-        return at_least_fp32(output), found, excess
+            output, found = self._network(d) if captured else run_network(self.net, d)
+            if captured and found is not None:  # the graph would otherwise keep the latent
+                found = found.without_value()
+        return at_least_fp32(output), found
 
     def _autocast(self) -> Any:
         kind = next(self.net.parameters()).device.type
@@ -319,14 +311,3 @@ def _parts(d: tuple[Any, ...], targets: Tensor, count: int) -> Iterable[tuple[tu
         return [(d, targets)]
     cut = [one.chunk(count) for one in (*d, targets)]
     return [(part[:-1], part[-1]) for part in zip(*cut, strict=True)]
-
-
-def _joined(
-    results: list[tuple[Tensor, Solution | None, Tensor | None]],
-) -> tuple[Tensor, Solution | None, Tensor | None]:
-    """Return the loss of the batch, the solution of its last part, and the largest excess."""
-    loss, _, excess = results[0]
-    for more, _, other in results[1:]:
-        loss = loss + more
-        excess = other if excess is None or other is None else torch.maximum(excess, other)
-    return loss, results[-1][1], excess

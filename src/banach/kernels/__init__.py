@@ -2,6 +2,7 @@
 
 from banach.kernels.host import has_triton, says
 from banach.kernels.latent import LatentForm, describe, latent_solve
+from banach.kernels.picard import picard_step
 from banach.kernels.stack import repeated_stack, residual_stack
 from banach.kernels.window import conv2d
 
@@ -11,6 +12,7 @@ __all__ = [
     "describe",
     "has_triton",
     "latent_solve",
+    "picard_step",
     "repeated_stack",
     "residual_stack",
     "says",

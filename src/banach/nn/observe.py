@@ -121,6 +121,15 @@ class _Recorded:
     solver: Solver
     seen: Observed
 
+    @property
+    def memory(self) -> int:
+        return getattr(self.solver, "memory", 1)
+
+    @property
+    def watched(self) -> int:
+        """Steps that a captured solve takes one by one, since iterates are kept."""
+        return max(self.seen.steps) + 1
+
     def start(self, z: Tensor) -> Memory:
         self.seen._rows.clear()
         return self.solver.start(z)

@@ -19,6 +19,7 @@ from banach.solve.context import (
     without_autocast,
     without_derivatives,
 )
+from banach.solve.device import device_loop, run_on_device
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
@@ -80,6 +81,8 @@ def solve(
     if compact:
         _check_compact(space, inputs)
     every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
+    on_device = device_loop() if every and not compiling else None  # a capture: the host sees nothing
+    every = 0 if on_device else every
     on_host = every == 1 and not compiling
     run = Run(T, solver, tolerance, space, inputs, on_host=on_host)
     run.shown = on_step is not None
@@ -91,6 +94,8 @@ def solve(
     with without_autocast(space):
         if is_exporting():
             state = run_exported(run, state)
+        elif on_device and trace is None and on_step is None:
+            state = run_on_device(run, state, on_device)
         else:
             k = run.sprint(state, compact=compact) if on_host and trace is None and on_step is None else 0
             while run.busy and k < tolerance.max_steps:

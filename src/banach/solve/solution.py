@@ -72,6 +72,12 @@ class Solution:
         made.__dict__.update(known, value=value, _numbers=numbers)
         return made
 
+    def without_value(self) -> Solution:
+        """Return the same numbers without the latent, which may be large."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, value=())
+        return made
+
     def __getattr__(self, name: str) -> Any:
         if "_numbers" not in self.__dict__ or name not in DEFERRED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

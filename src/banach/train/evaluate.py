@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.data import Augmentation, Batches, Images
-from banach.fast.body import FixedDepth
+from banach.fast.body import FastNetwork
 from banach.fast.capture import CapturedCalls, reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
@@ -93,16 +93,16 @@ class Scorer:
         """Dropout draws and batch norm updates as if the network had been called."""
         net = copy.copy(self.net)  # modules are shared
         if type(net.backward) in (Neumann, Implicit):
-            net.backward = JFB()  # the same value, and the mode that FixedDepth takes apart
+            net.backward = JFB()  # the same value, and the mode that FastNetwork takes apart
         # Not as bf16, which autocast does: fused blocks draw other dropout masks, and bf16 weights need a refresh.
         how = plan(net, device, "tf32" if self.precision == "tf32" else "fp32")
         if not (how.graph and how.bare and how.kernel):
             return None
-        network, calls = FixedDepth(net, how), CapturedCalls(net.buffers())
+        network, calls = FastNetwork(net, how), CapturedCalls(net.buffers())
 
         def forward(x: Tensor) -> Scores:
             with autocast(self.precision, x.device):
-                output, found, _ = network(x, 0)
+                output, found = network(x)
             return at_least_fp32(output), found
 
         def program(x: Tensor) -> Scores:

@@ -1,0 +1,178 @@
+"""PicardLoop: Picard's iteration on the device, which stops by itself and drops samples that have converged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
+from banach.solve import Picard, Solution, Tolerance
+from banach.solve.device import before_loop, device_loop, loop_eagerly
+from banach.solve.solution import DEFERRED
+from banach.solve.tolerance import are_finite, measure
+
+# Numbers in a latent. In a larger one a step costs more than a test, and a batch twice as much as its half.
+LARGE = 1 << 20
+CYCLE = 4  # steps between two tests of the loop, in smaller ones
+HALVINGS = 2  # each costs about 25 microseconds
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples that are iterated together, and numbers of all samples of the batch. All are written in place."""
+
+    z: Latent
+    v: Latent
+    index: Tensor | None  # which samples of the batch these are, None: all
+    active: Tensor  # (samples,) of bool; one number if they are coupled
+    residual: Tensor
+    allowed: Tensor
+    steps: Tensor  # of int32
+    arrived: Tensor  # of int32, zero between two steps: counts the programs of a kernel
+
+    @staticmethod
+    def start(z: Latent, v: Latent, samples: int) -> Samples:
+        first = leaves(z)[0]
+        kind = torch.float64 if first.dtype == torch.float64 else torch.float32
+        numbers = torch.full((2, samples), torch.inf, dtype=kind, device=first.device)
+        active = torch.ones(samples, dtype=torch.bool, device=first.device)
+        counts = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
+        return Samples(z, v, None, active, numbers[0], numbers[1], counts[0], counts[1])
+
+    def late(self, count: int) -> Samples:
+        """Return copies of so many samples, those that are active among them."""
+        index = self.active.sort(descending=True).indices[:count]
+        return replace(self, z=select(self.z, index), v=select(self.v, index), index=index)
+
+    def put(self, part: Samples) -> None:
+        """Write the iterates of a part of the batch back."""
+        assert part.index is not None
+        for mine, other in zip(leaves(self.z), leaves(part.z), strict=True):
+            mine.index_copy_(0, part.index, other)
+
+
+class PicardLoop:
+    """z <- d z + (1 - d) R(z, v) until every sample meets the tolerance, or `max_steps`, without a host sync.
+
+    A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample. In
+    a large batch it ends at once; and when half of the samples have stopped, the other half goes on as a batch of
+    its own, and so on.
+
+    Args:
+        R: the map.
+        solver: gives the damping d.
+        tolerance: when a sample stops.
+        coupled: the samples stop as one.
+        fused: a kernel measures and moves the samples; for independent samples in the norm RMS or Euclidean.
+    """
+
+    def __init__(
+        self,
+        R: Callable[..., Latent],
+        solver: Picard,
+        tolerance: Tolerance,
+        *,
+        coupled: bool = False,
+        fused: bool = False,
+    ) -> None:
+        self.R, self.solver, self.tolerance = R, solver, tolerance
+        self.coupled, self.fused = coupled, fused
+
+    def __call__(self, z: Latent, v: Latent) -> Solution:
+        """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""
+        space, most = Space.of(z, coupled=self.coupled), self.tolerance.max_steps
+        if not most:
+            return self._solution(Samples.start(z, v, space.samples), space)
+        cycle = CYCLE if sum(leaf.numel() for leaf in leaves(z)) < LARGE else 1
+        first, Tz = before_loop(most, cycle), self.R(z, v)
+        everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples)
+        self._move(everyone, Tz)
+        for _ in range(first - 1):
+            self._step(everyone)
+        if most > first:
+            taken = torch.full((), first, dtype=torch.int32, device=space.device)
+            self._go_on(everyone, taken, self._halves(everyone, space) if cycle == 1 else [], cycle)
+        return self._solution(everyone, space)
+
+    def _go_on(self, everyone: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
+        """Iterate until all samples are done, the late ones as smaller batches."""
+        samples = everyone
+        for least in (*halves, 0):
+            self._loop(samples, taken, least, cycle)
+            if samples is not everyone:
+                everyone.put(samples)
+            if least:
+                samples = everyone.late(least)
+
+    def _loop(self, samples: Samples, taken: Tensor, least: int, cycle: int) -> None:
+        def body() -> None:
+            for _ in range(cycle):
+                self._step(samples)
+
+        loop = device_loop() or loop_eagerly
+        loop(body, samples.active, taken, cycle=cycle, most=self.tolerance.max_steps, least=least)
+
+    def _step(self, samples: Samples) -> None:
+        self._move(samples, self.R(samples.z, samples.v))
+
+    def _move(self, samples: Samples, Tz: Latent) -> None:
+        """Measure and move every sample that is active."""
+        damping = self.solver.damping
+        parts = list(zip(leaves(samples.z), leaves_like(samples.z, Tz, "R"), strict=True))
+        if self.fused:
+            from banach.kernels import picard_step
+
+            picard_step(samples, parts, self.tolerance, damping)
+            return
+        residual, allowed = measure(Space.of(samples.z, coupled=self.coupled), self.tolerance, samples.z, Tz)
+        index, active = samples.index, samples.active if samples.index is None else samples.active[samples.index]
+        for z, value in parts:
+            moved = torch.lerp(value.to(z.dtype), z, damping) if damping else value
+            z.copy_(torch.where(active.view(-1, *(1,) * (z.dim() - 1)) if z.dim() else active[0], moved, z))
+        goes_on = active & are_finite(residual, allowed) & (residual > allowed)
+        _write(samples.residual, index, active, residual)
+        _write(samples.allowed, index, active, allowed)
+        samples.steps.add_(samples.active)
+        _write(samples.active, index, active, goes_on)
+
+    def _halves(self, samples: Samples, space: Space) -> list[int]:
+        """Return the sizes of the smaller batches."""
+        parts = (*leaves(samples.z), *leaves(samples.v))
+        cut = all(part.dim() and len(part) == space.batch for part in parts)
+        sizes = [space.batch >> number for number in range(1, HALVINGS + 1)]
+        return sizes if cut and not self.coupled and sizes[-1] > 1 else []
+
+    def _solution(self, samples: Samples, space: Space) -> Solution:
+        """Return the Solution. Its numbers are made when they are read: most steps never need them."""
+
+        residual, allowed, steps = samples.residual, samples.allowed, samples.steps
+
+        def numbers() -> dict[str, Tensor]:
+            finite = are_finite(residual, allowed)
+            parts = residual, finite & (residual <= allowed), ~finite & (steps > 0), steps.long()
+            return numbers_of(*(space.spread(part) for part in parts))
+
+        return Solution.deferred(samples.z, numbers, {"solver": self.solver, "tolerance": self.tolerance})
+
+
+def numbers_of(residual: Tensor, converged: Tensor, nonfinite: Tensor, steps: Tensor) -> dict[str, Tensor]:
+    """Return the numbers of a Solution. A loop without host checks calls no sample stalled or diverged."""
+    none = torch.zeros_like(converged)
+    return dict(zip(DEFERRED, (residual, converged, steps, none, nonfinite, none), strict=True))
+
+
+def _write(numbers: Tensor, index: Tensor | None, active: Tensor, new: Tensor) -> None:
+    """Write the numbers of the active samples."""
+    old = numbers if index is None else numbers[index]
+    new = torch.where(active, new.to(old.dtype), old)
+    numbers.copy_(new) if index is None else numbers.index_copy_(0, index, new)
+
+
+def _in_layout_of(leaf: Tensor, value: Tensor) -> Tensor:
+    """Return a copy of z in the memory format of T(z), in which every sample is one piece of memory."""
+    dense = not value.dim() or value.stride(0) == value[:1].numel()
+    copy = torch.empty_like(value, dtype=leaf.dtype) if dense else torch.empty_like(leaf.contiguous())
+    return copy.copy_(leaf)

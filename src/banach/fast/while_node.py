@@ -1,0 +1,174 @@
+"""While nodes: a CUDA graph that repeats another one until a test on the device fails.
+
+The test is a small kernel that sets the condition of the node. PyTorch has no API for that, so the graph is built
+by `cuda.bindings`, and the kernel is compiled by NVRTC. Both come with the CUDA wheels of PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_THREADS = 128
+_SOURCE = rb"""
+extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
+
+extern "C" __global__ void decide(unsigned long long handle, const unsigned char* active, int samples, int least,
+                                  int* steps, int added, int most) {
+    __shared__ int count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    int mine = 0;
+    for (int i = threadIdx.x; i < samples; i += blockDim.x) mine += active[i] != 0;
+    if (mine) atomicAdd(&count, mine);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int now = *steps + added;
+        *steps = now;
+        cudaGraphSetConditional(handle, count > least && now < most ? 1u : 0u);
+    }
+}
+"""
+
+
+@functools.cache
+def missing() -> str:
+    """Return what while nodes lack on this machine, "" if nothing."""
+    if not torch.cuda.is_available():
+        return "a CUDA GPU"
+    if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
+        return "PyTorch 2.8"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda.bindings (pip install cuda-bindings)"
+    return "" if _device_runtime() else "libcudadevrt.a (pip install nvidia-cuda-runtime)"
+
+
+class WhileNode:
+    """Replay `body` while more than `least` samples are active and fewer than `most` steps were taken.
+
+    Args:
+        body: the captured graph, made with keep_graph=True. Each run of it takes `cycle` steps.
+        active: (samples,) of bool, contiguous. The body writes to it.
+        steps: int32 without axes: how many steps were taken. Every run of the body adds `cycle` to it.
+        cycle, most, least: see above.
+    """
+
+    def __init__(
+        self, body: torch.cuda.CUDAGraph, active: Tensor, steps: Tensor, *, cycle: int, most: int, least: int
+    ) -> None:
+        from cuda.bindings import driver
+
+        self.kept = body, active, steps  # the graph holds their addresses
+        self.graph = graph = _done(driver.cuGraphCreate(0))
+        context = _done(driver.cuCtxGetCurrent())
+        handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
+
+        def decide(where: Any, after: list[Any], added: int) -> Any:
+            values = int(handle), active.data_ptr(), active.numel(), least, steps.data_ptr(), added, most
+            return _done(driver.cuGraphAddKernelNode(where, after, len(after), _launch(values)))
+
+        first = decide(graph, [], 0)
+        parameters = driver.CUgraphNodeParams()
+        parameters.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        parameters.conditional.handle = handle
+        parameters.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        parameters.conditional.size = 1
+        parameters.conditional.ctx = context
+        _add_node(driver, graph, first, parameters)
+        inner = parameters.conditional.phGraph_out[0]
+        once = _done(driver.cuGraphAddChildGraphNode(inner, [], 0, driver.CUgraph(int(body.raw_cuda_graph()))))
+        decide(inner, [once], cycle)
+        self.executable = _done(driver.cuGraphInstantiate(graph, 0))
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        from cuda.bindings import driver
+
+        _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or not hasattr(self, "executable"):
+            return
+        from cuda.bindings import driver
+
+        driver.cuGraphExecDestroy(self.executable)
+        driver.cuGraphDestroy(self.graph)
+
+
+def _add_node(driver: Any, graph: Any, after: Any, parameters: Any) -> None:
+    """Add a node after another one; since CUDA 13 the call also takes the data of the edge."""
+    try:
+        _done(driver.cuGraphAddNode(graph, [after], None, 1, parameters))
+    except TypeError:
+        _done(driver.cuGraphAddNode(graph, [after], 1, parameters))
+
+
+def _launch(values: tuple[int, ...]) -> Any:
+    """Return a launch of the kernel by one block."""
+    from cuda.bindings import driver
+
+    launch = driver.CUDA_KERNEL_NODE_PARAMS()
+    launch.func = _kernel(torch.cuda.current_device())
+    launch.gridDimX = launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
+    launch.blockDimX = _THREADS
+    number, address = ctypes.c_int, ctypes.c_void_p
+    launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
+    return launch
+
+
+@functools.cache
+def _kernel(device: int) -> Any:
+    """Compile and link the kernel for a device."""
+    from cuda.bindings import driver
+
+    program = _compiled(device)
+    link = _done(driver.cuLinkCreate(0, [], []))
+    kinds = driver.CUjitInputType
+    _done(driver.cuLinkAddData(link, kinds.CU_JIT_INPUT_PTX, program, len(program), b"decide", 0, [], []))
+    library = str(_device_runtime()).encode()
+    _done(driver.cuLinkAddFile(link, kinds.CU_JIT_INPUT_LIBRARY, library, 0, [], []))
+    binary, _ = _done(driver.cuLinkComplete(link))
+    module = _done(driver.cuModuleLoadData(binary))
+    return _done(driver.cuModuleGetFunction(module, b"decide"))
+
+
+def _compiled(device: int) -> bytes:
+    from cuda.bindings import nvrtc
+
+    major, minor = torch.cuda.get_device_capability(device)
+    program = _done(nvrtc.nvrtcCreateProgram(_SOURCE, b"decide.cu", 0, [], []))
+    options = [f"--gpu-architecture=compute_{major}{minor}".encode(), b"--relocatable-device-code=true"]
+    _done(nvrtc.nvrtcCompileProgram(program, len(options), options))
+    text = b" " * _done(nvrtc.nvrtcGetPTXSize(program))
+    _done(nvrtc.nvrtcGetPTX(program, text))
+    return text
+
+
+@functools.cache
+def _device_runtime() -> str | None:
+    """Return where CUDA's device runtime library is: in NVIDIA's wheels, or in a CUDA toolkit."""
+    try:
+        import nvidia
+
+        roots = list(nvidia.__path__)
+    except ImportError:
+        roots = []
+    roots += [os.environ.get("CUDA_HOME", "/usr/local/cuda")]
+    found = (glob.glob(os.path.join(root, "**", "libcudadevrt.a"), recursive=True) for root in roots)
+    return next((paths[0] for paths in found if paths), None)
+
+
+def _done(result: tuple[Any, ...]) -> Any:
+    """Return what a call of the driver gave, or raise its error."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"a call of the CUDA driver failed: {error}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,89 @@
+"""A step of Anderson acceleration in three kernels: differences and products, fit and test, the next iterate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.kernels.host import multiprocessors, power_of_two
+from banach.solve import RMS, Anderson, Tolerance
+
+_BLOCK = 2048  # numbers that a program reads at a time
+
+
+@dataclass(frozen=True)
+class AndersonMemory:
+    """What Anderson remembers of every sample, see `banach.Anderson`. All are written in place."""
+
+    before: Tensor  # (2, samples, width): z and r = T(z) - z of the step before
+    dR: Tensor  # (memory, samples, width): differences of r
+    dG: Tensor  # (memory, samples, width): differences of z + (1 - damping) r
+    gram: Tensor  # (samples, memory, memory)
+    c: Tensor  # (samples, memory): the coefficients
+    least: Tensor  # (2, samples): the least residual, and the step that gave it
+    moves: Tensor  # (samples,) of bool: whether the sample moves in this step
+
+    @staticmethod
+    def start(z: Tensor, residual: Tensor, memory: int) -> AndersonMemory:
+        count, width, like = len(z), z[:1].numel(), residual
+        return AndersonMemory(
+            like.new_empty(2, count, width),
+            like.new_zeros(memory, count, width),
+            like.new_empty(memory, count, width),
+            like.new_empty(count, memory, memory),
+            like.new_empty(count, memory),
+            torch.full((2, count), torch.inf, dtype=like.dtype, device=like.device),
+            torch.empty(count, dtype=torch.bool, device=like.device),
+        )
+
+
+def anderson_step(
+    samples: Any, z: Tensor, Tz: Tensor, memory: AndersonMemory, solver: Anderson, tolerance: Tolerance
+) -> None:
+    """Move every active sample by a step of Anderson acceleration, and test it.
+
+    Args:
+        samples: the numbers of every sample, written in place; see `banach.fast.picard.Samples`.
+        z: the iterate, written in place. Every sample is one piece of memory.
+        Tz: T(z).
+        memory: written in place.
+        solver: gives memory, damping and safeguards.
+        tolerance: in the norm RMS or Euclidean.
+    """
+    from banach.kernels.anderson_kernel import fit, mix, products
+
+    if z.stride() != Tz.stride():
+        Tz = torch.empty_like(z, dtype=Tz.dtype).copy_(Tz)
+    count, width, m = len(z), z[:1].numel(), solver.memory
+    split = min(-(-width // _BLOCK), max(1, 4 * multiprocessors(z.device) // count))
+    sums = memory.c.new_empty(count, split, 2 * m + 2)
+    shape = {"M": m, "BLOCK": min(power_of_two(width), _BLOCK), "SPLIT": split}
+    warps = max(1, min(8, shape["BLOCK"] // 256))
+    grid = (count, split)
+    products[grid](
+        *(z, Tz, samples.active, samples.steps, memory.before, memory.dR, memory.dG, sums),
+        *(count, width, 1 - solver.damping),
+        **shape,
+        num_warps=warps,
+    )
+    scale = 1 / math.sqrt(width) if type(tolerance.norm) is RMS else 1.0
+    ridge = 10 * torch.finfo(sums.dtype).eps if solver.ridge is None else solver.ridge
+    bounded = not math.isinf(solver.bound)
+    fit[(count,)](
+        *(samples.active, samples.residual, samples.allowed, samples.steps, memory.least, memory.moves),
+        *(memory.gram, memory.c, sums, count, tolerance.atol, tolerance.rtol, scale, ridge),
+        *(solver.bound if bounded else 1.0, solver.growth, solver.patience),
+        BOUNDED=bounded,
+        M=m,
+        PADDED=power_of_two(m),
+        SPLIT=split,
+        PADDED_SPLIT=power_of_two(split),
+        num_warps=1,
+    )
+    mix[grid](
+        *(z, Tz, memory.moves, memory.c, memory.dG, count, width, solver.damping), **shape, num_warps=warps
+    )

@@ -1,0 +1,83 @@
+"""Loops whose end the device decides: what a capture replaces by a while node, and the steps of a solve in one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from banach.solve.run import Run
+from banach.solve.state import State
+
+# loop(body, active, steps, cycle=, most=, least=): call body() while more than `least` of `active` (samples,) are
+# True and `steps` is below `most`. A body takes `cycle` steps; the loop adds that to `steps`, of type int32.
+Loop = Callable[..., None]
+CYCLE = 2  # steps between two tests of a while node, for solvers without memory
+
+_current = threading.local()
+
+
+@contextmanager
+def loops_by(loop: Loop) -> Iterator[None]:
+    """Let solves with host checks run by this loop, in the block and in this thread."""
+    before, _current.loop = device_loop(), loop
+    try:
+        yield
+    finally:
+        _current.loop = before
+
+
+def device_loop() -> Loop | None:
+    """Return what runs the loops of this thread, None if the host does."""
+    return getattr(_current, "loop", None)
+
+
+def loop_eagerly(
+    body: Callable[[], None], active: Tensor, steps: Tensor, *, cycle: int, most: int, least: int = 0
+) -> None:
+    """Run a loop with host syncs: what a while node does without."""
+    while int(active.sum()) > least and int(steps) < most:
+        body()
+        steps.add_(cycle)
+
+
+def loop_at_least_once(body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
+    """Run a loop to warm up for its capture: a body that compiles on its first call must have been called."""
+    loop_eagerly(body, active, steps, **limits)
+    body()
+
+
+def before_loop(most: int, cycle: int, least: int = 1) -> int:
+    """Return how many steps to take before a loop: at least `least`, and `most` less whole cycles."""
+    return next((steps for steps in range(least or 1, most) if (most - steps) % cycle == 0), most)
+
+
+def run_on_device(run: Run, state: State, loop: Loop) -> State:
+    """Take steps until every sample is done, or `max_steps`, without a host sync.
+
+    The slots of a solver's memory repeat every `memory` steps, and a captured body has them as constants: so it is
+    one whole cycle. Its tensors stay in place from one run to the next.
+    """
+    most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", CYCLE)
+    first = before_loop(most, cycle, getattr(run.solver, "watched", 0))
+    for k in range(1, first + 1):
+        run.step(state, k, k)
+    if most == first:
+        return state
+    steps = torch.full((), first, dtype=torch.int32, device=state.z.device)
+    kept = state.z, *state.memory
+
+    def body() -> None:
+        for turn in range(first + 1, first + cycle + 1):
+            run.step(state, steps + (turn - first), turn)
+        # The memory first, since its parts may be the old z.
+        for old, new in zip((*kept[1:], kept[0]), (*state.memory, state.z), strict=True):
+            if new is not old:
+                old.copy_(new)
+        state.z, state.memory = kept[0], kept[1:]
+
+    loop(body, state.active, steps, cycle=cycle, most=most, least=0)
+    return state
