@@ -13,7 +13,7 @@ import typer
 from torch import Tensor
 
 from banach.cli.console import console, table
-from banach.cli.opened import Opened, open_run
+from banach.cli.opened import Device, Opened, RunDir, open_run
 from banach.data import DataSet
 from banach.train.evaluate import scores
 from banach.train.precision import arithmetic
@@ -41,11 +41,11 @@ class Answer:
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunDir,
     image: Annotated[list[Path], typer.Argument(help="Image files.", show_default=False)],
     invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light.")] = False,
     top: Annotated[int, typer.Option(help="How many classes to show.")] = 3,
-    device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Classify image files with a trained network.
 
@@ -92,10 +92,9 @@ def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
         ValueError: if the file cannot be read as one picture.
     """
     image_module = _pillow()
-    if not path.exists():
-        raise ValueError(f"there is no file {path}; pass image files")
     if not path.is_file():
-        raise ValueError(f"{path} is not a file; pass image files")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {what}; pass image files")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF data and the like
         warnings.simplefilter("error", image_module.DecompressionBombWarning)
@@ -106,10 +105,9 @@ def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
             raise ValueError(f"{path} has too many pixels, more than {limit:,}; scale it down first") from None
         except _Refused as error:
             raise ValueError(f"{path} {error}") from None
-        except PermissionError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except Exception as error:  # a damaged file makes Pillow raise almost anything
-            raise ValueError(f"{path} is not an image that can be read: {_said(error, path)}") from None
+            said = " ".join(str(error).split()).replace(f" {str(path)!r}", "") or type(error).__name__
+            raise ValueError(f"{path} is not an image that can be read: {said}") from None
     return 255 - pixels if invert else pixels
 
 
@@ -160,12 +158,6 @@ def _pillow() -> Any:
     except ImportError:
         raise ValueError("reading images needs Pillow, which is missing; run: pip install pillow") from None
     return Image
-
-
-def _said(error: Exception, path: Path) -> str:
-    """Return Pillow's message in one line, without the file name."""
-    words = " ".join(str(error).split()).replace(f" {str(path)!r}", "")
-    return words or type(error).__name__
 
 
 def _row(path: Path, answer: Answer) -> list[Any]:
