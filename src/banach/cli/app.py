@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from banach import __version__
-from banach.cli.console import spoken_warnings
+from banach.cli.console import PLAIN, spoken_warnings
 
 BAD_INPUT, STOPPED = 2, 130
 _SHORT = {
@@ -23,13 +23,6 @@ _SHORT = {
     "compare": "Compare runs in a table and a plot.",
     "models": "List the networks.",
     "data": "List, verify and fetch data sets.",
-}
-
-
-_PLAIN: dict[str, Any] = {
-    "add_completion": False,
-    "rich_markup_mode": None,
-    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
 }
 
 
@@ -45,7 +38,7 @@ class _Commands(TyperGroup):
         part = import_module(f"banach.cli.{cmd_name}")
         if cmd_name == "data":
             return typer.main.get_command(part.data_app)
-        alone = typer.Typer(**_PLAIN)
+        alone = typer.Typer(**PLAIN)
         alone.command(cmd_name, epilog=part.EPILOG)(getattr(part, cmd_name))
         return typer.main.get_command(alone)
 
@@ -61,7 +54,7 @@ app = typer.Typer(
     epilog="Start with: banach train      Then: banach diagnose runs/digits-1",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    **_PLAIN,
+    **PLAIN,
 )
 
 

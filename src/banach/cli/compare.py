@@ -1,4 +1,4 @@
-"""`banach compare`: one table and one plot of several runs."""
+"""`banach compare`: settings, figures and one plot of several runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from banach.cli.console import console, fits, table
+from banach.cli.console import console, table
 from banach.train import Epoch, Run
 from banach.train.plot import PlotError, plot_comparison
 from banach.train.run import SETTINGS as SETTINGS_FILE
@@ -21,7 +21,7 @@ Examples:
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SETTINGS = ("run", "data", "model", "backward", "solver", "eps", "epochs")
-FIGURES = ("validation", "test", "depth", "residual", "J-products", "seconds", "s/epoch")
+FIGURES = ("run", "validation", "test", "depth", "residual", "J-products", "seconds", "s/epoch")
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Compared:
         """Return the cells of FIGURES."""
         test = _number(self.test.get("totals", {}).get("accuracy"), "{:.2%}")
         if not self.epochs:
-            return [None, test, *[None] * 5]
+            return [self.name, None, test, *[None] * 5]
         last, seconds = self.epochs[-1], sum(epoch.seconds for epoch in self.epochs)
         return [
+            self.name,
             _number(last.validation_accuracy, "{:.2%}"),
             test,
             _number(last.depth, "{:.1f}"),
@@ -62,14 +63,20 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The plot, a PNG.")] = Path("comparison.png"),
 ) -> None:
-    """Compare runs: a table with one row per run, and a plot of all of them.
+    """Compare runs: their settings, their figures, and a plot of all of them.
 
     Validation accuracy, depth and residual are those of the last epoch; depth and residual are of the training
     solves. Test accuracy is what the run wrote when it ended ("-" before that): nothing is computed again.
     """
     _check_out(out)
     compared = _read(runs)
-    _print_tables(compared)
+    settings = table("", SETTINGS, [one.settings() for one in compared])
+    figures = table("", FIGURES, [one.figures() for one in compared])
+    for column in (*settings.columns[1:], *figures.columns[1:]):
+        column.no_wrap = True  # only names are folded
+    console.print(settings)
+    console.print()
+    console.print(figures)
     titles = dict.fromkeys(one.test["title"] for one in compared if one.test)
     if titles:
         console.print(f"data: {', '.join(titles)}")
@@ -110,21 +117,6 @@ def _read(paths: Sequence[Path]) -> list[Compared]:
         name = whole.name if names.count(whole.name) == 1 else str(path)
         found.append(Compared(name, run, run.metrics(), run.test() or {}))
     return found
-
-
-def _print_tables(compared: Sequence[Compared]) -> None:
-    """Print one table, or two if it is wider than the console."""
-    whole = table("", SETTINGS + FIGURES, [one.settings() + one.figures() for one in compared])
-    if fits(whole):
-        console.print(whole)
-        return
-    settings = table("", SETTINGS, [one.settings() for one in compared])
-    figures = table("", ("run", *FIGURES), [[one.name, *one.figures()] for one in compared])
-    for column in (*settings.columns[1:], *figures.columns[1:]):
-        column.no_wrap = True  # only names are folded
-    console.print(settings)
-    console.print()
-    console.print(figures)
 
 
 def _number(value: float | None, pattern: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from banach import data
-from banach.cli.console import console, table
+from banach.cli.console import PLAIN, console, table
 from banach.cli.opened import DataDir
 from banach.data import Listing, Report
 
@@ -21,8 +21,7 @@ data_app = typer.Typer(
     help="List data sets, verify those that are here, fetch those that are not.",
     epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+    **PLAIN,
 )
 COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "here")
 COUNTS = 2  # the column of counts

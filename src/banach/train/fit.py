@@ -59,16 +59,15 @@ def fit(
     batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
     held = None if validation is None else validation.to(device)
     state = TrainState(net.to(device), batches, held, settings)
-    identity = state.identity()
 
     def save() -> None:
         if run is not None:
-            run.save(state.position, state.tensors(), state.state(identity))
+            run.save(state.position, state.tensors(), state.state())
 
     with ExitStack() as stack:
         if run is not None:
             stack.enter_context(lock(run.path))
-            _resume(run, state, identity)
+            _resume(run, state)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         stack.enter_context(counted_products(state))
@@ -160,11 +159,11 @@ def _is_due(state: TrainState) -> bool:
     return every > 0 and state.step % every == 0 and state.step < len(state.batches)
 
 
-def _resume(run: Run, state: TrainState, identity: dict[str, str]) -> None:
+def _resume(run: Run, state: TrainState) -> None:
     run.check(state.settings)
     checkpoint = run.latest()
     if checkpoint is not None:
-        state.restore(checkpoint, identity)
+        state.restore(checkpoint)
         run.write_metrics(state.done)
 
 

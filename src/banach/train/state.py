@@ -53,8 +53,8 @@ class Average:
 class TrainState:
     """A network in training: its optimizer, averaged weights, sums of the epoch, and position.
 
-    There is no random state to store: batches are a function of (seed, epoch, step), and `fit` seeds what the
-    network draws by the same three.
+    `identity` is what must be the same for a run to resume. There is no random state to store: batches are a
+    function of (seed, epoch, step), and `fit` seeds what the network draws by the same three.
     """
 
     def __init__(self, net: nn.Module, batches: Batches, validation: Images | None, settings: Settings) -> None:
@@ -65,6 +65,8 @@ class TrainState:
         self.metrics = MetricSums(self.device)
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
+        parts = {"train": batches.images, "validation": validation, "augment": batches.augment}
+        self.identity = _reprs(parts) | described(net, settings)
         self.epoch = self.step = 0
         self.done: list[Epoch] = []
         self.warm_up, self.begun_at = True, 0
@@ -104,19 +106,9 @@ class TrainState:
         self.epoch, self.step = self.epoch + 1, 0
         self.begin_epoch()
 
-    def identity(self) -> dict[str, str]:
-        """Return what must be the same for a run to resume."""
-        parts = {"train": self.batches.images, "validation": self.validation, "augment": self.batches.augment}
-        return _reprs(parts) | described(self.net, self.settings)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a checkpoint holds."""
-        kept = dict[str, Tensor]()
-        for name, value in self.net.state_dict().items():
-            if not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise TypeError(f"the network's {name} must be a tensor to be checkpointed, got {kind}")
-            kept[f"net.{name}"] = value
+        kept = {f"net.{name}": value for name, value in self.net.state_dict().items()}
         kept |= {"tally.sums": self.metrics.sums, "tally.most": self.metrics.most}
         if self.average is not None:
             kept |= {f"average.{name}": value for name, value in self.average.weights.items()}
@@ -124,19 +116,19 @@ class TrainState:
             kept |= {f"optimizer.{index}.{key}": v for key, v in values.items() if isinstance(v, Tensor)}
         return kept
 
-    def state(self, identity: Mapping[str, str]) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint, as plain values."""
         kept = {name: getattr(self, name) for name in ("epoch", "step", "products", "seconds")}
         done = [epoch.to_dict() for epoch in self.done]
-        return {**kept, "warned": self.monitor.warned, "done": done, "identity": dict(identity)}
+        return {**kept, "warned": self.monitor.warned, "done": done, "identity": self.identity}
 
-    def restore(self, checkpoint: Checkpoint, identity: Mapping[str, str]) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint.
 
         Raises:
             CheckpointError: if it is of another network, other data or other settings.
         """
-        check_identity(checkpoint.state["identity"], identity)
+        check_identity(checkpoint.state["identity"], self.identity)
         load_weights(self.net, checkpoint)
         try:
             self._restore_rest(checkpoint)
