@@ -29,7 +29,8 @@ class Board:
         if self._writer is None:
             self._writer = self._make(self._folder, purge_step=1)  # epochs are counted from 1
             for earlier in self._before():
-                self._add(earlier)
+                if earlier.epoch < epoch.epoch:
+                    self._add(earlier)
         self._add(epoch)
         self._writer.flush()
 
