@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,38 +21,21 @@ from banach.provenance import Summary, plain, provenance, source_commit, write_j
 def test_a_summary_is_mean_sample_deviation_count_and_median() -> None:
     values = np.random.default_rng(0).normal(size=7)
     found = Summary.of(values)
-    assert found.mean == pytest.approx(values.mean(), rel=1e-12)
-    assert found.spread == pytest.approx(values.std(ddof=1), rel=1e-12)
-    assert found.median == pytest.approx(np.median(values), rel=1e-12)
-    assert found.count == 7
-
-
-def test_one_value_has_no_spread_and_none_has_no_summary() -> None:
+    assert (found.mean, found.median) == pytest.approx((values.mean(), np.median(values)), rel=1e-12)
+    assert (found.spread, found.count) == (pytest.approx(values.std(ddof=1), rel=1e-12), 7)
     assert Summary.of([3]) == Summary(3.0, None, 1, 3.0)
+    assert math.isnan(Summary.of([1.0, math.nan, 2.0]).mean)
+    assert Summary.of([1.0, math.inf]).mean == math.inf
     with pytest.raises(ValueError, match="at least one value, got none"):
         Summary.of([])
 
 
-def test_a_nan_is_not_hidden() -> None:
-    found = Summary.of([1.0, math.nan, 2.0])
-    assert math.isnan(found.mean)
-    assert found.spread is not None
-    assert math.isnan(found.spread)
-    infinite = Summary.of([1.0, math.inf])
-    assert infinite.mean == math.inf
-
-
 def test_provenance_names_machine_versions_and_settings() -> None:
     found = provenance({"solver": banach.Picard(damping=0.25), "dtype": torch.float64})
-    assert found["versions"] == {
-        "banach": banach.__version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "numpy": np.__version__,
-    }
+    assert found["versions"]["banach"] == banach.__version__
+    assert found["versions"]["torch"] == str(torch.__version__)
     assert found["settings"] == {"solver": "Picard(damping=0.25)", "dtype": "torch.float64"}
-    assert found["device"].startswith("cpu: ")
+    assert found["device"] == f"cpu: {found['cpu']}"
     assert len(found["cpu"]) > 1
     assert found["threads"] == torch.get_num_threads()
     assert found["date"].endswith("+00:00")
@@ -112,10 +94,11 @@ def test_the_commit_is_that_of_the_tree_that_holds_the_package(
     other = tmp_path / "tree" / "site-packages" / "banach"
     shutil.copytree(package, other)
     assert source_commit(other) == (None, None)
-
-
-def test_outside_a_checkout_there_is_no_commit(tmp_path: Path) -> None:
     assert source_commit(tmp_path) == (None, None)
+    source_commit.cache_clear()
+    monkeypatch.setenv("BANACH_COMMIT", "abc123")  # for a copy without git
+    assert source_commit(tmp_path) == ("abc123", None)
+    source_commit.cache_clear()
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -124,12 +107,3 @@ def _git(folder: Path, *arguments: str) -> str:
     # A clean environment: no hook's GIT_DIR, no user's configuration.
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_a_copy_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("BANACH_COMMIT", "abc123")
-    source_commit.cache_clear()
-    try:
-        assert source_commit(tmp_path) == ("abc123", None)
-    finally:
-        source_commit.cache_clear()

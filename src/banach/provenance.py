@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import json
 import math
 import os
 import platform
-import statistics
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 _PACKAGE = Path(__file__).resolve().parent
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Summary:
     """A measured quantity. `spread` is the sample standard deviation; one value has none."""
 
@@ -35,14 +35,12 @@ class Summary:
 
     @staticmethod
     def of(values: Iterable[float]) -> Summary:
-        numbers = [float(value) for value in values]
-        if not numbers:
+        numbers = np.array([float(value) for value in values])
+        if not len(numbers):
             raise ValueError("a summary needs at least one value, got none")
-        # statistics.stdev refuses NaN and infinity.
-        mean = sum(numbers) / len(numbers)
-        squares = sum((number - mean) ** 2 for number in numbers)
-        spread = math.sqrt(squares / (len(numbers) - 1)) if len(numbers) > 1 else None
-        return Summary(mean, spread, len(numbers), statistics.median(numbers))
+        with np.errstate(invalid="ignore"):  # NaN and infinity are not hidden
+            spread = float(numbers.std(ddof=1)) if len(numbers) > 1 else None
+            return Summary(float(numbers.mean()), spread, len(numbers), float(np.median(numbers)))
 
 
 def provenance(settings: Any = None, *, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -80,21 +78,17 @@ def device_name(device: torch.device | str) -> str:
 @functools.cache
 def cpu_name() -> str:
     """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), "") or platform.processor() or platform.machine()
+    listed = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: *(.+)$", listed.read_text() if listed.exists() else "", re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 @functools.cache
 def source_commit(package: Path = _PACKAGE) -> tuple[str | None, bool | None]:
     """Return the commit of the sources, and whether the tree has changes; (None, None) outside a checkout.
 
-    Cached: what counts is the code that was imported, and the results that a run writes make the tree dirty. Only
-    a tree that holds `src/banach` counts, so a package installed inside another repository does not report that
-    repository's commit. For a copy without git set BANACH_COMMIT.
+    Cached: what counts is the code that was imported, and results that a run writes make the tree dirty. If banach
+    is installed inside another repository, that commit is not returned. For a copy without git set BANACH_COMMIT.
     """
     commit = os.environ.get("BANACH_COMMIT")
     if commit:
@@ -119,7 +113,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [plain(part) for part in value]
     if isinstance(value, Summary):
-        return plain(dataclasses.asdict(value))
+        return plain(vars(value))
     return str(value)  # Path, dtype, device, and settings objects, whose repr is their definition
 
 
@@ -130,9 +124,8 @@ def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_json(path: str | os.PathLike[str], content: Any) -> Path:
     """Write `content` as JSON; an old file is replaced when the new one is complete."""
-    text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
     with whole_file(path) as file:
-        file.write(text)
+        file.write(json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
     return Path(path)
 
 
@@ -146,7 +139,7 @@ def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterato
     except OSError as error:  # name the wanted file, not the temporary one
         raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
-        with os.fdopen(handle, "wb") if binary else os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(handle, "wb" if binary else "w", encoding=None if binary else "utf-8") as file:
             yield file
         os.chmod(name, 0o644)  # mkstemp's files are readable by their owner only
         os.replace(name, path)

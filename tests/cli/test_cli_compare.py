@@ -49,24 +49,15 @@ def test_one_row_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make("runs/other", 3, backward="neumann:5", solver="picard", eps=1e-3)
     assert main(["compare", "runs/jfb", "runs/other"]) == 0
     text = capsys.readouterr().out
-    jfb = "jfb digits digits jfb anderson:5 0.0002 2/5 68.75% 98.77% 12.5 5.0e-06 3,000 4.5 2.25"
-    other = "other digits digits neumann:5 picard 0.001 3/5 79.17% - 13.5 3.3e-06 6,000 9.0 3.00"
-    assert rows(text) == [jfb.split(), other.split()]
+    expected = (
+        "jfb digits digits jfb anderson:5 0.0002 2/5",
+        "other digits digits neumann:5 picard 0.001 3/5",
+        "jfb 68.75% 98.77% 12.5 5.0e-06 3,000 4.5 2.25",
+        "other 79.17% - 13.5 3.3e-06 6,000 9.0 3.00",
+    )
+    assert rows(text) == [row.split() for row in expected]
     assert all(title in text for title in SETTINGS + FIGURES)
-    assert "data: digits (scikit-learn)" in text
-    assert "comparable" not in text
     assert (here / "comparison.png").read_bytes().startswith(PNG)
-
-
-def test_the_plot_is_of_these_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from banach.cli import compare
-
-    seen: list[Any] = []
-    monkeypatch.setattr(compare, "plot_comparison", lambda runs, path: seen.append((runs, path)))
-    make("one", 1)
-    make("two", 0)
-    assert main(["compare", "one", "two", "--out", "deep/plot.png"]) == 0
-    assert seen == [({"one": (epoch(1),), "two": ()}, Path("deep/plot.png"))]
 
 
 def test_a_run_without_epochs_and_an_explicit_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,27 +65,21 @@ def test_a_run_without_epochs_and_an_explicit_one(capsys: pytest.CaptureFixture[
     make("explicit", 1, max_steps=0)
     make("resnet", 1, model="resnet56", solver=None, backward=None, eps=None)
     assert main(["compare", "new", "explicit", "resnet"]) == 0
-    new, explicit, resnet = rows(capsys.readouterr().out)
-    assert new[6:] == ["0/5", "-", "-", "-", "-", "-", "-", "-"]
+    new, explicit, resnet, figures, *_ = rows(capsys.readouterr().out)
+    assert new[6:] == ["0/5"]
+    assert figures == ["new", "-", "-", "-", "-", "-", "-", "-"]
     assert explicit[3:6] == ["-", "explicit", "-"]
     assert resnet[2:6] == ["resnet56", "-", "-", "-"]
 
 
-def test_folders_beside_runs_are_passed_by(capsys: pytest.CaptureFixture[str]) -> None:
-    make("runs/a")
-    Path("runs/paper-quick").mkdir()
-    assert main(["compare", "runs/a", "runs/paper-quick"]) == 0
-    said, table = capsys.readouterr().out.split("\n", 1)
-    assert said == "not a run, skipped: runs/paper-quick"
-    assert [row[0] for row in rows(table)] == ["a"]
-    assert "there is no run in runs/paper-quick" in refused(["runs/paper-quick"], capsys)
-
-
-def test_the_same_run_once_and_names_that_tell_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_run_once_by_a_unique_name_and_other_folders_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     for path in ("a/run", "b/run", "c"):
         make(path)
-    assert main(["compare", "a/run", "c", "b/run", "a/../a/run/"]) == 0
-    assert [row[0] for row in rows(capsys.readouterr().out)] == ["a/run", "c", "b/run"]
+    Path("paper-quick").mkdir()
+    assert main(["compare", "a/run", "c", "b/run", "paper-quick", "a/../a/run/"]) == 0
+    said, table = capsys.readouterr().out.split("\n", 1)
+    assert said == "not a run, skipped: paper-quick"
+    assert [row[0] for row in rows(table)] == ["a/run", "c", "b/run"] * 2
 
 
 @pytest.mark.parametrize(
@@ -120,7 +105,7 @@ def test_different_data_do_not_compare(
 
 
 @pytest.mark.parametrize("name", ["run", "a-name-that-is-much-too-long-for-a-narrow-terminal"])
-def test_a_narrow_console_gets_two_tables_and_loses_nothing(
+def test_a_narrow_console_loses_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "_width", 80)
@@ -150,6 +135,8 @@ def test_what_is_no_plot_is_not_overwritten(capsys: pytest.CaptureFixture[str]) 
     make("run")
     Path("thesis.png").write_text("not a picture")
     Path("folder.png").mkdir()
+    assert "there is no run in nowhere" in refused(["run", "nowhere"], capsys)
+    assert "there is no run in folder.png" in refused(["folder.png"], capsys)
     assert "not a PNG" in refused(["run", "--out", "thesis.png"], capsys)
     assert "ends in .png" in refused(["run", "--out", "thesis.tex"], capsys)
     assert "folder.png" in refused(["run", "--out", "folder.png"], capsys)
@@ -157,17 +144,6 @@ def test_what_is_no_plot_is_not_overwritten(capsys: pytest.CaptureFixture[str]) 
     Path("old.png").write_bytes(PNG + b"an older plot")
     assert main(["compare", "run", "--out", "old.png"]) == 0
     assert len(Path("old.png").read_bytes()) > 1000
-
-
-def test_what_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    path = make("run", test=kept_file(0.9))
-    assert "there is no run in nowhere" in refused(["run", "nowhere"], capsys)
-    (path / "test.json").write_text("{")
-    assert "test.json" in refused(["run"], capsys)
-    (path / "test.json").unlink()
-    (path / "metrics.jsonl").write_text('{"epoch": 1}\n')
-    assert "metrics.jsonl" in refused(["run"], capsys)
-    assert "compare --help" in refused([], capsys)
 
 
 def test_without_matplotlib_the_table_is_still_there(

@@ -1,6 +1,8 @@
-"""fit(): it learns, in every mode, and what it reports and does is what a hand-written loop gives."""
+"""fit(): it learns, in every mode and by every optimizer, as a loop by hand does, and reports what happened."""
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from banach import (
-    GMRES,
-    JFB,
-    ContractionMonitor,
-    Implicit,
-    Neumann,
-    Tolerance,
-    Unroll,
-    data,
-    models,
-)
+from banach import GMRES, JFB, ContractionMonitor, Implicit, Neumann, Tolerance, Unroll, data, models
 from banach.data import Batches, Flip
-from banach.models import Cosine
-from banach.train import Epoch, Run, Settings, fit
+from banach.models import Constant, Cosine, OneCycle, Steps
+from banach.train import Average, Epoch, Run, Settings, fit
 from banach.train.plot import plot_history
 from banach.train.state import TrainState
-from banach.train.steps import Steps
+from banach.train.steps import Steps as TrainSteps
 from fast.simulated import simulate_gpu
 from train.parts_train import images, network, plain_network, same_weights, settings
+
+HELD = images(20, "validation")
 
 
 def test_digits_are_learnt() -> None:
@@ -53,7 +47,7 @@ MODES = [JFB(), Neumann(3), Unroll(2), Unroll(2, checkpoint=True), Implicit(), I
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_backward_mode(mode: Any) -> None:
     net = network(batch_norm=False, backward=mode, tolerance=Tolerance(atol=1e-4, max_steps=60))
-    history = fit(net, images(64), images(20, "validation"), settings(epochs=2))
+    history = fit(net, images(64), HELD, settings(epochs=2))
     assert history.last.loss < history.epochs[0].loss
     assert net.backward == mode
     counted = {JFB(): 0, Neumann(3): 3 * 64, Unroll(2): 64, Unroll(2, checkpoint=True): 64}
@@ -63,11 +57,10 @@ def test_every_backward_mode(mode: Any) -> None:
         assert history.last.products > 64
 
 
-def test_implicit_still_reports_to_whom_it_did() -> None:
+def test_implicit_still_calls_the_users_report() -> None:
     reported: list[int] = []
-    mode = Implicit(report=lambda products, residual, status: reported.append(products))
-    net = plain_network(backward=mode)
-    history = fit(net, images(32), images(20, "validation"), settings(epochs=2))
+    net = plain_network(backward=Implicit(report=lambda products, *_: reported.append(products)))
+    history = fit(net, images(32), HELD, settings(epochs=2))
     assert len(reported) == 4
     assert sum(reported) == sum(epoch.products for epoch in history.epochs)
 
@@ -92,31 +85,35 @@ def test_the_figures_are_those_of_the_data() -> None:
             assert epoch.converged == pytest.approx(float(found.converged.double().mean()))
 
 
-def by_hand(net: nn.Module, made: Settings, clip: float) -> None:
-    """Two epochs of plain gradient descent with decay in the gradient."""
-    batches = Batches(images(), made.batch_size, made.seed)
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def by_hand(net: nn.Module, made: Settings, optimizer: torch.optim.Optimizer) -> None:
+    """Two epochs, with label smoothing and clipping written out."""
     for epoch in range(made.epochs):
-        for x, y in batches.epoch(epoch):
-            output = net(x)
-            logs = output.log_softmax(1)
-            right, all_ = logs.gather(1, y[:, None]).mean(), logs.mean()
-            loss = -(0.9 * right + 0.1 * all_)
+        for x, y in Batches(images(), made.batch_size, made.seed).epoch(epoch):
+            logs = net(x).log_softmax(1)
+            loss = -(0.9 * logs.gather(1, y[:, None]).mean() + 0.1 * logs.mean())
             weights = list(net.parameters())
             g = torch.autograd.grad(loss, weights)
             size = torch.sqrt(sum((part**2).sum() for part in g))  # type: ignore[arg-type]
-            with torch.no_grad():
-                for w, part in zip(weights, g, strict=True):
-                    w.sub_(0.05 * (part * min(1.0, clip / (float(size) + 1e-6)) + 0.01 * w))
+            for w, part in zip(weights, g, strict=True):
+                w.grad = part * min(1.0, 0.3 / (float(size) + 1e-6))
+            optimizer.step()
 
 
-def test_a_loop_written_by_hand_gives_the_same() -> None:
-    made = settings(optimizer="sgd", lr=0.05, weight_decay=0.01, label_smoothing=0.1, clip=0.3, batch_size=20)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_written_by_hand_gives_the_same(name: str) -> None:
+    more: Any = {"momentum": 0.9} if name == "sgd" else {}
+    made = settings(
+        optimizer=name, lr=0.02, weight_decay=0.1, label_smoothing=0.1, clip=0.3, batch_size=20, epochs=2, **more
+    )
     net, other = plain_network(), plain_network()
-    fit(net, images(), images(20, "validation"), made)
-    by_hand(other, made, clip=0.3)
+    history = fit(net, images(), HELD, made)
+    by_hand(other, made, OPTIMIZERS[name](other.parameters(), lr=0.02, weight_decay=0.1, **more))
     for a, b in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    assert not same_weights(net, plain_network())
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    assert history.last.loss < history.epochs[0].loss
 
 
 @pytest.mark.parametrize("parts", [2, 3, 50])
@@ -124,26 +121,25 @@ def test_accumulation_is_the_big_batch(parts: int) -> None:
     # 90 images make five batches of 20, the last one half as long.
     whole, cut = plain_network(), plain_network()
     for net, accumulate in ((whole, 1), (cut, parts)):
-        fit(net, images(90), images(20, "validation"), settings(batch_size=20, accumulate=accumulate, clip=0.5))
+        fit(net, images(90), HELD, settings(batch_size=20, accumulate=accumulate, clip=0.5))
     for a, b in zip(whole.parameters(), cut.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 def test_bf16_trains_float32_weights() -> None:
-    net = network(batch_norm=False, tolerance=Tolerance(atol=3e-2, max_steps=20))
-    history = fit(net, images(), images(20, "validation"), settings(precision="bf16", epochs=3))
+    nets = [network(batch_norm=False, tolerance=Tolerance(atol=3e-2, max_steps=20)) for _ in range(2)]
+    history = fit(nets[0], images(), HELD, settings(precision="bf16"))
+    fit(nets[1], images(), HELD, settings())
     assert history.last.loss < history.epochs[0].loss
-    assert all(p.dtype == torch.float32 for p in net.parameters())
-    other = network(batch_norm=False, tolerance=Tolerance(atol=3e-2, max_steps=20))
-    fit(other, images(), images(20, "validation"), settings(epochs=3))
-    assert not same_weights(net, other)
+    assert all(p.dtype == torch.float32 for p in nets[0].parameters())
+    assert not same_weights(*nets)
 
 
 def test_a_network_without_a_fixed_point_and_the_explicit_twin() -> None:
     plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    epoch = fit(plain, images(), images(20, "validation"), settings(monitor=True)).last
+    epoch = fit(plain, images(), HELD, settings(monitor=True, epochs=1)).last
     assert (epoch.depth, epoch.residual, epoch.converged, epoch.sigma) == (None, None, None, None)
-    twin = fit(network(explicit=True), images(), images(20, "validation"), settings(monitor=True)).last
+    twin = fit(network(explicit=True), images(), HELD, settings(monitor=True, epochs=1)).last
     assert (twin.depth, twin.max_depth, twin.residual, twin.converged, twin.sigma) == (0.0, 0, None, None, None)
 
 
@@ -153,15 +149,15 @@ def test_what_the_monitor_cannot_measure_stops_no_training(monkeypatch: pytest.M
 
     monkeypatch.setattr(ContractionMonitor, "__call__", cannot)
     with pytest.warns(UserWarning, match="cannot be measured, so it is skipped: derivative for aten") as caught:
-        history = fit(network(), images(), images(20, "validation"), settings(monitor=True))
+        history = fit(network(), images(), HELD, settings(monitor=True))
     assert len(caught) == 1
     assert [epoch.sigma for epoch in history.epochs] == [None, None]
 
 
 def test_the_monitor_changes_no_run_and_reads_what_it_should() -> None:
     on, off = network(), network()
-    history = fit(on, images(), images(20, "validation"), settings(monitor=True))
-    fit(off, images(), images(20, "validation"), settings(monitor=False))
+    history = fit(on, images(), HELD, settings(monitor=True))
+    fit(off, images(), HELD, settings(monitor=False))
     assert same_weights(on, off)
     monitor = ContractionMonitor(seed=0)
     monitor(on, images().normalise(images().pixels[:8]))
@@ -172,18 +168,18 @@ def test_the_seed_decides_all_and_the_callers_numbers_stay() -> None:
     nets = [network(), network(), network()]
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    fit(nets[0], images(), images(20, "validation"), settings(seed=1))
+    fit(nets[0], images(), HELD, settings(seed=1))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
-    fit(nets[1], images(), images(20, "validation"), settings(seed=1))
-    fit(nets[2], images(), images(20, "validation"), settings(seed=2))
+    fit(nets[1], images(), HELD, settings(seed=1))
+    fit(nets[2], images(), HELD, settings(seed=2))
     assert same_weights(nets[0], nets[1])
     assert not same_weights(nets[0], nets[2])
 
 
 def test_without_validation_images_nothing_is_validated_and_the_weights_are_the_same(tmp_path: Path) -> None:
     held, bare = network(), network()
-    fit(held, images(), images(20, "validation"), settings(epochs=2))
+    fit(held, images(), HELD, settings(epochs=2))
     last = fit(bare, images(), None, settings(epochs=2)).last
     assert same_weights(held, bare)
     assert last.validation_loss is last.validation_accuracy is last.validation_depth is None
@@ -194,30 +190,29 @@ def test_without_validation_images_nothing_is_validated_and_the_weights_are_the_
 
 @pytest.mark.parametrize("place", ["train", "validation"])
 def test_the_test_split_is_refused(place: str) -> None:
-    given = {"train": images(), "validation": images(20, "validation"), place: images(20, "test")}
+    given = {"train": images(), "validation": HELD, place: images(20, "test")}
     with pytest.raises(ValueError, match=f"{place} is the test split"):
         fit(plain_network(), given["train"], given["validation"], settings())
 
 
-class Questions(TorchDispatchMode):
-    """Counts how often the host asks a tensor for its value."""
+class Syncs(TorchDispatchMode):
+    """Counts host syncs."""
 
-    asked = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked += func is torch.ops.aten._local_scalar_dense.default
+        self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_asks_nothing_between_steps() -> None:
-    def asked(count: int) -> int:
+def test_there_is_no_host_sync_between_steps() -> None:
+    def syncs(count: int) -> int:
         net = plain_network(Tolerance(max_steps=5, check_every=0))
-        made = settings(epochs=1, optimizer="sgd", clip=1.0, ema=0.9)
-        with Questions() as questions:
-            fit(net, images(count), images(20, "validation"), made)
-        return questions.asked
+        with Syncs() as found:
+            fit(net, images(count), HELD, settings(epochs=1, optimizer="sgd", clip=1.0, ema=0.9))
+        return found.count
 
-    assert asked(16) == asked(96)
+    assert syncs(16) == syncs(96)
 
 
 def test_callbacks_get_every_epoch_and_the_plan_once(tmp_path: Path) -> None:
@@ -225,23 +220,20 @@ def test_callbacks_get_every_epoch_and_the_plan_once(tmp_path: Path) -> None:
     plans: list[Any] = []
     run = Run.create(tmp_path / "run", settings())
     calls: dict[str, Any] = {"on_epoch": epochs.append, "on_plan": plans.append}
-    history = fit(plain_network(), images(32), images(20, "validation"), settings(), run=run, **calls)
+    history = fit(plain_network(), images(32), HELD, settings(), run=run, **calls)
     assert tuple(epochs) == history.epochs
     assert [str(plan.graph) for plan in plans] == ["no, the weights are on the CPU"]
     assert json.loads((run.path / "environment.json").read_text())["plan"] == plans[0].to_dict()
 
 
-def test_what_is_told_after_an_epoch_is_not_the_next_ones_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A callback that takes long (a study that evaluates the test set, say) must not make epochs look slow."""
-    import time
-
+def test_the_time_of_a_callback_is_not_that_of_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     real, gone = time.perf_counter, [0.0]
     monkeypatch.setattr("banach.train.state.time.perf_counter", lambda: real() + gone[0])
 
     def takes_an_hour(epoch: Any) -> None:
         gone[0] += 3600
 
-    history = fit(network(), images(), images(20, "validation"), settings(epochs=3), on_epoch=takes_an_hour)
+    history = fit(network(), images(), HELD, settings(epochs=3), on_epoch=takes_an_hour)
     assert max(epoch.seconds for epoch in history.epochs) < 1800
 
 
@@ -256,7 +248,7 @@ def test_captured_steps_read_batches_and_rates_from_the_device(monkeypatch: pyte
             simulate_gpu(monkeypatch, kernels=False)
             for group in work.optimizer.param_groups:
                 group["lr"] = torch.tensor(group["lr"])
-        steps = Steps(work)
+        steps = TrainSteps(work)
         for index in range(6):
             work.epoch, work.step = divmod(index, 3)
             steps.take()
@@ -265,3 +257,53 @@ def test_captured_steps_read_batches_and_rates_from_the_device(monkeypatch: pyte
         trained.append((*net.parameters(), *work.average.weights.values(), work.metrics.sums[:3]))
     for a, b in zip(*trained, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_one_cycle_goes_up_and_down() -> None:
+    cycle = OneCycle(warm=0.25, start=0.1, end=0.01)
+    at_3 = 0.01 + 0.99 * (1 + math.cos(math.pi / 6)) / 2
+    for epoch, expected in ((0, 0.1), (1, 0.55), (2, 1.0), (3, at_3), (5, 0.505), (8, 0.01)):
+        assert cycle.multiplier(epoch, 8) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Constant(), [1, 1, 1, 1]),
+        (Steps((2,), 0.1), [1, 1, 0.1, 0.1]),
+        (Cosine(), [(1 + math.cos(math.pi * (e + 5 / 6) / 4)) / 2 for e in range(4)]),
+    ],
+)
+def test_the_rate_of_every_epochs_last_step(schedule: object, expected: list[float]) -> None:
+    # Six batches an epoch: the last step of epoch e begins when e + 5/6 epochs are done.
+    history = fit(plain_network(), images(), HELD, settings(epochs=4, schedule=schedule, lr=0.01))
+    assert [epoch.lr for epoch in history.epochs] == pytest.approx([0.01 * x for x in expected])
+
+
+def test_the_average_of_a_path() -> None:
+    net, decay = nn.Linear(1, 1, bias=False).double(), 0.8
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+        average = Average(net, decay)
+        path = [2.0, -1.0, 5.0]
+        for value in path:
+            net.weight.fill_(value)
+            average.update(net)
+    expected = decay**3 + sum((1 - decay) * decay ** (2 - i) * value for i, value in enumerate(path))
+    with average.inside(net):
+        assert float(net.weight.detach()) == pytest.approx(expected, rel=1e-14)
+    assert float(net.weight.detach()) == 5.0
+
+
+def test_the_average_is_validated_and_stays() -> None:
+    # Decay 0 is no average at all; a decay near 1 is the start.
+    plain, zero, one = plain_network(), plain_network(), plain_network()
+    decays = ((plain, None), (zero, 0.0), (one, 1 - 1e-15))
+    histories = [fit(net, images(), HELD, settings(ema=ema)) for net, ema in decays]
+    assert same_weights(plain, zero)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, plain_network().state_dict()[name], rtol=0, atol=1e-12)
+    assert histories[0].last.validation_loss == histories[1].last.validation_loss
+    start = fit(plain_network(), images(), HELD, settings(lr=0.0, epochs=1)).last
+    assert histories[2].last.validation_loss == pytest.approx(start.validation_loss, rel=1e-10)
+    assert histories[2].last.loss < start.loss  # training itself went on

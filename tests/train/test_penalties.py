@@ -35,9 +35,7 @@ def written_out(net: Any, x: Tensor, y: Tensor, kind: str) -> Tensor:
         path.append(net.R(path[-1], v).detach())
     total = F.cross_entropy(net.S(net.R(path[-1], v)), y)
     if kind in ("product", "difference", "all"):
-        J = torch.stack(
-            [torch.func.jacrev(lambda u, c=c: net.R(u, c))(u) for u, c in zip(path[-1], v, strict=True)]
-        )
+        J = torch.func.vmap(torch.func.jacrev(net.R))(path[-1], v)
         product = J.sum(2) if kind == "difference" else J.sum(1)  # J e there, J' e here, e all ones
         total = total + 0.7 * product.square().mean()
     if kind in ("correction", "all"):
@@ -103,14 +101,10 @@ def test_batch_norm_is_updated_once_a_step() -> None:
 
 
 def test_a_network_without_a_fixed_point_is_refused() -> None:
-    for net in (
-        nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
-        models.build("digits", tolerance=Tolerance(max_steps=0)),
-    ):
+    for net in (nn.Linear(64, 10), models.build("digits", tolerance=Tolerance(max_steps=0))):
         for key in ("jacobian_penalty", "correction"):
             with pytest.raises(ValueError, match="need a network with a fixed point"):
                 fit(net, images(), None, settings(**{key: 0.1}))
-        fit(net, images(16), None, settings(epochs=1))
 
 
 class Sine(torch.autograd.Function):

@@ -15,8 +15,8 @@ from torch import nn
 from banach.data import Crop, Flip
 from banach.data.augment import Chain
 from banach.diagnose import ContractionWarning
-from banach.train import Epoch, History, Run, Settings, fit
-from banach.train.state import TrainState
+from banach.train import Epoch, History, Position, Run, Settings, fit, state
+from banach.train.state import described
 from train.parts_train import expanding_network, figures, images, network, same_weights, settings
 
 AUGMENT = Chain(Flip(), Crop(1))
@@ -80,8 +80,7 @@ def test_after_an_error_at_any_step(kind: str, step: int, tmp_path: Path, whole:
     assert [epoch.epoch for epoch in run.metrics()] == [1, 2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [1, 6, 9])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 6), (signal.SIGINT, 9)])
 def test_after_a_signal(number: int, step: int, tmp_path: Path, whole: Any) -> None:
     made = settings(**KINDS["adam"])
     run = Run.create(tmp_path / "run", made)
@@ -93,7 +92,7 @@ def test_after_a_signal(number: int, step: int, tmp_path: Path, whole: Any) -> N
     assert signal.getsignal(number) is before
     latest = run.latest()
     assert latest is not None
-    assert (latest.state["epoch"], latest.state["step"]) == ((0, step) if step <= STEPS else (1, step - STEPS))
+    assert latest.position == (Position(0, step) if step <= STEPS else Position(1, step - STEPS))
     again = network(seed=9)
     history = train(run, made, again)
     assert history.finished
@@ -120,10 +119,10 @@ def test_a_run_from_before_a_setting_goes_on_with_its_default(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = settings(**KINDS["adam"])
-    run, net, identity = Run.create(tmp_path / "run", made), network(), TrainState.identity
+    run, net = Run.create(tmp_path / "run", made), network()
     interrupt(net, STEPS + 3, fail)
     with monkeypatch.context() as patch:
-        patch.setattr(TrainState, "identity", lambda work: _without(identity(work), "setting whole"))
+        patch.setattr(state, "described", lambda *given: _without(described(*given), "setting whole"))
         with pytest.raises(Interrupted):
             train(run, made, net)
     again = network(seed=9)

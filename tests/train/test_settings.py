@@ -1,13 +1,112 @@
-"""Settings: what is refused, and the way to a file and back."""
+"""Settings: recipe, then file, then flags; the words they are written in; what is refused; to a file and back."""
+
+from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from banach import models
+from banach import (
+    GMRES,
+    JFB,
+    RMS,
+    Anderson,
+    Broyden,
+    Euclidean,
+    Implicit,
+    Neumann,
+    NormalCG,
+    Picard,
+    Tolerance,
+    Unroll,
+    WorstPixel,
+    data,
+    models,
+)
+from banach.data import Affine, Chain, Crop, Erase, Flip, dataset, paper_cifar10
 from banach.models import Constant, Cosine, Steps
-from banach.train import OneCycle, Settings
+from banach.network import ImplicitNetwork
+from banach.train import OneCycle, Settings, words
+
+choose = Settings.choose
+
+
+def implicit(method: Any, rtol: float = 1e-3) -> Implicit:
+    return Implicit(method, Tolerance(atol=0, rtol=rtol, max_steps=500))
+
+
+@pytest.mark.parametrize(
+    ("read", "word", "meant"),
+    [
+        (words.solver, "picard", Picard()),
+        (words.solver, "picard:0.25", Picard(damping=0.25)),
+        (words.solver, "Anderson:3", Anderson(memory=3)),
+        (words.solver, "broyden:7", Broyden(memory=7)),
+        (words.backward, "jfb", JFB()),
+        (words.backward, "neumann:2", Neumann(2)),
+        (words.backward, "unroll:3", Unroll(3)),
+        (words.backward, "implicit", implicit(NormalCG())),
+        (words.backward, "implicit:gmres:1e-5", implicit(GMRES(), 1e-5)),
+        (words.backward, "implicit:anderson", implicit(Anderson())),
+        (words.norm, "worst-pixel", WorstPixel()),
+        (words.norm, "WorstPixel()", WorstPixel()),
+        (words.norm, "rms", RMS()),
+        (words.norm, words.name_of_norm(Euclidean()), Euclidean()),
+        (words.schedule, "constant", Constant()),
+        (words.schedule, "one-cycle", OneCycle()),
+        (words.schedule, "steps:10,15:0.5", Steps((10, 15), 0.5)),
+        (words.schedule, {"kind": "cosine"}, Cosine()),
+        (words.augment, "none", None),
+        (words.augment, "paper", paper_cifar10()),
+        (words.augment, "flip+crop:2+erase+affine", Chain(Flip(), Crop(2), Erase(), Affine())),
+        (words.augment, "flip", Flip()),
+    ],
+)
+def test_a_word_is_the_object_it_names(read: Any, word: Any, meant: Any) -> None:
+    assert read(word) == meant
+
+
+class Own:
+    """A schedule, or a norm, that has no name."""
+
+    def multiplier(self, epoch: float, epochs: int) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("read", "word", "said"),
+    [
+        (words.solver, "andersen", "did you mean 'anderson'"),
+        (words.solver, "anderson:x", "needs a whole number, got 'x'"),
+        (words.solver, "anderson:1:2", "expected picard"),
+        (words.solver, "anderson:0", "memory"),
+        (words.backward, "jfb:3", "expected jfb"),
+        (words.backward, "neumann:-1", "order"),
+        (words.backward, "implicit:cgg", "did you mean 'cg'"),
+        (words.backward, "implicit:cg:0", "must be between 0 and 1"),
+        (words.norm, "worst", "did you mean 'worst-pixel'"),
+        (words.name_of_norm, Own(), "to be chosen by a word"),
+        (words.schedule, "steps", "expected constant"),
+        (words.schedule, "steps:a:0.1", "needs a whole number"),
+        (words.schedule, "steps:5:nan", "factor must be a number"),
+        (words.schedule, "steps:9,5:0.1", "ascending order"),
+        (words.schedule, {"kind": "cosin"}, "unknown schedule: 'cosin'; did you mean 'cosine'"),
+        (words.schedule, {"kind": "steps", "at": [1], "facto": 0.1}, "did you mean 'factor'"),
+        (words.schedule, {"kind": "steps"}, "cannot be made of"),
+        (words.schedule, {"kind": "steps", "at": ["a"], "factor": 0.1}, "at must be epochs"),
+        (words.schedule, {"kind": "one-cycle", "warm": 2}, "warm must be between"),
+        (words.schedule, {"kind": "one-cycle", "end": "x"}, "end must be"),
+        (words.augment, "flip+crp:4", "did you mean 'crop'"),
+    ],
+)
+def test_other_words_are_refused_with_advice(read: Any, word: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read(word)
 
 
 @pytest.mark.parametrize(
@@ -16,8 +115,10 @@ from banach.train import OneCycle, Settings
         ({"epochs": -1}, "epochs must be a whole number, at least 0, got -1"),
         ({"batch_size": True}, "batch_size must be a whole number"),
         ({"accumulate": 0}, "accumulate must be a whole number, at least 1"),
-        ({"seed": -1}, "seed must be a whole number"),
+        ({"seed": 2**70}, "seed must be a whole number, at least 0 and at most"),
+        ({"threads": 1_000_000}, "threads must be a whole number, at least 1 and at most 1024"),
         ({"lr": -1e-3}, "lr must be a number, at least 0"),
+        ({"lr": 10**400}, "lr must be a number, at least 0 and at most"),
         ({"lr": "0.1"}, "lr must be a number"),
         ({"weight_decay": float("inf")}, "weight_decay must be a number"),
         ({"label_smoothing": 1.0}, "label_smoothing must be a number, at least 0 and below 1"),
@@ -27,7 +128,6 @@ from banach.train import OneCycle, Settings
         ({"precision": "bf61"}, "did you mean 'bf16'"),
         ({"momentum": 0.9}, "momentum is a setting of sgd"),
         ({"schedule": Cosine}, "schedule must be an object"),
-        ({"schedule": "cosine"}, "schedule must be an object"),
         ({"monitor": 1}, "monitor must be true or false"),
         ({"device": "gpu0"}, "device must be auto, cpu"),
         ({"data": 3}, "data must be a name"),
@@ -51,36 +151,115 @@ def test_a_misspelt_option_is_a_type_error() -> None:
 def test_through_json_and_back(schedule: Any) -> None:
     settings = Settings(data="digits", backward="neumann:5", clip=1.0, ema=0.9, schedule=schedule, seed=7)
     assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"epoch": 3}, "unknown setting: 'epoch'; did you mean 'epochs'"),
-        ({"learning_rate": 3}, "unknown setting: 'learning_rate'"),
-        ({"schedule": {"kind": "cosin"}}, "unknown schedule: 'cosin'; did you mean 'cosine'"),
-        ({"schedule": {"kind": "steps", "at": [1], "facto": 0.1}}, "did you mean 'factor'"),
-        ({"schedule": {"kind": "steps"}}, "cannot be made of"),
-        ({"schedule": "cosine"}, "a schedule is"),
-        ({"schedule": {"kind": "one-cycle", "warm": 2}}, "warm must be between"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest_name(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Settings.from_dict(values)
-
-
-def test_a_schedule_of_ones_own_cannot_be_kept() -> None:
-    class Own:
-        def multiplier(self, epoch: float, epochs: int) -> float:
-            return 1.0
-
-    with pytest.raises(TypeError, match="to be stored in a file"):
+    with pytest.raises(ValueError, match="unknown setting: 'epoch'; did you mean 'epochs'"):
+        Settings.from_dict({"epoch": 3})
+    with pytest.raises(ValueError, match="to be stored in a file"):
         Settings(schedule=Own()).to_dict()
 
 
-def test_the_settings_of_a_recipe() -> None:
-    recipe = models.recipe("digits")
-    settings = Settings.of_recipe(recipe, epochs=3)
-    assert (settings.lr, settings.weight_decay, settings.schedule) == (recipe.lr, recipe.weight_decay, Cosine())
-    assert (settings.epochs, settings.optimizer, settings.max_steps) == (3, "adam", recipe.max_steps)
+def test_defaults_are_the_recipe_of_the_digits_network() -> None:
+    settings, recipe = choose({}), models.recipe("digits")
+    assert (settings.data, settings.model) == ("digits", "digits")
+    assert (settings.solver, settings.backward) == ("picard", "jfb")
+    assert (settings.lr, settings.epochs, settings.schedule) == (recipe.lr, recipe.epochs, recipe.schedule)
+    assert (settings.norm, settings.eps, settings.threads) == ("rms", recipe.eps, 1)
+    own = Settings.of_recipe(recipe, epochs=3)
+    assert (own.lr, own.weight_decay, own.schedule) == (recipe.lr, recipe.weight_decay, Cosine())
+    assert (own.epochs, own.optimizer, own.max_steps) == (3, "adam", recipe.max_steps)
+
+
+@pytest.mark.parametrize("name", ["mnist", "svhn", "cifar10"])
+def test_the_paper_networks_stop_by_the_norm_they_were_tuned_with(name: str) -> None:
+    net: Any = choose({"data": name}).build()
+    assert net.tolerance == models.recipe(name).tolerance
+    assert isinstance(net.tolerance.norm, WorstPixel)
+    assert choose({"data": name, "norm": "rms"}).tolerance(net.tolerance).norm == RMS()
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "settings.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_override_the_file_and_the_file_overrides_the_recipe(tmp_path: Path) -> None:
+    file = write(tmp_path, 'epochs = 7\nbatch-size = 32\nschedule = "steps:2,4:0.5"\nbackward = "neumann:2"\n')
+    settings = choose({"epochs": 3, "backward": None}, file)
+    assert (settings.epochs, settings.batch_size, settings.backward) == (3, 32, "neumann:2")
+    assert settings.schedule == Steps((2, 4), 0.5)
+    assert settings.lr == models.recipe("digits").lr
+    file = write(tmp_path, "jacobian-penalty = 0.5\ncorrection = 1\ncorrection-steps = [1, 4]")
+    settings = choose({}, file)
+    assert (settings.jacobian_penalty, settings.correction, settings.correction_steps) == (0.5, 1, (1, 4))
+    assert choose({"correction_steps": "2,3"}, file).correction_steps == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("epoch = 3", "did you mean 'epochs'"),
+        ('eps = "small"', "eps must be a number"),
+        ("epochs = = 3", "is not TOML"),
+        ('schedule = "cosin"', "did you mean 'cosine'"),
+        ("schedule = 3", "a schedule is"),
+        ("data = [1]", "data must be a name"),
+        ('correction-steps = "2,x"', "'2,x' needs a whole number, got 'x'"),
+        ("max-steps = 0\njacobian-penalty = 0.5", "explicit twin, without a fixed point to penalise"),
+        ('max-steps = 0\nbackward = "neumann:5"', "explicit twin, whose gradient is exact by jfb"),
+        ('data = "mnist"\nrecipe = "papr"', "did you mean 'paper'"),
+        *(
+            (f'data = "cifar10"\nmodel = "resnet56"\n{line}', "resnet56 has no fixed point; leave out")
+            for line in (
+                'backward = "jfb"',
+                "jacobian-penalty = 0.1",
+                "correction = 0.1",
+                "correction-steps = [2]",
+            )
+        ),
+    ],
+)
+def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        choose({}, write(tmp_path, text))
+    assert "\n" not in str(error.value)
+
+
+def test_the_seed_decides_the_weights() -> None:
+    first, again, other = (
+        torch.cat([p.flatten() for p in choose({"seed": k}).build().parameters()]) for k in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_on_a_cpu_a_network_that_allows_it_is_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that views an image as rows of pixels would fail."""
+
+    def channels_last(**flags: Any) -> bool:
+        net: Any = choose({"device": "cpu", **flags}).build()
+        weights = [layer.weight for layer in net.R.modules() if isinstance(layer, nn.Conv2d)]
+        return all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+
+    assert channels_last()
+    assert not channels_last(fast=False)
+    known = models.get("digits")
+    monkeypatch.setitem(models.registry._MODELS, "digits", replace(known, channels_last=False))
+    assert not channels_last()
+
+
+def test_a_model_without_a_fixed_point_has_no_solver() -> None:
+    settings = choose({"data": "cifar10", "model": "resnet56"})
+    assert (settings.solver, settings.backward, settings.eps, settings.max_steps) == (None, None, None, None)
+    assert (settings.optimizer, settings.momentum, settings.augment) == ("sgd", 0.9, "flip+crop:4")
+    assert not isinstance(settings.build(), ImplicitNetwork)
+    settings = choose({"data": "cifar10", "model": "resnet56", "optimizer": "adamw"})
+    assert (settings.optimizer, settings.momentum) == ("adamw", 0.0)
+
+
+def test_data_without_a_model_of_its_name_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dataset._registry, "mine", replace(data.get("digits"), name="mine"))
+    with pytest.raises(ValueError, match="choose one with --model"):
+        choose({"data": "mine"})
+    assert choose({"data": "mine", "model": "digits"}).model == "digits"
+    settings = choose({"data": "mnist", "recipe": "paper"})
+    assert (settings.recipe, settings.eps, settings.lr) == ("paper", 1e-4, 1e-4)

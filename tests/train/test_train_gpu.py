@@ -1,16 +1,35 @@
-"""Training on a GPU: every precision, the same weights as on the CPU, a resume, the peak memory."""
+"""On a GPU: captured steps and evaluations against eager ones, in every precision; a resume; the peak memory."""
 
+import copy
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from banach import JFB, Anderson, Implicit, Mode, Neumann, NormalCG, Picard, Solver, Tolerance, Unroll
-from banach.data import Batches, Chain, Crop, Flip
+from banach import (
+    JFB,
+    Anderson,
+    Implicit,
+    Mode,
+    Neumann,
+    NormalCG,
+    Picard,
+    Solver,
+    Tolerance,
+    Unroll,
+    data,
+    models,
+)
+from banach.data import Batches, Chain, Crop, Flip, Images
+from banach.fast import plan
 from banach.models import Cosine
-from banach.train import Run, fit
+from banach.train import Run, Scorer, evaluate, fit
+from banach.train.evaluate import measure
 from banach.train.state import TrainState
 from banach.train.steps import Steps
 from train.parts_train import images, network, plain_network, settings
@@ -21,12 +40,20 @@ pytestmark = [
 ]
 
 
+HELD = images(20, "validation")
+
+
+def assert_close(a: nn.Module, b: nn.Module, **near: Any) -> None:
+    for one, other in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), **near)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_every_precision_learns(precision: str) -> None:
     switches = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     net = network(batch_norm=False, tolerance=Tolerance(atol=3e-2, max_steps=20))
     made = settings(precision=precision, device="cuda", epochs=4, ema=0.5)
-    history = fit(net, images(), images(20, "validation"), made)
+    history = fit(net, images(), HELD, made)
     assert history.last.loss < history.epochs[0].loss
     assert history.last.memory is not None
     assert history.last.memory > 0
@@ -36,39 +63,34 @@ def test_every_precision_learns(precision: str) -> None:
 
 def test_the_same_weights_as_on_the_cpu() -> None:
     here, there = plain_network(), plain_network()
-    fit(here, images(), images(20, "validation"), settings())
-    fit(there, images(), images(20, "validation"), settings(device="cuda"))
-    for a, b in zip(here.parameters(), there.parameters(), strict=True):
-        torch.testing.assert_close(a, b.cpu(), rtol=1e-4, atol=1e-4)  # batches are made in float32
+    fit(here, images(), HELD, settings())
+    fit(there, images(), HELD, settings(device="cuda"))
+    assert_close(here, there, rtol=1e-4, atol=1e-4)  # batches are made in float32
 
 
 def test_a_resume_on_the_gpu(tmp_path: Path) -> None:
     made = settings(device="cuda", checkpoint_every=4, monitor=True)
     run = Run.create(tmp_path / "run", made)
     whole = plain_network()
-    fit(whole, images(), images(20, "validation"), made, run=run)
-    last = sorted((run.path / "checkpoints").iterdir())[-1]
-    for file in last.iterdir():
-        file.unlink()
-    last.rmdir()
+    fit(whole, images(), HELD, made, run=run)
+    shutil.rmtree(sorted((run.path / "checkpoints").iterdir())[-1])
     again = plain_network(seed=9)
-    fit(again, images(), images(20, "validation"), made, run=run)
-    for a, b in zip(whole.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    fit(again, images(), HELD, made, run=run)
+    assert_close(whole, again, rtol=1e-10, atol=1e-12)
 
 
 def test_the_gpus_random_numbers_stay() -> None:
     net = network()  # seeds the GPU too
     torch.cuda.manual_seed(3)
     before = torch.cuda.get_rng_state()
-    fit(net, images(), images(20, "validation"), settings(device="cuda", epochs=1))
+    fit(net, images(), HELD, settings(device="cuda", epochs=1))
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
-    # A fixed depth asks for nothing, so any wait is the loop's own, and raises here.
+    # A solve at a fixed depth has no host sync, so any sync is the loop's own, and raises here.
     made = settings(device="cuda", clip=1.0, ema=0.9, label_smoothing=0.1, fast=fast)
     net = plain_network(Tolerance(max_steps=5, check_every=0)).cuda()
     train = images().to("cuda")
@@ -104,11 +126,10 @@ def test_captured_steps_learn_what_plain_ones_learn(solver: Solver, mode: Mode, 
     trained = []
     for fast in (True, False):
         net = plain_network(solver=solver, backward=mode)
-        history = fit(net, images(90), images(20, "validation"), replace(made, fast=fast))
+        history = fit(net, images(90), HELD, replace(made, fast=fast))
         trained.append((net, history))
     (fast_net, fast_history), (plain_net, plain_history) = trained
-    for a, b in zip(fast_net.parameters(), plain_net.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(fast_net, plain_net, rtol=1e-5, atol=1e-6)
     assert fast_history.last.loss == pytest.approx(plain_history.last.loss, rel=1e-5)
     assert fast_history.last.products == plain_history.last.products
     assert fast_history.last.converged is not None
@@ -122,12 +143,11 @@ def test_captured_steps_have_the_penalties_of_plain_ones(penalties: dict[str, An
     trained = []
     for fast in (True, False):
         net = plain_network()
-        fit(net, images(96), images(20, "validation"), replace(made, fast=fast))
+        fit(net, images(96), HELD, replace(made, fast=fast))
         trained.append(net)
-    for a, b in zip(*(net.parameters() for net in trained), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(*trained, rtol=1e-5, atol=1e-6)
     without = plain_network()
-    fit(without, images(96), images(20, "validation"), replace(settings(device="cuda")))
+    fit(without, images(96), HELD, settings(device="cuda"))
     assert not torch.allclose(without.R.inner.weight, trained[0].R.inner.weight, rtol=0, atol=1e-4)
 
 
@@ -135,7 +155,7 @@ def test_captured_steps_have_the_penalties_of_plain_ones(penalties: dict[str, An
 def test_captured_penalties_with_batch_norm_and_dropout(precision: str) -> None:
     net: Any = network(tolerance=Tolerance(atol=3e-2, max_steps=20))
     made = settings(device="cuda", precision=precision, jacobian_penalty=1.0, correction=0.5)
-    history = fit(net, images(96), images(20, "validation"), made)
+    history = fit(net, images(96), HELD, made)
     assert history.last.loss < history.epochs[0].loss
     assert int(net.R.blocks[0].norm.num_batches_tracked) == 12
 
@@ -147,23 +167,149 @@ def test_captured_steps_draw_what_plain_ones_draw() -> None:
         net = network(tolerance=Tolerance(atol=1e-5, max_steps=60))
         # Not Adam, whose first steps make of rounding a whole step.
         made = settings(device="cuda", epochs=1, batch_size=32, fast=fast, optimizer="sgd")
-        fit(net, images(96), images(20, "validation"), made, augment=Chain(Flip(), Crop(1)))
+        fit(net, images(96), HELD, made, augment=Chain(Flip(), Crop(1)))
         trained.append(net.state_dict())
     for name, value in trained[0].items():
         torch.testing.assert_close(value, trained[1][name], rtol=2e-3, atol=2e-3)
 
 
-def test_a_network_that_syncs_with_host_is_trained_plainly() -> None:
-    class Asking(torch.nn.Module):
-        def forward(self, y: torch.Tensor) -> torch.Tensor:
-            return y * float(y.detach().abs().max().item() < 1e9)
+class Syncing(nn.Module):
+    def forward(self, y: Tensor) -> Tensor:
+        return y * float(y.detach().abs().max().item() < 1e9)
 
-    net = plain_network()
-    net.S = torch.nn.Sequential(net.S, Asking())
+
+def test_a_network_that_syncs_with_the_host_is_trained_eagerly() -> None:
+    net, reference = plain_network(), plain_network()
+    net.S = nn.Sequential(net.S, Syncing())
     with pytest.warns(UserWarning, match="could not be captured as a CUDA graph"):
-        history = fit(net, images(), images(20, "validation"), settings(device="cuda", epochs=1))
-    reference = plain_network()
-    fit(reference, images(), images(20, "validation"), settings(device="cuda", epochs=1, fast=False))
-    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+        history = fit(net, images(), HELD, settings(device="cuda", epochs=1))
     assert history.finished
+    fit(reference, images(), HELD, settings(device="cuda", epochs=1, fast=False))
+    assert_close(net, reference, rtol=1e-9, atol=1e-10)
+
+
+NAMES = ["mnist", "digits", "own"]
+
+
+def trained_a_little(name: str) -> Any:
+    """So that scores are apart and statistics settled; `own`: an R that no kernel knows."""
+    if name == "own":
+        return plain_network(Tolerance(atol=1e-9, max_steps=100)).cuda()
+    torch.manual_seed(0)
+    net: Any = models.build(name, tolerance=Tolerance(atol=1e-3, max_steps=60)).cuda()
+    split = some(name)
+    optimizer = torch.optim.Adam(net.parameters(), 2e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(split.normalise(split.pixels)), split.labels).backward()
+        optimizer.step()
+    return net
+
+
+def some(name: str, count: int = 90) -> Images:
+    """Images of the network's size: digits, enlarged where it wants larger ones."""
+    few = images(count).to("cuda")
+    if name != "mnist":
+        return few
+    large = nn.functional.interpolate(few.pixels.float(), size=(28, 28))
+    return replace(few, pixels=large.to(few.pixels.dtype))
+
+
+def in_stages(net: Any) -> bool:
+    return not plan(net.eval(), training=False).kernel
+
+
+def assert_same(got: Any, wanted: Any, *, stages: bool) -> None:
+    assert got.loss == pytest.approx(wanted.loss, rel=1e-3)
+    assert got.accuracy == pytest.approx(wanted.accuracy, abs=2 / 90)
+    assert got.converged == wanted.converged
+    if stages:
+        assert wanted.depth <= got.depth <= max(wanted.depth + 4, 8)
+        assert got.residual <= wanted.residual * 1.01
+    else:
+        assert got.depth == pytest.approx(wanted.depth, abs=0.2)  # a residual near the tolerance
+        assert got.residual == pytest.approx(wanted.residual, rel=0.1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_eval_mode(name: str) -> None:
+    net, split = trained_a_little(name), some(name)
+    scorer = Scorer(net)
+    for _ in range(2):  # captured, then replayed with other weights
+        assert_same(evaluate(net, split, scorer=scorer), evaluate(net, split), stages=in_stages(net))
+        assert scorer.reason is None
+        with torch.no_grad():
+            for weight in net.S.parameters():
+                weight.mul_(1.2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_training_mode(name: str) -> None:
+    """The same masks by the same seed, one update of the statistics a batch, nothing from the capture itself."""
+    net, split = trained_a_little(name).train(), some(name)
+    other = copy.deepcopy(net)
+    scorer, plain = Scorer(net), Scorer(other, fast=False)
+    for seed in (3, 4):
+        got, wanted = (measure(one, split, 40, partial(torch.manual_seed, seed)) for one in (scorer, plain))
+        assert got.loss == pytest.approx(wanted.loss, rel=2e-3)
+        assert got.accuracy == pytest.approx(wanted.accuracy, abs=2 / 90)
+        assert got.converged == wanted.converged == 1
+        assert got.depth == pytest.approx(wanted.depth, abs=1)  # a batch stops as one
+        for (key, value), own in zip(net.named_buffers(), other.buffers(), strict=True):
+            torch.testing.assert_close(value, own, rtol=5e-3, atol=5e-3, msg=key)
+    assert scorer.reason is None
+    assert scorer.captures(split.device) == bool(plan(net).kernel)
+
+
+def test_a_changed_tolerance_is_captured_again() -> None:
+    net, split = trained_a_little("digits"), some("digits")
+    scorer, depths = Scorer(net), []
+    for atol in (1e-1, 1e-3, 1e-1):
+        net.tolerance = Tolerance(atol=atol, max_steps=60)
+        totals = evaluate(net, split, scorer=scorer)
+        assert_same(totals, evaluate(net, split), stages=in_stages(net))
+        depths.append(totals.max_depth or 0)
+    assert depths[0] == depths[2]
+    assert depths[0] < depths[1]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_other_precisions(precision: str) -> None:
+    net, split = trained_a_little("digits"), some("digits")
+    net.tolerance = Tolerance(atol=3e-2, max_steps=60)
+    got = evaluate(net, split, precision=precision, scorer=Scorer(net, precision))
+    assert got.loss == pytest.approx(evaluate(net, split, precision=precision).loss, rel=2e-2)
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_fit_validates_as_without_captures(ema: float | None) -> None:
+    net = network(tolerance=Tolerance(atol=1e-4, max_steps=60))
+    held = images(80, "validation")
+    history = fit(net, images(), held, settings(device="cuda", epochs=3, ema=ema))
+    wanted = evaluate(net, held.to("cuda"))
+    assert history.last.validation_loss == pytest.approx(wanted.loss, rel=1e-3)
+    assert history.last.validation_converged == wanted.converged
+
+
+def test_a_network_that_syncs_with_the_host_is_evaluated_eagerly() -> None:
+    net = trained_a_little("own")
+    net.S = nn.Sequential(net.S, Syncing())
+    split, scorer = some("own"), Scorer(net)
+    with pytest.warns(UserWarning, match="evaluation could not be captured"):
+        got = evaluate(net, split, scorer=scorer)
+    wanted = evaluate(net, split)
+    assert got.loss == pytest.approx(wanted.loss)
+    assert got.depth == evaluate(net, split, scorer=scorer).depth == wanted.depth
+
+
+def test_the_released_protocol_repeats() -> None:
+    from reproduction.measure import released
+
+    net, split = trained_a_little("digits"), data.load("digits", "train").to("cuda")
+    scorer = Scorer(net)
+    before = torch.cuda.get_rng_state(), [buffer.clone() for buffer in net.buffers()]
+    found = {released(net, split, scorer).accuracy for _ in range(3)}
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(released(net, split, Scorer(net, fast=False)).accuracy, abs=3 / len(split))
+    assert torch.equal(torch.cuda.get_rng_state(), before[0])
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before[1], strict=True))

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from banach import __version__
-from banach.cli.console import spoken_warnings
+from banach.cli.console import PLAIN, spoken_warnings
 
 BAD_INPUT, STOPPED = 2, 130
 _SHORT = {
@@ -38,11 +38,7 @@ class _Commands(TyperGroup):
         part = import_module(f"banach.cli.{cmd_name}")
         if cmd_name == "data":
             return typer.main.get_command(part.data_app)
-        alone = typer.Typer(
-            add_completion=False,
-            rich_markup_mode=None,
-            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-        )
+        alone = typer.Typer(**PLAIN)
         alone.command(cmd_name, epilog=part.EPILOG)(getattr(part, cmd_name))
         return typer.main.get_command(alone)
 
@@ -57,10 +53,8 @@ app = typer.Typer(
     help="Implicit networks: train, evaluate, diagnose, predict.",
     epilog="Start with: banach train      Then: banach diagnose runs/digits-1",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    **PLAIN,
 )
 
 
@@ -92,28 +86,14 @@ def main(arguments: list[str] | None = None) -> int:
         return done if isinstance(done, int) else 0
     except (typer.Abort, KeyboardInterrupt):
         return _refuse("stopped", STOPPED)
-    except MemoryError:
-        return _refuse("there is not enough memory for this; choose smaller settings")
     except Exception as error:
         # What typer raises for bad usage; its class is in click or in typer, depending on the version.
         if hasattr(error, "format_message"):
             return _usage(error)
-        if os.environ.get("BANACH_DEBUG"):
+        sentence = _sentence(error)
+        if sentence is None or os.environ.get("BANACH_DEBUG"):
             raise
-        if _is_bad_input(error):
-            return _refuse(_sentence(error))
-        if isinstance(error, RuntimeError) and "memory" in str(error):
-            return _refuse(f"there is not enough memory for this; choose smaller settings ({str(error)[:200]})")
-        raise
-
-
-def _is_bad_input(error: Exception) -> bool:
-    """Return True if the message of the error is meant for the user."""
-    if isinstance(error, (ValueError, OSError)):
-        return True
-    from banach.train import CheckpointError, RunError  # a command has imported it already
-
-    return isinstance(error, (RunError, CheckpointError))
+        return _refuse(sentence)
 
 
 def _usage(error: Any) -> int:
@@ -126,11 +106,17 @@ def _usage(error: Any) -> int:
     return _refuse(f"{message.rstrip('.')}; see: {path} --help")
 
 
-def _sentence(error: Exception) -> str:
-    if not isinstance(error, OSError) or isinstance(error, ValueError):
+def _sentence(error: Exception) -> str | None:
+    """Return the message of an error that the user can do something about, None for others."""
+    from banach.train import CheckpointError, RunError  # a command has imported it already
+
+    if isinstance(error, (ValueError, RunError, CheckpointError)):
         return str(error)
-    name = f"{error.filename}: " if error.filename else ""
-    said = f"{name}{error.strerror or error}"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
+        return f"there is not enough memory for this; choose smaller settings ({str(error)[:200]})"
+    if not isinstance(error, OSError):
+        return None
+    said = (f"{error.filename}: " if error.filename else "") + str(error.strerror or error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         said += "; free some space and resume: earlier checkpoints are complete"
     return said

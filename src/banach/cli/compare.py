@@ -1,4 +1,4 @@
-"""`banach compare`: one table and one plot of several runs."""
+"""`banach compare`: settings, figures and one plot of several runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from banach.cli.console import console, fits, table
+from banach.cli.console import console, table
 from banach.train import Epoch, Run
 from banach.train.plot import PlotError, plot_comparison
 from banach.train.run import SETTINGS as SETTINGS_FILE
@@ -21,40 +21,71 @@ Examples:
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SETTINGS = ("run", "data", "model", "backward", "solver", "eps", "epochs")
-FIGURES = ("validation", "test", "depth", "residual", "J-products", "seconds", "s/epoch")
+FIGURES = ("run", "validation", "test", "depth", "residual", "J-products", "seconds", "s/epoch")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A run, its epochs, and the figures of its test file, if it has one."""
+    """A run, its epochs, and what it wrote of the test set when it ended."""
 
     name: str
     run: Run
     epochs: tuple[Epoch, ...]
-    test: float | None
-    title: str | None
+    test: dict[str, Any]
+
+    def settings(self) -> list[str | None]:
+        """Return the cells of SETTINGS."""
+        chosen = self.run.settings
+        how: list[str | None] = [None, "explicit", None]
+        if chosen.max_steps != 0:
+            how = [chosen.backward, chosen.solver, _number(chosen.eps, "{:g}")]
+        return [self.name, chosen.data, chosen.model, *how, f"{len(self.epochs)}/{chosen.epochs}"]
+
+    def figures(self) -> list[str | None]:
+        """Return the cells of FIGURES."""
+        test = _number(self.test.get("totals", {}).get("accuracy"), "{:.2%}")
+        if not self.epochs:
+            return [self.name, None, test, *[None] * 5]
+        last, seconds = self.epochs[-1], sum(epoch.seconds for epoch in self.epochs)
+        return [
+            self.name,
+            _number(last.validation_accuracy, "{:.2%}"),
+            test,
+            _number(last.depth, "{:.1f}"),
+            _number(last.residual, "{:.1e}"),
+            f"{sum(epoch.products for epoch in self.epochs):,}",
+            f"{seconds:,.1f}",
+            f"{seconds / len(self.epochs):,.2f}",
+        ]
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The plot, a PNG.")] = Path("comparison.png"),
 ) -> None:
-    """Compare runs: a table with one row per run, and a plot of all of them.
+    """Compare runs: their settings, their figures, and a plot of all of them.
 
     Validation accuracy, depth and residual are those of the last epoch; depth and residual are of the training
     solves. Test accuracy is what the run wrote when it ended ("-" before that): nothing is computed again.
     """
     _check_out(out)
     compared = _read(runs)
-    _print_table(compared)
-    for sentence in _remarks(compared):
-        console.print(sentence)
+    settings = table("", SETTINGS, [one.settings() for one in compared])
+    figures = table("", FIGURES, [one.figures() for one in compared])
+    for column in (*settings.columns[1:], *figures.columns[1:]):
+        column.no_wrap = True  # only names are folded
+    console.print(settings)
+    console.print()
+    console.print(figures)
+    titles = dict.fromkeys(one.test["title"] for one in compared if one.test)
+    if titles:
+        console.print(f"data: {', '.join(titles)}")
+    if len(titles) > 1 or len({one.run.settings.data for one in compared}) > 1:
+        console.print("The runs use different data: their accuracies are not comparable.")
     try:
-        plot_comparison({one.name: one.epochs for one in compared}, out)
+        console.print(f"plot: {plot_comparison({one.name: one.epochs for one in compared}, out)}")
     except PlotError as error:
         console.print(f"no plot: {error}")
-    else:
-        console.print(f"plot: {out}")
 
 
 def _check_out(out: Path) -> None:
@@ -69,88 +100,23 @@ def _check_out(out: Path) -> None:
 
 
 def _read(paths: Sequence[Path]) -> list[Compared]:
-    """Return the runs in the order given, each once; named by their folders where those names are unique."""
-    unique: dict[Path, Path] = {}
-    for path in _runs_among(paths):
-        unique.setdefault(path.resolve(), path)
-    names = [whole.name for whole in unique]
-    return [
-        _read_one(path, whole.name if names.count(whole.name) == 1 else str(path))
-        for whole, path in unique.items()
-    ]
+    """Return the runs in the order given, each once; named by their folders where those names are unique.
 
-
-def _runs_among(paths: Sequence[Path]) -> Sequence[Path]:
-    """Skip folders that are not runs, as a pattern may match some; but refuse if there is no run at all."""
-    runs = [path for path in paths if (path / SETTINGS_FILE).exists()]
-    others = [path for path in paths if path not in runs and path.is_dir()]
-    if not runs or len(runs) + len(others) < len(paths):
-        return paths  # opening them says what is wrong
-    if others:
+    Folders that are not runs are skipped, as a pattern may match some, unless there is no run at all.
+    """
+    others = [path for path in paths if path.is_dir() and not (path / SETTINGS_FILE).exists()]
+    if others and len(others) < len(paths):
         console.print("not a run, skipped: " + ", ".join(map(str, others)))
-    return runs
-
-
-def _read_one(path: Path, name: str) -> Compared:
-    run = Run.open(path)
-    test = run.test()
-    accuracy = None if test is None else float(test["totals"]["accuracy"])
-    return Compared(name, run, run.metrics(), accuracy, None if test is None else test.get("title"))
-
-
-def _print_table(compared: Sequence[Compared]) -> None:
-    """Print one table, or two if it is wider than the console."""
-    settings, figures = [_settings(one) for one in compared], [_figures(one) for one in compared]
-    whole = table("", SETTINGS + FIGURES, [a + b for a, b in zip(settings, figures, strict=True)])
-    if fits(whole):
-        console.print(whole)
-        return
-    named = [(one.name, *row) for one, row in zip(compared, figures, strict=True)]
-    for number, made in enumerate((table("", SETTINGS, settings), table("", ("run", *FIGURES), named))):
-        for column in made.columns[1:]:
-            column.no_wrap = True  # only names are folded
-        if number:
-            console.print()
-        console.print(made)
-
-
-def _settings(one: Compared) -> tuple[Any, ...]:
-    chosen = one.run.settings
-    fixed_point = chosen.max_steps != 0
-    return (
-        one.name,
-        chosen.data,
-        chosen.model,
-        chosen.backward if fixed_point else None,
-        chosen.solver if fixed_point else "explicit",
-        _number(chosen.eps, "{:g}") if fixed_point else None,
-        f"{len(one.epochs)}/{chosen.epochs}",
-    )
-
-
-def _figures(one: Compared) -> tuple[Any, ...]:
-    test = _number(one.test, "{:.2%}")
-    if not one.epochs:
-        return (None, test, *[None] * 5)
-    last, seconds = one.epochs[-1], sum(epoch.seconds for epoch in one.epochs)
-    return (
-        _number(last.validation_accuracy, "{:.2%}"),
-        test,
-        _number(last.depth, "{:.1f}"),
-        _number(last.residual, "{:.1e}"),
-        f"{sum(epoch.products for epoch in one.epochs):,}",
-        f"{seconds:,.1f}",
-        f"{seconds / len(one.epochs):,.2f}",
-    )
-
-
-def _remarks(compared: Sequence[Compared]) -> list[str]:
-    """Return the titles of the data, and a warning if accuracies cannot be compared."""
-    titles = dict.fromkeys(one.title for one in compared if one.title is not None)
-    said = [f"data: {', '.join(titles)}"] if titles else []
-    if len(titles) > 1 or len({one.run.settings.data for one in compared}) > 1:
-        said.append("The runs use different data: their accuracies are not comparable.")
-    return said
+        paths = [path for path in paths if path not in others]
+    unique: dict[Path, Path] = {}
+    for path in paths:
+        unique.setdefault(path.resolve(), path)
+    names, found = [whole.name for whole in unique], []
+    for whole, path in unique.items():
+        run = Run.open(path)
+        name = whole.name if names.count(whole.name) == 1 else str(path)
+        found.append(Compared(name, run, run.metrics(), run.test() or {}))
+    return found
 
 
 def _number(value: float | None, pattern: str) -> str | None:

@@ -12,6 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+# How typer shows help: plain text.
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
+
 
 class Patient(Console):
     """A console that survives a closed pipe: `banach train | head` continues to train."""
@@ -38,11 +45,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     for row in cells:
         made.add_row(*row)
     return made
-
-
-def fits(made: Table) -> bool:
-    """Return True if the console is wide enough for the table."""
-    return console.measure(made, options=console.options.update(width=10_000)).maximum <= console.width
 
 
 # Advice for callers of the library, and its replacement on the command line.

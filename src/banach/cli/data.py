@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banach import data
-from banach.cli.console import console, table
-from banach.cli.progress import is_terminal
+from banach.cli.console import PLAIN, console, table
+from banach.cli.opened import DataDir
 from banach.data import Listing, Report
 
 EPILOG = """\b
@@ -25,13 +21,8 @@ data_app = typer.Typer(
     help="List data sets, verify those that are here, fetch those that are not.",
     epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+    **PLAIN,
 )
-DataDir = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the data; else BANACH_DATA, the cache.", show_default=False),
-]
 COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "here")
 COUNTS = 2  # the column of counts
 
@@ -83,9 +74,7 @@ def fetch(
     for name in names:
         data.get(name)  # a misspelt name is refused before the first download
     for name in names:
-        with _quiet_pooch(), _Download(name) as bar:
-            reports = data.fetch(name, data_dir, progress=bar)
-        _print(reports)
+        _print(data.fetch(name, data_dir))  # pooch logs each address to standard error
 
 
 def _row(one: Listing) -> tuple[Any, ...]:
@@ -100,56 +89,3 @@ def _print(reports: tuple[Report, ...]) -> None:
     """Print one line per report; a sentence about both parts once."""
     for line in dict.fromkeys(f"{'ok' if report.ok else 'wrong'}: {report.message}" for report in reports):
         console.print(line)
-
-
-@contextmanager
-def _quiet_pooch() -> Iterator[None]:
-    """Silence pooch, which would print every address in the middle of the bar."""
-    try:
-        import pooch
-    except ImportError:  # fetch reports it if a download is needed
-        yield
-        return
-    logger = pooch.get_logger()
-    before = logger.level
-    logger.setLevel("WARNING")
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-class _Download:
-    """The part of a tqdm bar that pooch uses: `total`, set for each file, then `update`, `reset`, `close`."""
-
-    def __init__(self, name: str) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self._bars = Progress(*columns, console=console, transient=True, disable=not is_terminal(console))
-        self._task = self._bars.add_task(name, total=None)
-        self._name, self._files, self._total = name, 0, 0
-
-    @property
-    def total(self) -> int:
-        return self._total
-
-    @total.setter
-    def total(self, size: int) -> None:
-        """Begin a file."""
-        self._files, self._total = self._files + 1, size
-        self._bars.reset(self._task, total=size or None, description=f"{self._name}, file {self._files}")
-
-    def update(self, size: int) -> None:
-        self._bars.advance(self._task, size)
-
-    def reset(self) -> None:
-        self._bars.update(self._task, completed=0)
-
-    def close(self) -> None:
-        """The next file uses the same bar."""
-
-    def __enter__(self) -> _Download:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()

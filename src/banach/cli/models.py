@@ -28,15 +28,10 @@ def models(
     name: Annotated[str | None, typer.Argument(help="A model to describe.", show_default=False)] = None,
 ) -> None:
     """List the networks, or describe one: parameters, recipes, layers."""
-    if name is None:
-        _print_all()
-    else:
-        _print_one(registry.get(name))
-
-
-def _print_all() -> None:
-    rows = [_row(registry.get(name)) for name in registry.names()]
-    console.print(table("", COLUMNS, rows))
+    if name is not None:
+        _describe(registry.get(name))
+        return
+    console.print(table("", COLUMNS, [_row(registry.get(one)) for one in registry.names()]))
     console.print("Describe one: banach models NAME.  The explicit twin: banach train --max-steps 0.")
 
 
@@ -44,8 +39,8 @@ def _row(model: Model) -> tuple[Any, ...]:
     net = _fresh(model)
     return (
         model.name,
-        f"{count(net):,}",
-        latent_shape(model, net),
+        _count(net),
+        _latent(model, net),
         _by(model.image),
         "yes" if isinstance(net, ImplicitNetwork) else "is one",
         "yes" if model.has_twin else "no",
@@ -53,30 +48,19 @@ def _row(model: Model) -> tuple[Any, ...]:
     )
 
 
-def _print_one(model: Model) -> None:
+def _describe(model: Model) -> None:
     net = _fresh(model)
+    parts = [(name, part) for name, part in net.named_children() if name in ("Q", "R", "S")]
     console.print(f"{model.name}: {model.description}")
-    console.print(f"images {_by(model.image)}, {model.classes} classes, latent {latent_shape(model, net) or '-'}")
+    console.print(f"images {_by(model.image)}, {model.classes} classes, latent {_latent(model, net) or '-'}\n")
+    rows = [(name, _count(part)) for name, part in (*parts, ("all", net))]
+    console.print(table("Parameters", ("part", "parameters"), rows))
     console.print()
-    console.print(table("Parameters", ("part", "parameters"), _parts(net)))
-    console.print()
-    console.print(table("Recipes, the default one first", ("setting", *model.recipes), _recipes(model)))
-    console.print()
-    console.print(f"Layers:\n{net}\n")
-    for line in _examples(model, net):
-        console.print(line)
-
-
-def _parts(net: nn.Module) -> list[tuple[str, str]]:
-    parts = [name for name in ("Q", "R", "S") if isinstance(getattr(net, name, None), nn.Module)]
-    rows = [(name, f"{count(getattr(net, name)):,}") for name in parts]
-    return [*rows, ("all", f"{count(net):,}")]
-
-
-def _recipes(model: Model) -> list[tuple[str, ...]]:
-    """Return one row per setting, with one column per recipe."""
-    fields = [field.name for field in dataclasses.fields(Recipe)]
-    return [(field, *(_value(recipe, field) for recipe in model.recipes.values())) for field in fields]
+    settings = [field.name for field in dataclasses.fields(Recipe)]
+    values = [(name, *(_value(recipe, name) for recipe in model.recipes.values())) for name in settings]
+    console.print(table("Recipes, the default one first", ("setting", *model.recipes), values))
+    console.print(f"\nLayers:\n{net}\n")
+    console.print(_examples(model, net))
 
 
 def _value(recipe: Recipe, field: str) -> str:
@@ -86,22 +70,20 @@ def _value(recipe: Recipe, field: str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _examples(model: Model, net: nn.Module) -> list[str]:
+def _examples(model: Model, net: nn.Module) -> str:
     """Return commands that train it, on the data set of its name, or else on one with images of its shape."""
-    fitting = [name for name in data.names() if data.get(name).shape == model.image]
-    fitting = [name for name in fitting if len(data.get(name).classes) == model.classes]
+    sets = [data.get(name) for name in data.names()]
+    fitting = [one.name for one in sets if (one.shape, len(one.classes)) == (model.image, model.classes)]
     if not fitting:
-        return [
-            f"No data set has images of {_by(model.image)} in {model.classes} classes; register one to train it."
-        ]
-    own = model.name if model.name in fitting else fitting[0]
-    command = f"banach train --data {own} --model {model.name}"
+        wanted = f"images of {_by(model.image)} in {model.classes} classes"
+        return f"No data set has {wanted}; register one to train it."
+    command = f"  banach train --data {model.name if model.name in fitting else fitting[0]} --model {model.name}"
     if not isinstance(net, ImplicitNetwork):
-        return ["Train it:", f"  {command}"]
-    return ["Train it, and its explicit twin:", f"  {command}", f"  {command} --max-steps 0"]
+        return f"Train it:\n{command}"
+    return f"Train it, and its explicit twin:\n{command}\n{command} --max-steps 0"
 
 
-def latent_shape(model: Model, net: nn.Module) -> str | None:
+def _latent(model: Model, net: nn.Module) -> str | None:
     """Return the shape of the latent of one image; None if there is no latent."""
     if not isinstance(net, ImplicitNetwork):
         return None
@@ -110,9 +92,8 @@ def latent_shape(model: Model, net: nn.Module) -> str | None:
     return " + ".join(_by(tuple(leaf.shape[1:])) for leaf in leaves(start))
 
 
-def count(net: nn.Module) -> int:
-    """Return the number of parameters of a module."""
-    return sum(parameter.numel() for parameter in net.parameters())
+def _count(net: nn.Module) -> str:
+    return f"{sum(parameter.numel() for parameter in net.parameters()):,}"
 
 
 def _fresh(model: Model) -> nn.Module:

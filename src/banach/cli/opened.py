@@ -1,18 +1,26 @@
-"""A run with its trained network, as evaluate, predict and diagnose use it."""
+"""A run with its trained network, as evaluate, predict and diagnose use it; and options that commands share."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import nn
 
 from banach import data
 from banach.data import DataSet
-from banach.train import CheckpointError, Position, Run, RunError, Settings
-from banach.train.state import check_identity, described
+from banach.train import Position, Run, RunError, Settings
+from banach.train.state import check_identity, described, load_weights
+
+RunDir = Annotated[Path, typer.Argument(help="The run directory.", show_default=False)]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder of the data; else BANACH_DATA, the cache.", show_default=False)
+]
+Device = Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +51,7 @@ def open_run(path: Path, device: str = "auto") -> Opened:
         command = f"banach train --resume {shlex.quote(str(path))}"
         raise RunError(f"{path} has no checkpoint yet; train it first: {command}")
     net = settings.build()
-    try:
-        net.load_state_dict({**checkpoint.under("net"), **checkpoint.under("average")})
-    except RuntimeError as error:
-        why = " ".join(str(error).split())
-        raise CheckpointError(f"{checkpoint.path} is of another network: {why[:300]}") from None
+    load_weights(net, checkpoint, averaged=True)
     now = described(net, run.settings)
     check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
-    position = Position(checkpoint.state["epoch"], checkpoint.state["step"])
-    return Opened(run, settings, net.to(where).eval(), data.get(str(settings.data)), where, position)
+    return Opened(run, settings, net.to(where).eval(), data.get(run.settings.data), where, checkpoint.position)

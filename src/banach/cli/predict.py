@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ import typer
 from torch import Tensor
 
 from banach.cli.console import console, table
-from banach.cli.opened import Opened, open_run
+from banach.cli.opened import Device, Opened, RunDir, open_run
 from banach.data import DataSet
 from banach.train.evaluate import scores
 from banach.train.precision import arithmetic
@@ -29,23 +28,12 @@ FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 BATCH = 400
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The likeliest classes of one image, best first; and steps and residual, if the network has a fixed point."""
-
-    classes: tuple[str, ...]
-    probabilities: tuple[float, ...]
-    steps: int | None = None
-    residual: float | None = None
-    converged: bool | None = None
-
-
 def predict(
-    run: Annotated[Path, typer.Argument(help="The run directory.", show_default=False)],
+    run: RunDir,
     image: Annotated[list[Path], typer.Argument(help="Image files.", show_default=False)],
     invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light.")] = False,
     top: Annotated[int, typer.Option(help="How many classes to show.")] = 3,
-    device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Classify image files with a trained network.
 
@@ -57,15 +45,19 @@ def predict(
     if not 1 <= top <= count:
         raise ValueError(f"top must be between 1 and {count}, the number of classes, got {top}")
     pixels = torch.stack([read_image(path, opened.dataset, invert=invert) for path in image])
-    answers = classify(opened, pixels, top)
     title = f"{opened.settings.model} trained on {opened.dataset.title}, after {opened.position.epoch} epochs"
-    rows = [_row(path, answer) for path, answer in zip(image, answers, strict=True)]
     columns = ("file", "class", "probability", "then", "steps", "residual", "converged")
+    rows = [(path, *answer) for path, answer in zip(image, classify(opened, pixels, top), strict=True)]
     console.print(table(title, columns, rows))
 
 
-def classify(opened: Opened, pixels: Tensor, top: int) -> list[Answer]:
-    """Return answers for uint8 pixels (N, C, H, W), in the precision of the run."""
+def classify(opened: Opened, pixels: Tensor, top: int) -> list[list[Any]]:
+    """Classify uint8 pixels (N, C, H, W), in the precision of the run.
+
+    Returns:
+        Per image its class, the probability, the next classes; then steps, residual and whether it converged, None
+        if the network has no fixed point.
+    """
     labels = torch.zeros(len(pixels), dtype=torch.int64)  # not used: Images normalises the pixels
     images = opened.dataset.images(pixels, labels, split="given").to(opened.device)
     with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():
@@ -74,15 +66,21 @@ def classify(opened: Opened, pixels: Tensor, top: int) -> list[Answer]:
     return [answer for part in parts for answer in part]
 
 
-def _answers(opened: Opened, x: Tensor, top: int) -> list[Answer]:
+def _answers(opened: Opened, x: Tensor, top: int) -> list[list[Any]]:
     output, found = scores(opened.net, x, opened.settings.precision)
-    best = output.double().softmax(1).topk(top)
-    chances, names = best.values.tolist(), opened.dataset.classes
-    classes = [tuple(names[index] for index in row) for row in best.indices.tolist()]
+    best, answers = output.double().softmax(1).topk(top), list[list[Any]]()
+    for chances, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        names = [opened.dataset.classes[index] for index in indices]
+        first, *others = (f"{100 * chance:.1f}%" for chance in chances)
+        then = ", ".join(f"{name} {chance}" for name, chance in zip(names[1:], others, strict=True))
+        answers.append([names[0], first, then or None])
     if found is None or not bool(found.steps.any()):  # the explicit twin takes no step
-        return [Answer(row, tuple(p)) for row, p in zip(classes, chances, strict=True)]
+        return [[*answer, None, None, None] for answer in answers]
     ends = zip(found.steps.tolist(), found.residual.tolist(), found.converged.tolist(), strict=True)
-    return [Answer(row, tuple(p), *end) for row, p, end in zip(classes, chances, ends, strict=True)]
+    return [
+        [*answer, steps, f"{residual:.1e}", "yes" if converged else "no"]
+        for answer, (steps, residual, converged) in zip(answers, ends, strict=True)
+    ]
 
 
 def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
@@ -92,10 +90,9 @@ def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
         ValueError: if the file cannot be read as one picture.
     """
     image_module = _pillow()
-    if not path.exists():
-        raise ValueError(f"there is no file {path}; pass image files")
     if not path.is_file():
-        raise ValueError(f"{path} is not a file; pass image files")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {what}; pass image files")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged EXIF data and the like
         warnings.simplefilter("error", image_module.DecompressionBombWarning)
@@ -106,10 +103,9 @@ def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
             raise ValueError(f"{path} has too many pixels, more than {limit:,}; scale it down first") from None
         except _Refused as error:
             raise ValueError(f"{path} {error}") from None
-        except PermissionError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except Exception as error:  # a damaged file makes Pillow raise almost anything
-            raise ValueError(f"{path} is not an image that can be read: {_said(error, path)}") from None
+            said = " ".join(str(error).split()).replace(f" {str(path)!r}", "") or type(error).__name__
+            raise ValueError(f"{path} is not an image that can be read: {said}") from None
     return 255 - pixels if invert else pixels
 
 
@@ -160,17 +156,3 @@ def _pillow() -> Any:
     except ImportError:
         raise ValueError("reading images needs Pillow, which is missing; run: pip install pillow") from None
     return Image
-
-
-def _said(error: Exception, path: Path) -> str:
-    """Return Pillow's message in one line, without the file name."""
-    words = " ".join(str(error).split()).replace(f" {str(path)!r}", "")
-    return words or type(error).__name__
-
-
-def _row(path: Path, answer: Answer) -> list[Any]:
-    chances = [f"{100 * p:.1f}%" for p in answer.probabilities]
-    others = ", ".join(f"{name} {p}" for name, p in zip(answer.classes[1:], chances[1:], strict=True))
-    residual = None if answer.residual is None else f"{answer.residual:.1e}"
-    converged = None if answer.converged is None else "yes" if answer.converged else "no"
-    return [path, answer.classes[0], chances[0], others or None, answer.steps, residual, converged]

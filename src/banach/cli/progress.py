@@ -28,21 +28,18 @@ HEADER = " ".join(["epoch".rjust(9), *(name.rjust(width) for name, _, width in _
 
 
 class Progress:
-    """Shows `epochs` epochs of `steps` steps each; use it in a `with`. `start` is where a resumed run begins.
+    """Shows `epochs` epochs of `steps` steps each; use it in a `with`.
 
     Pass `step` and `epoch` to the training loop. If the console is not a terminal there is no bar.
     """
 
-    def __init__(
-        self, epochs: int, steps: int, *, start: Position = Position(0, 0), console: Console = standard
-    ) -> None:
+    def __init__(self, epochs: int, steps: int, *, console: Console = standard) -> None:
         self._console, self._epochs, self._steps = console, epochs, steps
         self._next = 0.0 if is_terminal(console) else math.inf  # when to update the bar again
         self._shown_header = False
-        place, elapsed, left = (TextColumn(text) for text in ("{task.fields[place]}", "elapsed,", "left"))
-        clocks = (TimeElapsedColumn(), elapsed, TimeRemainingColumn(), left)
         self._bars = Bars(
-            *(TextColumn("epoch {task.description}"), BarColumn(), place, *clocks),
+            *(TextColumn("epoch {task.description}"), BarColumn(), TextColumn("{task.fields[place]}")),
+            *(TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")),
             console=console,
             refresh_per_second=4,
             speed_estimate_period=math.inf,  # rich would give no estimate for steps of more than 30 seconds
@@ -50,8 +47,8 @@ class Progress:
             get_time=lambda: time.perf_counter(),
             disable=self._next == math.inf,
         )
-        self._task = self._bars.add_task("", total=epochs * steps, completed=start.epoch * steps, place="")
-        self._show(start)
+        # The first step sets where a resumed run begins: rich measures the speed from there on.
+        self._task = self._bars.add_task("", total=epochs * steps, place="")
 
     def step(self, position: Position) -> None:
         """Update the bar after a step of training. Most calls only compare times."""
@@ -62,8 +59,8 @@ class Progress:
     def epoch(self, epoch: Epoch) -> None:
         """Print the line of an epoch."""
         if not self._shown_header:
-            self._console.print(HEADER, soft_wrap=True)
             self._shown_header = True
+            self._console.print(HEADER, soft_wrap=True)
         self._console.print(line(epoch, self._epochs), soft_wrap=True)
         self._show(Position(epoch.epoch, 0))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
+import inspect
 import math
 import shlex
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, get_type_hints
 
 import torch
 import typer
@@ -17,35 +17,38 @@ from torch import nn
 
 from banach import data as registry
 from banach.cli.console import console, table
+from banach.cli.opened import DataDir
 from banach.cli.progress import Progress
 from banach.data import Images
 from banach.data.files import find, roots
-from banach.provenance import plain, provenance
-from banach.train import (
-    CheckpointError,
-    Epoch,
-    History,
-    Position,
-    Run,
-    RunError,
-    Settings,
-    Totals,
-    evaluate,
-    fit,
-    words,
-)
-from banach.train.board import MISSING, Board, open_board
+from banach.provenance import numbers, plain, provenance
+from banach.train import Epoch, History, Run, RunError, Settings, Totals, evaluate, fit, words
+from banach.train.board import Board
 from banach.train.plot import PlotError, plot_history
 
 PLOT, BOARD = "training.png", "tensorboard"
+# Every setting is a flag. `--help` explains these: what they mean, and the name of their value.
+SHOWN: dict[str, tuple[str, str | None]] = {
+    "data": ("digits | mnist | svhn | cifar10.  [digits]", "NAME"),
+    "subset": ("Train on this many images.", "N"),
+    "model": ("See: banach models.  [the model named like the data]", "NAME"),
+    "solver": ("picard[:DAMPING] | anderson[:M] | broyden[:M].  [picard]", None),
+    "backward": ("jfb | neumann:5 | unroll:3 | implicit:cg | implicit:gmres.  [jfb]", None),
+    "eps": ("Stop at a residual of eps.", "X"),
+    "norm": (f"Norm of the residual: {words.NORMS}.", None),
+    "max_steps": ("Steps at most; 0 is the explicit twin.", "N"),
+    "epochs": ("Passes over the data.", "N"),
+    "batch_size": ("Images per step.", "N"),
+    "lr": ("Learning rate.", "X"),
+    "precision": ("fp32 | tf32 | bf16.  [fp32]", None),
+    "seed": ("For weights, order and dropout.  [0]", "N"),
+    "device": ("auto | cpu | cuda | cuda:N.  [auto]", None),
+}
+HIDDEN = [field.name for field in fields(Settings) if field.name not in SHOWN]
 
-EPILOG = """\b
-Further flags: --recipe --whole --augment --batch-norm/--no-batch-norm --rtol --optimizer
-  --momentum --weight-decay --schedule --label-smoothing --clip --ema --accumulate
-  --jacobian-penalty --finite-difference --correction --correction-steps
-  --monitor/--no-monitor --checkpoint-every --threads --fast/--no-fast --compile
-  --tensorboard/--no-tensorboard
-A settings file holds the same names: epochs = 5, schedule = "steps:10,15:0.1"
+EPILOG = f"""Further flags: {", ".join(name.replace("_", "-") for name in HIDDEN)}, tensorboard.  Switches have a
+--no- form, such as --no-monitor. A settings file holds the same names: epochs = 5, schedule = "steps:10,15:0.1"
+
 \b
 Examples:
   banach train                                        the digits inside scikit-learn, on a CPU
@@ -53,78 +56,59 @@ Examples:
   banach train --data cifar10 --backward implicit:cg --no-batch-norm --device cuda
   banach train --resume runs/digits-1                 continue where it stopped"""
 
-Text: TypeAlias = str | None
-Whole: TypeAlias = int | None
-Real: TypeAlias = float | None
-Switch: TypeAlias = bool | None
+
+def _with_flags(command: Callable[..., int]) -> Callable[..., int]:
+    """Replace **flags in the signature, which typer reads, by one option per setting."""
+    kinds = get_type_hints(Settings)
+    run, *others, _ = inspect.signature(command, eval_str=True).parameters.values()
+
+    def option(name: str) -> inspect.Parameter:
+        (help, meta), word = SHOWN.get(name, (None, None)), name.replace("_", "-")
+        flag = f"--{word}/--no-{word}" if kinds[name] is bool else f"--{word}"
+        made = typer.Option(flag, help=help, hidden=help is None, metavar=meta, show_default=False)
+        kind: Any = str if name in words.READERS else kinds[name]
+        return inspect.Parameter(name, run.kind, default=None, annotation=Annotated[kind | None, made])
+
+    parameters = [run, *map(option, SHOWN), *others, *map(option, HIDDEN)]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
-def flag(*names: str, help: str = "", hidden: bool = False, meta: str | None = None) -> Any:
-    return typer.Option(*names, help=help, hidden=hidden, metavar=meta, show_default=False)
-
-
+@_with_flags
 def train(
     run: Annotated[Path | None, typer.Argument(help="The run to resume.", show_default=False)] = None,
-    data: Annotated[Text, flag(help="digits | mnist | svhn | cifar10.  [digits]", meta="NAME")] = None,
-    data_dir: Annotated[Path | None, flag(help="Folder of the data; else BANACH_DATA, the cache.")] = None,
-    subset: Annotated[Whole, flag(help="Train on this many images.", meta="N")] = None,
-    model: Annotated[Text, flag(help="See: banach models.  [the model named like the data]", meta="NAME")] = None,
-    solver: Annotated[Text, flag(help="picard[:DAMPING] | anderson[:M] | broyden[:M].  [picard]")] = None,
-    backward: Annotated[
-        Text, flag(help="jfb | neumann:5 | unroll:3 | implicit:cg | implicit:gmres.  [jfb]")
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory.  [runs/DATA-N, the next N]", show_default=False)
     ] = None,
-    eps: Annotated[Real, flag(help="Stop at a residual of eps.", meta="X")] = None,
-    norm: Annotated[Text, flag(help=f"Norm of the residual: {words.NORMS}.")] = None,
-    max_steps: Annotated[Whole, flag(help="Steps at most; 0 is the explicit twin.", meta="N")] = None,
-    epochs: Annotated[Whole, flag(help="Passes over the data.", meta="N")] = None,
-    batch_size: Annotated[Whole, flag(help="Images per step.", meta="N")] = None,
-    lr: Annotated[Real, flag(help="Learning rate.", meta="X")] = None,
-    precision: Annotated[Text, flag(help="fp32 | tf32 | bf16.  [fp32]")] = None,
-    seed: Annotated[Whole, flag(help="For weights, order and dropout.  [0]", meta="N")] = None,
-    device: Annotated[Text, flag(help="auto | cpu | cuda | cuda:N.  [auto]")] = None,
-    out: Annotated[Path | None, flag(help="The run directory.  [runs/DATA-N, the next N]")] = None,
-    config: Annotated[Path | None, flag("--config", "--settings", help="A TOML file; flags override it.")] = None,
-    resume: Annotated[bool, flag("--resume", help="Continue RUN or --out; on a CPU bit by bit the same.")] = False,
-    recipe: Annotated[Text, flag(hidden=True)] = None,
-    whole: Annotated[Switch, flag("--whole/--no-whole", hidden=True)] = None,
-    augment: Annotated[Text, flag(hidden=True)] = None,
-    batch_norm: Annotated[Switch, flag("--batch-norm/--no-batch-norm", hidden=True)] = None,
-    rtol: Annotated[Real, flag(hidden=True)] = None,
-    optimizer: Annotated[Text, flag(hidden=True)] = None,
-    momentum: Annotated[Real, flag(hidden=True)] = None,
-    weight_decay: Annotated[Real, flag(hidden=True)] = None,
-    schedule: Annotated[Text, flag(hidden=True)] = None,
-    label_smoothing: Annotated[Real, flag(hidden=True)] = None,
-    jacobian_penalty: Annotated[Real, flag(hidden=True)] = None,
-    finite_difference: Annotated[Switch, flag("--finite-difference/--no-finite-difference", hidden=True)] = None,
-    correction: Annotated[Real, flag(hidden=True)] = None,
-    correction_steps: Annotated[Text, flag(hidden=True)] = None,
-    clip: Annotated[Real, flag(hidden=True)] = None,
-    ema: Annotated[Real, flag(hidden=True)] = None,
-    accumulate: Annotated[Whole, flag(hidden=True)] = None,
-    monitor: Annotated[Switch, flag("--monitor/--no-monitor", hidden=True)] = None,
-    checkpoint_every: Annotated[Whole, flag(hidden=True)] = None,
-    threads: Annotated[Whole, flag(hidden=True)] = None,
-    fast: Annotated[Switch, flag("--fast/--no-fast", hidden=True)] = None,
-    compile: Annotated[Switch, flag("--compile/--no-compile", hidden=True)] = None,
-    tensorboard: Annotated[bool, flag("--tensorboard/--no-tensorboard", hidden=True)] = True,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "--settings", help="A TOML file; flags override it.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue RUN or --out; on a CPU bit by bit the same.")
+    ] = False,
+    tensorboard: Annotated[bool, typer.Option(hidden=True)] = True,
+    **flags: Any,
 ) -> int:
     """Train an implicit network; the test set is read once, at the end.
 
     Settings: the recipe of the model, then --config, then flags.
     """
-    given = dict(locals())
-    for name in ("run", "data_dir", "out", "config", "resume", "tensorboard"):
-        del given[name]
-    flags = {name: value for name, value in given.items() if value is not None}
     if resume:
-        session = _resumed(_named(run, out, config), flags, data_dir)
+        made = Run.open(_named(run, out, config))
+        settings = made.settings.changed(flags)
+        made.check(settings)  # only the device may differ
+        session = Session(Run(made.path, settings), *_parts(settings, data_dir), data_dir)
     elif run is not None:
         raise ValueError(f"{run} is given without --resume; pass --resume to continue it, or --out for a new run")
     else:
-        session = Session.begin(Settings.choose(flags, config), out, data_dir)
-    if session.settings.threads is not None:
-        torch.set_num_threads(session.settings.threads)
+        settings = Settings.choose(flags, config)
+        parts = _parts(settings, data_dir)  # before the directory is made: a refused command leaves nothing
+        session = Session(Run.create(out or _next_free(str(settings.data)), settings), *parts, data_dir)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
     if not history.finished:
@@ -140,26 +124,34 @@ def _named(run: Path | None, out: Path | None, config: Path | None) -> Path:
         raise ValueError(f"a resumed run has its settings already; leave out --config {config}")
     if run is not None and out is not None and run != out:
         raise ValueError(f"--resume names {run} and --out {out}; pass one")
-    return run or out or _newest()
-
-
-def _resumed(path: Path, flags: dict[str, Any], data_dir: Path | None) -> Session:
-    """Resume a run. Flags must agree with its settings; only the device may differ."""
-    opened = Run.open(path)
-    given: dict[str, Any] = dict(flags)
-    for name, meant in (("schedule", words.schedule), ("correction_steps", words.integers)):
-        if name in given:
-            given[name] = meant(given[name])
-    settings = replace(opened.settings, **given)
-    opened.check(settings)
-    return Session.on(Run(opened.path, settings), data_dir)
-
-
-def _newest() -> Path:
+    if run or out:
+        return Path(run or out or "")
     runs = sorted(Path("runs").glob("*/settings.json"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise RunError("there is no run under runs/ to resume; pass one: banach train --resume RUN")
     return runs[-1].parent
+
+
+def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images, Images | None]:
+    """Return the network, and the training and validation images."""
+    settings.usable_device()
+    train = settings.load("train", data_dir)
+    validation = None if settings.whole else settings.load("validation", data_dir)
+    dataset = registry.get(str(settings.data))
+    find(dataset, "test", roots(dataset, data_dir))  # missing test data is better reported before training
+    return settings.build(), train, validation
+
+
+def _next_free(data: str) -> Path:
+    """Make and return the first of runs/DATA-1, runs/DATA-2, ... that does not exist."""
+    number = 1
+    while True:
+        path = Path("runs") / f"{data}-{number}"
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,20 +163,6 @@ class Session:
     train_images: Images
     validation: Images | None
     data_dir: Path | None
-
-    @staticmethod
-    def begin(settings: Settings, out: Path | None, data_dir: Path | None) -> Session:
-        """Start a new run. Its directory is made after data and network are there."""
-        if out is not None and (out / "settings.json").exists():
-            raise RunError(f"there is a run in {out} already; continue it with --resume, or choose another --out")
-        parts = _parts(settings, data_dir)
-        path = _next_free(str(settings.data)) if out is None else out
-        return Session(Run.create(path, settings), *parts, data_dir)
-
-    @staticmethod
-    def on(run: Run, data_dir: Path | None) -> Session:
-        """Resume a run."""
-        return Session(run, *_parts(run.settings, data_dir), data_dir)
 
     @property
     def settings(self) -> Settings:
@@ -201,28 +179,16 @@ class Session:
 
     def train(self, *, tensorboard: bool = True) -> History:
         """Call fit() with a progress bar and TensorBoard."""
-        settings, before = self.settings, self._done()
-        with ExitStack() as stack:
-            steps = math.ceil(len(self.train_images) / settings.batch_size)
-            progress = stack.enter_context(Progress(settings.epochs, steps, start=Position(len(before), 0)))
+        settings = self.settings
+        progress = Progress(settings.epochs, math.ceil(len(self.train_images) / settings.batch_size))
+        board = self._board() if tensorboard else None
 
-            @functools.cache
-            def board() -> Board | None:
-                """Open TensorBoard after the first epoch: a run that `fit` refuses is left unchanged."""
-                found = open_board(self.run.path / BOARD)
-                if found is None:
-                    console.print(MISSING)
-                    return None
-                stack.enter_context(found)
-                for epoch in before:  # again, so that each occurs once
-                    found.write(epoch)
-                return found
+        def on_epoch(epoch: Epoch) -> None:
+            progress.epoch(epoch)
+            if board is not None:
+                board.write(epoch)
 
-            def on_epoch(epoch: Epoch) -> None:
-                progress.epoch(epoch)
-                if tensorboard and (found := board()) is not None:
-                    found.write(epoch)
-
+        with progress, board or nullcontext():
             return fit(
                 self.net,
                 self.train_images,
@@ -235,15 +201,12 @@ class Session:
                 on_plan=lambda plan: console.print(str(plan), highlight=False),
             )
 
-    def _done(self) -> list[Epoch]:
-        """Return the epochs of the newest checkpoint: after a kill other files may lack the last one."""
-        checkpoint = self.run.latest()
-        if checkpoint is None:
-            return []
+    def _board(self) -> Board | None:
         try:
-            return [Epoch.from_dict(values) for values in checkpoint.state["done"]]
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
+            return Board(self.run.path / BOARD, before=self.run.metrics)
+        except RuntimeError as error:
+            console.print(str(error))
+            return None
 
     def resume_command(self) -> str:
         """Return the command that resumes the run."""
@@ -260,26 +223,20 @@ class Session:
         """Evaluate the test set, once in the life of a run; print a table, write a plot."""
         content = self.run.test()
         if content is None:
-            self.run.write_test(self._test())
-            content = self.run.test()
-            assert content is not None
+            images = self.settings.load("test", self.data_dir).to(self.settings.torch_device)
+            totals = evaluate(self.net, images, precision=self.settings.precision)
+            content = record(totals, images, "test", self.settings)
+            self.run.write_test(content)
         console.print()
         console.print(self._summary(history, content))
         self._plot(history)
 
-    def _test(self) -> dict[str, Any]:
-        images = self.settings.load("test", self.data_dir).to(self.settings.torch_device)
-        totals = evaluate(self.net, images, precision=self.settings.precision)
-        return record(totals, images, "test", self.settings)
-
     def _summary(self, history: History, content: dict[str, Any]) -> Any:
-        totals = Totals(**content["totals"])
-        seconds = sum(epoch.seconds for epoch in history.epochs)
-        rows = [(name, value) for name, value in figures(totals).items() if value is not None]
+        rows = figures(Totals(**numbers(content["totals"])), "test")
         if history.epochs and history.last.validation_accuracy is not None:
             rows.insert(0, ("validation accuracy", f"{history.last.validation_accuracy:.2%}"))
         rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))
-        rows.append(("seconds of training", f"{seconds:.1f}"))
+        rows.append(("seconds of training", f"{sum(epoch.seconds for epoch in history.epochs):.1f}"))
         return table(f"{content['title']}: {content['count']:,} test images", ("", "value"), rows)
 
     def _plot(self, history: History) -> None:
@@ -299,37 +256,16 @@ def record(totals: Totals, images: Images, split: str, settings: Settings) -> di
     return about | provenance(settings.to_dict(), device=images.device)
 
 
-def figures(totals: Totals) -> dict[str, str | None]:
-    """Return the figures of an evaluation as text."""
-    sought = totals.residual is not None
-    return {
-        "test accuracy": f"{totals.accuracy:.2%}",
-        "test loss": f"{totals.loss:.4f}",
-        "mean depth": f"{totals.depth:.1f}" if sought else None,
-        "largest depth": str(totals.max_depth) if sought else None,
-        "mean residual": f"{totals.residual:.2e}" if sought else None,
-        "largest residual": f"{totals.max_residual:.2e}" if sought else None,
-        "converged": f"{totals.converged:.1%}" if sought else None,
-    }
-
-
-def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images, Images | None]:
-    """Return the network, and the training and validation images."""
-    settings.usable_device()
-    train = settings.load("train", data_dir)
-    validation = None if settings.whole else settings.load("validation", data_dir)
-    dataset = registry.get(str(settings.data))
-    find(dataset, "test", roots(dataset, data_dir))  # missing test data is better reported before training
-    return settings.build(), train, validation
-
-
-def _next_free(data: str) -> Path:
-    """Make and return the first of runs/DATA-1, runs/DATA-2, ... that does not exist."""
-    for number in itertools.count(1):
-        path = Path("runs") / f"{data}-{number}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("unreachable")
+def figures(totals: Totals, split: str) -> list[tuple[str, str]]:
+    """Return the figures of an evaluation as text, by name."""
+    rows = [(f"{split} accuracy", f"{totals.accuracy:.2%}"), (f"{split} loss", f"{totals.loss:.4f}")]
+    if totals.residual is None:  # no fixed point
+        return rows
+    return [
+        *rows,
+        ("mean depth", f"{totals.depth:.1f}"),
+        ("largest depth", str(totals.max_depth)),
+        ("mean residual", f"{totals.residual:.2e}"),
+        ("largest residual", f"{totals.max_residual:.2e}"),
+        ("converged", f"{totals.converged:.1%}"),
+    ]

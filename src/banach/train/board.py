@@ -4,68 +4,57 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from banach.train.metrics import Epoch
-
-MISSING = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
-
-# Field of an Epoch: its name in TensorBoard, where the part before the slash is a group.
-TAGS = {
-    "loss": "loss/train",
-    "validation_loss": "loss/validation",
-    "accuracy": "accuracy/train",
-    "validation_accuracy": "accuracy/validation",
-    "depth": "depth/mean",
-    "max_depth": "depth/max",
-    "validation_depth": "depth/validation",
-    "residual": "residual/mean",
-    "max_residual": "residual/max",
-    "converged": "converged/train",
-    "validation_converged": "converged/validation",
-    "sigma": "contraction/sigma",
-    "lr": "cost/lr",
-    "products": "cost/products",
-    "seconds": "cost/seconds",
-    "memory": "cost/memory",
-}
 
 
 class Board:
     """Writes epochs to an event file in `folder`; use it in a `with`.
 
-    Earlier files in the folder, from before an interruption, are hidden: write every epoch again, so that each
-    occurs once.
+    The file is opened at the first write, and begins with the epochs of `before()`. Earlier files in the folder,
+    which an interrupted run left, are hidden: each epoch occurs once.
+
+    Raises:
+        RuntimeError: if tensorboard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        writer = _writer()
-        if writer is None:
-            raise RuntimeError(MISSING)
-        self._writer = writer(os.fspath(folder), purge_step=1)  # epochs are counted from 1
+    def __init__(self, folder: str | os.PathLike[str], before: Callable[[], Iterable[Epoch]] = tuple) -> None:
+        self._folder, self._before, self._make = os.fspath(folder), before, _writer()
+        self._writer: Any = None
 
     def write(self, epoch: Epoch) -> None:
         """Write the figures of one epoch to the disk; figures that are None are left out."""
-        for field, tag in TAGS.items():
-            value = getattr(epoch, field)
-            if value is not None:
-                self._writer.add_scalar(tag, float(value), epoch.epoch)
+        if self._writer is None:
+            self._writer = self._make(self._folder, purge_step=1)  # epochs are counted from 1
+            for earlier in self._before():
+                if earlier.epoch < epoch.epoch:
+                    self._add(earlier)
+        self._add(epoch)
         self._writer.flush()
+
+    def _add(self, epoch: Epoch) -> None:
+        for field, value in vars(epoch).items():
+            if value is not None and field not in ("epoch", "warm_up"):
+                self._writer.add_scalar(tag(field), float(value), epoch.epoch)
 
     def __enter__(self) -> Board:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
-def open_board(folder: str | os.PathLike[str]) -> Board | None:
-    """Return a `Board`, or None if tensorboard is not installed."""
-    return None if _writer() is None else Board(folder)
+def tag(field: str) -> str:
+    """Return the name of a figure in TensorBoard, by group: "validation_loss" is "loss/validation"."""
+    kind, _, group = field.rpartition("_")
+    return f"{group}/{kind or 'train'}"
 
 
 def _writer() -> Any:
-    """Return torch's SummaryWriter, None if it cannot be imported."""
+    """Return torch's SummaryWriter."""
     with warnings.catch_warnings():
         # Its imports use what newer versions of Python, protobuf and NumPy deprecate.
         modules = r"tensorboard|torch\.utils\.tensorboard|google|pkg_resources"
@@ -73,5 +62,6 @@ def _writer() -> Any:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            return None
+            missing = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
+            raise RuntimeError(missing) from None
     return SummaryWriter

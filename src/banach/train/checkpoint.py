@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
+    @property
+    def position(self) -> Position:
+        return Position(self.state["epoch"], self.state["step"])
+
     def under(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors of one part ("net", "average", "optimizer"), by their names in it."""
         start = f"{prefix}."
@@ -60,8 +65,8 @@ def write_checkpoint(
     from safetensors.torch import save
 
     target = folder / position.name
-    if _is_sound(target):  # replacing a folder takes two steps, and a kill between them would lose it
-        return target
+    with suppress(CheckpointError):
+        return read_checkpoint(target).path  # replacing a folder takes two steps, and a kill between would lose it
     folder.mkdir(parents=True, exist_ok=True)
     # Copies: safetensors refuses tensors that share memory, as tied weights do.
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
@@ -99,32 +104,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / STATE).read_bytes())
         state, data = content["state"], (path / TENSORS).read_bytes()
-        sums = {
-            STATE: (_digest(_canonical(state)), content["sha256"]),
-            TENSORS: (_digest(data), content["tensors"]),
-        }
+        _compare(STATE, _digest(_canonical(state)), content["sha256"])
+        _compare(TENSORS, _digest(data), content["tensors"])
         missing = [key for key in KEYS if key not in state]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {type(error).__name__}: {error}") from None
-    for name, (got, expected) in sums.items():
-        if got != expected:
-            raise CheckpointError(
-                f"the checkpoint {path} is damaged: {name} has the SHA-256 {got}, expected {expected}"
-            )
-    if missing:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {STATE} has no {', '.join(missing)}")
-    try:
+        if missing:
+            raise ValueError(f"{STATE} has no {', '.join(missing)}")
         return Checkpoint(path, load(data), state)
-    except Exception as error:  # safetensors has its own types
-        raise CheckpointError(f"the checkpoint {path} is damaged: {TENSORS}: {error}") from None
+    except Exception as error:  # damage may raise anything, and safetensors has its own types
+        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the checkpoint {path} is damaged: {said}") from None
 
 
-def _is_sound(path: Path) -> bool:
-    try:
-        read_checkpoint(path)
-    except CheckpointError:
-        return False
-    return True
+def _compare(name: str, got: str, expected: str) -> None:
+    if got != expected:
+        raise ValueError(f"{name} has the SHA-256 {got}, expected {expected}")
 
 
 def _canonical(state: Any) -> bytes:

@@ -107,10 +107,9 @@ class Scorer:
 
         def program(x: Tensor) -> Scores:
             output, found = calls((x.shape, x.stride(), x.dtype), forward, (x,), len(x))
-            numbers = {
-                name: getattr(found, name).clone() for name in ("residual", "converged", "nonfinite", "steps")
-            }
-            return output.clone(), replace(found, **numbers, value=())  # the next replay overwrites the tensors
+            names = ("residual", "converged", "nonfinite", "steps")
+            kept = {name: getattr(found, name).clone() for name in names}  # the next replay overwrites the tensors
+            return output.clone(), replace(found, **kept, value=())
 
         return program
 
@@ -145,10 +144,9 @@ def evaluate(
     """
     scorer = Scorer(net, precision, fast=False) if scorer is None else scorer
     if scorer.net is not net or scorer.precision != precision:
-        raise ValueError(
-            f"the scorer is of {'this' if scorer.net is net else 'another'} network in {scorer.precision}, "
-            f"expected this one in {precision}; make a Scorer(net, {precision!r})"
-        )
+        got = f"{'this' if scorer.net is net else 'another'} network in {scorer.precision}"
+        expected = f"this one in {precision}; make a Scorer(net, {precision!r})"
+        raise ValueError(f"the scorer is of {got}, expected {expected}")
     training = net.training
     net.eval()
     try:

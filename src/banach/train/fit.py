@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
 from banach.train.checkpoint import Position
@@ -22,7 +20,7 @@ from banach.train.precision import arithmetic
 from banach.train.run import Run, lock, noted_signals
 from banach.train.settings import Settings
 from banach.train.state import TrainState
-from banach.train.steps import Steps
+from banach.train.steps import Steps, counted_products
 
 _WATCHED = 8  # images on which the contraction is measured after every epoch
 
@@ -61,25 +59,28 @@ def fit(
     batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
     held = None if validation is None else validation.to(device)
     state = TrainState(net.to(device), batches, held, settings)
-    identity = state.identity()
 
     def save() -> None:
         if run is not None:
-            run.save(state.position, state.tensors(), state.state(identity))
+            run.save(state.position, state.tensors(), state.state())
 
     with ExitStack() as stack:
         if run is not None:
             stack.enter_context(lock(run.path))
-            _resume(run, state, identity)
+            _resume(run, state)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
-        stack.enter_context(_counting(state))
+        stack.enter_context(counted_products(state))
         signals = stack.enter_context(noted_signals(run is not None))
         steps = Steps(state)
-        scorer: Scorer | None = None
         if state.epoch < settings.epochs:
             steps.prepare()
-            _report(steps.plan, run, on_plan)
+            if run is not None:
+                run.write_plan(steps.plan.to_dict())
+            if on_plan is not None:
+                on_plan(steps.plan)
+        # A capture that failed in training is not tried again: one warning is enough.
+        scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed)
         while state.epoch < settings.epochs and not signals:
             net.train()
             for _ in range(state.step, len(batches)):
@@ -92,9 +93,6 @@ def fit(
                 if signals:
                     break
             else:
-                # A capture that failed in training is not tried again: one warning is enough.
-                fast = settings.fast and not steps.failed
-                scorer = scorer or Scorer(net, settings.precision, fast=fast)
                 state.end_epoch(_look_back(state, scorer))
                 try:
                     if on_epoch is not None:
@@ -112,50 +110,30 @@ def fit(
     return History(tuple(state.done), state.epoch >= settings.epochs, signals[0] if signals else None)
 
 
-def _report(made: Plan, run: Run | None, on_plan: Callable[[Plan], None] | None) -> None:
-    """Write the plan to the run's environment.json, and call the user."""
-    if run is not None:
-        run.write_plan(made.to_dict())
-    if on_plan is not None:
-        on_plan(made)
-
-
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
-    seen, lr, products = state.metrics.read(), state.rate(state.step - 1), state.products
-    seconds = state.seconds  # of training; the device has finished
-    # Of training too: a validation in batches of another size has another peak.
+    figures: dict[str, Any] = {
+        **vars(state.metrics.read()),
+        "lr": state.rate(state.step - 1),
+        "products": state.products,
+        "seconds": state.seconds,  # of training; the device has finished
+        "warm_up": state.warm_up,
+    }
+    # Before the validation, which in batches of another size has another peak.
     memory = torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None
     state.net.eval()
-    held = _validate(state, scorer)
-    sigma = _contraction(state)
-    return Epoch(
-        epoch=state.epoch + 1,
-        **vars(seen),
-        **held,
-        lr=lr,
-        sigma=sigma,
-        products=products,
-        seconds=seconds,
-        memory=memory,
-        warm_up=state.warm_up,
-    )
+    held, sigma = _validate(state, scorer), _contraction(state)
+    return Epoch(epoch=state.epoch + 1, **figures, **held, sigma=sigma, memory=memory)
 
 
 def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
     """Validate with the averaged weights if there are any, copied into the network, where the scorer sees them."""
-    kept = ("loss", "accuracy", "depth", "converged")
+    kept, settings = ("loss", "accuracy", "depth", "converged"), state.settings
     if state.validation is None:
         return {f"validation_{name}": None for name in kept}
-    averaged = nullcontext() if state.average is None else state.average.inside(state.net)
-    with averaged:
-        found = evaluate(
-            state.net,
-            state.validation,
-            batch_size=state.settings.batch_size,
-            precision=state.settings.precision,
-            scorer=scorer,
-        )
+    how: dict[str, Any] = {"batch_size": settings.batch_size, "precision": settings.precision, "scorer": scorer}
+    with nullcontext() if state.average is None else state.average.inside(state.net):
+        found = evaluate(state.net, state.validation, **how)
     return {f"validation_{name}": getattr(found, name) for name in kept}
 
 
@@ -181,11 +159,11 @@ def _is_due(state: TrainState) -> bool:
     return every > 0 and state.step % every == 0 and state.step < len(state.batches)
 
 
-def _resume(run: Run, state: TrainState, identity: dict[str, str]) -> None:
+def _resume(run: Run, state: TrainState) -> None:
     run.check(state.settings)
     checkpoint = run.latest()
     if checkpoint is not None:
-        state.restore(checkpoint, identity)
+        state.restore(checkpoint)
         run.write_metrics(state.done)
 
 
@@ -195,27 +173,3 @@ def _check_splits(train: Images, validation: Images | None) -> None:
             raise ValueError(
                 f"{name} is the test split, which chooses nothing: give {name} images of another split"
             )
-
-
-@contextmanager
-def _counting(state: TrainState) -> Iterator[None]:
-    """Count J-products and keep calling the user's `report`.
-
-    Not with check_every=0, where a report would sync with the host at every step.
-    """
-    net: Any = state.net
-    mode = net.backward if state.implicit else None
-    if not isinstance(mode, Implicit) or not mode.checked:
-        yield
-        return
-
-    def report(products: int, residual: Tensor, status: Any) -> None:
-        state.products += products
-        if mode.report is not None:
-            mode.report(products, residual, status)
-
-    net.backward = replace(mode, report=report)
-    try:
-        yield
-    finally:
-        net.backward = mode

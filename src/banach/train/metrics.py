@@ -44,8 +44,7 @@ class MetricSums:
     def add(self, loss: Tensor, output: Tensor, labels: Tensor, solution: Solution | None) -> None:
         """Add one batch: its mean loss, its output, and its `Solution`, or None."""
         count = labels.new_full((), len(labels))
-        hits = (output.argmax(1) == labels).sum()
-        parts = [count, loss * len(labels), hits]
+        parts = [count, loss * len(labels), (output.argmax(1) == labels).sum()]
         if solution is not None:
             # Without a step there is no residual: infinity would hide those of other batches.
             residual = torch.where(solution.steps > 0, solution.residual, torch.zeros_like(solution.residual))
@@ -65,15 +64,9 @@ class MetricSums:
         shares = (loss / count, hits / count)
         if not solved:
             return Totals(*shares, None, None, None, None, None)
-        sought = most[0] > 0  # the explicit twin takes no step, so it has no residual and meets no tolerance
-        return Totals(
-            *shares,
-            depth=depth / solved,
-            max_depth=int(most[0]),
-            residual=residual / solved if sought else None,
-            max_residual=most[1] if sought else None,
-            converged=converged / solved if sought else None,
-        )
+        if not most[0]:  # the explicit twin takes no step, so it has no residual and meets no tolerance
+            return Totals(*shares, 0.0, 0, None, None, None)
+        return Totals(*shares, depth / solved, int(most[0]), residual / solved, most[1], converged / solved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,8 @@ class Penalties:
     def check(self, net: Any) -> None:
         """Refuse a network that has no fixed point."""
         if not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
-            raise ValueError(
-                "jacobian_penalty and correction need a network with a fixed point, got "
-                f"{type(net).__name__} without one; set both to 0"
-            )
+            needs = "jacobian_penalty and correction need a network with a fixed point"
+            raise ValueError(f"{needs}, got {type(net).__name__} without one; set both to 0")
 
     def observing(self, net: Any) -> AbstractContextManager[Observed]:
         """Observe the forward pass in the block."""
@@ -65,10 +63,8 @@ class Penalties:
         try:
             yield
         except RuntimeError as error:
-            why = str(error)
-            if self.products and ("once_differentiable" in why or "is not implemented" in why):
-                raise RuntimeError(
-                    f"jacobian_penalty needs second derivatives of R, and a layer of R has none ({why[:200]}); "
-                    "set finite_difference=True (--finite-difference)"
-                ) from error
-            raise
+            why, advice = str(error), "set finite_difference=True (--finite-difference)"
+            if not self.products or not ("once_differentiable" in why or "is not implemented" in why):
+                raise
+            needs = "jacobian_penalty needs second derivatives of R, and a layer of R has none"
+            raise RuntimeError(f"{needs} ({why[:200]}); {advice}") from error

@@ -14,7 +14,21 @@ from banach.provenance import whole_file
 from banach.train.metrics import Epoch
 
 _STYLES = ("-", "--", ":", "-.")  # after ten runs the colours repeat, with another line style
-_EMPTY = "no fixed point: nothing to show"
+_NO_EPOCH, _NO_FIXED_POINT = "no epoch is done yet", "no fixed point: nothing to show"
+# Panels of one run: the name of the axis, then label and field of each line.
+_HISTORY = {
+    "loss": {"train": "loss", "validation": "validation_loss"},
+    "accuracy": {"train": "accuracy", "validation": "validation_accuracy"},
+    "depth": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
+    "residual": {"train, mean": "residual", "train, max": "max_residual"},
+}
+# Panels of several runs: both axes, the field, and what an empty panel says.
+_COMPARISON = (
+    ("epoch", "accuracy, validation", "validation_accuracy", "nothing was validated"),
+    ("seconds", "accuracy, validation", "validation_accuracy", "nothing was validated"),
+    ("epoch", "loss, train", "loss", "no finite value"),
+    ("epoch", "depth, train, mean", "depth", _NO_FIXED_POINT),
+)
 
 
 class PlotError(RuntimeError):
@@ -36,18 +50,17 @@ def plot_comparison(runs: Mapping[str, Sequence[Epoch]], path: str | os.PathLike
 def history_figure(epochs: Sequence[Epoch], *, title: str = "", eps: float | None = None) -> Any:
     """Return the matplotlib Figure that `plot_history` writes."""
     figure = new_figure()
-    loss, accuracy, depth, residual = figure.subplots(2, 2).flat
-    _lines(loss, epochs, {"train": "loss", "validation": "validation_loss"})
-    _lines(accuracy, epochs, {"train": "accuracy", "validation": "validation_accuracy"})
-    _lines(depth, epochs, {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"})
-    _lines(residual, epochs, {"train, mean": "residual", "train, max": "max_residual"})
-    if eps is not None and residual.lines:
-        residual.axhline(eps, color="black", linestyle=":", linewidth=1, label=f"eps = {eps:g}")
-    _log_scale(residual)
-    for axes, name in ((loss, "loss"), (accuracy, "accuracy"), (depth, "depth"), (residual, "residual")):
-        _label(axes, "epoch", name)
+    for axes, (name, fields) in zip(figure.subplots(2, 2).flat, _HISTORY.items(), strict=True):
+        for number, (label, field) in enumerate(fields.items()):
+            values = _values(epochs, field)
+            if any(math.isfinite(value) for value in values):
+                axes.plot(_numbers(epochs), values, marker=".", color=f"C{number}", label=label)
+        if name == "residual":
+            _residual_axis(axes, eps)
         if axes.lines:
             axes.legend()
+        missing = all(getattr(epoch, field) is None for epoch in epochs for field in fields.values())
+        _finish(axes, "epoch", name, (_NO_FIXED_POINT if missing else "no finite value") if epochs else _NO_EPOCH)
     if title:
         figure.suptitle(title, parse_math=False)
     return figure
@@ -56,21 +69,13 @@ def history_figure(epochs: Sequence[Epoch], *, title: str = "", eps: float | Non
 def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
     """Return the matplotlib Figure that `plot_comparison` writes."""
     figure = new_figure()
-    by_epoch, by_second, loss, depth = figure.subplots(2, 2).flat
-    for number, epochs in enumerate(runs.values()):
-        style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "marker": "."}
-        accuracies = _values(epochs, "validation_accuracy")
-        by_epoch.plot(_numbers(epochs), accuracies, **style)
-        by_second.plot(list(accumulate(epoch.seconds for epoch in epochs)), accuracies, **style)
-        loss.plot(_numbers(epochs), _values(epochs, "loss"), **style)
-        depth.plot(_numbers(epochs), _values(epochs, "depth"), **style)
-    none = "no epoch is done yet"
-    validation = "nothing was validated" if any(runs.values()) else none
-    _finish(by_epoch, "epoch", "accuracy, validation", validation)
-    _finish(by_second, "seconds", "accuracy, validation", validation)
-    _finish(loss, "epoch", "loss, train", none)
-    _finish(depth, "epoch", "depth, train, mean", _EMPTY)
-    _legend(figure, by_epoch.lines, list(runs))
+    for axes, (across, name, field, empty) in zip(figure.subplots(2, 2).flat, _COMPARISON, strict=True):
+        for number, epochs in enumerate(runs.values()):
+            style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "marker": "."}
+            seconds = list(accumulate(epoch.seconds for epoch in epochs))
+            axes.plot(_numbers(epochs) if across == "epoch" else seconds, _values(epochs, field), **style)
+        _finish(axes, across, name, empty if any(runs.values()) else _NO_EPOCH)
+    _legend(figure, figure.axes[0].lines, list(runs))
     return figure
 
 
@@ -94,17 +99,6 @@ def new_figure(width: float = 10, height: float = 7) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _lines(axes: Any, epochs: Sequence[Epoch], fields: Mapping[str, str]) -> None:
-    """Draw one line per field that has a value, or say why there is none. Markers show a lone epoch."""
-    for number, (label, field) in enumerate(fields.items()):
-        values = _values(epochs, field)
-        if any(math.isfinite(value) for value in values):
-            axes.plot(_numbers(epochs), values, marker=".", color=f"C{number}", label=label)
-    if not axes.lines:
-        given = any(getattr(epoch, field) is not None for epoch in epochs for field in fields.values())
-        _write_inside(axes, "no finite value" if given else _EMPTY if epochs else "no epoch is done yet")
-
-
 def _values(epochs: Sequence[Epoch], field: str) -> list[float]:
     """Return the values to draw: a missing or infinite one leaves a gap."""
     found = (getattr(epoch, field) for epoch in epochs)
@@ -115,31 +109,24 @@ def _numbers(epochs: Sequence[Epoch]) -> list[int]:
     return [epoch.epoch for epoch in epochs]
 
 
-def _log_scale(axes: Any) -> None:
-    """Use a logarithmic axis if a value is positive."""
+def _residual_axis(axes: Any, eps: float | None) -> None:
+    """Draw a line at eps; use a logarithmic axis if a value is positive."""
+    if eps is not None and axes.lines:
+        axes.axhline(eps, color="black", linestyle=":", linewidth=1, label=f"eps = {eps:g}")
     if any(value > 0 for line in axes.lines for value in line.get_ydata()):
         axes.set_yscale("log", nonpositive="mask")
 
 
-def _label(axes: Any, horizontal: str, vertical: str) -> None:
+def _finish(axes: Any, across: str, name: str, empty: str) -> None:
+    """Label a panel, and write `empty` into it if it shows nothing."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xlabel(horizontal)
-    axes.set_ylabel(vertical)
+    axes.set(xlabel=across, ylabel=name)
     axes.grid(alpha=0.3)
-    if horizontal == "epoch":
+    if across == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-
-
-def _finish(axes: Any, horizontal: str, vertical: str, empty: str) -> None:
-    """Label a panel, and write `empty` into it if it shows nothing."""
-    _label(axes, horizontal, vertical)
     if not any(math.isfinite(value) for line in axes.lines for value in line.get_ydata()):
-        _write_inside(axes, empty)
-
-
-def _write_inside(axes: Any, sentence: str) -> None:
-    axes.text(0.5, 0.5, sentence, ha="center", va="center", transform=axes.transAxes, color="0.4")
+        axes.text(0.5, 0.5, empty, ha="center", va="center", transform=axes.transAxes, color="0.4")
 
 
 def _legend(figure: Any, lines: Sequence[Any], names: Sequence[str]) -> None:

@@ -29,7 +29,6 @@ from banach.train.settings import Settings
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
 TEST, LOCK = "test.json", ".lock"
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of a damaged JSON file
 
 
 class RunError(RuntimeError):
@@ -69,23 +68,18 @@ class Run:
         """
         path = Path(path)
         try:
-            values = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
-            return Run(path, Settings.from_dict(values))
+            text = (path / SETTINGS).read_bytes()
         except OSError as error:
             raise RunError(f"there is no run in {path}: {error.strerror}: {SETTINGS}") from None
-        except _UNREADABLE as error:
-            advice = "fix the file, or start a new run with --out"
-            raise RunError(f"{path / SETTINGS} cannot be read: {error}; {advice}") from None
+        with _reading(path / SETTINGS, "fix the file, or start a new run with --out"):
+            return Run(path, Settings.from_dict(json.loads(text)))
 
     def check(self, settings: Settings) -> None:
         """Refuse to resume with other settings; the device may change."""
-        mine, given = self.settings.to_dict(), settings.to_dict()
-        for key in mine:
-            if key != "device" and mine[key] != given[key]:
-                raise RunError(
-                    f"{self.path} was started with {key}={mine[key]!r}, got {given[key]!r}; resume with the "
-                    "settings of the run, or choose another directory"
-                )
+        given, advice = settings.to_dict(), "resume with the settings of the run, or choose another directory"
+        for key, mine in self.settings.to_dict().items():
+            if key != "device" and mine != given[key]:
+                raise RunError(f"{self.path} was started with {key}={mine!r}, got {given[key]!r}; {advice}")
 
     def latest(self) -> Checkpoint | None:
         """Return the newest sound checkpoint, None before the first. Damaged ones are skipped with a warning.
@@ -93,7 +87,8 @@ class Run:
         Raises:
             CheckpointError: if there are checkpoints and none is sound.
         """
-        found = checkpoints(self.path / CHECKPOINTS)
+        folder = self.path / CHECKPOINTS
+        found = checkpoints(folder)
         for path in reversed(found):
             try:
                 return read_checkpoint(path)
@@ -101,9 +96,7 @@ class Run:
                 earlier = "the one before it is tried" if path != found[0] else "there is none before it"
                 warnings.warn(f"{error}; {earlier}", RuntimeWarning, stacklevel=2)
         if found:
-            raise CheckpointError(
-                f"no checkpoint in {self.path / CHECKPOINTS} is sound; delete that folder to begin again"
-            )
+            raise CheckpointError(f"no checkpoint in {folder} is sound; delete that folder to begin again")
         return None
 
     def save(self, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -121,11 +114,8 @@ class Run:
         path = self.path / METRICS
         if not path.exists():
             return ()
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            return tuple(Epoch.from_dict(json.loads(line)) for line in lines)
-        except _UNREADABLE as error:
-            raise RunError(f"{path} cannot be read: {error}; delete it, and resume the run to write it") from None
+        with _reading(path, "delete it, and resume the run to write it"):
+            return tuple(Epoch.from_dict(json.loads(line)) for line in path.read_bytes().splitlines())
 
     def write_test(self, content: Mapping[str, Any]) -> None:
         """Store the figures of the test set, which is read once."""
@@ -134,22 +124,29 @@ class Run:
     def write_plan(self, plan: dict[str, str]) -> None:
         """Add how steps run to environment.json. Nothing is read from that file, so a damaged one is replaced."""
         path, content = self.path / ENVIRONMENT, {}
-        with suppress(OSError, ValueError):
-            content = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, {**(content if isinstance(content, dict) else {}), "plan": plan})
+        with suppress(OSError, ValueError, TypeError):
+            content = dict(json.loads(path.read_bytes()))
+        write_json(path, {**content, "plan": plan})
 
     def test(self) -> dict[str, Any] | None:
         """Return the figures of the test set at the end of the run, None before that."""
         path = self.path / TEST
         if not path.exists():
             return None
-        try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with _reading(path, "delete it, and resume the run"):
+            content: dict[str, Any] = json.loads(path.read_bytes())
             totals = Totals(**numbers(content["totals"]))
             float(totals.accuracy), float(totals.loss), content["title"], content["count"]
-        except _UNREADABLE as error:
-            raise RunError(f"{path} cannot be read: {error}; delete it, and resume the run") from None
-        return {**content, "totals": vars(totals)}
+            return {**content, "totals": vars(totals)}
+
+
+@contextmanager
+def _reading(path: Path, advice: str) -> Iterator[None]:
+    """Say which file is damaged, and what to do."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read: {error}; {advice}") from None
 
 
 @contextmanager
@@ -167,9 +164,8 @@ def lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(
-                f"another process is training {path}; wait for it, or choose another directory"
-            ) from None
+            advice = "wait for it, or choose another directory"
+            raise RunError(f"another process is training {path}; {advice}") from None
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -90,8 +91,6 @@ class Settings:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.correction_steps, list):  # as JSON and TOML have it
-            object.__setattr__(self, "correction_steps", tuple(self.correction_steps))
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if self.momentum and self.optimizer != "sgd":
@@ -108,10 +107,11 @@ class Settings:
         Raises:
             ValueError: if a setting is unknown, of the wrong type, or does not go with the others.
         """
-        given = {**({} if file is None else read_toml(file)), **given}
+        flags = {key: value for key, value in given.items() if value is not None}
+        given = _as_fields({**({} if file is None else read_toml(file)), **flags})
         for key in ("data", "model", "recipe"):
-            _check_name(key, given.get(key))
-        name = given.get("data") or "digits"
+            _NAME(key, given.get(key))
+        name = given.get("data", "digits")
         dataset, model = data.get(name), given.get("model") or _own_model(name)
         recipe = models.recipe(model, given.get("recipe"))
         defaults: dict[str, Any] = {
@@ -120,32 +120,29 @@ class Settings:
             "augment": _own_augment(name, model),
             "threads": 1 if dataset.shape[1] * dataset.shape[2] < _SMALL else torch.get_num_threads(),
         }
-        if _is_implicit(model, dataset):
+        with torch.random.fork_rng([]):
+            implicit = isinstance(_fresh(model, dataset), ImplicitNetwork)  # only the built network tells
+        if implicit:
             defaults |= {"solver": "picard", "backward": "jfb", "norm": words.name_of_norm(recipe.norm)}
+        elif wrong := [key for key in (*FIXED_POINT, *PENALTIES) if key in given]:
+            raise ValueError(f"{model} has no fixed point; leave out {wrong[0].replace('_', '-')}")
         else:
-            _refuse_fixed_point(model, given)
             defaults |= dict.fromkeys(FIXED_POINT)
-        settings = Settings.of_recipe(recipe, **{**defaults, **_as_fields(given)})
-        _check_words(settings)
+        settings = Settings.of_recipe(recipe, **{**defaults, **given})
+        settings._check_words()
         return settings
+
+    def changed(self, given: Mapping[str, Any]) -> Settings:
+        """Return these settings with those given as flags or keys of a file; None is not given."""
+        return replace(self, **_as_fields(given))
 
     @staticmethod
     def of_recipe(recipe: Recipe, /, **others: Any) -> Settings:
         """Return the settings a network was tuned with; `others` replace some of them."""
-        values: dict[str, Any] = {
-            "lr": recipe.lr,
-            "epochs": recipe.epochs,
-            "batch_size": recipe.batch_size,
-            "weight_decay": recipe.weight_decay,
-            "optimizer": "adam" if recipe.momentum is None else "sgd",
-            "momentum": recipe.momentum or 0.0,
-            "label_smoothing": recipe.label_smoothing,
-            "schedule": recipe.schedule,
-            "eps": recipe.eps,
-            "max_steps": recipe.max_steps,
-            "norm": str(recipe.norm),
-        }
-        return Settings(**{**values, **others})
+        same = ("lr", "epochs", "batch_size", "weight_decay", "label_smoothing", "schedule", "eps", "max_steps")
+        values = {name: getattr(recipe, name) for name in same}
+        values |= {"optimizer": "adam" if recipe.momentum is None else "sgd", "momentum": recipe.momentum or 0.0}
+        return Settings(**{**values, "norm": str(recipe.norm), **others})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -156,11 +153,7 @@ class Settings:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Settings:
         """Return what `to_dict` wrote, or a part of it; an unknown key is refused with the nearest right name."""
-        known = [field.name for field in dataclasses.fields(Settings)]
-        given = {nearest("setting", key, known): value for key, value in values.items()}
-        if "schedule" in given:
-            given["schedule"] = words.schedule_from_dict(given["schedule"])
-        return Settings(**given)
+        return Settings().changed({nearest("setting", key, _NAMES): value for key, value in values.items()})
 
     def load(self, split: str = "train", data_dir: Path | None = None) -> Images:
         """Return a split of the data, on the CPU; `subset` and `whole` apply to "train" alone."""
@@ -181,26 +174,25 @@ class Settings:
 
         If it stays on the CPU it is in channels_last memory format, unless `fast` is off.
         """
-        dataset, model = data.get(str(self.data)), models.get(str(self.model))
         with torch.random.fork_rng([]):
             torch.manual_seed(self.seed)
-            net: Any = models.build(
-                model.name, image=dataset.shape, classes=len(dataset.classes), batch_norm=self.batch_norm
-            )
-        if hasattr(net, "tolerance"):
-            net.solver = words.solver(self.solver or "picard")
-            net.backward = words.backward(self.backward or "jfb")
-            net.tolerance = self.tolerance(net.tolerance)
-        stays = self.torch_device.type == "cpu"
-        return channels_last(net) if model.channels_last and self.fast and stays else net
+            net = _fresh(str(self.model), data.get(str(self.data)), batch_norm=self.batch_norm)
+        if isinstance(net, ImplicitNetwork):
+            self.configure(net)
+        stays = self.fast and self.torch_device.type == "cpu"
+        return channels_last(net) if stays and models.get(str(self.model)).channels_last else net
+
+    def configure(self, net: ImplicitNetwork) -> None:
+        """Set solver, tolerance and backward mode of a network."""
+        net.solver = words.solver(self.solver or "picard")
+        net.backward = words.backward(self.backward or "jfb")
+        net.tolerance = self.tolerance(net.tolerance)
 
     def tolerance(self, default: Tolerance) -> Tolerance:
         """Return the tolerance, with the parts of `default` that are not set."""
-        given = {"atol": self.eps, "rtol": self.rtol, "max_steps": self.max_steps}
-        changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        if self.norm is not None:
-            changes["norm"] = words.norm(self.norm)
-        return replace(default, **changes)
+        norm = None if self.norm is None else words.norm(self.norm)
+        given: dict[str, Any] = {"atol": self.eps, "rtol": self.rtol, "max_steps": self.max_steps, "norm": norm}
+        return replace(default, **{key: value for key, value in given.items() if value is not None})
 
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of the parameters that are trained.
@@ -229,9 +221,26 @@ class Settings:
         device = self.torch_device
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"there is no {device} here ({torch.cuda.device_count()} GPUs); choose --device cpu")
-        if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
-            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         return device
+
+    def _check_words(self) -> None:
+        """Refuse words that are not understood, before the data is read."""
+        self.augmentation()
+        if self.backward is None or self.solver is None:
+            return
+        words.solver(self.solver)
+        words.backward(self.backward)
+        words.norm(self.norm or "rms")
+        if self.max_steps != 0:
+            return
+        if self.jacobian_penalty or self.correction:
+            raise ValueError("max-steps 0 is the explicit twin, without a fixed point to penalise; leave that out")
+        if self.backward != "jfb":
+            text = "max-steps 0 is the explicit twin, whose gradient is exact by jfb, got backward"
+            raise ValueError(f"{text} {self.backward}; leave that out")
+
+
+_NAMES = [field.name for field in dataclasses.fields(Settings)]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -242,59 +251,24 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"the settings file {path} is not TOML: {error}") from None
-    known = [field.name for field in dataclasses.fields(Settings)]
-    twice = {key for key in values if "-" in key and key.replace("-", "_") in values}
-    if twice:
-        raise ValueError(f"{path}: {sorted(twice)[0]} occurs twice, with - and with _; keep one")
     try:
-        return {nearest("setting", key.replace("-", "_"), known): value for key, value in values.items()}
+        return {nearest("setting", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _is_implicit(model: str, dataset: data.DataSet) -> bool:
-    """Return True if the model has a fixed point; only the built network tells."""
-    with torch.random.fork_rng([]):
-        net = models.build(model, image=dataset.shape, classes=len(dataset.classes))
-    return isinstance(net, ImplicitNetwork)
-
-
-def _refuse_fixed_point(model: str, given: Mapping[str, Any]) -> None:
-    for key in (*FIXED_POINT, *PENALTIES):
-        if given.get(key) is not None:
-            raise ValueError(f"{model} has no fixed point; leave out {key.replace('_', '-')}")
+def _fresh(model: str, dataset: data.DataSet, *, batch_norm: bool = True) -> nn.Module:
+    """Build a network for the images of a data set."""
+    return models.build(model, image=dataset.shape, classes=len(dataset.classes), batch_norm=batch_norm)
 
 
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was given, as `Settings` takes it."""
-    values = {key: value for key, value in given.items() if value is not None}
-    schedule = values.get("schedule")
-    if isinstance(schedule, str):
-        values["schedule"] = words.schedule(schedule)
-    elif schedule is not None:
-        values["schedule"] = words.schedule_from_dict(schedule)
-    if isinstance(values.get("correction_steps"), str):
-        values["correction_steps"] = words.integers(values["correction_steps"])
+    kept = {key: value for key, value in given.items() if value is not None}
+    values = {key: words.READERS[key](value) if key in words.READERS else value for key, value in kept.items()}
     if values.get("optimizer") not in (None, "sgd"):
         values.setdefault("momentum", 0.0)  # a recipe's momentum is SGD's
     return values
-
-
-def _check_words(settings: Settings) -> None:
-    """Refuse words that are not understood, before the data is read."""
-    settings.augmentation()
-    if settings.backward is None or settings.solver is None:
-        return
-    words.solver(settings.solver)
-    words.backward(settings.backward)
-    words.norm(settings.norm or "rms")
-    if settings.max_steps == 0 and (settings.jacobian_penalty or settings.correction):
-        raise ValueError("max-steps 0 is the explicit twin, without a fixed point to penalise; leave that out")
-    if settings.max_steps == 0 and settings.backward != "jfb":
-        raise ValueError(
-            f"max-steps 0 is the explicit twin, whose gradient is exact by jfb, got backward {settings.backward}; "
-            "leave that out"
-        )
 
 
 def _own_model(name: str) -> str:
@@ -310,14 +284,12 @@ def _own_augment(name: str, model: str) -> str:
     return "flip+crop:4" if model == "resnet56" else "paper"
 
 
-def _check_name(name: str, value: Any) -> None:
-    if not isinstance(value, (str, type(None))):
-        raise ValueError(f"{name} must be a name, or None, got {value!r}")
+def _is_a(kind: Any, wanted: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return check
 
 
 def _check_schedule(name: str, value: Any) -> None:
@@ -333,19 +305,19 @@ def _check_steps(name: str, value: Any) -> None:
 
 
 def _check_device(name: str, value: Any) -> None:
-    try:
-        torch.device("cpu" if value == "auto" else str(value) if isinstance(value, str) else "")
-    except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}") from None
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
 
 
 def _optional(check: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
     return lambda name, value: None if value is None else check(name, value)
 
 
+_NAME = _is_a((str, type(None)), "a name, or None")
+_SWITCH = _is_a(bool, "true or false")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("data", "augment", "model", "recipe", "solver", "backward", "norm"), _check_name),
-    **dict.fromkeys(("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile"), _check_switch),
+    **dict.fromkeys(("data", "augment", "model", "recipe", "solver", "backward", "norm"), _NAME),
+    **dict.fromkeys(("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile"), _SWITCH),
     **dict.fromkeys(("epochs", "checkpoint_every"), checks.whole),
     **dict.fromkeys(("batch_size", "accumulate"), partial(checks.whole, least=1)),
     **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32

@@ -53,8 +53,8 @@ class Average:
 class TrainState:
     """A network in training: its optimizer, averaged weights, sums of the epoch, and position.
 
-    There is no random state to store: batches are a function of (seed, epoch, step), and `fit` seeds what the
-    network draws by the same three.
+    `identity` is what must be the same for a run to resume. There is no random state to store: batches are a
+    function of (seed, epoch, step), and `fit` seeds what the network draws by the same three.
     """
 
     def __init__(self, net: nn.Module, batches: Batches, validation: Images | None, settings: Settings) -> None:
@@ -65,6 +65,8 @@ class TrainState:
         self.metrics = MetricSums(self.device)
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
+        parts = {"train": batches.images, "validation": validation, "augment": batches.augment}
+        self.identity = _reprs(parts) | described(net, settings)
         self.epoch = self.step = 0
         self.done: list[Epoch] = []
         self.warm_up, self.begun_at = True, 0
@@ -104,14 +106,9 @@ class TrainState:
         self.epoch, self.step = self.epoch + 1, 0
         self.begin_epoch()
 
-    def identity(self) -> dict[str, str]:
-        """Return what must be the same for a run to resume."""
-        parts = {"train": self.batches.images, "validation": self.validation, "augment": self.batches.augment}
-        return _reprs(parts) | described(self.net, self.settings)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a checkpoint holds."""
-        kept = {f"net.{name}": _tensor(name, value) for name, value in self.net.state_dict().items()}
+        kept = {f"net.{name}": value for name, value in self.net.state_dict().items()}
         kept |= {"tally.sums": self.metrics.sums, "tally.most": self.metrics.most}
         if self.average is not None:
             kept |= {f"average.{name}": value for name, value in self.average.weights.items()}
@@ -119,29 +116,20 @@ class TrainState:
             kept |= {f"optimizer.{index}.{key}": v for key, v in values.items() if isinstance(v, Tensor)}
         return kept
 
-    def state(self, identity: Mapping[str, str]) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint, as plain values."""
-        return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "products": self.products,
-            "seconds": self.seconds,
-            "warned": self.monitor.warned,
-            "done": [epoch.to_dict() for epoch in self.done],
-            "identity": dict(identity),
-        }
+        kept = {name: getattr(self, name) for name in ("epoch", "step", "products", "seconds")}
+        done = [epoch.to_dict() for epoch in self.done]
+        return {**kept, "warned": self.monitor.warned, "done": done, "identity": self.identity}
 
-    def restore(self, checkpoint: Checkpoint, identity: Mapping[str, str]) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint.
 
         Raises:
             CheckpointError: if it is of another network, other data or other settings.
         """
-        check_identity(checkpoint.state["identity"], identity)
-        try:
-            self.net.load_state_dict(checkpoint.under("net"))
-        except RuntimeError as error:
-            raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
+        check_identity(checkpoint.state["identity"], self.identity)
+        load_weights(self.net, checkpoint)
         try:
             self._restore_rest(checkpoint)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
@@ -169,6 +157,19 @@ class TrainState:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def load_weights(net: nn.Module, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
+    """Load the weights of a checkpoint; `averaged`: the averaged ones, if it has any.
+
+    Raises:
+        CheckpointError: if it is of another network.
+    """
+    try:
+        net.load_state_dict({**checkpoint.under("net"), **(checkpoint.under("average") if averaged else {})})
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{checkpoint.path} is of another network: {why[:300]}") from None
+
+
 def described(net: Any, settings: Settings) -> dict[str, str]:
     """Return the settings, and how a network finds and differentiates its fixed point; the device may change."""
     fixed_point = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
@@ -181,22 +182,13 @@ def check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
     kept = {**{f"setting {key}": repr(value) for key, value in Settings().to_dict().items()}, **kept}
     del kept["setting device"]
     for name in sorted({*kept, *now}):
-        if kept.get(name) != now.get(name):
-            raise CheckpointError(
-                f"the run was started with {name}={kept.get(name)}, got {now.get(name)}; resume with the same one"
-            )
-
-
-def _tensor(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        kind = type(value).__name__
-        raise TypeError(f"the network's {name} must be a tensor to be checkpointed, got {kind}")
-    return value
+        before, given = kept.get(name), now.get(name)
+        if before != given:
+            text = f"the run was started with {name}={before}, got {given}"
+            raise CheckpointError(f"{text}; resume with the same one")
 
 
 def _reprs(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return the repr of each part, without addresses in memory and devices."""
-    return {
-        name: re.sub(r" on \w+(:\d+)?\)$", ")", re.sub(r" at 0x[0-9a-f]+", "", repr(part)))
-        for name, part in parts.items()
-    }
+    found = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(part)) for name, part in parts.items()}
+    return {name: re.sub(r" on \w+(:\d+)?\)$", ")", text) for name, text in found.items()}

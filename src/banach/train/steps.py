@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +47,7 @@ class Steps:
         loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-        self._planned = how.graph
+        self._planned = bool(how.graph)
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
 
@@ -56,7 +58,7 @@ class Steps:
     @property
     def failed(self) -> bool:
         """A capture was planned, and failed."""
-        return bool(self._planned) and not self.plan.graph
+        return self._planned and not self.plan.graph
 
     def prepare(self) -> None:
         """Capture the step, if that is planned."""
@@ -154,3 +156,27 @@ def _products_per_sample(net: Any) -> int:
     if isinstance(mode, Neumann):
         return mode.order
     return mode.steps - 1 if isinstance(mode, Unroll) else 0
+
+
+@contextmanager
+def counted_products(state: TrainState) -> Iterator[None]:
+    """Count the J-products that `Implicit` reports, and keep calling the user's `report`.
+
+    Not with check_every=0, where a report would sync with the host at every step.
+    """
+    net: Any = state.net
+    mode = getattr(net, "backward", None)
+    if not isinstance(mode, Implicit) or not mode.checked:
+        yield
+        return
+
+    def report(products: int, residual: Tensor, status: Any) -> None:
+        state.products += products
+        if mode.report is not None:
+            mode.report(products, residual, status)
+
+    net.backward = replace(mode, report=report)
+    try:
+        yield
+    finally:
+        net.backward = mode

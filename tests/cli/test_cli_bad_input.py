@@ -1,0 +1,198 @@
+"""Bad input: one sentence and exit code 2, nothing is written, and damaged or hostile files are never run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach import data
+from banach.cli.app import main
+from banach.train import Settings
+from banach.train.checkpoint import _canonical, _digest
+
+
+@pytest.fixture(autouse=True)
+def no_other_data(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BANACH_DATA", raising=False)
+    monkeypatch.setenv("BANACH_CACHE", str(here / "no-cache"))
+
+
+def refused(arguments: list[str], capsys: Any, *words: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    for word in words:
+        assert word in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--epochs", "three"], "epochs"),
+        (["train", "--epochs", "-1"], "epochs must be a whole number"),
+        (["train", "--modle", "digits"], "--model"),
+        (["train", "--data", "mnits"], "did you mean 'mnist'"),
+        (["train", "--model", "digts"], "did you mean 'digits'"),
+        (["train", "--backward", "newmann:5"], "did you mean 'neumann'"),
+        (["train", "--schedule", "one-cycle:3"], "'one-cycle:3' is not understood"),
+        (["train", "--lr", "nan"], "lr must be a number"),
+        (["train", "--subset", "5000"], "at most the 1,257 training images"),
+        (["train", "--config", "none.toml"], "none.toml cannot be read"),
+        (["train", "--resume", "nowhere"], "there is no run in nowhere"),
+        (["train", "--resume", "nowhere", "--out", "there"], "--resume names nowhere and --out there"),
+        (["train", "--resume", "--config", "x.toml"], "its settings already"),
+        (["train", "nowhere"], "without --resume"),
+        (["train", "--device", "cuda:77"], "there is no cuda:77 here"),
+        (["train", "--device", "meta"], "device must be auto, cpu, cuda"),
+        (["train", "--data", "mnist", "--data-dir", "nowhere"], "nowhere is not a folder"),
+        (
+            ["train", "--data", "mnist", "--model", "cifar10", "--batch-norm", "--eps", "-1"],
+            "eps must be a number",
+        ),
+        (["data", "list", "--data-dir", "/no/such"], "the data folder /no/such is not a folder"),
+        (["data", "verify", "mnist", "--data-dir", "/no/such"], "the data folder /no/such is not a folder"),
+        (["models", "mnits"], "did you mean 'mnist'?"),
+        (["compare"], "compare --help"),
+        (["trian"], "No such command 'trian'; see: banach --help"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], said: str, capsys: Any) -> None:
+    refused(arguments, capsys, said)
+    assert not Path("runs").exists()
+
+
+def test_bad_options_of_other_commands(run: Path, capsys: Any) -> None:
+    refused(["evaluate", "run", "--split", "tset"], capsys, "tset")
+    for seed in ("-1", "99999999999999999999999"):
+        refused(["diagnose", "run", "--seed", seed], capsys, "seed")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError("alloc"), "not enough memory for this; choose smaller settings (alloc)"),
+        (RuntimeError("CUDA out of memory"), "not enough memory"),
+        (KeyboardInterrupt(), "stopped"),
+    ],
+)
+def test_memory_and_interrupts(
+    error: BaseException, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Settings, "choose", fail)
+    assert main(["train"]) == (130 if said == "stopped" else 2)
+    assert said in capsys.readouterr().err
+    monkeypatch.setattr(Settings, "choose", lambda *_: 1 / 0)  # anything else is a bug, and shows its traceback
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("checksum", [True, False])
+def test_damaged_checkpoints_are_refused_and_kept(checksum: bool, run: Path, capsys: Any) -> None:
+    """Also a state that has its checksum, but not what a run needs."""
+    for path in run.glob("checkpoints/*/state.json"):
+        content = json.loads(path.read_text())
+        content["state"] = {"epoch": 1}
+        if checksum:
+            content["sha256"] = _digest(_canonical(content["state"]))
+        path.write_text(json.dumps(content))
+    before = sorted(run.rglob("*"))
+    for command in (["evaluate", "run"], ["train", "--resume", "run"]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert ("state.json has no step" if checksum else "state.json has the SHA-256") in said
+        assert "no checkpoint in" in said
+    assert sorted(run.rglob("*")) == before
+
+
+SOLVE = dict.fromkeys(("depth", "max_depth", "residual", "max_residual", "converged"))
+NO_ACCURACY = {"title": "", "count": 1, "totals": {"accuracy": None, "loss": 1, **SOLVE}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "command"),
+    [
+        ("test.json", '{"totals": {"accuracy": 0.5}}', ["train", "--resume", "run"]),
+        ("test.json", "[]", ["train", "--resume", "run"]),
+        ("test.json", json.dumps(NO_ACCURACY), ["compare", "run"]),
+        ("metrics.jsonl", '{"epoch": 1}\n', ["compare", "run"]),
+        ("metrics.jsonl", "[" * 100_000, ["compare", "run"]),
+        ("settings.json", "[" * 100_000, ["evaluate", "run"]),
+        ("settings.json", '{"epochs": ', ["evaluate", "run"]),
+    ],
+)
+def test_a_damaged_file_is_named(name: str, content: str, command: list[str], run: Path, capsys: Any) -> None:
+    (run / name).write_text(content)
+    assert main(command) == 2
+    assert f"{name} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "value"), [("eps", 0.5), ("solver", "anderson"), ("epochs", 2)])
+def test_settings_that_were_edited_after_training_are_refused(
+    run: Path, capsys: Any, key: str, value: Any
+) -> None:
+    path = run / "settings.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    for command in (["evaluate", "run"], ["train", "--resume", "run"]):
+        assert main(command) == 2
+        assert f"the run was started with setting {key}=" in capsys.readouterr().err
+
+
+class Touch:
+    """Unpickled by Python's own unpickler, this makes a folder."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("marker",)
+
+
+def refused_data(name: str, capsys: Any, *words: str) -> None:
+    refused(["train", "--data", name, "--data-dir", ".", "--out", "run"], capsys, *words)
+    assert not Path("run").exists()
+
+
+def test_a_hostile_pickle_is_not_run(capsys: Any) -> None:
+    folder = Path("cifar-10-batches-py")
+    folder.mkdir()
+    for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
+        (folder / name).write_bytes(pickle.dumps({"data": Touch()}, protocol=2))
+    refused_data("cifar10", capsys, "data_batch_1", "mkdir")
+    assert not Path("marker").exists()
+
+
+def idx(shape: tuple[int, ...], content: bytes) -> bytes:
+    return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + content
+
+
+def test_other_content_of_the_right_shape_is_refused(capsys: Any) -> None:
+    Path("mnist").mkdir()
+    Path("mnist/train-images-idx3-ubyte").write_bytes(idx((60000, 28, 28), bytes(60000 * 784)))
+    labels = bytes(k % 10 for k in range(60000))
+    Path("mnist/train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx((60000,), labels), 1))
+    refused_data("mnist", capsys, "SHA-256")
+
+
+def test_missing_test_images_are_reported_before_the_training(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mnist").mkdir()
+    digits = data.load("digits")
+    monkeypatch.setattr(Settings, "load", lambda *_: digits)  # as if those to train with were sound
+    refused_data("mnist", capsys, "mnist has no t10k-images-idx3-ubyte; ")
+
+
+def test_a_pipe_in_the_place_of_data_is_not_waited_for(capsys: Any) -> None:
+    Path("mnist").mkdir()
+    os.mkfifo("mnist/train-images-idx3-ubyte")
+    refused_data("mnist", capsys, "mnist")
