@@ -11,8 +11,7 @@ from banach.latent import Latent, map_leaves
 from banach.nn.lipschitz import Lipschitz
 
 Activation = Callable[[], nn.Module]
-# Makes one affine map: features in, Lipschitz bound.
-Affine = Callable[[int, float], nn.Module]
+Affine = Callable[[int, float], nn.Module]  # makes one affine map: features in, Lipschitz bound
 
 
 class _Scaled(nn.Module):

@@ -95,14 +95,7 @@ _OTHERS = (
 _FORWARDS = {kind.forward for kind in _KINDS}
 
 
-def lipschitz_(
-    module: nn.Module,
-    bound: float = 1.0,
-    *,
-    example: Any = None,
-    size: int | Sequence[int] | None = None,
-    steps: int = 1,
-) -> nn.Module:
+def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, steps: int = 1) -> nn.Module:
     """Replace every linear layer and convolution in the module by `Lipschitz(layer, bound)`, in place.
 
     A chain of k such layers and 1-Lipschitz activations is then bound^k-Lipschitz. Normalisation layers,
@@ -115,7 +108,6 @@ def lipschitz_(
         bound: of every layer's operator norm.
         example: an input, or a tuple of inputs, of the module: one evaluation in eval mode finds the grid of every
             convolution.
-        size: the grid of all convolutions, instead of `example`.
         steps: power steps a call, as in `Lipschitz`.
 
     Returns:
@@ -125,16 +117,12 @@ def lipschitz_(
         TypeError: if the module holds layers that cannot be bounded. The message names them all.
         ValueError: if the grid of a convolution is not known, or not always the same.
     """
-    if example is not None and size is not None:
-        raise ValueError("expected example or size, got both; size is for convolutions on one grid")
     grids = {} if example is None else _grids(module, example if isinstance(example, tuple) else (example,))
     layers = _layers(module)
     _check_bounded(layers)
     made: dict[nn.Module | None, Lipschitz] = {}
     for layer, name in layers.items():
-        grid = None if isinstance(layer, nn.Linear) else size
-        if size is None and not isinstance(layer, nn.Linear):
-            grid = _grid(name, grids.get(layer, set()))
+        grid = None if isinstance(layer, nn.Linear) else _grid(name, grids.get(layer, set()))
         made[layer] = Lipschitz(layer, bound, size=grid, steps=steps).train(layer.training)
     for holder in list(module.modules()):
         if not isinstance(holder, Lipschitz):
@@ -179,7 +167,7 @@ def _grid(name: str, found: set[tuple[int, ...]]) -> tuple[int, ...]:
         got = " and ".join(map(str, sorted(found))) or "no input"
         raise ValueError(
             f"a convolution's norm depends on its grid: expected one for {name or 'the module'}, got {got}; give "
-            "example=, an input of the module that reaches it at one size, or size="
+            "example=, an input of the module that reaches it at one size"
         )
     return next(iter(found))
 
