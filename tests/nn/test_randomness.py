@@ -87,12 +87,13 @@ def test_converting() -> None:
     first = [nn.Sequential(kind(0.1 * (i + 1), inplace=i == 2)) for i, kind in enumerate(kinds)]
     module: Any = nn.Sequential(*first, shared, nn.Sequential(shared))
     module[1].eval()
-    assert convert_dropout(module) is module
+    made: Any = convert_dropout(module)
     for i, kind in enumerate(kinds):
-        layer = module[i][0]
+        layer = made[i][0]
         assert type(layer) is getattr(banach.nn, kind.__name__)
         assert (layer.p, layer.inplace, layer.training) == (pytest.approx(0.1 * (i + 1)), i == 2, i != 1)
-    assert all(isinstance(layer, banach.nn.Dropout) for layer in (module[4], module[5][0]))  # named twice
+    assert all(isinstance(layer, banach.nn.Dropout) for layer in (made[4], made[5][0]))  # named twice
+    assert made is module
 
 
 # Functions that R calls, and layers that a plain function R reaches, are seen when they are evaluated.

@@ -125,8 +125,8 @@ class Implicit:
             z = carrying(z_star, rebuild(z_star, u))
             pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
             steps = [_derivative(b.to(a.dtype) - a) for a, b in pairs]
-            steps = attached(self._inner(problem, exact), steps)
-            moves = [_derivative(a) + step for (a, _), step in zip(pairs, steps, strict=True)]
+            solved = attached(self._inner(problem, exact), steps)
+            moves = [_derivative(a) + step for (a, _), step in zip(pairs, solved, strict=True)]
             u = [old.detach() + move.to(old.dtype) for old, move in zip(u, moves, strict=True)]
         return u
 

@@ -164,15 +164,18 @@ def watch_over(R: Any) -> Watch | None:
 
 
 def watched(R: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the plain function R under a watch at every evaluation: its layers and their modes are not known.
+    """Return the plain function R with a watch over its first evaluation; R itself if Dynamo compiles it.
 
-    R itself if Dynamo compiles it.
+    Every pass needs one, since the layers that a function reaches, and their modes, are not known.
     """
     if is_compiling() or hasattr(R, "_torchdynamo_orig_callable"):
         return R
+    waiting = [Watch(R)]
 
     def call(*given: Any) -> Any:
-        with Watch(R):
+        if not waiting:
+            return R(*given)
+        with waiting.pop():
             return R(*given)
 
     return call
