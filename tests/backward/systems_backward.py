@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach import Implicit, Status, Tolerance
+from banach import GMRES, Anderson, Broyden, Implicit, NormalCG, Picard, Status, Tolerance
 from problems import contraction, normal, orthogonal
+
+METHODS: list[Any] = [NormalCG(), GMRES(), GMRES(3), Picard(), Anderson(), Broyden()]
 
 
 @dataclass

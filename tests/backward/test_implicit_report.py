@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backward.maps_backward import batch_norm, layer
 from backward.systems_backward import (
+    METHODS,
     Reports,
     cotangents,
     dense,
@@ -22,10 +23,9 @@ from backward.systems_backward import (
     solve_adjoint,
     worst,
 )
-from banach import GMRES, JFB, AdjointWarning, Anderson, Broyden, Implicit, NormalCG, Picard, Status, Tolerance
+from banach import GMRES, JFB, AdjointWarning, Implicit, NormalCG, Picard, Status, Tolerance
 from problems import contraction, normal
 
-METHODS = [NormalCG(), GMRES(), GMRES(4), Picard(), Anderson(), Broyden()]
 every = pytest.mark.parametrize("method", METHODS, ids=str)
 COUNT: Counter[str] = Counter()
 
@@ -72,16 +72,6 @@ def test_products_are_counted_truly(method: Any, rtol: float) -> None:
     assert (COUNT["J"] > 0) == (method == NormalCG())
 
 
-def test_a_coupled_product_counts_its_samples() -> None:
-    case, log = batch_norm(), Reports()
-    T, inputs = case.build(*case.fresh())
-    Implicit(GMRES(), report=log).attach(T, case.z_star, inputs, coupled=True).sum().backward()
-    assert log.products[0] % 4 == 0
-    assert log.status[0] == (Status.CONVERGED,) * 4
-    assert log.residual[0].shape == (4,)
-    assert len(set(log.residual[0].tolist())) == 1
-
-
 @every
 @pytest.mark.filterwarnings("ignore:the adjoint equation missed")
 @pytest.mark.parametrize("max_steps", [0, 1, 3, 200])
@@ -92,22 +82,22 @@ def test_the_residual_is_true_and_per_sample(method: Any, max_steps: int) -> Non
     assert torch.allclose(log.residual[0], true, rtol=1e-6, atol=1e-14)
     met = true <= 1e-6 * g.square().mean(1).sqrt()
     assert log.status[0] == tuple(Status.CONVERGED if m else Status.MAX_STEPS for m in met.tolist())
+    assert max_steps or torch.equal(w, g)  # which is JFB
 
 
-def test_one_report_for_every_backward_pass() -> None:
-    case, log = layer(), Reports()
+def test_one_report_for_every_backward_pass_and_a_coupled_product_counts_its_samples() -> None:
+    case, log = batch_norm(), Reports()
     T, inputs = case.build(*case.fresh())
-    mode = Implicit(report=log)
-    value = mode.attach(T, case.z_star, inputs)
+    mode = Implicit(GMRES(), report=log)
+    value = mode.attach(T, case.z_star, inputs, coupled=True)
     value.sum().backward(retain_graph=True)
     value.sum().backward()
-    mode.attach(T, case.z_star, inputs).sum().backward()
     with torch.no_grad():
-        mode.attach(T, case.z_star, inputs)
-    assert len(log.products) == 3
-    assert len(set(log.products)) == 1
-    assert isinstance(log.products[0], int)
-    assert isinstance(log.status[0], tuple)
+        mode.attach(T, case.z_star, inputs, coupled=True)
+    assert log.products == [log.products[0]] * 2
+    assert log.products[0] % 4 == 0
+    assert log.status == [(Status.CONVERGED,) * 4] * 2
+    assert log.residual[0].tolist() == [float(log.residual[0][0])] * 4
 
 
 @every
@@ -152,29 +142,17 @@ def test_rounding_that_allows_no_better_is_called_by_its_name() -> None:
 
 
 @every
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 def test_a_nonfinite_cotangent_stays_in_its_sample_and_does_not_warn(method: Any, bad: float) -> None:
     J, g, log = contraction(6, 0.8).expand(4, 6, 6), cotangents(4, 6), Reports()
     g[2, 3] = bad
     w = solve_adjoint(method, J, g, log)
     rest = [0, 1, 3]
-    assert not w[2].isfinite().all()
+    assert not w[2].isfinite().all()  # so that a gradient scaler sees it
     assert worst(w[rest], dense(J, g)[rest]) <= 1e-10
     converged = Status.CONVERGED
     assert log.status == [(converged, converged, Status.NONFINITE, converged)]
     assert log.residual[0].isnan().tolist() == [False, False, True, False]
-
-
-def test_a_nonfinite_cotangent_reaches_the_parameters() -> None:
-    """So that a gradient scaler sees it."""
-    case = layer()
-    theta = case.fresh()
-    T, inputs = case.build(*theta)
-    g = torch.ones_like(case.z_star)
-    g[0, 0] = torch.inf
-    Implicit().attach(T, case.z_star, inputs).backward(g)
-    assert theta[0].grad is not None
-    assert not theta[0].grad.isfinite().all()
 
 
 @every

@@ -29,14 +29,7 @@ from problems import contraction, normal
 # torch's own forward mode, when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
-# torch's own forward mode, when it is first used.
-cases = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-exact = pytest.mark.parametrize("mode", EXACT, ids=name)
 methods = pytest.mark.parametrize("method", METHODS, ids=str)
-
-
-def tangents(case: Case) -> tuple[Tensor, ...]:
-    return tuple(torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) for t in case.theta)
 
 
 def flat(parts: Any) -> Tensor:
@@ -47,11 +40,12 @@ def matrix(blocks: Any, rows: int) -> Tensor:
     return torch.cat([block.reshape(rows, -1) for block in blocks], 1)
 
 
-@cases
-@exact
-def test_products_and_matrices(mode: Implicit, case: Case) -> None:
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("mode", [*EXACT, JFB(), Neumann(3), Unroll(3, damping=0.4)], ids=name)
+def test_products_and_matrices(mode: Mode, case: Case) -> None:
     _, S = sensitivity(mode, case)
-    which, t, g = tuple(range(len(case.theta))), tangents(case), case.cotangent()
+    which, g = tuple(range(len(case.theta))), case.cotangent()
+    t = tuple(torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t) for t in case.theta)
 
     def value(*theta: Tensor) -> Tensor:
         return case.vector(attach(mode, case, theta))
@@ -115,20 +109,12 @@ def test_a_network_forwards_and_backwards(method: Any) -> None:
 # Per sample: solve first, then vmap(grad(...)) with z0=z* and max_steps=0.
 
 
-def per_sample(net: Any, d: Tensor) -> dict[str, Tensor]:
-    weights = {key: p.detach() for key, p in net.named_parameters()}
+def found_first(net: Any, d: Tensor) -> Tensor:
+    """z*, after which the network evaluates R once, from z0=z*."""
     with torch.no_grad():
         z = net.latent(d)[1].value
-    usual, net.tolerance = net.tolerance, Tolerance(max_steps=0)
-
-    def loss(weights: dict[str, Tensor], d: Tensor, z: Tensor) -> Tensor:
-        y: Tensor = functional_call(net, weights, (d[None],), {"z0": z[None]})
-        return y.square().sum()
-
-    try:
-        return vmap(grad(loss), (None, 0, 0))(weights, d, z)
-    finally:
-        net.tolerance = usual
+    net.tolerance = Tolerance(max_steps=0)
+    return z
 
 
 PER_SAMPLE: list[Mode] = [
@@ -144,11 +130,17 @@ PER_SAMPLE: list[Mode] = [
 def test_gradients_per_sample(mode: Mode) -> None:
     """Against one backward pass for every sample, and for Implicit against a loop that is recorded whole."""
     net, d = network(mode), normal(6, 3, seed=143)
-    found = per_sample(net, d)
-    for i in range(6):
-        loss = by_hand(net, d[i : i + 1]) if isinstance(mode, Implicit) else net(d[i : i + 1])
-        wanted = torch.autograd.grad(loss.square().sum(), list(net.parameters()))
-        for key, value in zip(found, wanted, strict=True):
+    outputs = [by_hand(net, d[i : i + 1]) if isinstance(mode, Implicit) else net(d[i : i + 1]) for i in range(6)]
+    wanted = [torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in outputs]
+    z = found_first(net, d)
+
+    def loss(weights: dict[str, Tensor], d: Tensor, z: Tensor) -> Tensor:
+        y: Tensor = functional_call(net, weights, (d[None],), {"z0": z[None]})
+        return y.square().sum()
+
+    found = vmap(grad(loss), (None, 0, 0))({key: p.detach() for key, p in net.named_parameters()}, d, z)
+    for i, values in enumerate(wanted):
+        for key, value in zip(found, values, strict=True):
             assert error(found[key][i], value) <= 1e-9
 
 
@@ -156,10 +148,8 @@ def test_gradients_per_sample(mode: Mode) -> None:
 def test_jacobians_per_sample(method: Any) -> None:
     """Two vmaps in each other."""
     net, d = network(Implicit(method, TIGHT)), normal(4, 3, seed=144)
-    with torch.no_grad():
-        z = net.latent(d)[1].value
     wanted = vmap(jacrev(lambda d: by_hand(net, d[None])[0]))(d)
-    net.tolerance = Tolerance(max_steps=0)
+    z = found_first(net, d)
     for way in (jacrev, jacfwd):
         found = vmap(way(lambda d, z: net(d[None], z0=z[None])[0]))(d, z)
         assert error(found, wanted) <= 1e-9
@@ -194,9 +184,7 @@ def test_vmap_of_grad_through_a_solve_is_refused_in_a_sentence(mode: Mode, check
 
 def test_a_derivative_from_outside_of_a_vmap_is_refused_in_a_sentence() -> None:
     net, d = network(Implicit()), normal(4, 3, seed=147)
-    with torch.no_grad():
-        z = net.latent(d)[1].value
-    net.tolerance = Tolerance(max_steps=0)
+    z = found_first(net, d)
 
     def values(d: Tensor) -> Tensor:
         return vmap(lambda d, z: net(d[None], z0=z[None])[0])(d, z)

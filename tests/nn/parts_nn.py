@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from banach import JFB, Implicit, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
+from banach.nn import Dropout
 
 TIGHT = Tolerance(atol=1e-13, max_steps=300)
 EXACT = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=200))
@@ -77,3 +78,14 @@ class NormR(nn.Module):
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return 0.4 * torch.tanh(self.norm(self.linear(u))) + v
+
+
+class Dropped(nn.Module):
+    """R(u, v) = 0.3 drop(u) + v."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = Dropout(0.5)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.3 * self.drop(u) + v

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import banach
-from banach import ImplicitNetwork, Tolerance, Unroll
+from banach import ImplicitNetwork, Tolerance
 from banach.nn import MultiheadAttention, convert_dropout, scaled_dot_product_attention
-from banach.nn.dropout import check_dropout
 from banach.nn.passes import Pass
 from nn.parts_nn import TIGHT, normal
 
@@ -35,6 +35,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
+    "one sample": dict,
+    "one sample, padded": lambda: {"key_padding_mask": torch.arange(S) > 2},
     "each head": lambda: {"average_attn_weights": False},
     "bool mask": lambda: {"attn_mask": causal()},
     "float mask": lambda: {"attn_mask": normal(L, S, seed=7)},
@@ -60,24 +62,24 @@ def inputs(made: nn.MultiheadAttention, *, batched: bool = True) -> list[Tensor]
     return found if made.batch_first else [x.transpose(0, 1) for x in found]
 
 
-def in_a_pass(made: nn.Module, *arguments: Tensor, **options: Any) -> tuple[Any, Tensor]:
+class Fixed(nn.Module):
+    """R that calls a layer with given arguments."""
+
+    def __init__(self, inner: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.arguments, self.options = inner, arguments, options
+
+    def forward(self, u: Any, v: Any) -> Any:
+        return self.inner(*self.arguments, **self.options)
+
+
+def in_a_pass(made: Callable[..., Any], *arguments: Tensor, **options: Any) -> tuple[Any, Tensor | None]:
     """What a layer gives at two evaluations of a pass, which must agree, and its mask."""
-
-    class R(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = made
-
-        def forward(self, u: Any, v: Any) -> Any:
-            return self.inner(*arguments, **options)
-
-    with Pass(R()) as one:
+    with Pass(Fixed(made, *arguments, **options)) as one:
         first, second = one.evaluate(None, None), one.evaluate(None, None)
-        assert one.masks is not None
-        (mask,) = one.masks.values()
     pairs = zip(first, second, strict=True) if isinstance(first, tuple) else [(first, second)]
     assert all(a is b is None or torch.equal(a, b) for a, b in pairs)
-    return first, mask
+    return first, next(iter(one.masks.values())) if one.masks else None
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -85,16 +87,16 @@ def in_a_pass(made: nn.Module, *arguments: Tensor, **options: Any) -> tuple[Any,
 def test_it_is_pytorchs_attention_with_the_mask_of_the_pass(
     kind: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = layer(**LAYERS[kind])
-    options = CALLS[call]()
+    plain, options = layer(**LAYERS[kind]), CALLS[call]()
     twin = convert_dropout(copy.deepcopy(plain))
     assert type(twin) is MultiheadAttention
-    x = inputs(plain)
+    x = inputs(plain, batched="one sample" not in call)
     (y, weights), mask = in_a_pass(twin, *x, **options)
-    assert mask.shape[:3] == (N, H, L)
-    assert 0.3 < float(mask.double().mean()) < 0.9
-    only, _ = in_a_pass(twin, *x, **options, need_weights=False)[0]
+    assert mask is not None
+    assert mask.shape[:3] == (N if "one sample" not in call else 1, H, L)
+    only, none = in_a_pass(twin, *x, **options, need_weights=False)[0]
     assert only.shape == y.shape
+    assert none is None
     monkeypatch.setattr(F, "dropout", lambda w, p: w * mask.flatten(0, 1) / (1 - p))
     expected, expected_weights = plain(*x, **options)
     assert torch.allclose(y, expected, rtol=0, atol=1e-13)
@@ -102,19 +104,6 @@ def test_it_is_pytorchs_attention_with_the_mask_of_the_pass(
     got = torch.autograd.grad(y.sin().sum(), list(twin.parameters()))
     exact = torch.autograd.grad(expected.sin().sum(), list(plain.parameters()))
     assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(got, exact, strict=True))
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_sample_without_a_batch_axis(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = layer(batch_first=True)
-    options = {"key_padding_mask": torch.arange(S) > 2} if padded else {}
-    x = inputs(plain, batched=False)
-    (y, weights), mask = in_a_pass(convert_dropout(copy.deepcopy(plain)), *x, **options)
-    monkeypatch.setattr(F, "dropout", lambda w, p: w * mask.flatten(0, 1) / (1 - p))
-    expected, expected_weights = plain(*x, **options)
-    assert y.shape == expected.shape
-    assert torch.allclose(y, expected, rtol=0, atol=1e-13)
-    assert torch.allclose(weights, expected_weights, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -130,27 +119,16 @@ def test_elsewhere_it_is_pytorchs_own(kind: str, state: str) -> None:
     torch.manual_seed(0)
     expected = plain(*x, **options)
     torch.manual_seed(0)
-    if state == "outside a pass":
-        found = twin(*x, **options)
-    else:
-        with Pass(Wrapped(twin, x, options)) as one:
-            found = one.evaluate(None, None)
+    found = twin(*x, **options) if state == "outside a pass" else in_a_pass(twin, *x, **options)[0]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module, x: list[Tensor], options: dict[str, Any]) -> None:
-        super().__init__()
-        self.inner, self.x, self.options = inner, x, options
-
-    def forward(self, u: Any, v: Any) -> Any:
-        return self.inner(*self.x, **self.options)
-
-
-def test_a_causal_hint_without_a_mask_is_refused() -> None:
-    twin = convert_dropout(layer())
+def test_masks_that_are_missing_or_given_twice_are_refused() -> None:
     with pytest.raises(RuntimeError, match="expected that mask, got None"):
-        in_a_pass(twin, *inputs(layer()), is_causal=True)
+        in_a_pass(convert_dropout(layer()), *inputs(layer()), is_causal=True)
+    q = normal(N, H, L, 3)
+    with pytest.raises(ValueError, match="expected attn_mask or is_causal, got both"):
+        scaled_dot_product_attention(q, q, q, torch.ones(L, L), is_causal=True)
 
 
 def test_conversion_keeps_weights_identity_and_names() -> None:
@@ -199,8 +177,6 @@ def transformer(block: nn.Module, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", list(blocks()))
 def test_a_converted_transformer_has_a_fixed_point_in_train_mode(kind: str) -> None:
     block = blocks()[kind]
-    with pytest.raises(RuntimeError, match=r"banach.nn.convert_dropout\(R\)"):
-        check_dropout(Sequence(block))
     net = transformer(block)
     y, found = net(normal(5, 4), solution=True)
     assert bool(found.converged.all())
@@ -242,15 +218,13 @@ def test_the_function_drops_by_its_layer_and_is_pytorchs_in_eval_mode(case: str)
     q, k, v = normal(N, H, L, 3), normal(N, H, S, 3, seed=1), normal(N, H, S, 3, seed=2)
     drop = banach.nn.Dropout(0.5)
 
-    class R(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = drop
-
-        def forward(self) -> Tensor:
-            return scaled_dot_product_attention(q, k, v, dropout=self.drop, **options)
-
-    y, mask = in_a_pass(R())
+    attend = partial(scaled_dot_product_attention, q, k, v, dropout=drop, **options)
+    R = Fixed(attend)
+    R.drop = drop
+    with Pass(R) as one:
+        y = one.evaluate(None, None)
+    assert one.masks is not None
+    (mask,) = one.masks.values()
     # Dense: with v the identity, PyTorch's function returns the weights themselves.
     eye = torch.eye(S, dtype=torch.float64).expand(N, H, S, S)
     weights = F.scaled_dot_product_attention(q, k, eye, **options)
@@ -258,81 +232,3 @@ def test_the_function_drops_by_its_layer_and_is_pytorchs_in_eval_mode(case: str)
     for layer in (None, banach.nn.Dropout(0.0), drop.eval()):
         found = scaled_dot_product_attention(q, k, v, dropout=layer, **options)
         assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, **options))
-
-
-# Functions in R that drop by themselves.
-
-DIRECT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "sdpa": (
-        lambda u: F.scaled_dot_product_attention(u, u, u, dropout_p=0.2),
-        r"R calls scaled_dot_product_attention with .* 0.2, .*\(q, k, v, dropout=layer\) with .*Dropout\(0.2\)",
-    ),
-    "sdpa by place": (
-        lambda u: F.scaled_dot_product_attention(u, u, u, None, 0.2),
-        "scaled_dot_product_attention",
-    ),
-    "F.dropout": (lambda u: F.dropout(u, 0.2), r"R calls dropout .* use banach.nn.Dropout\(0.2\)"),
-    "F.dropout1d": (lambda u: F.dropout1d(u, 0.2, True), r"R calls dropout1d"),
-    "torch.dropout": (lambda u: torch.dropout(u, 0.2, train=True), r"R calls dropout"),
-    "attention": (
-        lambda u: F.multi_head_attention_forward(
-            u, u, u, 6, 2, torch.ones(18, 6).double(), None, None, None, False, 0.2, torch.eye(6).double(), None
-        )[0],
-        r"R calls multi_head_attention_forward .* banach.nn.scaled_dot_product_attention",
-    ),
-}
-
-
-class Direct(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function, self.calls = function, 0
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.1 * self.function(u) + v
-
-
-@pytest.mark.parametrize("case", DIRECT)
-def test_a_function_that_drops_is_refused_in_the_first_pass_and_says_what_to_write(case: str) -> None:
-    function, message = DIRECT[case]
-    R = Direct(function)
-    for _ in range(2):  # the second pass too: nothing was learned from the first
-        with pytest.raises(RuntimeError, match=message), Pass(R) as one:
-            one.evaluate(normal(5, 3, 6), normal(5, 3, 6))
-    with pytest.raises(RuntimeError, match=message), Pass(lambda u, v: R(u, v)) as one:
-        one.evaluate(normal(5, 3, 6), normal(5, 3, 6))
-
-
-def test_functions_that_do_not_drop_pass_and_later_passes_are_not_watched() -> None:
-    def quiet(u: Tensor) -> Tensor:
-        u = F.dropout(u, 0.3, training=False)
-        return F.scaled_dot_product_attention(u, u, u, dropout_p=0.0)
-
-    R = Direct(quiet)
-    with Pass(R) as one:
-        one.evaluate(normal(5, 3, 6), normal(5, 3, 6))
-        assert one.watch is not None
-    assert Pass(R).watch is None
-    assert Pass(Direct(quiet).eval()).watch is None
-    assert Pass(copy.deepcopy(R)).watch is not None
-
-
-def test_eval_mode_first_does_not_hide_train_mode_later() -> None:
-    class Own(Direct):
-        def forward(self, u: Tensor, v: Tensor) -> Tensor:
-            return 0.1 * F.dropout(u, 0.2, self.training) + v
-
-    R = Own(nn.Identity()).eval()
-    with Pass(R) as one:
-        one.evaluate(normal(5, 3, 6), normal(5, 3, 6))
-    with pytest.raises(RuntimeError, match=r"use banach.nn.Dropout\(0.2\)"), Pass(R.train()) as one:
-        one.evaluate(normal(5, 3, 6), normal(5, 3, 6))
-
-
-def test_the_watch_is_over_after_an_error_and_leaves_dropout_elsewhere_alone() -> None:
-    with pytest.raises(RuntimeError, match="R calls dropout"), Pass(Direct(F.dropout)) as one:
-        one.evaluate(normal(5, 3, 6), normal(5, 3, 6))
-    assert F.dropout(torch.ones(100), 0.5).eq(0).any()
-    net = transformer(blocks()["encoder layer"], backward=Unroll(2, checkpoint=True))
-    net.S = nn.Sequential(net.S, nn.Dropout(0.5))
-    net(normal(5, 4)).sum().backward()

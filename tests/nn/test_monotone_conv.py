@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Picard, Status, Tolerance, Unroll, solve
+from banach import Anderson, Implicit, ImplicitNetwork, Picard, Status, Tolerance, Unroll, solve
 from banach.latent import leaves, map_leaves
 from banach.nn import (
     ForwardBackward,
@@ -176,16 +176,6 @@ def test_a_large_step_diverges_and_is_reported_while_peaceman_rachford_takes_any
         torch.testing.assert_close(z, answers[0], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("channels", CASES)
-@pytest.mark.parametrize("kind", SPLITTINGS)
-def test_a_recorded_evaluation_has_the_same_value(channels: Any, kind: Any) -> None:
-    R, u, v = kind(layer(channels), 0.4), latent(channels), latent(channels, seed=1)
-    recorded = R(u, v)
-    with torch.no_grad():
-        plain = R(u, v)
-    torch.testing.assert_close(flat(plain), flat(recorded).detach(), rtol=0, atol=1e-12)
-
-
 class Head(nn.Module):
     """S: the activation, then one linear map of everything."""
 
@@ -227,45 +217,6 @@ def test_the_exact_gradient_by_each_splitting_is_that_of_unrolled_autograd(chann
             assert error <= 1e-6, (name, error)
 
 
-def test_the_exact_gradient_is_that_of_a_dense_solve() -> None:
-    """p = J (g + W'p) on the active set, then the gradient of relu(W z + v) with the cotangent g + W'p."""
-    made, v = large()
-    v = v.clone().requires_grad_()
-    net = ImplicitNetwork(nn.Identity(), PeacemanRachford(made, 1.0), nn.ReLU(), backward=EXACT, tolerance=TIGHT)
-    z = net(v)
-    g = normal(*z.shape, seed=9)
-    got = torch.autograd.grad(z, [made.A, made.B, v], g)
-    W, on = made.weight, (z > 0).double().detach()
-    eye = torch.eye(6, dtype=torch.float64)
-    cotangent = torch.stack(
-        [torch.linalg.solve(eye - W.detach().T * active, row) for active, row in zip(on, g, strict=True)]
-    )
-    value = torch.relu(z.detach() @ W.T + v)
-    expected = torch.autograd.grad(value, [made.A, made.B, v], cotangent)
-    for a, b in zip(got, expected, strict=True):
-        assert float((a - b).norm() / b.norm()) <= 1e-6
-
-
-@pytest.mark.parametrize("mode", [JFB(), Neumann(3), Unroll(2), Unroll(2, checkpoint=True), Implicit()])
-@pytest.mark.parametrize("kind", SPLITTINGS)
-def test_every_mode_runs(kind: Any, mode: Any) -> None:
-    net = network((2, 3, 4), kind, 0.2, backward=mode)
-    found = gradients(net, net(normal(2, 4)).square().sum())
-    assert all(bool(grad.isfinite().all()) and float(grad.abs().max()) > 0 for grad in found.values())
-
-
-def test_the_one_step_adjoint_keeps_its_angle() -> None:
-    """<g, w> >= m |w|^2 on the active set, so the cosine of g and w is at least m / L, without contraction."""
-    made, v = large()
-    W, eye = made.weight.detach(), torch.eye(6, dtype=torch.float64)
-    z = torch.relu(solve(PeacemanRachford(made, 1.0), torch.zeros_like(v), inputs=(v,), tolerance=TIGHT).value)
-    least = made.m / float(torch.linalg.matrix_norm(eye - W, 2))
-    for row, g in zip(z, normal(4, 6, seed=7), strict=True):
-        on = row > 0
-        w = torch.linalg.solve((eye - W)[on][:, on].T, g[on])
-        assert float(F.cosine_similarity(w, g[on], dim=0)) >= least
-
-
 def test_guarantees_are_checked_when_the_mode_changes() -> None:
     made, v = large()
     for R in (ForwardBackward(made, 1e-3), PeacemanRachford(made, 10.0)):
@@ -300,13 +251,10 @@ def test_alpha_is_tuned_and_saved() -> None:
     )
     best = tune_alpha(net, v)
     assert best == net.R.alpha < 1
-    steps = {}
-    for alpha in (2 * best, best, best / 2):
-        net.R.alpha = alpha
-        found = net.latent(v)[1] if alpha <= best else None
-        steps[alpha] = 1e9 if found is None else float(found.steps.double().mean())
-    assert steps[best] <= steps[best / 2]
-    net.R.alpha = best
+    steps = []
+    for net.R.alpha in (best / 2, best):
+        steps.append(float(net.latent(v)[1].steps.double().mean()))
+    assert steps[1] <= steps[0]
     twin = ImplicitNetwork(nn.Identity(), ForwardBackward(MonotoneLinear(6, 0.5).double(), 1.0), nn.ReLU())
     twin.load_state_dict(net.state_dict())
     assert twin.R.alpha == best
@@ -353,8 +301,12 @@ def test_samples_do_not_see_each_other() -> None:
 
 @pytest.mark.parametrize("kind", SPLITTINGS)
 @pytest.mark.parametrize("channels", CASES)
-def test_bfloat16(kind: Any, channels: Any) -> None:
+def test_recorded_and_silent_evaluations_agree_also_in_bfloat16(kind: Any, channels: Any) -> None:
     """By autocast and throughout; FFTs and inverses run in float32, in which V is exact enough."""
+    R, u, v = kind(layer(channels), 0.4), latent(channels), latent(channels, seed=1)
+    with torch.no_grad():
+        silent = R(u, v)
+    torch.testing.assert_close(flat(silent), flat(R(u, v)).detach(), rtol=0, atol=1e-12)
     R, v = kind(layer(channels).float(), 0.3), map_leaves(Tensor.float, latent(channels))
     exact = R(map_leaves(torch.zeros_like, v), v)
     with torch.autocast("cpu", torch.bfloat16):

@@ -23,22 +23,11 @@ def test_everything_is_shared_but_what_is_replaced() -> None:
     assert module[1].track_running_stats
 
 
-def test_a_shared_layer_is_replaced_at_every_place() -> None:
-    layer = nn.Linear(2, 2)
-    module = nn.ModuleList([layer, nn.Sequential(layer)])
-    instead = nn.Identity()
-    made: Any = substitute(module, {layer: instead})
-    assert made[0] is instead
-    assert made[1][0] is instead
-
-
-def test_the_module_itself_and_a_function() -> None:
+def test_shared_layers_the_module_itself_and_a_function() -> None:
     layer, instead = nn.Linear(2, 2), nn.Identity()
+    made: Any = substitute(nn.ModuleList([layer, nn.Sequential(layer)]), {layer: instead})
+    assert made[0] is made[1][0] is instead
     assert substitute(layer, {layer: instead}) is instead
     assert substitute(torch.tanh) is torch.tanh
-
-
-def test_tensors_that_are_no_parameters_are_shared() -> None:
-    layer = nn.Linear(2, 2)
     layer.derived = 2 * layer.weight  # has a graph, so it cannot be copied
     assert substitute(layer).derived is layer.derived

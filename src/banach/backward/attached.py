@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,32 +15,10 @@ from banach.backward.problem import Problem
 Parts = tuple[Tensor, ...]
 
 
-class Attached(torch.autograd.Function):
-    """The identity, whose derivative is (I - J)^-1: tangents are solved with I - J, cotangents with I - J'."""
-
-    @staticmethod
-    def forward(problem: Problem, *parts: Tensor) -> Parts:
-        # A copy, not a view: S may begin with an in-place activation.
-        return tuple(part.clone() for part in parts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Parts) -> None:
-        ctx.problem = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *_solved(ctx.problem, g, ctx.saved_tensors, tangent=False, depth=1))
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *t: Tensor | None) -> Parts:
-        parts = _primals(ctx.saved_tensors)
-        return _solved(ctx.problem, _filled(t, parts), parts, tangent=True, depth=1)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], problem: Problem, *parts: Tensor) -> Any:
-        return Outside.apply(*parts), in_dims[1:]
+def attached(problem: Problem, parts: Sequence[Tensor]) -> Parts:
+    """Return copies of the parts, whose derivative is (I - J)^-1: S may begin with an in-place activation."""
+    found: Parts = Inverse.apply(problem, True, 0, *parts, *parts, *parts)
+    return found
 
 
 class Outside(torch.autograd.Function):
@@ -70,7 +49,8 @@ class Outside(torch.autograd.Function):
 class Inverse(torch.autograd.Function):
     """(I - J)^-1 g, or with the transpose, found before. It is linear in g; the linear map itself is a constant.
 
-    `depth` is the order of the derivative that it is part of. Beyond `problem.order` none is exact, so none is
+    Tangents are solved with I - J, cotangents with I - J'; of the transpose the other way round. `depth` is the
+    order of the derivative that it is part of, 0 for the value. Beyond `problem.order` none is exact, so none is
     given: the result is tied to the parts, on which J depends too, so that no derivative passes it by unnoticed.
     (`once_differentiable` would not do: where the cotangent is a constant it takes the result for one too.)
     """
@@ -93,8 +73,10 @@ class Inverse(torch.autograd.Function):
         g: Any = (None,) * n
         if any(ctx.needs_input_grad[3 + n : 3 + 2 * n]):
             g = _solved(problem, c, parts, tangent=not ctx.tangent, depth=ctx.depth + 1)
-        zeros = tuple(torch.zeros_like(part) for part in parts)
-        tied = _tied(problem, zeros, zeros, parts, tangent=ctx.tangent, depth=ctx.depth + 1)
+        tied: Any = (None,) * n
+        if is_differentiated(parts):
+            zeros = tuple(torch.zeros_like(part) for part in parts)
+            tied = Inverse.apply(problem, ctx.tangent, ctx.depth + 1, *zeros, *zeros, *parts)
         return (None, None, None, *(None,) * n, *g, *tied)
 
     @staticmethod
@@ -120,16 +102,11 @@ class Inverse(torch.autograd.Function):
 
 
 def _solved(problem: Problem, g: Parts, parts: Parts, *, tangent: bool, depth: int) -> Parts:
+    """Return (I - J)^-1 g, which depends on g and on the parts where that is recorded."""
     found = problem.solve(g, parts, tangent=tangent)
-    return _tied(problem, found, g, parts, tangent=tangent, depth=depth)
-
-
-def _tied(problem: Problem, found: Parts, g: Parts, parts: Parts, *, tangent: bool, depth: int) -> Parts:
-    """`found`, which depends on g and on the parts, where that is recorded."""
-    if not is_differentiated((*g, *parts)):
-        return found
-    tied: Parts = Inverse.apply(problem, tangent, depth, *found, *g, *parts)
-    return tied
+    if is_differentiated((*g, *parts)):
+        found = Inverse.apply(problem, tangent, depth, *found, *g, *parts)
+    return found
 
 
 def _check_order(ctx: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from banach.backward.attached import Attached
+from banach.backward.attached import attached
 from banach.backward.krylov import LinearSolver, NormalCG
 from banach.backward.mode import Unchanged, check_count, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
@@ -111,7 +111,7 @@ class Implicit:
                 unchanged=_unchanged(T, inputs),
                 order=self.order,
             )
-            parts = self._corrected(T, problem, Attached.apply(self._inner(problem, 1), *parts))
+            parts = self._corrected(T, problem, attached(self._inner(problem, 1), parts))
         return rebuild(z_star, parts)
 
     def _corrected(self, T: Map, problem: Problem, u: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -125,8 +125,8 @@ class Implicit:
             z = carrying(z_star, rebuild(z_star, u))
             pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
             steps = [_derivative(b.to(a.dtype) - a) for a, b in pairs]
-            steps = Attached.apply(self._inner(problem, exact), *steps)
-            moves = [_derivative(a) + step for (a, _), step in zip(pairs, steps, strict=True)]
+            solved = attached(self._inner(problem, exact), steps)
+            moves = [_derivative(a) + step for (a, _), step in zip(pairs, solved, strict=True)]
             u = [old.detach() + move.to(old.dtype) for old, move in zip(u, moves, strict=True)]
         return u
 

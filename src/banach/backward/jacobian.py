@@ -15,6 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
 
+# What torch.func says of hooks and old autograd.Functions, and of LSTMs; plain autograd takes them.
+_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
+
 
 class Jacobian:
     """J = df/dx at x, as products with rows: one evaluation of f, then none.
@@ -23,6 +26,10 @@ class Jacobian:
     of that: J' is linear, so one recorded product with it is enough, at any vector. (Forward mode would
     evaluate f again for every product.) Rows are in units of their own, `unit` (samples, 1), and f sees them in
     common ones. They are plain; f sees them with the axes that vmap put on x or on a cotangent.
+
+    Pullbacks come from torch.func; from plain autograd where f holds what torch.func refuses, such as an LSTM or a
+    full backward hook, which is then called once per product. Torch's fast attentions have no second derivative:
+    where J needs one, f is evaluated again with the plain one.
     """
 
     def __init__(
@@ -35,23 +42,26 @@ class Jacobian:
         unit: Tensor | float = 1.0,
         axes: Axes = Axes(),
     ) -> None:
-        target = source if target is None else target
-        self.source, self.target, self.unit, self.axes, self.products = source, target, unit, axes, 0
-        with torch.no_grad(), eagerly(), explained(_EVER):
-            self._pullbacks = Pullbacks(lambda x: _typed(f(x), target), x)  # no cycle by way of self
+        self.source, self.target = source, (space := source if target is None else target)
+        self.unit, self.axes, self.products = unit, axes, 0
+        self._f, self._x = lambda x: _typed(f(x), space), x  # no cycle by way of self
+        self._vjp: Callable[..., Any] = torch.func.vjp
+        self._push: Callable[..., Any] | None = None
+        with explained(_EVER):
+            self._retried(self._evaluate)
 
     def transposed(self, w: Tensor, *, record: bool = False) -> Tensor:
         """J' w. `record=True` keeps what `forward` needs, which would otherwise cost another product."""
         nest = self._to_nest(w, self.target)
         with explained(_EVER):
-            product = self._pullbacks.record(nest) if record else self._pullbacks.pull(nest)
+            product = self._record(nest) if record else self._retried(lambda: self._pull(nest))
         return self._to_rows(product[0], self.source, "J'")
 
     def forward(self, v: Tensor) -> Tensor:
         """J v."""
-        if self._pullbacks.push is None:
+        if self._push is None:
             self.transposed(v.new_ones(len(v), sum(self.target.sizes)), record=True)
-        return self._to_rows(self._pullbacks.forward(self._to_nest(v, self.source)), self.target, "J")
+        return self._to_rows(self._pushed(self._to_nest(v, self.source)), self.target, "J")
 
     def _to_nest(self, rows: Tensor, space: Space) -> Latent:
         self.products += space.batch * self.axes.count
@@ -60,75 +70,9 @@ class Jacobian:
     def _to_rows(self, product: Latent, space: Space, what: str) -> Tensor:
         return self.axes.plain(space.rows(product, what)) / self.unit
 
-
-def _typed(value: Latent, space: Space) -> Latent:
-    """The value in the structure and the dtype of the space: autocast may have shortened parts of it."""
-    parts = leaves_like(space.template, value, "T")
-    return rebuild(space.template, [part.to(space.dtype) for part in parts])
-
-
-# What torch.func says of hooks and old autograd.Functions, and of LSTMs; plain autograd takes them.
-_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
-
-
-class Pullbacks:
-    """f(x), the pullback J' of f at x, and that of J', which is J, once `record` has recorded a product with J'.
-
-    By torch.func; by plain autograd where f holds what torch.func refuses, such as an LSTM or a full backward
-    hook, which is then called once per product. Torch's fast attentions have no second derivative: where J needs
-    one, f is evaluated again with the plain one.
-    """
-
-    def __init__(self, f: Callable[[Any], Latent], x: Latent) -> None:
-        self.f, self.x = f, x
-        self.value: Latent
-        self.push: Callable[..., Any] | None = None
-        self._vjp: Callable[..., Any] = torch.func.vjp
-        self._retried(self._evaluate)
-
-    def pull(self, w: Latent) -> Any:
-        """(J' w,)."""
-        return self._retried(lambda: self._pull(w))
-
-    def record(self, w: Latent) -> Any:
-        """(J' w,), and keep what `forward` needs."""
-
-        def recorded() -> Any:
-            product, self.push = self._vjp(self._pull, w)[:2]
-            return product
-
-        with explained(_TWICE):
-            product = self._retried(recorded)
-            if self._vjp is plain_vjp:
-                self._check_forward(w, product[0])
-        return product
-
-    def forward(self, v: Latent) -> Latent:
-        """J v."""
-        assert self.push is not None, "a product with J' is recorded first"
-        with explained(_TWICE):
-            try:
-                return self.push((v,))[0]
-            except RuntimeError as error:
-                if "scaled_dot_product" not in str(error):
-                    raise
-            with sdpa_kernel(SDPBackend.MATH), eagerly():
-                self._evaluate()
-                self.record(self.value)
-            return self.push((v,))[0]
-
-    def _check_forward(self, w: Latent, product: Latent) -> None:
-        """Refuse a J that is not the transpose of J': <J p, w> is <p, p> for p = J' w.
-
-        Plain autograd takes what it cannot differentiate, such as a product of a once_differentiable function, for
-        a constant, without a word.
-        """
-        own, other = _inner(product, product), _inner(self.forward(product), w)
-        if abs(own - other) > 0.1 * abs(own):
-            raise RuntimeError("J, by double backward, is not implemented for an operation in T")
-
     def _evaluate(self) -> None:
-        self.value, self._pull = self._vjp(self.f, self.x)[:2]
+        with torch.no_grad(), eagerly():
+            self._value, self._pull = self._vjp(self._f, self._x)[:2]
 
     def _retried(self, action: Callable[[], Any]) -> Any:
         """Run it, and once more with plain autograd if torch.func refuses what f holds."""
@@ -138,9 +82,51 @@ class Pullbacks:
             if self._vjp is plain_vjp or not any(words in str(error) for words in _REFUSED):
                 raise
         self._vjp = plain_vjp
-        with eagerly():
-            self._evaluate()
+        self._evaluate()
         return action()
+
+    def _record(self, w: Latent) -> Any:
+        """Return (J' w,), and keep what a product with J needs."""
+
+        def recorded() -> Any:
+            product, self._push = self._vjp(self._pull, w)[:2]
+            return product
+
+        with explained(_TWICE):
+            product = self._retried(recorded)
+            if self._vjp is plain_vjp:
+                self._check_forward(w, product[0])
+        return product
+
+    def _pushed(self, v: Latent) -> Latent:
+        """Return J v."""
+        assert self._push is not None, "a product with J' is recorded first"
+        with explained(_TWICE):
+            try:
+                return self._push((v,))[0]
+            except RuntimeError as error:
+                if "scaled_dot_product" not in str(error):
+                    raise
+            with sdpa_kernel(SDPBackend.MATH):
+                self._evaluate()
+                self._record(self._value)
+            return self._push((v,))[0]
+
+    def _check_forward(self, w: Latent, product: Latent) -> None:
+        """Refuse a J that is not the transpose of J': <J p, w> is <p, p> for p = J' w.
+
+        Plain autograd takes what it cannot differentiate, such as a product of a once_differentiable function, for
+        a constant, without a word.
+        """
+        own, other = _inner(product, product), _inner(self._pushed(product), w)
+        if abs(own - other) > 0.1 * abs(own):
+            raise RuntimeError("J, by double backward, is not implemented for an operation in T")
+
+
+def _typed(value: Latent, space: Space) -> Latent:
+    """Return the value in the structure and the dtype of the space: autocast may have shortened parts of it."""
+    parts = leaves_like(space.template, value, "T")
+    return rebuild(space.template, [part.to(space.dtype) for part in parts])
 
 
 def plain_vjp(f: Callable[[Any], Latent], x: Latent) -> tuple[Latent, Callable[[Latent], tuple[Latent]]]:

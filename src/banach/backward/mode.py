@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
 
-from banach.backward.transforms import is_functorch_wrapped_tensor
 from banach.latent import Latent
 from banach.solve import Map
+from banach.solve.context import is_functorch_wrapped_tensor
 
 
 class Mode(Protocol):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +14,19 @@ from torch.utils._pytree import tree_map_only
 
 from banach.latent import Latent
 from banach.solve import Map
+from banach.solve.context import is_functorch_wrapped_tensor
 
-try:  # not public, so perhaps not there in every version; without them torch.func refuses what follows the data
+with suppress(ImportError):  # not public: where a version of torch lacks them, it refuses what follows the data
     from torch._C._functorch import (
         _add_batch_dim,
         _remove_batch_dim,
         get_unwrapped,
         is_batchedtensor,
-        is_functorch_wrapped_tensor,
         maybe_get_bdim,
         maybe_get_level,
         peek_interpreter_stack,
     )
     from torch._functorch.eager_transforms import grad_increment_nesting
-except ImportError:
-
-    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,9 @@ class Axes:
     @staticmethod
     def of(tensors: Iterable[Tensor]) -> Axes:
         found: dict[int, int] = {}
-        for tensor in tensors:
-            while is_functorch_wrapped_tensor(tensor):
-                inner = get_unwrapped(tensor)
-                if is_batchedtensor(tensor):
-                    found[maybe_get_level(tensor)] = inner.shape[maybe_get_bdim(tensor)]
-                tensor = inner
+        for wrapper in _wrappers(tensors):
+            if is_batchedtensor(wrapper):
+                found[maybe_get_level(wrapper)] = get_unwrapped(wrapper).shape[maybe_get_bdim(wrapper)]
         levels = tuple(sorted(found))
         return Axes(levels, tuple(found[level] for level in levels))
 
@@ -75,9 +68,17 @@ class Axes:
         return rows
 
 
-def _without_derivative(tensor: Tensor) -> Tensor:
-    """The tensor inside the wrappers of grad, vjp and jvp, down to the next one of vmap."""
-    while is_functorch_wrapped_tensor(tensor) and not is_batchedtensor(tensor):
+def _wrappers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors, and the tensors inside them, that a transform has wrapped."""
+    for tensor in tensors:
+        while is_functorch_wrapped_tensor(tensor):
+            yield tensor
+            tensor = get_unwrapped(tensor)
+
+
+def _without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
+    """Return the tensor inside the wrappers of grad, vjp and jvp of these levels, down to the next one of vmap."""
+    while is_functorch_wrapped_tensor(tensor) and not is_batchedtensor(tensor) and of(maybe_get_level(tensor)):
         tensor = get_unwrapped(tensor)
     return tensor
 
@@ -92,7 +93,7 @@ def present(tensors: Iterable[Tensor]) -> Iterator[Present]:
     The derivative of an outer transform is computed while an inner one is set aside, or after it has ended. What T
     closes over is then seen without the inner one, of which nothing is asked.
     """
-    levels = [level for tensor in tensors for level in _levels(tensor)]
+    levels = [maybe_get_level(wrapper) for wrapper in _wrappers(tensors)]
     running = peek_interpreter_stack() if levels else None
     now = 0 if running is None else running.level()
     highest = max((now, *levels))
@@ -123,16 +124,4 @@ class Present(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def see(self, tensor: Tensor) -> Tensor:
-        while is_functorch_wrapped_tensor(tensor) and not is_batchedtensor(tensor):
-            level = maybe_get_level(tensor)
-            if level != _ENDED and not self.now < level <= self.highest:
-                break
-            tensor = get_unwrapped(tensor)
-        return tensor
-
-
-def _levels(tensor: Tensor) -> Iterator[int]:
-    """Of the transforms that it is in."""
-    while is_functorch_wrapped_tensor(tensor):
-        yield maybe_get_level(tensor)
-        tensor = get_unwrapped(tensor)
+        return _without_derivative(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Buffers:
     def call(self, u: Latent, v: Latent, *, last: bool) -> Latent:
         """Return R(u, v), and keep what it leaves in its buffers if it may be the last evaluation of the pass."""
         if self.direct and last:
-            with _aliased(self.norms):
+            with _altered(self.norms, track=True, buffers=_aliases):
                 return self.R(u, v)
         if not self.snapshot:
             return self.R(u, v)
@@ -63,20 +63,9 @@ class Buffers:
         bare = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         return len(self.norms) > 0 and (self.direct or bare)
 
-    @contextmanager
-    def untracked(self) -> Iterator[None]:
+    def untracked(self) -> AbstractContextManager[None]:
         """Keep batch norm from updating its statistics. Where R runs on its own buffers, hide those too."""
-        own = [norm._buffers for norm in self.norms]
-        for norm, buffers in zip(self.norms, own, strict=True):
-            norm.__dict__["track_running_stats"] = False
-            if self.direct:
-                norm.__dict__["_buffers"] = dict.fromkeys(buffers)
-        try:
-            yield
-        finally:
-            for norm, buffers in zip(self.norms, own, strict=True):
-                norm.__dict__["track_running_stats"] = True
-                norm.__dict__["_buffers"] = buffers
+        return _altered(self.norms, track=False, buffers=dict.fromkeys if self.direct else None)
 
     def finish(self, *, failed: bool) -> None:
         """End the pass: write back what the last evaluation left."""
@@ -103,19 +92,27 @@ def _is_writable(modules: list[nn.Module], buffers: Iterable[Tensor]) -> bool:
 
 
 @contextmanager
-def _aliased(norms: list[nn.Module]) -> Iterator[None]:
-    """Give batch norms the same memory under another version counter.
-
-    A later pass writes to it. Autograd would take that for a change of a tensor that this graph has saved.
-    """
+def _altered(norms: list[nn.Module], *, track: bool, buffers: Callable[[Any], Any] | None) -> Iterator[None]:
+    """Let batch norms that track do so or not, with other buffers made of their own ones (None: their own)."""
     own = [norm._buffers for norm in norms]
-    for norm, buffers in zip(norms, own, strict=True):
-        norm.__dict__["_buffers"] = {name: None if part is None else part.data for name, part in buffers.items()}
+    for norm, kept in zip(norms, own, strict=True):
+        norm.__dict__["track_running_stats"] = track
+        if buffers is not None:
+            norm.__dict__["_buffers"] = buffers(kept)
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, own, strict=True):
-            norm.__dict__["_buffers"] = buffers
+        for norm, kept in zip(norms, own, strict=True):
+            norm.__dict__["track_running_stats"] = True
+            norm.__dict__["_buffers"] = kept
+
+
+def _aliases(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return the same memory under other version counters.
+
+    A later pass writes to it. Autograd would take that for a change of a tensor that this graph has saved.
+    """
+    return {name: None if part is None else part.data for name, part in buffers.items()}
 
 
 def _copy_all(target: Named, source: Named) -> None:

@@ -11,38 +11,35 @@ from banach.latent import Latent, map_leaves
 from banach.nn.lipschitz import Lipschitz
 
 Activation = Callable[[], nn.Module]
-# Makes one affine map: features in, Lipschitz bound.
-Affine = Callable[[int, float], nn.Module]
+Affine = Callable[[int, float], nn.Module]  # makes one affine map: features in, Lipschitz bound
 
 
-class Scaled(nn.Module):
+class _Scaled(nn.Module):
+    def __init__(self, R: nn.Module, gamma: float) -> None:
+        super().__init__()
+        self.R, self.gamma = R, checked_gamma(gamma)
+
+    def _times_gamma(self, nest: Latent) -> Latent:
+        return map_leaves(lambda leaf: self.gamma * leaf, nest)
+
+    def extra_repr(self) -> str:
+        return f"gamma={self.gamma}"
+
+
+class Scaled(_Scaled):
     """u, v -> gamma R(u, v), which contracts by gamma if R is 1-Lipschitz in u. The form of the paper's MNIST
     and SVHN networks."""
 
-    def __init__(self, R: nn.Module, gamma: float) -> None:
-        super().__init__()
-        self.R, self.gamma = R, checked_gamma(gamma)
-
     def forward(self, u: Latent, v: Latent) -> Latent:
-        return map_leaves(lambda leaf: self.gamma * leaf, self.R(u, v))
-
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}"
+        return self._times_gamma(self.R(u, v))
 
 
-class ScaledInput(nn.Module):
+class ScaledInput(_Scaled):
     """u, v -> R(gamma u, v), which contracts by gamma if R is 1-Lipschitz in u, and leaves the data at full
     strength. The form of the paper's CIFAR-10 network."""
 
-    def __init__(self, R: nn.Module, gamma: float) -> None:
-        super().__init__()
-        self.R, self.gamma = R, checked_gamma(gamma)
-
     def forward(self, u: Latent, v: Latent) -> Latent:
-        return self.R(map_leaves(lambda leaf: self.gamma * leaf, u), v)
-
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}"
+        return self.R(self._times_gamma(u), v)
 
 
 def checked_gamma(gamma: float) -> float:
@@ -121,21 +118,17 @@ def _assemble(
     activation: Activation,
     gamma: float,
 ) -> TwoStream:
+    """Build the three streams: as many affine maps as `layers` says, each with an activation after it."""
     width, source = features
     if len(layers) != 3 or min(layers) < 0 or (layers[1] == 0 and source != width):
         raise ValueError(
             f"layers must count the affine maps of the latent, data and final streams, got {layers}; "
             f"a data stream that turns {source} features into {width} needs at least one"
         )
+
+    def stream(count: int, first: int, bound: float) -> nn.Sequential:
+        widths = [first, *[width] * count][:count]
+        return nn.Sequential(*[part for n in widths for part in (affine(n, bound), activation())])
+
     latent, data, final = layers
-    return TwoStream(
-        _stream(affine, [width] * latent, 1.0, activation),
-        _stream(affine, [source, *[width] * data][:data], ell, activation),
-        _stream(affine, [width] * final, 1.0, activation),
-        gamma=gamma,
-    )
-
-
-def _stream(affine: Affine, features: list[int], bound: float, activation: Activation) -> nn.Sequential:
-    """One affine map and one activation for every number of features in the list."""
-    return nn.Sequential(*[part for n in features for part in (affine(n, bound), activation())])
+    return TwoStream(stream(latent, width, 1.0), stream(data, source, ell), stream(final, width, 1.0), gamma=gamma)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from types import FunctionType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,24 +83,42 @@ def is_compiled(modules: Iterable[nn.Module]) -> bool:
     return any(compiled) or is_compiling()
 
 
-# Every R whose first pass in train mode drew nothing by a function. Later passes are not watched: that would
-# cost about a microsecond for every operation of R.
+@contextmanager
+def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Set each module to train (True) or eval mode inside the block."""
+    before = [(module, module.training) for module, _ in modes]
+    try:
+        for module, mode in modes:
+            module.training = mode
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+# Every module R whose first pass in train mode drew nothing by a function. Later passes are not watched: that
+# would cost about a microsecond for every operation of R.
 _quiet: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# What drops at random, and the names of its arguments by place: only those up to the probability matter.
+# Functions that a watch looks at, and the names of their arguments by place, as far as they matter.
 _PLAIN = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(_PLAIN, ("input", "p", "training")),
     torch.dropout: ("input", "p", "train"),
     F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p"),
     F.multi_head_attention_forward: (*map(str, range(10)), "dropout_p"),
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training"),
 }
 _LAYER = "banach.nn.Dropout({p:g})"
 _ATTENTION = f"banach.nn.scaled_dot_product_attention(q, k, v, dropout=layer) with layer = {_LAYER}"
 
 
 class Watch(TorchFunctionMode):
-    """Raises a RuntimeError, with advice, when R calls a function that draws a new mask at every evaluation."""
+    """Raises a RuntimeError, with advice, when R calls a function that changes R between two evaluations.
+
+    That is dropout, which draws a new mask at every evaluation. In an R that is not a module, whose buffers are
+    out of reach, it is also a batch norm that updates its statistics.
+    """
 
     def __init__(self, R: Any) -> None:
         super().__init__()
@@ -108,7 +126,7 @@ class Watch(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if error is None:
+        if error is None and isinstance(self.R, nn.Module):
             _quiet.add(self.R)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,28 +134,48 @@ class Watch(TorchFunctionMode):
         if func in _ARGUMENTS:
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
             if given.get("training", given.get("train", True)):
-                _check_probability(func, given.get("p", given.get("dropout_p", 0.0)))
+                self._check(func, given)
         return func(*args, **kwargs)
 
-
-def _check_probability(func: Any, p: float) -> None:
-    if p:
-        advice = (_LAYER if "dropout_p" not in _ARGUMENTS[func] else _ATTENTION).format(p=p)
-        raise RuntimeError(
-            f"R calls {getattr(func, '__name__', func)} with a dropout probability of {p:g}, which draws a new "
-            "mask at every evaluation, so there is no fixed point to find: make a layer in R's __init__ and use "
-            f"{advice}"
-        )
+    def _check(self, func: Any, given: dict[str, Any]) -> None:
+        p = given.get("p", given.get("dropout_p", 0.0))
+        if p:
+            advice = (_LAYER if "dropout_p" not in _ARGUMENTS[func] else _ATTENTION).format(p=p)
+            raise RuntimeError(
+                f"R calls {getattr(func, '__name__', func)} with a dropout probability of {p:g}, which draws a "
+                "new mask at every evaluation, so there is no fixed point to find: make a layer in R's __init__ "
+                f"and use {advice}"
+            )
+        if given.get("running_mean") is not None and not isinstance(self.R, nn.Module):
+            raise RuntimeError(
+                f"R is a {type(self.R).__name__} that calls batch_norm in train mode, whose statistics have to be "
+                "kept for a whole pass: give ImplicitNetwork the module itself as R"
+            )
 
 
 def watch_over(R: Any) -> Watch | None:
-    """Return the watch over the first train-mode pass of R.
+    """Return the watch over the first train-mode pass of a module R.
 
     None for later passes, in eval mode, and if Dynamo compiles some of R, because it would compile the watch too.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not isinstance(R, nn.Module):
         return None
-    if isinstance(R, nn.Module):
-        return Watch(R) if R.training and R not in _quiet and not is_compiled(R.modules()) else None
-    plain = type(R) is FunctionType and not hasattr(R, "_torchdynamo_orig_callable")
-    return Watch(R) if plain and R not in _quiet and not is_compiling() else None
+    return Watch(R) if R.training and R not in _quiet and not is_compiled(R.modules()) else None
+
+
+def watched(R: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the plain function R with a watch over its first evaluation; R itself if Dynamo compiles it.
+
+    Every pass needs one, since the layers that a function reaches, and their modes, are not known.
+    """
+    if is_compiling() or hasattr(R, "_torchdynamo_orig_callable"):
+        return R
+    waiting = [Watch(R)]
+
+    def call(*given: Any) -> Any:
+        if not waiting:
+            return R(*given)
+        with waiting.pop():
+            return R(*given)
+
+    return call

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from banach.nn.affine import (
-    AffineLayer,
-    at_least_float32,
-    first_direction,
-    leading,
-    operator_of,
-    power,
-    stretch,
-    without_autocast,
-)
+from banach.backward.mode import check_count
+from banach.nn.affine import AffineLayer, Operator, applied, first_direction, input_shape
+from banach.nn.layers import in_modes
 from banach.nn.passes import once_per_pass
 
 
@@ -50,21 +41,18 @@ class Lipschitz(nn.Module):
         super().__init__()
         if not 0 < bound < float("inf"):
             raise ValueError(f"bound must be above 0 and finite, got {bound}")
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"steps must be a whole number of at least 0, got {steps!r}")
-        self.operator = operator_of(layer, size)
+        check_count("steps", steps, 0)
+        self.shape = input_shape(layer, size)
         self.layer, self.bound, self.steps = layer, float(bound), steps
-        self.register_buffer("direction", first_direction(self.operator, self.layer.weight))
+        self.register_buffer("direction", first_direction(self.shape, layer.weight))
         self.refine()
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2:] != self.operator.shape[2:] and not isinstance(self.layer, nn.Linear):
-            seen, given = tuple(x.shape[2:]), tuple(self.operator.shape[2:])
-            raise ValueError(f"this convolution is bounded on a grid of size={given}, got one of {seen}")
-        weight = self.bounded_weight()
-        if isinstance(self.layer, nn.Linear):
-            return F.linear(x, weight, self.layer.bias)
-        return self.layer._conv_forward(x, weight, self.layer.bias)
+        if x.shape[2:] != self.shape[2:] and not isinstance(self.layer, nn.Linear):
+            raise ValueError(
+                f"this convolution is bounded on a grid of size={self.shape[2:]}, got one of {tuple(x.shape[2:])}"
+            )
+        return applied(self.layer, self.bounded_weight(), self.layer.bias, x)
 
     def bounded_weight(self) -> Tensor:
         """The layer's weight, scaled down where its norm is above the bound. In train mode x takes its steps."""
@@ -77,36 +65,26 @@ class Lipschitz(nn.Module):
 
     def norm(self) -> Tensor:
         """|A| before scaling, as far as it is known."""
-        return self._norm(self.layer.weight, self.direction.clone())
+        return Operator(self.layer, self.layer.weight, self.shape).stretch(self.direction.clone())
 
     def refine(self, rounds: int = 5) -> Lipschitz:
         """Find the leading direction again, to high accuracy, each round at the price of twenty power steps."""
-        with without_autocast(self.direction):
-            weight = at_least_float32(self.layer.weight.detach())
-            self.direction.copy_(leading(self.operator, weight, self.direction.to(weight.dtype), rounds))
+        operator = Operator(self.layer, self.layer.weight.detach(), self.shape)
+        self.direction.copy_(operator.leading(self.direction, rounds))
         return self
 
     def extra_repr(self) -> str:
-        size = self.operator.shape[2:]
-        return f"bound={self.bound}" + (f", size={tuple(size)}" if size else "") + f", steps={self.steps}"
+        size = self.shape[2:]
+        return f"bound={self.bound}" + (f", size={size}" if size else "") + f", steps={self.steps}"
 
     def _scaled(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        operator = Operator(self.layer, weight, self.shape)
         # A copy: the graph keeps this direction, and the buffer is written at the next call.
         x = self.direction.clone()
         if self.training and self.steps:
-            x = self._follow(weight, x)
-        excess = (self._norm(weight, x) / self.bound).clamp(min=1)
+            x = operator.power(x, self.steps)
+        excess = (operator.stretch(x) / self.bound).clamp(min=1)
         return weight / excess.to(weight.dtype), x
-
-    def _follow(self, weight: Tensor, x: Tensor) -> Tensor:
-        with torch.no_grad(), without_autocast(weight):
-            weight = at_least_float32(weight)
-            return power(self.operator, weight, x.to(weight.dtype), self.steps)
-
-    def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
-        with without_autocast(weight):
-            weight = at_least_float32(weight)
-            return stretch(self.operator, weight, x.to(weight.dtype))
 
 
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -115,17 +93,9 @@ _OTHERS = (
     *(nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
 )
 _FORWARDS = {kind.forward for kind in _KINDS}
-Place = tuple[nn.Module, str]  # the module that holds a layer, and the name it has there
 
 
-def lipschitz_(
-    module: nn.Module,
-    bound: float = 1.0,
-    *,
-    example: Any = None,
-    size: int | Sequence[int] | None = None,
-    steps: int = 1,
-) -> nn.Module:
+def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, steps: int = 1) -> nn.Module:
     """Replace every linear layer and convolution in the module by `Lipschitz(layer, bound)`, in place.
 
     A chain of k such layers and 1-Lipschitz activations is then bound^k-Lipschitz. Normalisation layers,
@@ -138,7 +108,6 @@ def lipschitz_(
         bound: of every layer's operator norm.
         example: an input, or a tuple of inputs, of the module: one evaluation in eval mode finds the grid of every
             convolution.
-        size: the grid of all convolutions, instead of `example`.
         steps: power steps a call, as in `Lipschitz`.
 
     Returns:
@@ -148,50 +117,35 @@ def lipschitz_(
         TypeError: if the module holds layers that cannot be bounded. The message names them all.
         ValueError: if the grid of a convolution is not known, or not always the same.
     """
-    if example is not None and size is not None:
-        raise ValueError("expected example or size, got both; size is for convolutions on one grid")
-    root = nn.Module()
-    root._modules[""] = module
     grids = {} if example is None else _grids(module, example if isinstance(example, tuple) else (example,))
-    places = {name: (holder, key) for holder, key, name in _places(root, "", set())}
-    _check_bounded(places)
-    made: dict[nn.Module, Lipschitz] = {}
-    for name, (holder, key) in places.items():
-        layer: Any = holder._modules[key]
-        if layer not in made:
-            grid = None if isinstance(layer, nn.Linear) else _grid(name, layer, grids, size)
-            made[layer] = Lipschitz(layer, bound, size=grid, steps=steps).train(layer.training)
-    for holder, key in places.values():
-        holder._modules[key] = made[holder._modules[key]]  # type: ignore[index]
-    return cast(nn.Module, root._modules[""])
+    layers = _layers(module)
+    _check_bounded(layers)
+    made: dict[nn.Module | None, Lipschitz] = {}
+    for layer, name in layers.items():
+        grid = None if isinstance(layer, nn.Linear) else _grid(name, grids.get(layer, set()))
+        made[layer] = Lipschitz(layer, bound, size=grid, steps=steps).train(layer.training)
+    for holder in list(module.modules()):
+        if not isinstance(holder, Lipschitz):
+            holder._modules.update({key: made[part] for key, part in holder._modules.items() if part in made})
+    return made.get(module, module)
 
 
-def _places(holder: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
-    """(holder, key, name) of every layer to bound or to refuse. A layer that is shared has several places."""
-    if holder in seen:
-        return
-    seen.add(holder)
-    for key, child in holder._modules.items():
-        name = f"{path}.{key}".strip(".")
-        if isinstance(child, (*_KINDS, *_OTHERS)):
-            yield holder, key, name
-        elif child is not None and not isinstance(child, Lipschitz):
-            yield from _places(child, name, seen)
+def _layers(part: nn.Module, name: str = "") -> dict[Any, str]:
+    """Return the layers in this part to bound or to refuse, each with its first name."""
+    if isinstance(part, (*_KINDS, *_OTHERS)):
+        return {part: name}
+    found: dict[Any, str] = {}
+    if not isinstance(part, Lipschitz):
+        for key, child in part.named_children():
+            for layer, place in _layers(child, f"{name}.{key}".strip(".")).items():
+                found.setdefault(layer, place)
+    return found
 
 
-def _check_bounded(places: dict[str, Place]) -> None:
+def _check_bounded(layers: dict[Any, str]) -> None:
     """Refuse layers of other kinds, and those whose own call does more than multiply by the weight."""
-    refused = []
-    for name, (holder, key) in places.items():
-        layer: Any = holder._modules[key]
-        why = None
-        if isinstance(layer, _OTHERS) or type(layer).forward not in _FORWARDS:
-            why = type(layer).__name__
-        elif is_lazy(layer.weight):
-            why = f"{type(layer).__name__} without a weight yet: give example="
-        elif layer._forward_hooks or layer._forward_pre_hooks:
-            why = f"{type(layer).__name__} with forward hooks"
-        refused += [] if why is None else [f"{name or 'the module'} ({why})"]
+    found = ((name, _fault(layer)) for layer, name in layers.items())
+    refused = [f"{name or 'the module'} ({fault})" for name, fault in found if fault is not None]
     if refused:
         raise TypeError(
             f"expected nn.Linear and nn.Conv1d, 2d or 3d without hooks, got {', '.join(refused)}; replace them, "
@@ -199,45 +153,39 @@ def _check_bounded(places: dict[str, Place]) -> None:
         )
 
 
-def _grid(
-    name: str, layer: nn.Module, grids: dict[nn.Module, set[tuple[int, ...]]], size: int | Sequence[int] | None
-) -> int | Sequence[int]:
-    if size is not None:
-        return size
-    found = grids.get(layer, set())
+def _fault(layer: Any) -> str | None:
+    kind = type(layer).__name__
+    if isinstance(layer, _OTHERS) or type(layer).forward not in _FORWARDS:
+        return kind
+    if is_lazy(layer.weight):
+        return f"{kind} without a weight yet: give example="
+    return f"{kind} with forward hooks" if layer._forward_hooks or layer._forward_pre_hooks else None
+
+
+def _grid(name: str, found: set[tuple[int, ...]]) -> tuple[int, ...]:
     if len(found) != 1:
-        got = "no input" if not found else " and ".join(map(str, sorted(found)))
+        got = " and ".join(map(str, sorted(found))) or "no input"
         raise ValueError(
             f"a convolution's norm depends on its grid: expected one for {name or 'the module'}, got {got}; give "
-            "example=, an input of the module that reaches it at one size, or size="
+            "example=, an input of the module that reaches it at one size"
         )
     return next(iter(found))
 
 
 @torch.no_grad()
 def _grids(module: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, set[tuple[int, ...]]]:
-    """The sizes that each convolution sees in one evaluation, which changes no buffer of PyTorch's layers."""
+    """Return the sizes that each convolution sees in one evaluation in eval mode, which changes no statistics."""
     seen: dict[nn.Module, set[tuple[int, ...]]] = {}
 
     def note(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         seen.setdefault(layer, set()).add(tuple(given[0].shape[-len(layer.kernel_size) :]))  # type: ignore[arg-type]
 
-    with ExitStack() as stack:
-        stack.enter_context(_evaluating(module))
-        for layer in module.modules():
-            if isinstance(layer, _KINDS[1:]):
-                stack.callback(layer.register_forward_pre_hook(note).remove)
-        module(*inputs)
-    return seen
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode, and every module's own mode afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    convolutions = [layer for layer in module.modules() if isinstance(layer, _KINDS[1:])]
+    hooks = [layer.register_forward_pre_hook(note) for layer in convolutions]
     try:
-        yield
+        with in_modes([(part, False) for part in module.modules()]):
+            module(*inputs)
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for hook in hooks:
+            hook.remove()
+    return seen

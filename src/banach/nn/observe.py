@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from banach.solve import Map, Solver
 from banach.solve.solver import Memory, Point, check_count
 
 
-@dataclass(eq=False)
 class Observed:
     """What `observe` saw of the last pass in its block: T, the fixed point z, and the iterates that were chosen.
 
@@ -24,13 +23,14 @@ class Observed:
     `jacobian_penalty(seen.T, seen.z, seen.inputs, coupled=seen.coupled)` penalises the pass.
     """
 
-    S: Callable[..., Any] = field(repr=False)
-    steps: frozenset[int]
-    T: Map = field(init=False, repr=False)
-    z: Latent = field(init=False, repr=False)
-    inputs: tuple[Any, ...] = field(init=False, repr=False)
-    coupled: bool = field(init=False, repr=False)
-    _rows: list[Tensor] = field(init=False, repr=False, default_factory=list)
+    T: Map
+    z: Latent
+    inputs: tuple[Any, ...]
+    coupled: bool
+
+    def __init__(self, S: Callable[..., Any], steps: Sequence[int]) -> None:
+        self.S, self.steps = S, frozenset(steps)
+        self._rows: list[Tensor] = []
 
     @property
     def iterates(self) -> list[Latent]:
@@ -67,7 +67,7 @@ def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
     if steps and net.compact:
         raise ValueError("expected a network whose batch stays whole, got compact=True; set net.compact = False")
     solver, backward = net.solver, net.backward
-    seen = Observed(net.S, frozenset(steps))
+    seen = Observed(net.S, steps)
     net.backward = _Shown(backward, seen)
     if steps:
         net.solver = _Recorded(solver, seen)

@@ -15,13 +15,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.buffers import Buffers
-from banach.nn.layers import (
-    draws_masks,
-    is_hooked,
-    modules_of,
-    special_layers,
-    watch_over,
-)
+from banach.nn.layers import draws_masks, in_modes, is_hooked, modules_of, special_layers, watch_over, watched
 
 Result = TypeVar("Result")
 
@@ -63,7 +57,7 @@ class Pass:
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
         self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
-        self.buffers = Buffers(R, modules, special, once=once)
+        self.buffers = Buffers(R if known else watched(R), modules, special, once=once)
         recorded = later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.then = Then(R, modules) if recorded else None
         self.made: dict[int, tuple[Tensor, Any]] = {}
@@ -198,26 +192,14 @@ class Then:
 
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
         """Return R(u, v) with the parameters and modes of then, and these buffers."""
-        now = [(module, module.training) for module, _ in self.training]
-        try:
-            for module, mode in self.training:
-                module.training = mode
+        with in_modes(self.training):
             return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v))
-        finally:
-            for module, mode in now:
-                module.training = mode
-
-
-def running_pass() -> Pass | None:
-    """Return the pass that is evaluating R right now in this thread, if it keeps masks."""
-    now = _running()
-    return now if now is not None and now.masks is not None else None
 
 
 def pass_of(layer: Any) -> Pass | None:
     """Return the pass that holds the layer's mask; None outside a pass, and where the layer does not drop."""
-    now = running_pass()
-    if now is None:
+    now = _running()
+    if now is None or now.masks is None:
         _refuse_recomputation(layer)
         return None
     if not layer.training or layer.p == 0:

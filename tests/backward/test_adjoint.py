@@ -1,4 +1,4 @@
-"""Implicit never uses a w worse than g: on random maps, and where a gradient of -2.7e87 was found."""
+"""The linear solvers of Implicit: hard systems against dense solves, and a w that is never worse than g."""
 
 from __future__ import annotations
 
@@ -8,28 +8,126 @@ import pytest
 import torch
 from torch import Tensor
 
-from backward.systems_backward import Reports, cotangents, expanding, solve_adjoint, spectrum
+from backward.systems_backward import (
+    METHODS,
+    Reports,
+    cotangents,
+    dense,
+    expanding,
+    hard_contraction,
+    mixed,
+    non_normal,
+    shift,
+    solve_adjoint,
+    spectrum,
+    turning,
+    worst,
+)
 from banach import (
     GMRES,
     AdjointWarning,
     Anderson,
     Broyden,
+    Euclidean,
     Implicit,
     NormalCG,
     Picard,
     Status,
     Tolerance,
+    WorstPixel,
     fixed_point,
 )
-from banach.backward.adjoint import Adjoint
-from banach.backward.jacobian import Jacobian
 from banach.latent import Space
 from problems import contraction, normal
 
-METHODS: list[Any] = [NormalCG(), GMRES(), Picard(), Anderson(), Broyden()]
 every = pytest.mark.parametrize("method", METHODS, ids=str)
 missed = pytest.mark.filterwarnings("ignore:the adjoint equation missed:banach.AdjointWarning")
-TIGHT = Tolerance(atol=1e-13, max_steps=500)
+
+
+TWO = torch.tensor([0.5] * 4 + [-0.7] * 4, dtype=torch.float64)
+HARD: list[tuple[Any, Tensor, dict[str, Any], float]] = [
+    *((method, hard_contraction(), {"max_steps": 5000}, 1e-8) for method in (NormalCG(), GMRES(6), Anderson())),
+    *((method, J(), {}, 1e-9) for method in (NormalCG(), GMRES()) for J in (expanding, turning, non_normal)),
+    # Two distinct eigenvalues: the Krylov space ends after two steps, and the basis has no third vector.
+    (GMRES(), spectrum(TWO), {"rtol": 1e-15, "max_steps": 40}, 1e-13),
+    # Condition 1e14; orthogonalised once instead of twice, w is off in the eleventh digit.
+    (GMRES(80), 5 * shift(20), {"check_every": 0}, 5e-12),
+]
+
+
+@pytest.mark.parametrize(("method", "J", "tolerance", "allowed"), HARD)
+def test_hard_systems(method: Any, J: Tensor, tolerance: dict[str, Any], allowed: float) -> None:
+    """Ill-conditioned, or not contractive but invertible."""
+    J, g = J.expand(3, *J.shape), cotangents(3, len(J))
+    assert worst(solve_adjoint(method, J, g, **tolerance), dense(J, g)) <= allowed
+
+
+def test_a_restart_that_stagnates_is_said() -> None:
+    """Restarted GMRES need not converge where the field of values of I - J holds 0; it must not hide that."""
+    J, g, log = non_normal().expand(2, 8, 8), cotangents(2, 8), Reports()
+    with pytest.warns(AdjointWarning, match="missed its tolerance: allow more max_steps"):
+        solve_adjoint(GMRES(2), J, g, log, max_steps=100)
+    assert log.status == [(Status.MAX_STEPS, Status.MAX_STEPS)]
+
+
+@every
+@pytest.mark.parametrize("factor", [0.0, 0.5, -0.5])
+def test_one_step_is_exact(method: Any, factor: float) -> None:
+    """J = c I: an exact hit, after which every direction and difference is zero."""
+    J, g, log = factor * torch.eye(5, dtype=torch.float64).expand(2, 5, 5), cotangents(2, 5), Reports()
+    assert worst(solve_adjoint(method, J, g, log), g / (1 - factor)) <= 1e-11
+    if hasattr(method, "solve"):
+        assert log.products[0] <= 2 * 5
+
+
+@every
+@pytest.mark.parametrize("check_every", [0, 1, 4])
+def test_a_finished_sample_is_frozen(method: Any, check_every: int) -> None:
+    """At a loose tolerance the answer is far from exact, and the same to rounding in any batch."""
+    J, g = mixed(), cotangents(6, 6)
+    loose: dict[str, Any] = {"rtol": 0.03, "max_steps": 60, "check_every": check_every}
+    together, exact = solve_adjoint(method, J, g, **loose), dense(J, g)
+    for i in range(6):
+        alone = solve_adjoint(method, J[i : i + 1], g[i : i + 1], **loose)
+        assert worst(together[i : i + 1], alone) <= 1e-12
+    assert worst(together, exact) > 1e-4
+
+
+@every
+@pytest.mark.parametrize("power", [-100, 100])
+def test_the_size_of_the_cotangent_does_not_matter(method: Any, power: int) -> None:
+    """In float32 the square of 1e-30 is zero: found as a gradient that stayed at its first guess."""
+    J, g = contraction(6, 0.8).float().expand(2, 6, 6), cotangents(2, 6).float()
+    scale = 2.0**power
+    small = solve_adjoint(method, J, g * scale, rtol=1e-5)
+    assert worst(small.double() / scale, dense(J, g)) <= 1e-4
+
+
+@every
+@pytest.mark.parametrize("norm", [Euclidean(), WorstPixel()], ids=str)
+def test_other_norms_and_an_absolute_tolerance(method: Any, norm: Any) -> None:
+    J, g, log = contraction(30, 0.8).expand(2, 30, 30), cotangents(2, 30), Reports()
+    assert worst(solve_adjoint(method, J, g, norm=norm), dense(J, g)) <= 1e-10
+    solve_adjoint(method, J, g, log, atol=1e-3, rtol=0)
+    assert ((log.residual[0] <= 1e-3) & (log.residual[0] > 1e-9)).all()
+
+
+@every
+def test_a_fixed_depth_syncs_with_host_for_nothing(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    J, g = mixed()[:4], cotangents(4, 6)
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("the host was asked")
+
+    for question in ("__bool__", "item", "tolist", "__float__", "__int__", "numpy"):
+        monkeypatch.setattr(torch.Tensor, question, asked)
+    w = solve_adjoint(method, J, g, max_steps=400, check_every=0)
+    monkeypatch.undo()
+    assert worst(w, dense(J, g)) <= 1e-10
+
+
+# The safeguard.
+
 MAPS, MIXING, WIDTH, BATCH = 250, 125, 5, 3  # of each kind, in float32 and float64: 1,000 in all
 
 
@@ -106,7 +204,7 @@ def test_a_diverged_adjoint_was_minus_2_7e87() -> None:
             lambda z: theta * z @ J.T + b,
             torch.zeros_like(b),
             solver=Anderson(),
-            tolerance=TIGHT,
+            tolerance=Tolerance(atol=1e-13, max_steps=500),
             backward=backward,
         )
         return torch.autograd.grad(z.sum(), theta)[0]
@@ -157,23 +255,6 @@ def test_default_tolerance_follows_the_type_of_the_computation() -> None:
     assert Implicit(tolerance=mine).tolerance_for(Space.of(z)) is mine
 
 
-@missed
-@every
-def test_the_safeguard_costs_at_most_one_product_and_none_in_a_solve_that_converges(
-    method: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def products(J: Tensor, **tolerance: Any) -> int:
-        log = Reports()
-        solve_adjoint(method, J.expand(4, 6, 6), cotangents(4, 6), log, **tolerance)
-        return log.products[0]
-
-    safe = products(contraction(6, 0.7), rtol=1e-8), products(expanding(6), max_steps=3)
-    monkeypatch.setattr(Adjoint, "safeguarded", lambda self, w: w)
-    bare = products(contraction(6, 0.7), rtol=1e-8), products(expanding(6), max_steps=3)
-    assert safe[0] == bare[0]
-    assert safe[1] - bare[1] in (0, 4)  # of four samples
-
-
 def test_a_linear_solver_of_ones_own_is_safeguarded_too() -> None:
     class Wrong:
         def solve(self, equation: Any) -> Tensor:
@@ -190,16 +271,5 @@ def test_an_iterate_that_overflows_is_never_called_stalled() -> None:
     J, g, log = 1.5 * torch.eye(8).expand(2, 8, 8), torch.ones(2, 8), Reports()
     for steps in range(100, 112):
         with pytest.warns(AdjointWarning, match="missed its tolerance"):
-            w = solve_adjoint(Picard(), J, g, log, max_steps=steps, rtol=1e-6)
-        assert torch.equal(w, g)
+            assert torch.equal(solve_adjoint(Picard(), J, g, log, max_steps=steps, rtol=1e-6), g)
         assert log.status[-1] == (Status.MAX_STEPS, Status.MAX_STEPS)
-    overflowed = 0
-    space = Space.of(g)
-    for steps in range(100, 112):
-        jacobian, w = Jacobian(lambda z: 1.5 * z, torch.zeros_like(g), space), (3 * 1.5**steps - 2) * g
-        finite = torch.linalg.vector_norm(g + w / 2, dim=1).isfinite()
-        equation = Adjoint(jacobian, Tolerance(atol=0, rtol=1e-6), 2.0**-23, g, torch.ones(2))
-        ends = tuple(Status.MAX_STEPS if fine else Status.NONFINITE for fine in finite.tolist())
-        assert equation.ends(w) == ends
-        overflowed += int((finite & ~torch.linalg.vector_norm(w, dim=1).isfinite()).any())
-    assert overflowed

@@ -1,0 +1,137 @@
+"""Scaled, ScaledInput and TwoStream: values, Lipschitz constants by dense Jacobians, use as a ready R."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from banach import ImplicitNetwork, Tolerance, fixed_point
+from banach.nn import Lipschitz, Scaled, ScaledInput, TwoStream
+from nn.parts_nn import EXACT, TIGHT, largest, normal, same, state
+
+
+class Nonexpansive(nn.Module):
+    """R(u, v) = sin(O u) + v, O orthogonal: exactly 1-Lipschitz in u at u = 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.O = nn.Parameter(torch.linalg.qr(normal(6, 6, seed=2))[0])
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.sin(u @ self.O.T) + v
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9])
+def test_values_and_contraction(gamma: float) -> None:
+    R, u, v = Nonexpansive(), normal(1, 6), normal(1, 6, seed=1)
+    outer, inner = Scaled(R, gamma), ScaledInput(R, gamma)
+    assert torch.equal(outer(u, v), gamma * (torch.sin(u @ R.O.T) + v))
+    assert torch.equal(inner(u, v), torch.sin((gamma * u) @ R.O.T) + v)
+    for module in (outer, inner):
+        assert f"gamma={gamma}" in repr(module)
+        for point in (u, torch.zeros_like(u)):
+            J = torch.func.jacrev(lambda z, m=module: m(z, v))(point).view(6, 6)
+            assert largest(J) <= gamma * (1 + 1e-12)
+        assert largest(J) == pytest.approx(gamma)  # reached at the origin
+
+
+def test_nested_latents() -> None:
+    class Pair(nn.Module):
+        def forward(self, u: dict[str, Tensor], v: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"a": u["b"] + v["a"], "b": u["a"] + v["b"]}
+
+    u = {"a": normal(2, 3), "b": normal(2, 3, seed=1)}
+    v = {"a": normal(2, 3, seed=2), "b": normal(2, 3, seed=3)}
+    assert torch.equal(Scaled(Pair(), 0.5)(u, v)["a"], 0.5 * (u["b"] + v["a"]))
+    assert torch.equal(ScaledInput(Pair(), 0.5)(u, v)["b"], 0.5 * u["a"] + v["b"])
+    z = fixed_point(ScaledInput(Pair(), 0.5), u, inputs=(v,), tolerance=Tolerance(atol=1e-12))
+    assert torch.allclose(z["a"], 0.5 * z["b"] + v["a"], atol=1e-10)
+
+
+def inflated(R: TwoStream) -> TwoStream:
+    """Weights far above their bounds, so that every bound is at work."""
+    with torch.no_grad():
+        for module in R.double().modules():
+            if isinstance(module, Lipschitz):
+                module.layer.weight.mul_(5)
+                module.refine()
+    return R
+
+
+def vectors(**options: Any) -> TwoStream:
+    torch.manual_seed(2)
+    return inflated(TwoStream.linear(7, 5, **options))
+
+
+def images(**options: Any) -> TwoStream:
+    torch.manual_seed(2)
+    return inflated(TwoStream.conv(3, (5, 4), 2, **options))
+
+
+KINDS: list[tuple[Callable[..., TwoStream], tuple[int, ...], tuple[int, ...]]] = [
+    (vectors, (7,), (5,)),
+    (images, (3, 5, 4), (2, 5, 4)),
+]
+kinds = pytest.mark.parametrize(("make", "latent", "data"), KINDS, ids=["vectors", "images"])
+SETTINGS: list[dict[str, Any]] = [
+    {"gamma": 0.9},
+    {"gamma": 0.8, "ell": 2.0, "layers": (3, 2, 2), "activation": nn.Tanh},
+    {"gamma": 0.7, "layers": (0, 1, 0)},
+    {"gamma": 0.0, "ell": 0.5, "layers": (2, 3, 0), "activation": lambda: nn.LeakyReLU(0.1)},
+]
+
+
+@kinds
+@pytest.mark.parametrize("options", SETTINGS)
+def test_the_bounds_hold(make: Any, latent: Any, data: Any, options: dict[str, Any]) -> None:
+    R = make(**options).eval()
+    bound = options.get("ell", 1.0) ** options.get("layers", (1, 1, 1))[1]
+    for seed in range(5):
+        u, v = normal(1, *latent, seed=seed), normal(1, *data, seed=10 + seed)
+        in_u, in_v = torch.func.jacrev(R, argnums=(0, 1))(u, v)
+        assert largest(in_u.reshape(u.numel(), -1)) <= options["gamma"] * (1 + 1e-9)
+        assert largest(in_v.reshape(u.numel(), -1)) <= bound * (1 + 1e-9)
+
+
+@kinds
+def test_a_ready_r(make: Any, latent: Any, data: Any) -> None:
+    R = make(gamma=0.8, ell=2.0)
+    torch.manual_seed(4)
+    Q = nn.Sequential(nn.Linear(3, torch.Size(data).numel()), nn.Unflatten(1, data)).double()
+    net = ImplicitNetwork(Q, R, nn.Flatten(), tolerance=TIGHT, backward=EXACT)
+    d, z0, kept = normal(6, 3), torch.zeros(6, *latent, dtype=torch.float64), state(net)
+    y, found = net(d, z0=z0, solution=True)
+    assert bool(found.converged.all())
+    assert int(found.steps.max()) <= 145  # 0.8^n is below 1e-14 by then
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    assert not same(state(net), kept)  # train mode follows the weights
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(net))).eval()
+    assert torch.equal(net.eval()(d, z0=z0), twin(d, z0=z0))
+    assert "gamma=0.8" in repr(R)
+
+
+def test_own_streams() -> None:
+    R = TwoStream(nn.Identity(), nn.Identity(), gamma=0.5)
+    u, v = normal(2, 3), normal(2, 3, seed=1)
+    assert torch.equal(R(u, v), 0.5 * u + v)
+
+
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Scaled(Nonexpansive(), -0.1), "gamma must be at least 0 and below 1, got -0.1"),
+    (lambda: ScaledInput(Nonexpansive(), 1.0), "gamma must be at least 0 and below 1, got 1.0"),
+    (lambda: TwoStream.linear(3, gamma=float("nan")), "gamma must be at least 0 and below 1, got nan"),
+    (lambda: TwoStream.linear(3, ell=0.0), "bound must be above 0"),
+    (lambda: TwoStream.linear(3, layers=(1, -1, 1)), r"layers must count .* got \(1, -1, 1\)"),
+    (lambda: TwoStream.conv(3, (4, 4), 2, layers=(1, 0, 1)), "turns 2 features into 3 needs at least one"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input_gets_one_sentence(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
