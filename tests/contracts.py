@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
-from banach import Solution, Solver, Status, Tolerance, solve
+from banach import Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, solve
 from banach.latent import Latent, leaves, leaves_like, map_leaves
 from problems import Problem, distance
+
+SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
+solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Halves(nn.Module):
 
 def test_a_latent_unlike_q_needs_a_start() -> None:
     net = ImplicitNetwork(nn.Linear(3, 8), Halves(), nn.Identity())
-    with pytest.raises(ValueError, match=r"\(2, 8\) became \(2, 4\); here z0 is zeros shaped like Q\(d\).*start="):
+    with pytest.raises(ValueError, match=r"\(2, 8\) became \(2, 4\)\nhere z0 is zeros shaped like Q\(d\).*start="):
         net(torch.zeros(2, 3))
     made = ImplicitNetwork(nn.Linear(3, 8), Halves(), nn.Identity(), start=lambda v: torch.zeros_like(v[:, :4]))
     assert made(torch.zeros(2, 3)).shape == (2, 4)

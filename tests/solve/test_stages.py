@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from banach.solve import Anderson, Broyden, Picard, Solver, Tolerance, solve
-from banach.solve.stages import stage
+from banach.solve.loop import stage
 
 SLOPES = torch.tensor([0.1, 0.5, 0.8, 0.95], dtype=torch.float64)
 TOLERANCE = Tolerance(atol=1e-4, max_steps=12)

@@ -21,7 +21,7 @@ from banach.latent import Space
 from banach.network import ImplicitNetwork, warn_unconverged, zeros
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Picard, Solution, Status, mixes_samples
-from banach.solve.stages import stage
+from banach.solve.loop import stage
 from banach.solve.state import DIVERGED
 from banach.solve.tolerance import are_finite, measure, residual_of
 

@@ -1,12 +1,11 @@
-"""solve(): the one loop that evaluates T, exactly once per step, whatever the solver."""
+"""solve(): the one loop that evaluates T, exactly once per step; also in stages, and in an exported program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +23,16 @@ from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
-from banach.solve.stages import run_exported, untraced
-from banach.solve.state import to_numpy
+from banach.solve.state import State
 from banach.solve.tolerance import Tolerance, measure
+
+Carried = tuple[Tensor, ...]  # the state of the samples that go on; axis 0 is the sample
+
+_LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
+_VMAPPED = (
+    "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on the first "
+    "(batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and max_steps=0"
+)
 
 
 @without_derivatives
@@ -72,25 +78,20 @@ def solve(
     _check(T, solver, inputs, tolerance)
     space, compiling = Space.of(z0, coupled=coupled), is_compiling()
     if tolerance.max_steps and not compiling and is_transformed() and any(map(is_vmapped, leaves(z0))):
-        raise RuntimeError(
-            "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on "
-            "the first (batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and "
-            "max_steps=0"
-        )
+        raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)
     every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
     on_host = every == 1 and not compiling
     run = Run(T, solver, tolerance, space, inputs, on_host=on_host)
-    run.shown = on_step is not None
     state = run.start(detach(z0))
     check, finish = run.check, run.finish
     if compiling and every:
-        check, finish = untraced(check), untraced(finish)
+        check, finish = map(torch.compiler.disable, (check, finish))  # what the host decides is not traced
     trace: list[Tensor] | None = [] if record else None
     with without_autocast(space):
         if is_exporting():
-            state = run_exported(run, state)
+            state = _run_exported(run, state)
         else:
             k = run.sprint(state, compact=compact) if on_host and trace is None and on_step is None else 0
             while run.busy and k < tolerance.max_steps:
@@ -102,7 +103,7 @@ def solve(
                     on_step(k, space.nest(run.everyone(state).z))
                 if every and (k % every == 0 or k == tolerance.max_steps):
                     state = check(state, k, compact=compact)
-        found = finish(state, trace)
+        found = finish(state, trace, shown=on_step is not None)
     if run.whole is not None:  # samples have left the batch, and were not evaluated since
         run.risen = _risen(run, found, inputs)
     if run.risen is not None and not space.coupled:
@@ -112,9 +113,76 @@ def solve(
     return found
 
 
+@torch.no_grad()
+def stage(
+    T: Map,
+    z: Tensor,
+    solver: Solver,
+    steps: range,
+    *,
+    inputs: tuple[Tensor, ...],
+    tolerance: Tolerance,
+    carried: Carried = (),
+) -> tuple[Solution, Carried]:
+    """Take the steps steps.start + 1 to steps.stop of `solve`, for independent samples.
+
+    A converged sample stays where it is. The first stage starts at `z`; a later one at `carried`, which the stage
+    before it returned, or at some samples of that. There is no host sync, so a stage can be captured.
+    """
+    tolerance, space = replace(tolerance, check_every=0), Space.of(z)
+    run = Run(T, solver, tolerance, space, inputs)
+    state = State.carried(*carried) if carried else run.start(z)
+    with without_autocast(space):
+        for k in steps:
+            run.step(state, k + 1, k + 1)
+        return run.finish(state, None), state.to_carry()
+
+
+def _run_exported(run: Run, state: State) -> State:
+    """Take steps until every sample is done, or `max_steps`, as one traced loop.
+
+    A solver's slots repeat every `memory` steps, and a traced body needs them as constants: so the body is one
+    whole cycle of steps. The first step stands before the loop, what does not fill a cycle after it.
+    """
+    from torch._higher_order_ops import while_loop  # imports Dynamo, which takes a second
+
+    budget, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", 1)
+    outside = _traced(run, state.z.shape[0])
+    if budget:
+        outside.step(state, 1, 1)
+    cycles, rest = divmod(max(budget - 1, 0), cycle)
+    step = torch.ones((), dtype=torch.int64, device=state.z.device)
+
+    def go_on(step: Tensor, z: Tensor, best_z: Tensor, active: Tensor, *_: Tensor) -> Tensor:
+        return (step < 1 + cycles * cycle) & active.any()
+
+    def body(step: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+        inner = State.carried(*carried)
+        here = _traced(run, inner.z.shape[0])
+        for slot in range(cycle):
+            here.step(inner, step + slot + 1, slot + 2)
+        return step + cycle, *inner.to_carry()
+
+    if cycles:
+        step, *carried = while_loop(go_on, body, (step, *state.to_carry()))
+        state = State.carried(*carried)
+    for slot in range(rest):
+        outside.step(state, step + slot + 1, slot + 2)
+    return state
+
+
+def _traced(run: Run, batch: int) -> Run:
+    """Return the run as a traced graph must see it.
+
+    The batch is another symbol in a loop's body. Grad mode is the caller's at run time, so T's value is detached.
+    """
+    space = run.space if run.space.coupled else run.space.resized(batch)
+    return type(run)(lambda *given: detach(run.T(*given)), run.solver, run.tolerance, space, run.inputs)
+
+
 def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
     """Return the solution as it is, or with what is wrong with T: then no sample has converged."""
-    fault = probe(T, found.value, inputs, int(cast(np.ndarray, run.risen)[0]))
+    fault = probe(T, found.value, inputs, int(cast(Sequence[int], run.risen)[0]))
     if fault is None:
         return found
     return replace(
@@ -126,21 +194,17 @@ def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     )
 
 
-_LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
-
-
-def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> Tensor | None:
     """Return the numbers of converged samples that are above the tolerance in other company, or None.
 
     A few samples are evaluated together: if T mixes samples, their values are others than in the batches in which
     they converged.
     """
-    here = np.flatnonzero(to_numpy(found.converged))
-    here = here[:: -(-len(here) // _LOOKED_AT)] if len(here) else here
-    index = torch.from_numpy(here).to(found.converged.device)
+    here = found.converged.nonzero()[:, 0]
+    here = here[:: max(1, -(-len(here) // _LOOKED_AT))]
     space = run.space_of_all.resized(len(here))
-    residual, allowed = _residual(run, space, select(found.value, index), select(inputs, index))
-    risen = here[~to_numpy(residual <= allowed)]
+    residual, allowed = _residual(run, space, select(found.value, here), select(inputs, here))
+    risen = here[~(residual <= allowed)]
     return risen if len(risen) else None
 
 
