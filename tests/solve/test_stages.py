@@ -41,12 +41,10 @@ def test_stages_are_the_solve(solver: Solver, cuts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("solver", [Anderson(3), Broyden(4)], ids=str)
 def test_some_samples_can_go_on_alone(solver: Solver) -> None:
-    v = data(3)
+    v, then = data(3), range(4, 9)
     whole, carried = stage(T, torch.zeros_like(v), solver, range(4), inputs=(v,), tolerance=TOLERANCE)
-    both, _ = stage(T, whole.value, solver, range(4, 9), inputs=(v,), tolerance=TOLERANCE, carried=carried)
-    few = [part[:2] for part in carried]
-    alone, _ = stage(
-        T, whole.value[:2], solver, range(4, 9), inputs=(v[:2],), tolerance=TOLERANCE, carried=tuple(few)
-    )
+    both, _ = stage(T, whole.value, solver, then, inputs=(v,), tolerance=TOLERANCE, carried=carried)
+    few = tuple(part[:2] for part in carried)
+    alone, _ = stage(T, whole.value[:2], solver, then, inputs=(v[:2],), tolerance=TOLERANCE, carried=few)
     torch.testing.assert_close(alone.value, both.value[:2], rtol=1e-12, atol=1e-12)
     assert torch.equal(alone.steps, both.steps[:2])
