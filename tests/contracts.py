@@ -6,7 +6,7 @@ from the definition, in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from banach import Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, solve
 from banach.latent import Latent, leaves, leaves_like, map_leaves
+from banach.solve import Memory, Point
 from problems import Problem, distance
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
@@ -28,6 +29,30 @@ class Replay:
     iterates: list[Latent]
     residuals: Tensor  # (steps, batch)
     evaluations: int
+
+
+@dataclass
+class Spy:
+    """A solver that passes on to another, and keeps what it was given, with copies."""
+
+    inner: Solver
+    seen: list[tuple[Tensor, ...]] = field(default_factory=list)
+    copies: list[tuple[Tensor, ...]] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)  # of the memory, in bytes
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    autocast: set[bool] = field(default_factory=set)
+
+    def start(self, z: Tensor) -> Memory:
+        return self.inner.start(z)
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        self.seen.append((at.z, at.Tz, at.r, at.residual, at.least, at.least_at))
+        self.copies.append(tuple(part.clone() for part in self.seen[-1]))
+        proposal, memory = self.inner.step(memory, at)
+        self.sizes.add(sum(part.untyped_storage().nbytes() for part in memory))
+        self.dtypes |= {part.dtype for part in (*self.seen[-1], proposal, *memory)}
+        self.autocast.add(torch.is_autocast_enabled("cpu"))
+        return proposal, memory
 
 
 def rms(nest: Latent) -> Tensor:

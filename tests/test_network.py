@@ -193,12 +193,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"z0": OTHER}, TypeError, r"z0 must have the dtype and device of Q\(d\): got torch.float32"),
     ({}, {"z0": OTHER.double().to("meta")}, TypeError, "device of Q"),
     ({}, {"z0": OTHER[:3].double()}, ValueError, r"z0 must hold one latent for each sample.*expected 4 along"),
-    (
-        {"R": lambda u, v: v[:, 1:]},
-        {},
-        ValueError,
-        r"T must keep the shape of its input: \(4, 6\) became \(4, 5\)",
-    ),
+    ({"R": lambda u, v: v[:, 1:]}, {}, ValueError, r"T must keep the shape .*: \(4, 6\) became \(4, 5\)"),
     ({"slover": Anderson()}, {}, TypeError, "unexpected keyword argument 'slover'"),
     ({"Q": 3}, {}, TypeError, "Q must be a module or a function, got int"),
     ({"backward": JFB}, {}, TypeError, r"backward must be a mode such as JFB\(\)"),

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from banach import RMS, Euclidean, Picard, Solver, Status, Tolerance, WorstPixel, solve
+from banach import RMS, Euclidean, Solver, Status, Tolerance, WorstPixel, solve
 from banach.latent import leaves
 from banach.solve import Norm
-from contracts import close, replay, solvers
+from contracts import close, solvers
 from problems import Problem, affine, distance, mixed_rates, normal
 
 norms = pytest.mark.parametrize("norm", [RMS(), Euclidean(), WorstPixel()], ids=repr)
@@ -40,13 +40,6 @@ def test_compaction_spends_its_work_on_samples_that_need_it(batch: int) -> None:
     p, tolerance = mixed_rates(batch=batch, low=0.2, high=0.95), Tolerance(atol=1e-5, max_steps=1000)
     assert useful_work(p, True, tolerance) >= 0.9
     assert useful_work(p, False, tolerance) < 0.4, "freezing alone: all rows until the slowest is done"
-
-
-def test_a_frozen_sample_keeps_its_value() -> None:
-    seen = replay(mixed_rates(batch=5), Picard(), Tolerance(atol=1e-4, max_steps=200))
-    for i, n in enumerate(seen.solution.steps.tolist()):
-        assert all(torch.equal(z[i], seen.solution.value[i]) for z in seen.iterates[n:])
-        assert not torch.equal(seen.iterates[n - 1][i], seen.solution.value[i])
 
 
 @solvers

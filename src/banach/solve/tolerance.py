@@ -56,10 +56,7 @@ class WorstPixel:
         if not parts:
             return rows.new_zeros(len(rows))
         pixels = [torch.linalg.vector_norm(part, dim=1) if part.dim() > 1 else part.abs() for part in parts]
-        if space.coupled:
-            worst = [pixel.amax().view(1) for pixel in pixels]
-        else:
-            worst = [pixel.flatten(1).amax(1) if pixel.dim() > 1 else pixel for pixel in pixels]
+        worst = [pixel.reshape(rows.shape[0], -1).amax(1) for pixel in pixels]
         return worst[0] if len(worst) == 1 else torch.stack(worst).amax(0)
 
     def scale(self, space: Space) -> float:
@@ -96,10 +93,7 @@ class Tolerance:
             raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")
 
     def checks(self, device: torch.device) -> int:
-        """Return the steps between two host checks on this device, 0 for none.
-
-        By default 1 on every device: on a GPU a check costs about as much as one step of a small network.
-        """
+        """Return the steps between two host checks, 0 for none. By default 1 on every device so far."""
         return 1 if self.check_every is None else self.check_every
 
 
