@@ -7,6 +7,7 @@ from the definition, in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from banach import Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, solve
 from banach.latent import Latent, leaves, leaves_like, map_leaves
 from banach.solve import Memory, Point
+from banach.solve.solution import DEFERRED
 from problems import Problem, distance
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
@@ -81,16 +83,8 @@ def replay(problem: Problem, solver: Solver, tolerance: Tolerance, *, compact: b
         assert k == len(iterates) == len(calls), "on_step sees every iterate once, in order"
         iterates.append(z)
 
-    found = solve(
-        T,
-        problem.z0,
-        solver,
-        inputs=problem.inputs,
-        tolerance=tolerance,
-        compact=compact,
-        record=True,
-        on_step=see,
-    )
+    how: dict[str, Any] = {"compact": compact, "record": True, "on_step": see}
+    found = solve(T, problem.z0, solver, inputs=problem.inputs, tolerance=tolerance, **how)
     rows = [residual_at(problem, z) for z in iterates[:-1]]
     batch = len(found.steps)
     residuals = torch.stack(rows) if rows else torch.empty(0, batch, dtype=torch.float64)
@@ -99,9 +93,8 @@ def replay(problem: Problem, solver: Solver, tolerance: Tolerance, *, compact: b
 
 def finds(solver: Solver, problem: Problem, atol: float) -> None:
     """It converges, to the fixed point, and what it returns is as good as it says."""
-    found = solve(
-        problem.T, problem.z0, solver, inputs=problem.inputs, tolerance=Tolerance(atol=atol, max_steps=400)
-    )
+    tolerance = Tolerance(atol=atol, max_steps=400)
+    found = solve(problem.T, problem.z0, solver, inputs=problem.inputs, tolerance=tolerance)
     assert set(found.status) <= {Status.CONVERGED}, found.summary()
     assert (found.residual <= atol * (1 + 1e-6)).all()
     assert (residual_at(problem, found.value) <= 20 * atol).all()
@@ -133,16 +126,10 @@ def reports_what_happened(solver: Solver, problem: Problem, atol: float) -> None
 
 def does_not_depend_on_checks(solver: Solver, problem: Problem, atol: float) -> None:
     """Asking the host less often changes when the loop ends, and nothing else."""
+    tolerances = [Tolerance(atol=atol, max_steps=60, check_every=every) for every in (1, 2, 3, 7, 0)]
     results = [
-        solve(
-            problem.T,
-            problem.z0,
-            solver,
-            inputs=problem.inputs,
-            tolerance=Tolerance(atol=atol, max_steps=60, check_every=every),
-            record=True,
-        )
-        for every in (1, 2, 3, 7, 0)
+        solve(problem.T, problem.z0, solver, inputs=problem.inputs, tolerance=tolerance, record=True)
+        for tolerance in tolerances
     ]
     for other in results[1:]:
         same(results[0], other)
@@ -190,12 +177,5 @@ def close(a: Solution, b: Solution, atol: float) -> None:
 
 def select_solution(found: Solution, i: int) -> Solution:
     """The part of a solution that belongs to sample i."""
-    return Solution(
-        value=map_leaves(lambda leaf: leaf[i : i + 1], found.value),
-        residual=found.residual[i : i + 1],
-        converged=found.converged[i : i + 1],
-        steps=found.steps[i : i + 1],
-        stalled=found.stalled[i : i + 1],
-        nonfinite=found.nonfinite[i : i + 1],
-        diverged=found.diverged[i : i + 1],
-    )
+    numbers = {name: getattr(found, name)[i : i + 1] for name in DEFERRED}
+    return Solution(value=map_leaves(lambda leaf: leaf[i : i + 1], found.value), **numbers)

@@ -26,7 +26,6 @@ def half(z: Tensor, *inputs: Tensor) -> Tensor:
 
 MAPS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda z: z[:, :1], Z, ValueError, r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"),
-    (lambda z: z.sum(), Z, ValueError, r"T must keep the shape of its input: \(2, 3\) became \(\)"),
     (lambda z: (z, z), Z, TypeError, r"T must keep the structure of z0: tensor became \(tensor, tensor\)"),
     (lambda z: None, Z, TypeError, "T must keep the structure of z0: tensor became NoneType"),
     (lambda z: z.double(), Z, TypeError, "T must keep the dtype of its input: float32 became float64; give z0 in"),
@@ -38,9 +37,7 @@ MAPS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda z: {"a": z["a"]}, NEST, TypeError, "became {'a': tensor}"),
     (lambda z: {"a": Z, "b": z["b"][0]}, NEST, TypeError, "keep the structure of z0: .tensor. became tensor"),
     (half, Z.long(), TypeError, r"z0 must be of a floating-point dtype, got int64; call z0.float\(\)"),
-    (half, Z + 0j, TypeError, "z0 must be of a floating-point dtype, got complex64"),
     (half, None, TypeError, "a latent must be a tensor or a tuple, list or dict of tensors, got NoneType"),
-    (half, [[0.0, 1.0]], TypeError, "got float"),
     (half, (), ValueError, "z0 must hold at least one tensor, got an empty nest"),
     (half, (Z, Z.double()), TypeError, "the tensors of z0 must share one dtype, got float32 and float64"),
     (half, (Z, Z.to("meta")), ValueError, "the tensors of z0 must share one device, got cpu and meta"),
@@ -48,14 +45,12 @@ MAPS: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"solver": Picard}, TypeError, r"solver must be a solver object such as Picard\(\) .* got <class"),
-    ({"solver": "anderson"}, TypeError, "solver must be a solver object .* got 'anderson'"),
     ({"tolerance": 1e-4}, TypeError, r"tolerance must be a Tolerance, got 0.0001; write Tolerance\(atol="),
     ({"inputs": Z}, TypeError, r"inputs must be a tuple of tensors, got Tensor; write inputs=\(x,\)"),
     ({"inputs": (Z, None)}, TypeError, "each of `inputs` must be a tensor .* got NoneType"),
     ({"compact": True}, ValueError, "compact=True needs what belongs to a sample in `inputs`"),
     ({"compact": True, "inputs": (Z,), "coupled": True}, ValueError, "compact=True needs independent samples"),
     ({"compact": True, "inputs": (Z[:1],)}, ValueError, r"expected 2 rows, got shape \(1, 3\)"),
-    ({"compact": True, "inputs": (Z, Z.sum())}, ValueError, r"expected 2 rows, got shape \(\)"),
     ({"max_steps": 5}, TypeError, "unexpected keyword argument 'max_steps'"),
 ]
 OBJECTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -64,7 +59,6 @@ OBJECTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (Tolerance, {"rtol": math.inf}, ValueError, "rtol must be a number, at least 0 and finite, got inf"),
     (Tolerance, {"atol": "1e-4"}, ValueError, "atol must be a number, .* got '1e-4'"),
     (Tolerance, {"max_steps": 50.0}, ValueError, "max_steps must be a whole number, at least 0, got 50.0"),
-    (Tolerance, {"max_steps": True}, ValueError, "max_steps must be a whole number, at least 0, got True"),
     (Tolerance, {"max_steps": -1}, ValueError, "max_steps must be a whole number, at least 0, got -1"),
     (Tolerance, {"check_every": -2}, ValueError, "check_every must be a whole number, at least 0, got -2"),
     (Tolerance, {"norm": RMS}, TypeError, r"norm must be a norm such as RMS\(\), .* got <class"),
@@ -72,13 +66,10 @@ OBJECTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (Picard, {"damping": 1.0}, ValueError, "damping must be a number, at least 0 and below 1, got 1.0"),
     (Picard, {"damping": math.nan}, ValueError, "damping must be a number, at least 0 and below 1, got nan"),
     (Anderson, {"memory": 0}, ValueError, "memory must be a whole number, at least 1, got 0"),
-    (Anderson, {"memory": 2.0}, ValueError, "memory must be a whole number, at least 1, got 2.0"),
-    (Anderson, {"damping": -0.5}, ValueError, "damping must be a number, at least 0 and below 1, got -0.5"),
     (Anderson, {"ridge": -1.0}, ValueError, "ridge must be a number, at least 0 and finite, got -1.0"),
     (Anderson, {"bound": 0.5}, ValueError, "bound must be above 1, got 0.5"),
     (Anderson, {"growth": math.nan}, ValueError, "growth must be above 1, got nan"),
     (Anderson, {"m": 5}, TypeError, "unexpected keyword"),
-    (Broyden, {"memory": -1}, ValueError, "memory must be a whole number, at least 1, got -1"),
     (Broyden, {"growth": 1}, ValueError, "growth must be above 1, got 1"),
     (Broyden, {"patience": 2.5}, ValueError, "patience must be a whole number, at least 1, got 2.5"),
 ]
@@ -136,12 +127,11 @@ def test_writes_to_z_and_to_inputs(mode: type[AbstractContextManager[Any]], ever
                     solve(T, z0, Anderson(), tolerance=tolerance)
         with pytest.raises(ValueError, match=OF_Z):
             solve(lambda z: {"a": z["a"] / 2, "b": z["b"].mul_(0.5)}, nest, tolerance=tolerance)
-    for inputs, T in (
-        ((outside,), spoil),
-        (({"a": outside, "b": [outside]},), lambda z, given: spoil(z, given["b"][0])),
-    ):
-        with mode(), pytest.raises(ValueError, match=OF_INPUTS):
-            solve(T, torch.zeros(2, 3), inputs=inputs, tolerance=tolerance)
+    nested = ({"a": outside, "b": [outside]},)
+    with mode(), pytest.raises(ValueError, match=OF_INPUTS):
+        solve(spoil, torch.zeros(2, 3), inputs=(outside,), tolerance=tolerance)
+    with mode(), pytest.raises(ValueError, match=OF_INPUTS):
+        solve(lambda z, given: spoil(z, given["b"][0]), torch.zeros(2, 3), inputs=nested, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])

@@ -1,4 +1,4 @@
-"""A solve is the same, bit by bit, whether the host or the device keeps the numbers."""
+"""A solve is the same, bit by bit, whether the host or the device keeps the numbers, and in stages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from banach import RMS, Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, WorstPixel, solve
 from banach.solve import Norm, loop
+from banach.solve.loop import stage
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.3), Anderson(3), Broyden(4)]
 solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
@@ -131,3 +132,44 @@ def test_the_short_loop_finds_what_the_long_one_does(late: str, damping: float, 
     short = once(False)
     same(short, once(True))
     assert max_steps < 100 or (short.fault is not None) is (late == "mixes")
+
+
+SLOPES = torch.tensor([0.1, 0.5, 0.8, 0.95], dtype=torch.float64)
+STAGED = Tolerance(atol=1e-4, max_steps=12)
+
+
+def slow(u: Tensor, v: Tensor) -> Tensor:
+    """Each sample contracts at its own rate, and not linearly."""
+    return v + SLOPES[: len(u), None] * torch.tanh(u).roll(1, 1)
+
+
+def data(count: int = 4) -> Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("cuts", [(12,), (1, 12), (3, 7, 12), (5, 6, 12)])
+@solvers
+def test_stages_are_the_solve(solver: Solver, cuts: tuple[int, ...]) -> None:
+    v = data()
+    wanted = solve(slow, torch.zeros_like(v), solver, inputs=(v,), tolerance=STAGED)
+    z, begin = torch.zeros_like(v), 0
+    carried: tuple[Tensor, ...] = ()
+    for end in cuts:
+        found, carried = stage(slow, z, solver, range(begin, end), inputs=(v,), tolerance=STAGED, carried=carried)
+        z, begin = found.value, end
+    torch.testing.assert_close(found.value, wanted.value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.residual, wanted.residual, rtol=1e-9, atol=1e-15)
+    assert torch.equal(found.steps, wanted.steps)
+    assert torch.equal(found.converged, wanted.converged)
+    assert 0 < int(wanted.converged.sum()) < 4  # some stop early, and stay where they are
+
+
+@pytest.mark.parametrize("solver", [Anderson(3), Broyden(4)], ids=str)
+def test_some_samples_can_go_on_alone(solver: Solver) -> None:
+    v, then = data(3), range(4, 9)
+    whole, carried = stage(slow, torch.zeros_like(v), solver, range(4), inputs=(v,), tolerance=STAGED)
+    both, _ = stage(slow, whole.value, solver, then, inputs=(v,), tolerance=STAGED, carried=carried)
+    few = tuple(part[:2] for part in carried)
+    alone, _ = stage(slow, whole.value[:2], solver, then, inputs=(v[:2],), tolerance=STAGED, carried=few)
+    torch.testing.assert_close(alone.value, both.value[:2], rtol=1e-12, atol=1e-12)
+    assert torch.equal(alone.steps, both.steps[:2])

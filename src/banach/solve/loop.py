@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
-from banach.solve.state import State
+from banach.solve.state import State, on_device, to_numpy
 from banach.solve.tolerance import Tolerance, measure
 
 Carried = tuple[Tensor, ...]  # the state of the samples that go on; axis 0 is the sample
@@ -182,7 +183,7 @@ def _traced(run: Run, batch: int) -> Run:
 
 def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
     """Return the solution as it is, or with what is wrong with T: then no sample has converged."""
-    fault = probe(T, found.value, inputs, int(cast(Sequence[int], run.risen)[0]))
+    fault = probe(T, found.value, inputs, int(cast(Any, run.risen)[0]))
     if fault is None:
         return found
     return replace(
@@ -194,17 +195,18 @@ def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     )
 
 
-def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> Tensor | None:
+def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
     """Return the numbers of converged samples that are above the tolerance in other company, or None.
 
     A few samples are evaluated together: if T mixes samples, their values are others than in the batches in which
     they converged.
     """
-    here = found.converged.nonzero()[:, 0]
+    here = np.flatnonzero(to_numpy(found.converged))
     here = here[:: max(1, -(-len(here) // _LOOKED_AT))]
+    index = on_device(here, found.converged)
     space = run.space_of_all.resized(len(here))
-    residual, allowed = _residual(run, space, select(found.value, here), select(inputs, here))
-    risen = here[~(residual <= allowed)]
+    residual, allowed = _residual(run, space, select(found.value, index), select(inputs, index))
+    risen = here[~to_numpy(residual <= allowed)]
     return risen if len(risen) else None
 
 

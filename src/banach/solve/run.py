@@ -52,7 +52,7 @@ class Run:
         self.nonfinite = 0
         self.after: Array = np.nan
         self.earlier: Array = np.nan  # `after` before the last check
-        self.risen: Sequence[int] | None = None
+        self.risen: Array | None = None
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
@@ -209,7 +209,7 @@ class Run:
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
         raise its residual a little, to a value that then stays the same at every evaluation.
         """
-        if self.seen is None or self.whole is not None:
+        if self.seen is None or self.whole is not None or isinstance(self.after, float):  # none was seen frozen
             return None
         test, now, now_test = self.seen[0, state.tested], self.seen[2, 0], self.seen[2, state.tested]
         risen = (test <= self.atol) & ~(now_test <= self.atol)
@@ -260,12 +260,11 @@ class Run:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
         met = state.test <= self.atol
         if self.on_host and not state.tested and np.count_nonzero(met) == len(met):  # most passes
-            value, none = state.z.clone() if shown else state.z, np.zeros_like(met)
-            columns = (*state.reached, met, none, none, none)
+            value, columns = state.z.clone() if shown else state.z, (*state.reached, met)
         else:
             value, columns = self._judge(state)
             found["failures"] = self._failures(state)
-        value = space.nest(value.detach())
+        value = space.nest(value)
         numbers = partial(_numbers, space, self.scale, columns)  # holds neither T nor its inputs
         return Solution.deferred(value, numbers, found) if self.on_host else Solution(value, **numbers(), **found)
 
@@ -282,7 +281,7 @@ class Run:
         diverged = (state.residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
         best = nonfinite | diverged
         residual = (np.where if self.on_host else torch.where)(best, state.least, state.residual)
-        value = torch.where(state.column(best), state.best_z, state.z)
+        value = torch.where(state.column(best), state.best_z, state.z).detach()
         return value, (residual, state.reached[1], met, stalled, nonfinite, diverged)
 
     def _failures(self, state: State) -> frozenset[Status]:
@@ -296,10 +295,15 @@ class Run:
         return frozenset(kind for kind, mask in zip(kinds, masks, strict=True) if mask.any())
 
 
-def _numbers(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Tensor]:
-    """Return the tensors of a solution by name, from (residual, steps, met, stalled, nonfinite, diverged)."""
-    if isinstance(columns[0], np.ndarray):  # by one copy
-        columns = on_device(np.stack(columns), leaves(space.template)[0]).unbind()
+def _numbers(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Any]:
+    """Return the tensors of a solution by name, from (residual, steps, met) and (stalled, nonfinite, diverged).
+
+    The last three may be left out if all samples converged. Arrays become tensors by one copy.
+    """
+    if isinstance(columns[0], np.ndarray):
+        table = np.zeros((len(DEFERRED), len(columns[0])), columns[0].dtype)
+        table[: len(columns)] = columns
+        columns = on_device(table, leaves(space.template)[0]).unbind()
     residual, steps, met, *flags = columns
     parts = (residual * scale, met.bool(), steps.long(), *(flag.bool() for flag in flags))
     return dict(zip(DEFERRED, map(space.spread, parts), strict=True))

@@ -6,6 +6,7 @@ numbers, and on a GPU it saves the launch of several small kernels per step. The
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,12 @@ class State:
     @staticmethod
     def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> State:
         shape = (4, 3 if relative else 2, z.shape[0])  # not len(z), which export takes for a constant
-        stats: Array
         if on_host:
-            stats = np.full(shape, np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
-        else:
-            stats = z.new_full(shape, torch.inf)
+            unknown, everyone = _at_start(shape, limit, np.float64 if z.dtype == torch.float64 else np.float32)
+            return State(z, z, everyone.copy(), unknown.copy(), memory)
+        stats = z.new_full(shape, torch.inf)
         stats[:, 1], stats[3] = 0, limit
-        return State(z, z if on_host else z.clone(), stats[1, 0] > 0, stats, memory)
+        return State(z, z.clone(), stats[1, 0] > 0, stats, memory)
 
     @property
     def nonfinite(self) -> Array:
@@ -82,7 +82,10 @@ class State:
     def observe(self, step: int | Tensor, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         """Record the residual of z at this step for the active samples. Keep z where it is their least."""
         (self._write_on_host if self.on_host else self._write_on_device)(step, residual, relative)
-        _put(self.reached, self.now, self.active)
+        if self.on_host and self.count == len(self.z):
+            self.reached[:] = self.now
+        else:
+            _put(self.reached, self.now, self.active)
         better = self.residual < self.least
         _put(self.best, self.reached, better)
         self._keep_best(better)
@@ -186,6 +189,14 @@ class State:
         best_z, active, *remembered = (part.detach().clone() for part in (best_z, active, *memory))
         stats = stats.detach().permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
         return State(z.detach(), best_z, active, stats, tuple(remembered))
+
+
+@functools.lru_cache(maxsize=64)
+def _at_start(shape: tuple[int, ...], limit: float, kind: type) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
+    stats: np.ndarray = np.full(shape, np.inf, kind)
+    stats[:, 1], stats[3] = 0, limit
+    return stats, np.ones(shape[2], bool)
 
 
 def _put(target: Array, source: Array, where: Array) -> None:
