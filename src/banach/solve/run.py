@@ -260,7 +260,7 @@ class Run:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
         met = state.test <= self.atol
         if self.on_host and not state.tested and np.count_nonzero(met) == len(met):  # most passes
-            value, columns = state.z.clone() if shown else state.z, (*state.reached, met)
+            value, columns = state.z.clone() if shown else state.z, (state.residual, state.reached[1], met)
         else:
             value, columns = self._judge(state)
             found["failures"] = self._failures(state)
