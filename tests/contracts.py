@@ -6,14 +6,21 @@ from the definition, in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from banach import Solution, Solver, Status, Tolerance, solve
+from banach import Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, solve
 from banach.latent import Latent, leaves, leaves_like, map_leaves
+from banach.solve import Memory, Point
+from banach.solve.solution import DEFERRED
 from problems import Problem, distance
+
+SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
+solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,30 @@ class Replay:
     iterates: list[Latent]
     residuals: Tensor  # (steps, batch)
     evaluations: int
+
+
+@dataclass
+class Spy:
+    """A solver that passes on to another, and keeps what it was given, with copies."""
+
+    inner: Solver
+    seen: list[tuple[Tensor, ...]] = field(default_factory=list)
+    copies: list[tuple[Tensor, ...]] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)  # of the memory, in bytes
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    autocast: set[bool] = field(default_factory=set)
+
+    def start(self, z: Tensor) -> Memory:
+        return self.inner.start(z)
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        self.seen.append((at.z, at.Tz, at.r, at.residual, at.least, at.least_at))
+        self.copies.append(tuple(part.clone() for part in self.seen[-1]))
+        proposal, memory = self.inner.step(memory, at)
+        self.sizes.add(sum(part.untyped_storage().nbytes() for part in memory))
+        self.dtypes |= {part.dtype for part in (*self.seen[-1], proposal, *memory)}
+        self.autocast.add(torch.is_autocast_enabled("cpu"))
+        return proposal, memory
 
 
 def rms(nest: Latent) -> Tensor:
@@ -52,16 +83,8 @@ def replay(problem: Problem, solver: Solver, tolerance: Tolerance, *, compact: b
         assert k == len(iterates) == len(calls), "on_step sees every iterate once, in order"
         iterates.append(z)
 
-    found = solve(
-        T,
-        problem.z0,
-        solver,
-        inputs=problem.inputs,
-        tolerance=tolerance,
-        compact=compact,
-        record=True,
-        on_step=see,
-    )
+    how: dict[str, Any] = {"compact": compact, "record": True, "on_step": see}
+    found = solve(T, problem.z0, solver, inputs=problem.inputs, tolerance=tolerance, **how)
     rows = [residual_at(problem, z) for z in iterates[:-1]]
     batch = len(found.steps)
     residuals = torch.stack(rows) if rows else torch.empty(0, batch, dtype=torch.float64)
@@ -70,9 +93,8 @@ def replay(problem: Problem, solver: Solver, tolerance: Tolerance, *, compact: b
 
 def finds(solver: Solver, problem: Problem, atol: float) -> None:
     """It converges, to the fixed point, and what it returns is as good as it says."""
-    found = solve(
-        problem.T, problem.z0, solver, inputs=problem.inputs, tolerance=Tolerance(atol=atol, max_steps=400)
-    )
+    tolerance = Tolerance(atol=atol, max_steps=400)
+    found = solve(problem.T, problem.z0, solver, inputs=problem.inputs, tolerance=tolerance)
     assert set(found.status) <= {Status.CONVERGED}, found.summary()
     assert (found.residual <= atol * (1 + 1e-6)).all()
     assert (residual_at(problem, found.value) <= 20 * atol).all()
@@ -104,16 +126,10 @@ def reports_what_happened(solver: Solver, problem: Problem, atol: float) -> None
 
 def does_not_depend_on_checks(solver: Solver, problem: Problem, atol: float) -> None:
     """Asking the host less often changes when the loop ends, and nothing else."""
+    tolerances = [Tolerance(atol=atol, max_steps=60, check_every=every) for every in (1, 2, 3, 7, 0)]
     results = [
-        solve(
-            problem.T,
-            problem.z0,
-            solver,
-            inputs=problem.inputs,
-            tolerance=Tolerance(atol=atol, max_steps=60, check_every=every),
-            record=True,
-        )
-        for every in (1, 2, 3, 7, 0)
+        solve(problem.T, problem.z0, solver, inputs=problem.inputs, tolerance=tolerance, record=True)
+        for tolerance in tolerances
     ]
     for other in results[1:]:
         same(results[0], other)
@@ -161,12 +177,5 @@ def close(a: Solution, b: Solution, atol: float) -> None:
 
 def select_solution(found: Solution, i: int) -> Solution:
     """The part of a solution that belongs to sample i."""
-    return Solution(
-        value=map_leaves(lambda leaf: leaf[i : i + 1], found.value),
-        residual=found.residual[i : i + 1],
-        converged=found.converged[i : i + 1],
-        steps=found.steps[i : i + 1],
-        stalled=found.stalled[i : i + 1],
-        nonfinite=found.nonfinite[i : i + 1],
-        diverged=found.diverged[i : i + 1],
-    )
+    numbers = {name: getattr(found, name)[i : i + 1] for name in DEFERRED}
+    return Solution(value=map_leaves(lambda leaf: leaf[i : i + 1], found.value), **numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,36 +16,23 @@ from banach.diagnose import measure_contraction, network_map
 from banach.fast import TrainStep
 
 
-class Embed(nn.Module):
-    def __init__(self) -> None:
+class Part(nn.Module):
+    """A layer, and the function that calls it."""
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.table = nn.Embedding(11, 8)
+        self.layer, self.call = layer, call
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.table(tokens) * mask[..., None]
-
-
-class Mix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.4 * torch.tanh(self.linear(u) + u.mean(1, keepdim=True) + v)
-
-
-class Pool(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, u: Tensor) -> Tensor:
-        return self.head(u.mean(1))
+    def forward(self, *given: Tensor) -> Tensor:
+        return self.call(self.layer, *given)
 
 
 def network() -> ImplicitNetwork:
     torch.manual_seed(0)
-    return ImplicitNetwork(Embed(), Mix(), Pool(), tolerance=Tolerance(atol=1e-6, max_steps=100))
+    Q = Part(nn.Embedding(11, 8), lambda table, tokens, mask: table(tokens) * mask[..., None])
+    R = Part(nn.Linear(8, 8), lambda mix, u, v: 0.4 * torch.tanh(mix(u) + u.mean(1, keepdim=True) + v))
+    S = Part(nn.Linear(8, 3), lambda head, u: head(u.mean(1)))
+    return ImplicitNetwork(Q, R, S, tolerance=Tolerance(atol=1e-6, max_steps=100))
 
 
 def batch(rows: int = 6) -> tuple[Tensor, Tensor]:
@@ -68,14 +56,9 @@ def test_a_network_calls_q_with_all_of_them() -> None:
     again = net(*d, z0=found.value, solution=True)[1]
     assert int(again.steps.max()) < int(found.steps.max())
     assert torch.equal(net.S(u), net(*d))
-
-
-def test_z0_is_keyword_only() -> None:
-    net, (tokens, mask) = network(), batch()
-    with pytest.raises(TypeError):
-        net(tokens, mask, torch.zeros(6, 5, 8))
-    with pytest.raises(TypeError):
-        net.latent(tokens, mask, torch.zeros(6, 5, 8))
+    for call in (net, net.latent):
+        with pytest.raises(TypeError):  # z0 is keyword-only
+            call(*d, torch.zeros(6, 5, 8))
 
 
 @pytest.mark.filterwarnings("ignore:the training step could not be captured")
@@ -112,32 +95,16 @@ def test_measurements_take_a_tuple() -> None:
     assert descent_check(net, d, lambda y: y.square().mean()).cosine > 0.5
 
 
-class Halves(nn.Module):
-    """u has half the width of v."""
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.5 * torch.tanh(u if u.shape[1] == 4 else u[:, :4]) + v[:, :4]
-
-
 def test_a_latent_unlike_q_needs_a_start() -> None:
-    net = ImplicitNetwork(nn.Linear(3, 8), Halves(), nn.Identity())
-    with pytest.raises(ValueError, match=r"\(2, 8\) became \(2, 4\); here z0 is zeros shaped like Q\(d\).*start="):
-        net(torch.zeros(2, 3))
-    made = ImplicitNetwork(nn.Linear(3, 8), Halves(), nn.Identity(), start=lambda v: torch.zeros_like(v[:, :4]))
-    assert made(torch.zeros(2, 3)).shape == (2, 4)
-
-
-def test_a_structure_unlike_q_needs_a_start() -> None:
-    def Q(d: Tensor) -> tuple[Tensor, Tensor]:
-        return d, d > 0
-
-    def R(u: Any, v: tuple[Tensor, Tensor]) -> Tensor:
-        return 0.5 * u * v[1] + v[0]
-
-    with pytest.raises(TypeError, match=r"here z0 is zeros shaped like Q\(d\)"):
-        ImplicitNetwork(Q, R, nn.Identity())(torch.ones(2, 3))
-    net = ImplicitNetwork(Q, R, nn.Identity(), start=lambda v: torch.zeros_like(v[0]))
-    torch.testing.assert_close(net(torch.ones(2, 3)), torch.full((2, 3), 2.0), rtol=1e-3, atol=1e-3)
+    cases: list[tuple[Any, ...]] = [
+        (ValueError, lambda d: d, lambda u, v: 0.5 * u[:, :4] + v[:, :4], lambda v: torch.zeros_like(v[:, :4])),
+        (TypeError, lambda d: (d, d > 0), lambda u, v: 0.5 * u * v[1] + v[0], lambda v: torch.zeros_like(v[0])),
+    ]
+    for kind, Q, R, start in cases:
+        with pytest.raises(kind, match=r"here z0 is zeros shaped like Q\(d\).*pass start="):
+            ImplicitNetwork(Q, R, nn.Identity())(torch.ones(2, 8))
+        found = ImplicitNetwork(Q, R, nn.Identity(), start=start)(torch.ones(2, 8))
+        torch.testing.assert_close(found, torch.full_like(found, 2.0), rtol=1e-3, atol=1e-3)
 
 
 def test_an_r_that_fails_on_a_latent_shaped_like_q_says_why() -> None:

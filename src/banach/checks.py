@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 
@@ -23,12 +24,12 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int
 def number(
     name: str, value: Any, least: float = 0, most: float = sys.float_info.max, *, below: float | None = None
 ) -> float:
-    """Return `value` if it is a finite int or float between `least` and `most`, and less than `below`.
+    """Return `value` if it is a finite real number between `least` and `most`, and less than `below`.
 
     Raises:
         ValueError: if it is not.
     """
-    sound = isinstance(value, (int, float)) and not isinstance(value, bool)
+    sound = isinstance(value, Real) and not isinstance(value, bool)
     if not sound or not least <= value <= most or (below is not None and value >= below):
         upto = f"below {below:g}" if below is not None else "finite"
         upto = f"at most {most:g}" if most < sys.float_info.max else upto

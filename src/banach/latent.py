@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def leaves(nest: Latent, what: str = "a latent") -> list[Tensor]:
-    """The tensors of a nest, dictionaries in the order of their own keys."""
+    """Return the tensors of a nest, dictionaries in the order of their own keys."""
     if isinstance(nest, Tensor):
         return [nest]
     if type(nest) is tuple and len(nest) == 1 and isinstance(nest[0], Tensor):  # the inputs of most networks
@@ -38,7 +38,7 @@ def leaves(nest: Latent, what: str = "a latent") -> list[Tensor]:
 
 
 def leaves_like(template: Latent, nest: Latent, what: str) -> list[Tensor]:
-    """The tensors of `nest` in the order of `template`: dictionaries may list their keys in any order."""
+    """Return the tensors of `nest` in the order of `template`: dictionaries may list their keys in any order."""
     if isinstance(template, Tensor):
         if isinstance(nest, Tensor):
             return [nest]
@@ -51,13 +51,20 @@ def leaves_like(template: Latent, nest: Latent, what: str) -> list[Tensor]:
     raise TypeError(f"{what} must keep the structure of z0: {_outline(template)} became {_outline(nest)}")
 
 
-def rebuild(template: Latent, parts: Sequence[Tensor]) -> Latent:
-    """The nest shaped like `template` whose tensors are `parts`."""
-    return _rebuild(template, iter(parts))
+def rebuild(template: Latent, parts: Iterable[Tensor]) -> Latent:
+    """Return the nest shaped like `template` whose tensors are `parts`."""
+    parts = iter(parts)  # an iterator stays what it is: each call below takes what it needs
+    if isinstance(template, Tensor):
+        return next(parts)
+    if isinstance(template, dict):
+        made = {key: rebuild(part, parts) for key, part in template.items()}
+        return OrderedDict(made) if isinstance(template, OrderedDict) else made
+    children = [rebuild(part, parts) for part in template]
+    return type(template)(*children) if hasattr(template, "_fields") else type(template)(children)
 
 
 def map_leaves(function: Callable[..., Tensor], nest: Latent, *others: Latent) -> Latent:
-    """`function` applied to every tensor of a nest, and to those of `others` that stand in its place."""
+    """Apply `function` to every tensor of a nest, and to those of `others` that stand in its place."""
     columns = [leaves(nest), *(leaves_like(nest, other, "T") for other in others)]
     return rebuild(nest, [function(*row) for row in zip(*columns, strict=True)])
 
@@ -72,21 +79,9 @@ def detach(nest: Latent) -> Latent:
 
 
 def select(nest: Latent, index: Tensor) -> Latent:
-    """The samples of a nest that `index` names, along the batch axis."""
+    """Return the samples of a nest that `index` names, along the batch axis."""
     # Not `index_select`, which forgets that an image was channels_last.
     return map_leaves(lambda leaf: leaf[index], nest)
-
-
-def _rebuild(template: Latent, parts: Any) -> Latent:
-    if isinstance(template, Tensor):
-        return next(parts)
-    if isinstance(template, dict):
-        made = {key: _rebuild(part, parts) for key, part in template.items()}
-        return OrderedDict(made) if isinstance(template, OrderedDict) else made
-    children = [_rebuild(part, parts) for part in template]
-    if hasattr(template, "_fields"):
-        return type(template)(*children)
-    return type(template)(children)
 
 
 def _outline(nest: Latent) -> str:
@@ -134,10 +129,10 @@ class Space:
             raise ValueError("z0 must hold at least one tensor, got an empty nest")
         first = Space.of(parts[0], coupled=coupled or any(not leaf.dim() for leaf in parts))
         for leaf in parts[1:]:
-            _check_leaf(leaf, first)
+            _check_leaf(leaf, parts[0], first)
         return replace(
             first,
-            template=rebuild(z0, [cast(Tensor, first.template)] * len(parts)),
+            template=rebuild(z0, [first.template] * len(parts)),
             shapes=tuple(tuple(leaf.shape) for leaf in parts),
             last=tuple(_is_channels_last(leaf) for leaf in parts),
         )
@@ -157,7 +152,7 @@ class Space:
         return torch.float32 if self.dtype in _SHORT else self.dtype
 
     def rows(self, nest: Latent, what: str = "T") -> Tensor:
-        """The nest as a matrix (samples, width); a view where that is possible."""
+        """Return the nest as a matrix (samples, width); a view where that is possible."""
         if isinstance(nest, Tensor) and isinstance(self.template, Tensor):  # the common case, kept short
             self._check_same(nest, self.shapes[0], what)
             flat = self._flatten(nest, self.last[0])
@@ -169,14 +164,12 @@ class Space:
         return torch.cat(columns, 1).to(self.rows_dtype)
 
     def parts(self, rows: Tensor) -> list[Tensor]:
-        """The leaves that the rows hold, as views, still in the type of the rows."""
-        if len(self.shapes) == 1:
-            return [self._unflatten(rows, self.shapes[0], self.last[0])]
-        columns = rows.split(list(self.sizes), 1)
+        """Return the leaves that the rows hold, as views, still in the type of the rows."""
+        columns = (rows,) if len(self.shapes) == 1 else rows.split(list(self.sizes), 1)
         return [self._unflatten(*triple) for triple in zip(columns, self.shapes, self.last, strict=True)]
 
     def nest(self, rows: Tensor) -> Latent:
-        """The rows as the user's nest, in the latent's own type."""
+        """Return the rows as the user's nest, in the latent's own type."""
         if rows.dtype != self.dtype:
             rows = rows.to(self.dtype)
         if isinstance(self.template, Tensor):
@@ -184,11 +177,11 @@ class Space:
         return rebuild(self.template, self.parts(rows))
 
     def resized(self, batch: int) -> Space:
-        """The same layout with another number of samples."""
+        """Return the same layout with another number of samples."""
         return replace(self, shapes=tuple((batch, *shape[1:]) for shape in self.shapes))
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """One value per sample the user counts, from one value per row."""
+        """Return one value per sample the user counts, from one value per row."""
         return per_row.expand(self.batch) if self.coupled else per_row
 
     def _flatten(self, leaf: Tensor, last: bool) -> Tensor:
@@ -236,10 +229,9 @@ def _space(
     )
 
 
-def _check_leaf(leaf: Tensor, first: Space) -> None:
-    if leaf.dtype != cast(Tensor, first.template).dtype:
-        names = f"{_name(cast(Tensor, first.template).dtype)} and {_name(leaf.dtype)}"
-        raise TypeError(f"the tensors of z0 must share one dtype, got {names}")
+def _check_leaf(leaf: Tensor, like: Tensor, first: Space) -> None:
+    if leaf.dtype != like.dtype:
+        raise TypeError(f"the tensors of z0 must share one dtype, got {_name(like.dtype)} and {_name(leaf.dtype)}")
     if leaf.device != first.device:
         raise ValueError(f"the tensors of z0 must share one device, got {first.device} and {leaf.device}")
     if not first.coupled and leaf.shape[0] != first.batch:

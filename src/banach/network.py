@@ -31,6 +31,8 @@ from banach.solve.mixing import probe
 from banach.solve.warning import warn_user
 
 _CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+# An error about shapes says one of these words; that of a first evaluation may come from z0.
+_SHAPES = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
 _UNLIKE = (
     "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function that makes z0 from Q(d)"
 )
@@ -180,14 +182,10 @@ class ImplicitNetwork(nn.Module):
             return solve(
                 one.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
             )
-        except (TypeError, ValueError) as error:
-            unlike = ("T must keep the s", "z0 must be of a floating", "the tensors of z0 must share")
-            if own and str(error).startswith(unlike):
-                raise type(error)(f"{error}; {_UNLIKE}") from error
-            _explain(error, own=own)
-            raise
-        except (RuntimeError, IndexError) as error:
-            _explain(error, own=own)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            about_shapes = any(word in str(error) for word in _SHAPES)
+            if own and about_shapes and not isinstance(error, NotConverged):
+                error.add_note(_UNLIKE)
             raise
 
     def _start(self, v: Latent, z0: Latent | None) -> Latent:
@@ -198,27 +196,24 @@ class ImplicitNetwork(nn.Module):
                 return self.start(detach(v))
         if isinstance(v, Tensor) and not torch.is_autocast_enabled(v.device.type):
             for leaf in leaves(z0):
-                if leaf.shape[:1] != v.shape[:1]:
-                    raise ValueError(
-                        f"z0 must hold one latent for each sample of Q(d): got shape {tuple(leaf.shape)}, "
-                        f"expected {v.shape[0]} along the first axis"
-                    )
-                if leaf.dtype != v.dtype or leaf.device != v.device:
-                    raise TypeError(
-                        f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "
-                        f"{v.dtype} on {v.device}; write z0.to(dtype, device)"
-                    )
+                _check_start(leaf, v)
         return z0
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
 
 
-def _explain(error: Exception, *, own: bool) -> None:
-    """Add a note to an error about shapes that R itself raised."""
-    words = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'")
-    if own and not isinstance(error, NotConverged) and any(word in str(error) for word in words):
-        error.add_note(_UNLIKE)
+def _check_start(leaf: Tensor, v: Tensor) -> None:
+    if leaf.shape[:1] != v.shape[:1]:
+        raise ValueError(
+            f"z0 must hold one latent for each sample of Q(d): got shape {tuple(leaf.shape)}, "
+            f"expected {v.shape[0]} along the first axis"
+        )
+    if leaf.dtype != v.dtype or leaf.device != v.device:
+        raise TypeError(
+            f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "
+            f"{v.dtype} on {v.device}; write z0.to(dtype, device)"
+        )
 
 
 def _numbers(z0: Latent) -> Tensor:
@@ -246,11 +241,8 @@ def _clear_caches(found: Solution) -> None:
     if _CASTS_LAST and torch.is_autocast_enabled(found.steps.device.type):
         torch.clear_autocast_cache()
     if parametrize._cache:
-        parametrize._cache = {key: kept for key, kept in parametrize._cache.items() if _recorded(kept)}
-
-
-def _recorded(kept: Tensor | None) -> bool:
-    return kept is not None and kept.requires_grad
+        known = parametrize._cache.items()
+        parametrize._cache = {key: kept for key, kept in known if kept is not None and kept.requires_grad}
 
 
 # R and T that were probed after a failed solve, and do not mix samples: they are not probed again.

@@ -2,66 +2,97 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from banach import RMS, Anderson, Broyden, Picard, Tolerance, solve
+from banach import RMS, Anderson, Broyden, Euclidean, ImplicitNetwork, Picard, Tolerance, solve
 
 Z = torch.zeros(2, 3)
+NEST = {"a": Z, "b": (Z,)}
+IN_PLACE = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+OF_Z = "T must not change its input in place: begin with an operation that is not in place"
+OF_INPUTS = r"T must not change `inputs` \(in a network: R must not change v\) in place"
 
 
 def half(z: Tensor, *inputs: Tensor) -> Tensor:
     return z / 2
 
 
-def sentence(error: pytest.ExceptionInfo[Any]) -> str:
-    text = str(error.value)
-    assert "\n" not in text.strip()
-    return text
+MAPS: list[tuple[Any, Any, type[Exception], str]] = [
+    (lambda z: z[:, :1], Z, ValueError, r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"),
+    (lambda z: (z, z), Z, TypeError, r"T must keep the structure of z0: tensor became \(tensor, tensor\)"),
+    (lambda z: None, Z, TypeError, "T must keep the structure of z0: tensor became NoneType"),
+    (lambda z: z.double(), Z, TypeError, "T must keep the dtype of its input: float32 became float64; give z0 in"),
+    (lambda z: z.to("meta"), Z, ValueError, "T must keep the device .*: cpu became meta; put z0 on meta"),
+    (nn.Linear(3, 3).double(), Z, TypeError, "T cannot take z0 of torch.float32 on cpu .* give z0 the dtype"),
+    (nn.Linear(3, 3, device="meta"), Z, TypeError, "T cannot take z0 of torch.float32 .* device of T's weights"),
+    ("tanh", Z, TypeError, "T must be callable, got str"),
+    (lambda z: (z["a"], z["b"]), NEST, TypeError, r"{'a': tensor, 'b': \(tensor\)} became \(tensor, \(tensor\)\)"),
+    (lambda z: {"a": z["a"]}, NEST, TypeError, "became {'a': tensor}"),
+    (lambda z: {"a": Z, "b": z["b"][0]}, NEST, TypeError, "keep the structure of z0: .tensor. became tensor"),
+    (half, Z.long(), TypeError, r"z0 must be of a floating-point dtype, got int64; call z0.float\(\)"),
+    (half, None, TypeError, "a latent must be a tensor or a tuple, list or dict of tensors, got NoneType"),
+    (half, (), ValueError, "z0 must hold at least one tensor, got an empty nest"),
+    (half, (Z, Z.double()), TypeError, "the tensors of z0 must share one dtype, got float32 and float64"),
+    (half, (Z, Z.to("meta")), ValueError, "the tensors of z0 must share one device, got cpu and meta"),
+    (half, (Z, Z[:1]), ValueError, r"must share their first \(batch\) axis, got 2 and 1 rows"),
+]
+SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"solver": Picard}, TypeError, r"solver must be a solver object such as Picard\(\) .* got <class"),
+    ({"tolerance": 1e-4}, TypeError, r"tolerance must be a Tolerance, got 0.0001; write Tolerance\(atol="),
+    ({"inputs": Z}, TypeError, r"inputs must be a tuple of tensors, got Tensor; write inputs=\(x,\)"),
+    ({"inputs": (Z, None)}, TypeError, "each of `inputs` must be a tensor .* got NoneType"),
+    ({"compact": True}, ValueError, "compact=True needs what belongs to a sample in `inputs`"),
+    ({"compact": True, "inputs": (Z,), "coupled": True}, ValueError, "compact=True needs independent samples"),
+    ({"compact": True, "inputs": (Z[:1],)}, ValueError, r"expected 2 rows, got shape \(1, 3\)"),
+    ({"max_steps": 5}, TypeError, "unexpected keyword argument 'max_steps'"),
+]
+OBJECTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (Tolerance, {"atol": -1e-4}, ValueError, "atol must be a number, at least 0 and finite, got -0.0001"),
+    (Tolerance, {"atol": math.nan}, ValueError, "atol must be a number, at least 0 and finite, got nan"),
+    (Tolerance, {"rtol": math.inf}, ValueError, "rtol must be a number, at least 0 and finite, got inf"),
+    (Tolerance, {"atol": "1e-4"}, ValueError, "atol must be a number, .* got '1e-4'"),
+    (Tolerance, {"max_steps": 50.0}, ValueError, "max_steps must be a whole number, at least 0, got 50.0"),
+    (Tolerance, {"max_steps": -1}, ValueError, "max_steps must be a whole number, at least 0, got -1"),
+    (Tolerance, {"check_every": -2}, ValueError, "check_every must be a whole number, at least 0, got -2"),
+    (Tolerance, {"norm": RMS}, TypeError, r"norm must be a norm such as RMS\(\), .* got <class"),
+    (Tolerance, {"maxsteps": 3}, TypeError, "unexpected keyword argument 'maxsteps'"),
+    (Picard, {"damping": 1.0}, ValueError, "damping must be a number, at least 0 and below 1, got 1.0"),
+    (Picard, {"damping": math.nan}, ValueError, "damping must be a number, at least 0 and below 1, got nan"),
+    (Anderson, {"memory": 0}, ValueError, "memory must be a whole number, at least 1, got 0"),
+    (Anderson, {"ridge": -1.0}, ValueError, "ridge must be a number, at least 0 and finite, got -1.0"),
+    (Anderson, {"bound": 0.5}, ValueError, "bound must be above 1, got 0.5"),
+    (Anderson, {"growth": math.nan}, ValueError, "growth must be above 1, got nan"),
+    (Anderson, {"m": 5}, TypeError, "unexpected keyword"),
+    (Broyden, {"growth": 1}, ValueError, "growth must be above 1, got 1"),
+    (Broyden, {"patience": 2.5}, ValueError, "patience must be a whole number, at least 1, got 2.5"),
+]
 
 
-@pytest.mark.parametrize(
-    ("T", "kind", "message"),
-    [
-        (lambda z: z[:, :1], ValueError, r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"),
-        (lambda z: z.sum(), ValueError, r"T must keep the shape of its input: \(2, 3\) became \(\)"),
-        (lambda z: z[None], ValueError, r"T must keep the shape of its input: \(2, 3\) became \(1, 2, 3\)"),
-        (lambda z: (z, z), TypeError, r"T must keep the structure of z0: tensor became \(tensor, tensor\)"),
-        (lambda z: {"z": z}, TypeError, "T must keep the structure of z0: tensor became {'z': tensor}"),
-        (lambda z: None, TypeError, "T must keep the structure of z0: tensor became NoneType"),
-        (
-            lambda z: z.double(),
-            TypeError,
-            "T must keep the dtype of its input: float32 became float64; give z0 in",
-        ),
-        (lambda z: z.bfloat16(), TypeError, "T must keep the dtype of its input: float32 became bfloat16"),
-        (
-            lambda z: z.to("meta"),
-            ValueError,
-            "T must keep the device of its input: cpu became meta; put z0 on meta",
-        ),
-        (lambda z: z.mul_(0.5), ValueError, "T must not change its input in place"),
-        (
-            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)),
-            ValueError,
-            "T must not change its input in place",
-        ),
-        (nn.Linear(3, 3).double(), TypeError, "T cannot take z0 of torch.float32 on cpu .* give z0 the dtype"),
-        (
-            nn.Linear(3, 3, device="meta"),
-            TypeError,
-            "T cannot take z0 of torch.float32 on cpu .* device of T's weights",
-        ),
-        ("tanh", TypeError, "T must be callable, got str"),
-    ],
-)
-def test_bad_maps(T: Any, kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("T", "z0", "kind", "message"), MAPS)
+def test_bad_maps_and_starts(T: Any, z0: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        solve(T, Z)
+        solve(T, z0)
+
+
+@pytest.mark.parametrize(("settings", "kind", "message"), SETTINGS)
+def test_bad_settings_of_solve(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as error:
+        solve(half, Z, **settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("make", "settings", "kind", "message"), OBJECTS)
+def test_bad_objects(make: Any, settings: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as error:
+        make(**settings)
+    assert "\n" not in str(error.value)
 
 
 def test_an_error_inside_T_is_left_as_it_is() -> None:
@@ -72,129 +103,81 @@ def test_an_error_inside_T_is_left_as_it_is() -> None:
         solve(T, Z)
 
 
-@pytest.mark.parametrize(
-    ("T", "message"),
-    [
-        (lambda z: (z["a"], z["b"]), r"{'a': tensor, 'b': \(tensor\)} became \(tensor, \(tensor\)\)"),
-        (lambda z: {"a": z["a"]}, "became {'a': tensor}"),
-        (lambda z: {**z, "c": z["a"]}, "became {'a': tensor, 'b': .*, 'c': tensor}"),
-        (lambda z: {"a": z["a"], "b": z["b"][0]}, "must keep the structure of z0: .tensor. became tensor"),
-        (lambda z: z["a"], "became tensor"),
-    ],
-)
-def test_bad_nests(T: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        solve(T, {"a": Z, "b": (Z,)})
+# A T that writes to what it is given makes a residual that is not its own.
+modes = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+
+
+def spoil(z: Tensor, x: Tensor) -> Tensor:
+    x += z / 2
+    return torch.tanh(x)
+
+
+@modes
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_writes_to_z_and_to_inputs(mode: type[AbstractContextManager[Any]], every: int) -> None:
+    tolerance, outside = Tolerance(max_steps=50, check_every=every), torch.ones(2, 3)
+    with mode():
+        inside, x = torch.ones(2, 3), torch.ones(2, 3)
+        nest = {"a": x, "b": torch.ones(2)}
+        for z0 in (inside, outside):
+            unwritten = solve(lambda z: z.view(2, 3), z0, tolerance=tolerance)
+            assert torch.equal(unwritten.value, x)
+            for T in (IN_PLACE, lambda z: z.mul_(0.5).add_(1)):
+                with pytest.raises(ValueError, match=OF_Z):
+                    solve(T, z0, Anderson(), tolerance=tolerance)
+        with pytest.raises(ValueError, match=OF_Z):
+            solve(lambda z: {"a": z["a"] / 2, "b": z["b"].mul_(0.5)}, nest, tolerance=tolerance)
+    nested = ({"a": outside, "b": [outside]},)
+    with mode(), pytest.raises(ValueError, match=OF_INPUTS):
+        solve(spoil, torch.zeros(2, 3), inputs=(outside,), tolerance=tolerance)
+    with mode(), pytest.raises(ValueError, match=OF_INPUTS):
+        solve(lambda z, given: spoil(z, given["b"][0]), torch.zeros(2, 3), inputs=nested, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_R_that_writes_to_v(mode: Any, training: bool) -> None:
+    class R(nn.Module):
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return spoil(u, v)
+
+    net = ImplicitNetwork(nn.Linear(3, 4), R(), nn.Identity()).train(training)
+    with mode(), pytest.raises(ValueError, match=OF_INPUTS):
+        net(torch.ones(2, 3))
+
+
+def parameters(function: Any) -> list[tuple[str, Any, bool]]:
+    """Return (name, default, keyword-only) of every parameter."""
+    return [
+        (name, p.default, p.kind is p.KEYWORD_ONLY) for name, p in inspect.signature(function).parameters.items()
+    ]
+
+
+def test_signatures() -> None:
+    required, options = inspect.Parameter.empty, {"inputs": (), "tolerance": Tolerance(), "coupled": False}
+    options |= {"compact": False, "record": False, "on_step": None, "throw": False}
+    positional = [("T", required, False), ("z0", required, False), ("solver", Picard(), False)]
+    assert parameters(solve) == [*positional, *((name, value, True) for name, value in options.items())]
+    settings = {"atol": 1e-4, "rtol": 0.0, "max_steps": 50, "norm": RMS(), "check_every": None}
+    assert parameters(Tolerance) == [(name, value, True) for name, value in settings.items()]
+    assert parameters(Picard) == [("damping", 0.0, False)]
+    assert parameters(Anderson)[0] == ("memory", 5, False)
+    assert Anderson(3).memory == Broyden(3).memory == 3
 
 
 @pytest.mark.parametrize(
-    ("z0", "kind", "message"),
-    [
-        (Z.long(), TypeError, r"z0 must be of a floating-point dtype, got int64; call z0.float\(\)"),
-        (Z.bool(), TypeError, "z0 must be of a floating-point dtype, got bool"),
-        (Z + 0j, TypeError, "z0 must be of a floating-point dtype, got complex64"),
-        (None, TypeError, "a latent must be a tensor or a tuple, list or dict of tensors, got NoneType"),
-        (3.0, TypeError, "got float"),
-        ([[0.0, 1.0]], TypeError, "got float"),
-        ((), ValueError, "z0 must hold at least one tensor, got an empty nest"),
-        ((Z, Z.double()), TypeError, "the tensors of z0 must share one dtype, got float32 and float64"),
-        ((Z, Z.to("meta")), ValueError, "the tensors of z0 must share one device, got cpu and meta"),
-        ((Z, Z[:1]), ValueError, r"must share their first \(batch\) axis, got 2 and 1 rows"),
-    ],
+    "thing", [Tolerance(), Picard(0.1), Anderson(memory=3), Broyden(memory=4), RMS()], ids=repr
 )
-def test_bad_starts(z0: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message) as error:
-        solve(half, z0)
-    sentence(error)
+def test_settings_are_values(thing: Any) -> None:
+    """Frozen, comparable, hashable: a setting, not a state."""
+    twin = type(thing)(**vars(thing))
+    assert thing == twin
+    assert hash(thing) == hash(twin)
+    assert thing != Euclidean()
+    with pytest.raises(AttributeError):
+        thing.memory = 9
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "message"),
-    [
-        (
-            {"solver": Picard},
-            TypeError,
-            r"solver must be a solver object such as Picard\(\) or Anderson\(\), got <class",
-        ),
-        ({"solver": "anderson"}, TypeError, "solver must be a solver object .* got 'anderson'"),
-        ({"solver": None}, TypeError, "solver must be a solver object .* got None"),
-        ({"tolerance": 1e-4}, TypeError, r"tolerance must be a Tolerance, got 0.0001; write Tolerance\(atol="),
-        ({"tolerance": Tolerance}, TypeError, "tolerance must be a Tolerance, got <class"),
-        ({"inputs": Z}, TypeError, r"inputs must be a tuple of tensors, got Tensor; write inputs=\(x,\)"),
-        ({"inputs": None}, TypeError, "inputs must be a tuple of tensors, got NoneType"),
-        ({"inputs": (Z, None)}, TypeError, "each of `inputs` must be a tensor .* got NoneType"),
-        ({"compact": True}, ValueError, "compact=True needs what belongs to a sample in `inputs`"),
-        ({"compact": True, "inputs": (Z,), "coupled": True}, ValueError, "compact=True needs independent samples"),
-        ({"compact": True, "inputs": (Z[:1],)}, ValueError, r"expected 2 rows, got shape \(1, 3\)"),
-        ({"compact": True, "inputs": (Z, Z.sum())}, ValueError, r"expected 2 rows, got shape \(\)"),
-        ({"max_steps": 5}, TypeError, "unexpected keyword argument 'max_steps'"),
-        ({"tol": 1e-3}, TypeError, "unexpected keyword argument 'tol'"),
-        ({"solvr": Picard()}, TypeError, "unexpected keyword argument 'solvr'"),
-    ],
-)
-def test_bad_settings_of_solve(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message) as error:
-        solve(half, Z, **settings)
-    sentence(error)
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind", "message"),
-    [
-        ({"atol": -1e-4}, ValueError, "atol must be finite and at least 0, got -0.0001"),
-        ({"rtol": -1}, ValueError, "rtol must be finite and at least 0, got -1"),
-        ({"atol": math.nan}, ValueError, "atol must be finite and at least 0, got nan"),
-        ({"rtol": math.inf}, ValueError, "rtol must be finite and at least 0, got inf"),
-        ({"atol": "1e-4"}, TypeError, "atol must be a number, got '1e-4'"),
-        ({"atol": None}, TypeError, "atol must be a number, got None"),
-        ({"max_steps": 2.5}, TypeError, "max_steps must be a whole number, got 2.5"),
-        ({"max_steps": 50.0}, TypeError, "max_steps must be a whole number, got 50.0"),
-        ({"max_steps": True}, TypeError, "max_steps must be a whole number, got True"),
-        ({"max_steps": -1}, ValueError, "max_steps must be at least 0, got -1"),
-        ({"check_every": -2}, ValueError, "check_every must be at least 0, got -2"),
-        (
-            {"norm": RMS},
-            TypeError,
-            r"norm must be a norm such as RMS\(\), Euclidean\(\) or WorstPixel\(\), got <class",
-        ),
-        ({"norm": "rms"}, TypeError, "norm must be a norm .* got 'rms'"),
-        ({"maxsteps": 3}, TypeError, "unexpected keyword argument 'maxsteps'"),
-    ],
-)
-def test_bad_tolerances(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message) as error:
-        Tolerance(**settings)
-    sentence(error)
-
-
-def test_tolerance_takes_no_positions() -> None:
-    with pytest.raises(TypeError):
-        Tolerance(1e-3)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "kind", "message"),
-    [
-        (Picard, {"damping": 1.0}, ValueError, "damping must be at least 0 and below 1, got 1.0"),
-        (Picard, {"damping": -0.1}, ValueError, "damping must be at least 0 and below 1, got -0.1"),
-        (Picard, {"damping": math.nan}, ValueError, "damping must be at least 0 and below 1, got nan"),
-        (Picard, {"dampening": 0.1}, TypeError, "unexpected keyword"),
-        (Anderson, {"memory": 0}, ValueError, "memory must be a whole number of at least 1, got 0"),
-        (Anderson, {"memory": 2.0}, ValueError, "memory must be a whole number of at least 1, got 2.0"),
-        (Anderson, {"memory": True}, ValueError, "memory must be a whole number of at least 1, got True"),
-        (Anderson, {"damping": 1.5}, ValueError, "damping must be at least 0 and below 1, got 1.5"),
-        (Anderson, {"ridge": -1.0}, ValueError, "ridge must be at least 0, got -1.0"),
-        (Anderson, {"bound": 0.5}, ValueError, "bound must be above 1, got 0.5"),
-        (Anderson, {"growth": math.nan}, ValueError, "growth must be above 1, got nan"),
-        (Anderson, {"patience": 0}, ValueError, "patience must be a whole number of at least 1, got 0"),
-        (Anderson, {"m": 5}, TypeError, "unexpected keyword"),
-        (Broyden, {"memory": -1}, ValueError, "memory must be a whole number of at least 1, got -1"),
-        (Broyden, {"growth": 1}, ValueError, "growth must be above 1, got 1"),
-        (Broyden, {"patience": 2.5}, ValueError, "patience must be a whole number of at least 1, got 2.5"),
-        (Broyden, {"ls": True}, TypeError, "unexpected keyword"),
-    ],
-)
-def test_bad_solvers(make: Any, settings: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message) as error:
-        make(**settings)
-    sentence(error)
+def test_results_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        solve(half, Z).value = Z  # type: ignore[misc]

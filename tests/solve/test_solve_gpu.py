@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from banach import Anderson, Broyden, Picard, Solver, Status, Tolerance, solve
+from banach import Solver, Status, Tolerance, solve
 from banach.latent import map_leaves
-from contracts import close
+from contracts import close, solvers
 from problems import Problem, affine, distance, mixed_rates, nested, tanh_network, turns_nan
 
 pytestmark = [
@@ -20,8 +20,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
-SOLVERS: list[Solver] = [Picard(), Picard(0.5), Anderson(), Broyden()]
-solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 
 
 def on_gpu(p: Problem) -> Problem:
@@ -115,9 +113,8 @@ def test_nan_and_nests(solver: Solver, compact: bool) -> None:
         return torch.where(close_by[:, None], torch.nan, z @ A.T + b)
 
     p = on_gpu(replace(base, T=T))
-    found = solve(
-        p.T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=1e-8, max_steps=80), compact=compact
-    )
+    tolerance = Tolerance(atol=1e-8, max_steps=80)
+    found = solve(p.T, p.z0, solver, inputs=p.inputs, tolerance=tolerance, compact=compact)
     assert [s is Status.NONFINITE for s in found.status] == [i in (1, 4) for i in range(6)]
     assert p.closed(found.value).isfinite().all()
     nest = map_leaves(Tensor.cuda, nested().z0)
@@ -133,12 +130,8 @@ def test_tf32_stalls_and_says_so() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        found = solve(
-            lambda z, x: torch.tanh(z @ W + x),
-            torch.zeros_like(x),
-            inputs=(x,),
-            tolerance=Tolerance(atol=1e-9, max_steps=1000),
-        )
+        T, tolerance = lambda z, x: torch.tanh(z @ W + x), Tolerance(atol=1e-9, max_steps=1000)
+        found = solve(T, torch.zeros_like(x), inputs=(x,), tolerance=tolerance)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert set(found.status) <= {Status.STALLED, Status.CONVERGED}

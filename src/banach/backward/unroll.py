@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from banach import checks
 from banach.backward.mode import Unchanged, check_count, parameters_of
 from banach.latent import Latent, detach, map_leaves
 from banach.solve import Map
-from banach.solve.solver import check_fraction
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Unroll:
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps, 1)
-        check_fraction("damping", self.damping)
+        checks.number("damping", self.damping, below=1)
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z = z_star = detach(z_star)

@@ -84,6 +84,4 @@ def anderson_step(
         PADDED_SPLIT=power_of_two(split),
         num_warps=1,
     )
-    mix[grid](
-        *(z, Tz, memory.moves, memory.c, memory.dG, count, width, solver.damping), **shape, num_warps=warps
-    )
+    mix[grid](*(z, Tz, memory.moves, memory.c, memory.dG, count, width, solver.damping), **shape, num_warps=warps)

@@ -128,9 +128,7 @@ def fit(
 
 
 @triton.jit
-def mix(
-    z, Tz, moves, c, dG, count, width, damping, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr
-):
+def mix(z, Tz, moves, c, dG, count, width, damping, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
     """z <- damping z + (1 - damping) T(z) - dG c."""
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(moves + sample) != 0:

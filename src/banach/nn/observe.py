@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from banach import checks
 from banach.backward import Mode
 from banach.latent import Latent, Space, leaves
 from banach.solve import Map, Solver
-from banach.solve.solver import Memory, Point, check_count
+from banach.solve.solver import Memory, Point
 
 
 class Observed:
@@ -63,7 +64,7 @@ def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
             f"net must be an ImplicitNetwork, got {type(net).__name__}; of a wrapped one give the inner"
         )
     for step in steps:
-        check_count("every step", step)
+        checks.whole("every step", step, 1)
     if steps and net.compact:
         raise ValueError("expected a network whose batch stays whole, got compact=True; set net.compact = False")
     solver, backward = net.solver, net.backward

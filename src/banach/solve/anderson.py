@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banach.solve.solver import Memory, Point, check_count, check_fraction
+from banach import checks
+from banach.solve.solver import Memory, Point
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Anderson:
     patience: int = 10
 
     def __post_init__(self) -> None:
-        check_count("memory", self.memory)
-        check_count("patience", self.patience)
-        check_fraction("damping", self.damping)
-        if self.ridge is not None and not self.ridge >= 0:
-            raise ValueError(f"ridge must be at least 0, got {self.ridge}")
+        checks.whole("memory", self.memory, 1)
+        checks.whole("patience", self.patience, 1)
+        checks.number("damping", self.damping, below=1)
+        if self.ridge is not None:
+            checks.number("ridge", self.ridge)
         for name in ("bound", "growth"):
             if not getattr(self, name) > 1:
                 raise ValueError(f"{name} must be above 1, got {getattr(self, name)}")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banach.solve.solver import Memory, Point, check_count
+from banach import checks
+from banach.solve.solver import Memory, Point
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Broyden:
     patience: int = 10
 
     def __post_init__(self) -> None:
-        check_count("memory", self.memory)
-        check_count("patience", self.patience)
+        checks.whole("memory", self.memory, 1)
+        checks.whole("patience", self.patience, 1)
         if not self.growth > 1:
             raise ValueError(f"growth must be above 1, got {self.growth}")
 

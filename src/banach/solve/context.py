@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from banach.latent import Space
 
 F = TypeVar("F", bound=Callable[..., Any])
 TF32_EPS = 2.0**-10
 
-# None of these are public, so they may be missing in some version of torch.
-is_transformed: Callable[[], bool]  # True inside a torch.func transform
-try:
-    from torch._C import _are_functorch_transforms_active as is_transformed
-except ImportError:
-
-    def is_transformed() -> bool:
-        return True
-
-
-try:
-    from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-except ImportError:
-
-    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
-        return False
-
-
-_dynamo_callback: Callable[[], object]
-try:
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo_callback
-except ImportError:
-
-    def _dynamo_callback() -> object:
-        return None
+# Private names of torch, with defaults in case a later version drops them.
+is_transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_functorch: Any = torch._C._functorch
+is_functorch_wrapped_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 
 
 def is_compiling() -> bool:
@@ -57,11 +38,9 @@ def is_exporting() -> bool:
 
 def is_vmapped(tensor: Tensor) -> bool:
     """Return True if torch.func.vmap maps over this tensor."""
-    while is_functorch_wrapped_tensor(tensor):
-        if is_batchedtensor(tensor):
-            return True
-        tensor = get_unwrapped(tensor)  # of torch.func.grad
-    return False
+    while is_functorch_wrapped_tensor(tensor) and not _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)  # of torch.func.grad
+    return bool(_functorch.is_batchedtensor(tensor))
 
 
 def without_derivatives(function: F) -> F:
@@ -88,18 +67,9 @@ def without_derivatives(function: F) -> F:
     return cast(F, run)
 
 
-@contextmanager
-def without_tangents() -> Iterator[None]:
+def without_tangents() -> AbstractContextManager[Any]:
     """Turn forward mode off, as `torch.no_grad` turns off recording. (Dynamo does not trace that mode.)"""
-    if torch.compiler.is_compiling():
-        yield
-        return
-    before = torch._C._is_fwd_grad_enabled()
-    torch._C._set_fwd_grad_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_fwd_grad_enabled(before)
+    return nullcontext() if torch.compiler.is_compiling() else forward_ad._set_fwd_grad_enabled(False)
 
 
 def rounding(space: Space) -> float:

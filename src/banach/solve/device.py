@@ -1,4 +1,4 @@
-"""Loops whose end the device decides: what a capture replaces by a while node, and the steps of a solve in one."""
+"""Solves whose end the device decides: captured ones, whose loops are while nodes, and exported ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from banach.latent import detach
 from banach.solve.run import Run
 from banach.solve.state import State
 
@@ -81,3 +82,37 @@ def run_on_device(run: Run, state: State, loop: Loop) -> State:
 
     loop(body, state.active, steps, cycle=cycle, most=most, least=0)
     return state
+
+
+def run_exported(run: Run, state: State) -> State:
+    """Do the same as one traced loop. Its body may not write to what it gets: tensors are carried in and out."""
+    from torch._higher_order_ops import while_loop  # imports Dynamo, which takes a second
+
+    most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", 1)
+    first, outside = before_loop(most, cycle), _traced(run, state.z.shape[0])
+    for k in range(1, first + 1):
+        outside.step(state, k, k)
+    if most == first:
+        return state
+
+    def go_on(steps: Tensor, z: Tensor, best_z: Tensor, active: Tensor, *_: Tensor) -> Tensor:
+        return (steps < most) & active.any()
+
+    def body(steps: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+        inner = State.carried(*carried)
+        here = _traced(run, inner.z.shape[0])
+        for turn in range(1, cycle + 1):
+            here.step(inner, steps + turn, first + turn)
+        return steps + cycle, *inner.to_carry()
+
+    start = torch.full((), first, dtype=torch.int64, device=state.z.device)
+    return State.carried(*while_loop(go_on, body, (start, *state.to_carry()))[1:])
+
+
+def _traced(run: Run, batch: int) -> Run:
+    """Return the run as a traced graph must see it.
+
+    The batch is another symbol in a loop's body. Grad mode is the caller's at run time, so T's value is detached.
+    """
+    space = run.space if run.space.coupled else run.space.resized(batch)
+    return type(run)(lambda *given: detach(run.T(*given)), run.solver, run.tolerance, space, run.inputs)

@@ -19,15 +19,20 @@ from banach.solve.context import (
     without_autocast,
     without_derivatives,
 )
-from banach.solve.device import device_loop, run_on_device
+from banach.solve.device import device_loop, run_exported, run_on_device
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
-from banach.solve.stages import run_exported, untraced
-from banach.solve.state import to_numpy
+from banach.solve.state import on_device, to_numpy
 from banach.solve.tolerance import Tolerance, measure
+
+_LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
+_VMAPPED = (
+    "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on the first "
+    "(batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and max_steps=0"
+)
 
 
 @without_derivatives
@@ -73,29 +78,24 @@ def solve(
     _check(T, solver, inputs, tolerance)
     space, compiling = Space.of(z0, coupled=coupled), is_compiling()
     if tolerance.max_steps and not compiling and is_transformed() and any(map(is_vmapped, leaves(z0))):
-        raise RuntimeError(
-            "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on "
-            "the first (batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and "
-            "max_steps=0"
-        )
+        raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)
     every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
-    on_device = device_loop() if every and not compiling else None  # a capture: the host sees nothing
-    every = 0 if on_device else every
+    loop = device_loop() if every and not compiling else None  # a capture: the host sees nothing
+    every = 0 if loop else every
     on_host = every == 1 and not compiling
     run = Run(T, solver, tolerance, space, inputs, on_host=on_host)
-    run.shown = on_step is not None
     state = run.start(detach(z0))
     check, finish = run.check, run.finish
     if compiling and every:
-        check, finish = untraced(check), untraced(finish)
+        check, finish = map(torch.compiler.disable, (check, finish))  # what the host decides is not traced
     trace: list[Tensor] | None = [] if record else None
     with without_autocast(space):
         if is_exporting():
             state = run_exported(run, state)
-        elif on_device and trace is None and on_step is None:
-            state = run_on_device(run, state, on_device)
+        elif loop and trace is None and on_step is None:
+            state = run_on_device(run, state, loop)
         else:
             k = run.sprint(state, compact=compact) if on_host and trace is None and on_step is None else 0
             while run.busy and k < tolerance.max_steps:
@@ -107,7 +107,7 @@ def solve(
                     on_step(k, space.nest(run.everyone(state).z))
                 if every and (k % every == 0 or k == tolerance.max_steps):
                     state = check(state, k, compact=compact)
-        found = finish(state, trace)
+        found = finish(state, trace, shown=on_step is not None)
     if run.whole is not None:  # samples have left the batch, and were not evaluated since
         run.risen = _risen(run, found, inputs)
     if run.risen is not None and not space.coupled:
@@ -119,7 +119,7 @@ def solve(
 
 def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
     """Return the solution as it is, or with what is wrong with T: then no sample has converged."""
-    fault = probe(T, found.value, inputs, int(cast(np.ndarray, run.risen)[0]))
+    fault = probe(T, found.value, inputs, int(cast(Any, run.risen)[0]))
     if fault is None:
         return found
     return replace(
@@ -131,9 +131,6 @@ def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     )
 
 
-_LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
-
-
 def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
     """Return the numbers of converged samples that are above the tolerance in other company, or None.
 
@@ -141,8 +138,8 @@ def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | N
     they converged.
     """
     here = np.flatnonzero(to_numpy(found.converged))
-    here = here[:: -(-len(here) // _LOOKED_AT)] if len(here) else here
-    index = torch.from_numpy(here).to(found.converged.device)
+    here = here[:: max(1, -(-len(here) // _LOOKED_AT))]
+    index = on_device(here, found.converged)
     space = run.space_of_all.resized(len(here))
     residual, allowed = _residual(run, space, select(found.value, index), select(inputs, index))
     risen = here[~to_numpy(residual <= allowed)]

@@ -49,9 +49,9 @@ def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = Non
     """
     z, inputs = detach(z), detach(tuple(inputs))
     space = Space.of(z)
-    if space.samples < 2:
-        return None
     rows = space.rows(z, "z")
+    if len(rows) < 2 or not rows.numel():
+        return None
     number = torch.arange(len(rows), device=rows.device)
     watched = number % 2 == 1 if row is None else number == row
     before = space.rows(T(z, *inputs)).clone()  # T may write its next value into the same memory
@@ -71,7 +71,7 @@ def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = Non
 
 def _moved(rows: Tensor, sign: int) -> Tensor:
     """Return rows far from these, but of their size: small changes can vanish in a ReLU or in rounding."""
-    size = torch.linalg.vector_norm(rows, dim=1, keepdim=True) / max(rows.shape[1], 1) ** 0.5
+    size = torch.linalg.vector_norm(rows, dim=1, keepdim=True) / rows.shape[1] ** 0.5
     wave = torch.cos(torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)) + 1.5
     return torch.nan_to_num(rows + sign * size.clamp(min=1.0) * wave)
 
@@ -79,6 +79,5 @@ def _moved(rows: Tensor, sign: int) -> Tensor:
 def _differ(before: Tensor, after: Tensor, watched: Tensor, space: Space) -> bool:
     """Do watched rows, finite in both, differ by more than rounding?"""
     finite = before.isfinite().all(1) & after.isfinite().all(1) & watched
-    allowed = min(100 * rounding(space), 1e-2) * before.abs().amax(1).clamp(min=1e-30) if before.numel() else 0.0
-    change = (after - before).abs().amax(1) if before.numel() else before.new_zeros(len(before))
-    return bool((finite & (change > allowed)).any())
+    allowed = min(100 * rounding(space), 1e-2) * before.abs().amax(1).clamp(min=1e-30)
+    return bool((finite & ((after - before).abs().amax(1) > allowed)).any())

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banach.solve.solver import Memory, Point, check_fraction
+from banach import checks
+from banach.solve.solver import Memory, Point
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Picard:
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fraction("damping", self.damping)
+        checks.number("damping", self.damping, below=1)
 
     def start(self, z: Tensor) -> Memory:
         return ()

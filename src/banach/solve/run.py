@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,11 +15,10 @@ from banach.solve.context import is_transformed, rounding, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
 from banach.solve.solver import Point, Solver
-from banach.solve.state import DIVERGED, IDLE, Array, State, all_on_device, on_device, to_numpy
+from banach.solve.state import DIVERGED, IDLE, Array, State, on_device, to_numpy
 from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
 
 Map = Callable[..., Latent]
-Versions = list[int | None]
 
 
 class Run:
@@ -40,7 +39,6 @@ class Run:
         self.inputs, self.on_host = inputs, on_host
         self.plain = space.is_matrix  # a latent that is its own rows
         self.busy = True
-        self.shown = False  # True if `on_step` may hold the iterates
         self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
         self.atol = float(tolerance.atol / self.scale)
@@ -52,14 +50,14 @@ class Run:
         # an evaluation soon after a sample froze, and which samples rose above the tolerance after they froze.
         self.seen: np.ndarray | None = None
         self.nonfinite = 0
-        self.after: np.ndarray | None = None
-        self.earlier: np.ndarray | None = None  # `after` before the last check
-        self.risen: np.ndarray | None = None
+        self.after: Array = np.nan
+        self.earlier: Array = np.nan  # `after` before the last check
+        self.risen: Array | None = None
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
         memory = () if type(self.solver) is Picard else self.solver.start(rows)
-        return State.start(rows, memory, relative=self.tolerance.rtol > 0, on_host=self.on_host)
+        return State.start(rows, memory, self.atol, relative=self.tolerance.rtol > 0, on_host=self.on_host)
 
     def sprint(self, state: State, *, compact: bool) -> int:
         """Take Picard steps while all residuals fall, and return how many.
@@ -101,7 +99,7 @@ class Run:
         stats = self.seen = state.stats
         self.busy = bool(state.count)
         if state.count == len(now):
-            stats[:, 0], stats[:, 1] = now, k
+            stats[:3, 0], stats[:3, 1] = now, k
         elif self.busy:
             stats[1] = stats[0]
             self.after = np.where(stats[0, 1] < k, now, np.nan)
@@ -122,7 +120,7 @@ class Run:
             point = Point(turn, state.z, Tz, r, *state.numbers(), k)
             proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal)
-        state.freeze(self.atol)
+        state.freeze()
 
     def _measured(self, state: State, *, first: bool) -> tuple[Tensor, Array]:
         """Return T(z) - z and its norm per sample, from an evaluation at z unless there was one."""
@@ -176,42 +174,34 @@ class Run:
 
     def check(self, state: State, k: int, *, compact: bool) -> State:
         """Find which samples are done; judge stalling; let done samples leave the batch. Syncs with the host."""
-        stats = self.seen = state.stats if state.on_host else to_numpy(state.stats)
-        test = stats[0, state.tested]
-        active = test > self.atol
-        if state.stalled is not None:
-            active &= ~self._on_host(state.stalled)
+        stats = self.seen = to_numpy(state.stats)
+        test, limit = stats[0, state.tested], stats[3, 0]
         if k > IDLE:
-            active &= ~self._stalled(state, active & (stats[1, 1] <= k - IDLE), stats[0, 0])
+            self._stall(state, (test > limit) & (stats[1, 1] <= k - IDLE), stats)
+        active = test > limit
         count = np.count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            self._note_frozen(stats, k)
+            self.earlier = self.after
+            self.after = np.where(np.isnan(self.after) & (stats[0, 1] < k), stats[2, 0], self.after)
             nonfinite = int(np.count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
                 state.scrub()
         return self._without(state, ~active) if compact and self.busy else state
 
-    def _stalled(self, state: State, idle: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """Stall the idle samples whose residual is not more than rounding, and return which these are.
+    def _stall(self, state: State, idle: np.ndarray, stats: np.ndarray) -> None:
+        """Stall the idle samples whose residual is not more than rounding.
 
         In a divergence the norm of T(z) may overflow before that of the residual: then it tells nothing.
         """
-        if not np.count_nonzero(idle) or state.Tz is None:
-            return np.zeros_like(idle)
-        size = to_numpy(self.measure(state.Tz, self.space))
-        flat = idle & (residual <= rounding(self.space) * size) & (size < np.inf)
+        if not np.count_nonzero(idle):
+            return
+        size = to_numpy(self.measure(cast(Tensor, state.Tz), self.space))
+        flat = idle & (stats[0, 0] <= rounding(self.space) * size) & (size < np.inf)
         if flat.any():
+            stats[3, 0, flat] = np.inf
             state.stall(flat)
-        return flat
-
-    def _note_frozen(self, stats: np.ndarray, k: int) -> None:
-        """Keep the residual of every frozen sample at the first check after it froze."""
-        if self.after is None:
-            self.after = np.full_like(stats[2, 0], np.nan)
-        self.earlier = self.after.copy()
-        np.copyto(self.after, stats[2, 0], where=np.isnan(self.after) & (stats[0, 1] < k))
 
     def _risen(self, state: State) -> np.ndarray | None:
         """Return the numbers of samples that converged and froze, but are above the tolerance now; None if none.
@@ -219,15 +209,14 @@ class Run:
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
         raise its residual a little, to a value that then stays the same at every evaluation.
         """
-        if self.seen is None or self.after is None or self.whole is not None:
+        if self.seen is None or self.whole is not None or isinstance(self.after, float):  # none was seen frozen
             return None
         test, now, now_test = self.seen[0, state.tested], self.seen[2, 0], self.seen[2, state.tested]
         risen = (test <= self.atol) & ~(now_test <= self.atol)
         if not np.count_nonzero(risen):
             return None
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
-            earlier = np.nan if self.earlier is None else self.earlier
-            steady = np.abs(now - earlier) <= 1e-3 * np.abs(earlier)
+            steady = np.abs(now - self.earlier) <= 1e-3 * np.abs(self.earlier)
             alone = steady & (now <= 10 * (now - now_test + self.atol))  # 10 times what the tolerance allows
         found = np.flatnonzero(risen & ~alone)
         return found if len(found) else None
@@ -248,7 +237,7 @@ class Run:
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite, self.after, self.earlier = 0, None, None
+        self.nonfinite, self.after, self.earlier = 0, np.nan, np.nan
         left = state.take(stay)
         self.whole.memory = ()
         return left
@@ -258,67 +247,68 @@ class Run:
         now = self.everyone(state).residual
         return on_device(now.copy(), state.z) if self.on_host else now.clone()
 
-    def finish(self, state: State, trace: list[Tensor] | None) -> Solution:
+    def finish(self, state: State, trace: list[Tensor] | None, *, shown: bool = False) -> Solution:
         """Return the solution: scaled residuals, and the best iterate where that is kept.
 
         If the host keeps the numbers, they become tensors when they are read, which most passes never do.
+        `shown`: `on_step` may hold the iterates, so the value needs memory of its own.
         """
         self.risen = self._risen(state)
-        state = self.everyone(state)
+        state, space = self.everyone(state), self.space_of_all
         found: dict[str, Any] = {"solver": self.solver, "tolerance": self.tolerance}
         if trace is not None:
-            found["residuals"] = tuple(self.space_of_all.spread(row * self.scale) for row in trace)
+            found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
         met = state.test <= self.atol
-        if not self.on_host or state.tested or np.count_nonzero(met) < len(met):
-            return self._finish(state, met, found)
-        if state.Tz is None or self.shown:  # the value would share its memory with z0, or with what on_step saw
-            state.z = state.z.clone()
-        numbers = partial(_numbers, self.space_of_all, self.scale, state.reached, met)
-        return Solution.deferred(self.space_of_all.nest(state.z), numbers, found)
-
-    def _finish(self, state: State, met: Any, found: dict[str, Any]) -> Solution:
-        space, nonfinite, residual = self.space_of_all, state.nonfinite, state.residual
-        stalled = met ^ met if state.stalled is None else state.stalled
-        diverged = (residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
-        best, met = nonfinite | diverged, met & ~nonfinite
-        mask = on_device(best, state.z) if self.on_host else best
-        value = space.nest(torch.where(mask[:, None], state.best_z, state.z).detach())
-        reached = (np.where if self.on_host else torch.where)(best, state.best, state.reached)
-        steps = state.reached[1]
-        if self.seen is not None:
+        if self.on_host and not state.tested and np.count_nonzero(met) == len(met):  # most passes
+            value, columns = state.z.clone() if shown else state.z, (state.residual, state.reached[1], met)
+        else:
+            value, columns = self._judge(state)
             found["failures"] = self._failures(state)
-        if self.on_host:
-            numbers = partial(
-                _numbers, space, self.scale, (reached[0], steps), met, (stalled, nonfinite, diverged)
-            )
-            return Solution.deferred(value, numbers, found)
-        parts = (reached[0] * self.scale, met, steps.long(), stalled, nonfinite, diverged)
-        named: dict[str, Any] = dict(zip(DEFERRED, map(space.spread, parts), strict=True))
-        return Solution(value=value, **named, **found)
+        value = space.nest(value)
+        numbers = partial(_numbers, space, self.scale, columns)  # holds neither T nor its inputs
+        return Solution.deferred(value, numbers, found) if self.on_host else Solution(value, **numbers(), **found)
+
+    def _ends(self, stats: Array, tested: int) -> tuple[Array, Array, Array]:
+        """Return which samples converged, stalled (only checks judge that) and are nonfinite."""
+        test = stats[0, tested]
+        nonfinite = ~(test > -np.inf)
+        met = (test <= self.atol) & ~nonfinite
+        return met, met ^ met if self.seen is None else (test > self.atol) & ~(test > stats[3, 0]), nonfinite
+
+    def _judge(self, state: State) -> tuple[Tensor, tuple[Array, ...]]:
+        """Return the last iterate or the best one, sample by sample, and the columns of `_numbers`."""
+        met, stalled, nonfinite = self._ends(state.stats, state.tested)
+        diverged = (state.residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
+        best = nonfinite | diverged
+        residual = (np.where if self.on_host else torch.where)(best, state.least, state.residual)
+        value = torch.where(state.column(best), state.best_z, state.z).detach()
+        return value, (residual, state.reached[1], met, stalled, nonfinite, diverged)
 
     def _failures(self, state: State) -> frozenset[Status]:
         """Return how samples failed, from what the last check has seen, for warnings that need no host sync."""
-        seen = self.seen if self.whole is None else self._on_host(state.stats)
-        test = cast(np.ndarray, seen)[0, state.tested]
-        nonfinite = ~(test > -np.inf)
-        stalled = np.zeros_like(nonfinite) if state.stalled is None else self._on_host(state.stalled)
-        masks = (nonfinite, stalled, (test > self.atol) & ~stalled)
-        kinds = (Status.NONFINITE, Status.STALLED, Status.MAX_STEPS)
-        return frozenset(status for status, mask in zip(kinds, masks, strict=True) if mask.any())
-
-    def _on_host(self, part: Any) -> np.ndarray:
-        return part if isinstance(part, np.ndarray) else to_numpy(part)
+        if self.seen is None:
+            return frozenset()
+        seen = self.seen if self.whole is None else to_numpy(state.stats)
+        met, stalled, nonfinite = self._ends(seen, state.tested)
+        masks = (~(met | stalled | nonfinite), stalled, nonfinite)
+        kinds = (Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
+        return frozenset(kind for kind, mask in zip(kinds, masks, strict=True) if mask.any())
 
 
-def _numbers(space: Space, scale: float, reached: Any, met: np.ndarray, flags: Any = None) -> dict[str, Tensor]:
-    """Return the tensors of a solution, by name, from arrays: (residual, steps), met, and the three flags."""
-    residual = reached[0] * reached[0].dtype.type(scale)
-    flags = [np.zeros(len(met), bool) for _ in range(3)] if flags is None else flags
-    arrays = (residual, met, reached[1].astype(np.int64), *flags)
-    shown = all_on_device(arrays, leaves(space.template)[0])
-    return dict(zip(DEFERRED, map(space.spread, shown), strict=True))
+def _numbers(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Any]:
+    """Return the tensors of a solution by name, from (residual, steps, met) and (stalled, nonfinite, diverged).
+
+    The last three may be left out if all samples converged. Arrays become tensors by one copy.
+    """
+    if isinstance(columns[0], np.ndarray):
+        table = np.zeros((len(DEFERRED), len(columns[0])), columns[0].dtype)
+        table[: len(columns)] = columns
+        columns = on_device(table, leaves(space.template)[0]).unbind()
+    residual, steps, met, *flags = columns
+    parts = (residual * scale, met.bool(), steps.long(), *(flag.bool() for flag in flags))
+    return dict(zip(DEFERRED, map(space.spread, parts), strict=True))
 
 
-def _versions(tensors: list[Tensor]) -> Versions:
+def _versions(tensors: list[Tensor]) -> list[int | None]:
     """Return how often each tensor was written to; None where that is not counted."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]

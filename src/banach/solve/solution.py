@@ -29,7 +29,6 @@ class Status(enum.Enum):
 
 # The per-sample tensors of a solution, which may be made when they are first read.
 DEFERRED = ("residual", "converged", "steps", "stalled", "nonfinite", "diverged")
-_BY_CODE = (Status.CONVERGED, Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
 
 
 class NotConverged(RuntimeError):
@@ -93,10 +92,9 @@ class Solution:
     @property
     def status(self) -> tuple[Status, ...]:
         """One `Status` per sample."""
-        code = torch.where(self.converged, 0, 1)
-        code = torch.where(self.stalled, 2, code)
-        code = torch.where(self.nonfinite, 3, code)
-        return tuple(_BY_CODE[c] for c in code.tolist())
+        kinds = tuple(Status)  # converged, max_steps, stalled, nonfinite
+        code = torch.where(self.stalled, 2, torch.where(self.converged, 0, 1))
+        return tuple(kinds[c] for c in torch.where(self.nonfinite, 3, code).tolist())
 
     @property
     def trace(self) -> Tensor | None:

@@ -39,17 +39,3 @@ class Solver(Protocol):
     def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
         """The next z, and the memory that goes with it."""
         ...
-
-
-def check_fraction(name: str, value: float) -> None:
-    """Refuse a damping outside [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
-
-
-def check_count(name: str, value: int) -> None:
-    """Refuse a history, or a patience, that is not a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

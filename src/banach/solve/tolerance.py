@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from banach import checks
 from banach.latent import Latent, Space
-
-CHECK_EVERY_ON_GPU = 1  # steps; a host check there costs about as much as one step of a small network
 
 
 class Norm(Protocol):
@@ -58,10 +56,7 @@ class WorstPixel:
         if not parts:
             return rows.new_zeros(len(rows))
         pixels = [torch.linalg.vector_norm(part, dim=1) if part.dim() > 1 else part.abs() for part in parts]
-        if space.coupled:
-            worst = [pixel.amax().view(1) for pixel in pixels]
-        else:
-            worst = [pixel.flatten(1).amax(1) if pixel.dim() > 1 else pixel for pixel in pixels]
+        worst = [pixel.reshape(rows.shape[0], -1).amax(1) for pixel in pixels]
         return worst[0] if len(worst) == 1 else torch.stack(worst).amax(0)
 
     def scale(self, space: Space) -> float:
@@ -89,28 +84,17 @@ class Tolerance:
     check_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("atol", "rtol"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-            if not 0.0 <= float(value) < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {value}")
-        for name in ("max_steps", "check_every"):
-            value = getattr(self, name)
-            if value is None and name == "check_every":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+        checks.number("atol", self.atol)
+        checks.number("rtol", self.rtol)
+        checks.whole("max_steps", self.max_steps)
+        if self.check_every is not None:
+            checks.whole("check_every", self.check_every)
         if isinstance(self.norm, type) or not hasattr(self.norm, "measure"):
             raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")
 
     def checks(self, device: torch.device) -> int:
-        """Return the steps between two host checks on this device, 0 for none."""
-        if self.check_every is None:
-            return 1 if device.type == "cpu" else CHECK_EVERY_ON_GPU
-        return self.check_every
+        """Return the steps between two host checks, 0 for none. By default 1 on every device so far."""
+        return 1 if self.check_every is None else self.check_every
 
 
 def measure(
