@@ -29,10 +29,10 @@ def test_on_a_gpu_every_choice_has_a_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[0] == "training step on cpu, bf16: captured"
     assert lines[1:] == [
         "  CUDA graph: yes",
-        "  own Picard loop: yes",
+        "  own loop: yes",
         "  one-launch kernel: yes",
         "  while node: no, a kernel iterates R",
-        "  fused Picard step: no, there is no while node",
+        "  fused step: no, there is no while node",
         "  bf16 weights: yes",
         "  fused blocks: yes",
         "  window convolutions: yes",
