@@ -252,7 +252,7 @@ def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) ->
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
         _lacking(loop, device),
-        (syncs, "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"),
+        (syncs, "Implicit syncs with the host for its report or its method; NormalCG and Anderson do not"),
     )
 
 
