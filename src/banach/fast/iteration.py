@@ -11,7 +11,8 @@ from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
 from banach.solve import Anderson, Picard, Solution, Tolerance, solve
-from banach.solve.device import before_loop, device_loop, loop_eagerly
+from banach.solve.context import device_loop
+from banach.solve.device import before_loop, loop_eagerly
 from banach.solve.solution import DEFERRED
 from banach.solve.state import DIVERGED
 from banach.solve.tolerance import are_finite, measure
