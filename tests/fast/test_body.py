@@ -215,3 +215,14 @@ def test_what_cannot_be_frozen_goes_through_the_network() -> None:
     assert plan(of(Dropping()).train()).bare.why == "R draws dropout masks"
     net = of(Dropping()).train()
     assert_same_step(net, copy.deepcopy(net), torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(3)])
+def test_a_fixed_depth_takes_the_steps_of_the_solver(solver: Any) -> None:
+    """Anderson at check_every=0 once ran as Picard, since there was no while node and so no fused step."""
+    net = plain_network(Tolerance(atol=1e-6, max_steps=9, check_every=0), solver=solver)
+    found = fast(net, images())[1]
+    assert torch.equal(found.steps, net(images(), solution=True)[1].steps)
+    how = plan(net, "cuda")
+    assert how.loop.why == "check_every is 0, so the depth is max_steps"
+    assert isinstance(solver, Picard) or bool(how.step) or not how.bare

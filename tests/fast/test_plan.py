@@ -32,7 +32,7 @@ def test_on_a_gpu_every_choice_has_a_line(monkeypatch: pytest.MonkeyPatch) -> No
         "  own loop: yes",
         "  one-launch kernel: yes",
         "  while node: no, a kernel iterates R",
-        "  fused step: no, there is no while node",
+        "  fused step: no, a kernel iterates R",
         "  bf16 weights: yes",
         "  fused blocks: yes",
         "  window convolutions: yes",

@@ -27,6 +27,8 @@ class Implicit:
     All methods start at w = g, which is JFB. With host checks on, w is never worse than g: a sample that misses
     the tolerance gets the best w seen, by the Euclidean norm of its true residual; if any sample of the result is
     worse than g, as it can be where T mixes samples, all get g. An unmet tolerance issues an `AdjointWarning`.
+    In a captured training step the loop runs on the device. There all get g if any row of w is worse than g, and
+    nothing warns.
 
     A backward pass evaluates T again, so what T reads must still be what it was. A change in place of an input,
     or of a parameter of a network's R, is refused. What a plain function closes over cannot be seen from here.
@@ -38,8 +40,8 @@ class Implicit:
         method: `NormalCG()` (the paper's, two products per step), `GMRES()`, or the iteration w <- J' w + g by
             `Picard()`, `Anderson()` or `Broyden()`.
         tolerance: relative to g. None: max_steps=500, atol=0 and rtol by the arithmetic of T: float64 1e-8,
-            float32 1e-5, TF32, bfloat16 and float16 1e-2. `Tolerance(max_steps=k, check_every=0)` makes k steps
-            without a host sync, a safeguard or a warning, so that a training step can be captured.
+            float32 1e-5, TF32, bfloat16 and float16 1e-2. `Tolerance(max_steps=k, check_every=0)` makes exactly
+            k steps, without a host sync, a safeguard or a warning.
         report: called after every linear solve as report(products, residual, status): the true number of
             J-products, and per sample the residual |g - (I - J') w| and its `Status`.
         order: derivatives up to this order are exact, in every mixture of forward and reverse mode; higher ones
@@ -74,8 +76,8 @@ class Implicit:
 
     @property
     def products(self) -> int | None:
-        """J-products per sample, where their number is fixed; None where it hangs on the residuals, or a linear
-        solver does not tell."""
+        """J-products per sample, where their number is fixed; None where it depends on the residuals or is
+        unknown."""
         if self.checked or self.report is not None or self.tolerance is None:
             return None
         steps, count = self.tolerance.max_steps, getattr(self.method, "products", None)

@@ -18,7 +18,7 @@ Cycle = Callable[[Adjoint, Tensor, Tensor, int], tuple[Tensor, int]]
 
 
 class LinearSolver(Protocol):
-    """What solves the adjoint equation: from w = g or elsewhere, to its tolerance, asking the host by `idle`."""
+    """Solves the adjoint equation to its tolerance, usually from w = g. It calls `idle` to end early."""
 
     def solve(self, equation: Adjoint) -> Tensor: ...
 
@@ -26,7 +26,7 @@ class LinearSolver(Protocol):
 def in_cycles(equation: Adjoint, cycle: Cycle, *, record: bool = False) -> Tensor:
     """Start at w = g, which is JFB, and correct w by cycles, each from a residual that is computed afresh.
 
-    So rounding in a cycle's recursion is mended by the next. A sample ends when it meets the threshold, or
+    So rounding in a cycle's recursion is corrected by the next. A sample ends when it meets the threshold, or
     when it is within rounding and a cycle no longer halves its residual.
     """
     w, done = equation.g, 0
@@ -86,7 +86,7 @@ class NormalCG:
                 old.copy_(new)
 
         steps = torch.ones((), dtype=torch.int32, device=now[0].device)
-        cast(Any, device_loop())(body, now[-1], steps, cycle=1, most=room, least=0)
+        cast(Any, device_loop())(body, now[-1], steps, cycle=1, max_steps=room, stop_at=0)
         return now[0]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, plan
+from banach.fast.step import run_network
 from banach.fast.weights import Bf16Weights, compiled, forget_packed, frozen_copy, parts_of
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, zeros
@@ -22,16 +23,17 @@ class FastNetwork:
     By JFB and Picard or Anderson, Q, R and S are called one by one: a kernel that knows R iterates it, or an
     `Iteration`. A sample that diverges is marked (`nonfinite`, `diverged`) and keeps its last value: the loss
     shows it. Other solvers and modes go through the network itself. With bf16 weights call `refresh` before the
-    passes of a step, and `collect` after their backward.
+    passes of a step, and `collect` after their backward. A training step calls the object. `banach.compile` calls
+    its parts: Q, R, S and, if `can_solve`, `solve`.
     """
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
         self.net, self.plan = net, plan(net) if how is None else how
         self.bf16: Bf16Weights | None = None
-        self.finds = bool(self.plan.bare)  # `solve` can be called
+        self.can_solve = bool(self.plan.bare)  # `solve` can be called
         predicts = self.plan.task == "prediction"
-        if not (self.finds or predicts):
-            self.whole = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
+        self.whole = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
+        if not (self.can_solve or predicts):
             return
         parts = parts_of(net, self.plan)
         if self.plan.bf16_weights:
@@ -42,19 +44,18 @@ class FastNetwork:
             parts["R"] = self.frozen
         # Not bound methods of the network: compiled parts are called in its place.
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
-        coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-        R = compiled(self.frozen, self.plan)
-        self.loop = Iteration(R, net.solver, net.tolerance, coupled=coupled, fused=bool(self.plan.step))
+        if self.can_solve:
+            coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
+            R = compiled(self.frozen, self.plan)
+            fused = bool(self.plan.step)
+            self.iteration = Iteration(R, net.solver, net.tolerance, coupled=coupled, fused=fused)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
-        if self.plan.bare:
-            v = self.Q(*as_inputs(d))
-            found = self.solve(detach(v))
-            return self.S(self.R(found.value, v)), found
-        if isinstance(self.net, ImplicitNetwork):
-            output, found = self.net(*as_inputs(d), solution=True)
-            return output, found
-        return self.whole(*as_inputs(d)), None
+        if not self.plan.bare:
+            return run_network(self.whole, as_inputs(d))
+        v = self.Q(*as_inputs(d))
+        found = self.solve(detach(v))
+        return self.S(self.R(found.value, v)), found
 
     def refresh(self) -> None:
         """Take up the weights that the optimizer changed. Call it before a step."""
@@ -74,7 +75,7 @@ class FastNetwork:
             z0 = self.net.start(v)
         if self.plan.kernel:
             return kernel_solve(self.net, v, z0)
-        return self.loop(promoted(z0), v)
+        return self.iteration(promoted(z0), v)
 
 
 def kernel_solve(net: ImplicitNetwork, v: Tensor, z0: Tensor | None = None) -> Solution:

@@ -76,7 +76,8 @@ class CompiledNetwork:
             z0: starting latent, such as the `value` of the frame before.
             solution: also return the `Solution`.
         Warns:
-            ConvergenceWarning: without `solution`, if samples did not converge.
+            ConvergenceWarning: without `solution`, if samples did not converge, unless a kernel knows R or
+                `check_every` is 0.
         """
         self._check_mode()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
@@ -117,7 +118,7 @@ class CompiledNetwork:
         met, lost, diverged = torch.stack((everyone.converged, everyone.nonfinite, everyone.diverged)).cpu()
         kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
         again = (lost | diverged).nonzero()[:, 0].to(everyone.y.device)
-        if len(again) and self.fast.finds:  # an `Iteration` keeps no best iterate
+        if len(again) and self.fast.can_solve:  # an `Iteration` keeps no best iterate
             start = None if z0 is None else z0[again]
             better = self._answer(tuple(x[again] for x in d), start, eager=True)[0]
             for mine, other in zip(everyone, better, strict=True):
@@ -133,7 +134,7 @@ class CompiledNetwork:
             v = _per_sample("Q(d)", fast.Q(*d), d[0])
             if self.neighbours is not None and z0 is None:
                 z0 = self.neighbours(v, promoted(self.net.start(v)))
-            found = self._solve(v, z0) if eager or not fast.finds else fast.solve(v, z0)
+            found = self._solve(v, z0) if eager or not fast.can_solve else fast.solve(v, z0)
             z = cast(Tensor, found.value)
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
             y = _per_sample("S(u)", fast.S(u), v)

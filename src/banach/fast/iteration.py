@@ -12,7 +12,7 @@ from torch import Tensor
 from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
 from banach.solve import Anderson, Picard, Solution, Tolerance, solve
 from banach.solve.context import device_loop
-from banach.solve.device import before_loop, loop_eagerly
+from banach.solve.device import loop_eagerly, steps_before_loop
 from banach.solve.solution import DEFERRED
 from banach.solve.state import DIVERGED
 from banach.solve.tolerance import are_finite, measure
@@ -88,6 +88,8 @@ class Iteration:
         coupled: bool = False,
         fused: bool = False,
     ) -> None:
+        if isinstance(solver, Anderson) and tolerance.max_steps and not fused:
+            raise ValueError("Anderson needs fused=True here; use banach.solve")
         self.R, self.solver, self.tolerance = R, solver, tolerance
         self.coupled, self.fused = coupled, fused
 
@@ -99,7 +101,9 @@ class Iteration:
         if isinstance(self.solver, Anderson) and not isinstance(z, Tensor):  # kernels take one tensor
             return solve(self.R, z, self.solver, inputs=(v,), tolerance=self.tolerance)
         cycle = CYCLE if sum(leaf.numel() for leaf in leaves(z)) < LARGE else 1
-        first, Tz = before_loop(most, cycle), self.R(z, v)
+        # At check_every=0 all steps are taken before the loop, so there is no loop.
+        first = most if self.tolerance.check_every == 0 else steps_before_loop(most, cycle)
+        Tz = self.R(z, v)
         everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples, self.solver)
         self._move(everyone, Tz)
         for _ in range(first - 1):
@@ -113,20 +117,20 @@ class Iteration:
     def _go_on(self, everyone: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
         """Iterate until all samples are done, the late ones as smaller batches."""
         samples = everyone
-        for least in (*halves, 0):
-            self._loop(samples, taken, least, cycle)
+        for stop_at in (*halves, 0):
+            self._loop(samples, taken, stop_at, cycle)
             if samples is not everyone:
                 everyone.put(samples)
-            if least:
-                samples = everyone.late(least)
+            if stop_at:
+                samples = everyone.late(stop_at)
 
-    def _loop(self, samples: Samples, taken: Tensor, least: int, cycle: int) -> None:
+    def _loop(self, samples: Samples, taken: Tensor, stop_at: int, cycle: int) -> None:
         def body() -> None:
             for _ in range(cycle):
                 self._step(samples)
 
         loop = device_loop() or loop_eagerly
-        loop(body, samples.active, taken, cycle=cycle, most=self.tolerance.max_steps, least=least)
+        loop(body, samples.active, taken, cycle=cycle, max_steps=self.tolerance.max_steps, stop_at=stop_at)
 
     def _step(self, samples: Samples) -> None:
         self._move(samples, self.R(samples.z, samples.v))

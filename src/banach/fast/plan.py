@@ -54,8 +54,8 @@ class Plan:
         task: "training step" or "prediction".
         device: where the weights are.
         precision: "fp32", "tf32" or "bf16".
-        graph: a whole training step, or a stage of a prediction, is one CUDA graph. Without it everything runs
-            eagerly, and the choices below are not used.
+        graph: the training step or the prediction is captured as CUDA graphs, cut at its while nodes and launched
+            without a host sync. Without it everything runs eagerly, and the choices below are not used.
         bare: Q, R and S are called one by one, and R is iterated by Picard, or by Anderson with a fused step.
         kernel: one kernel launch iterates R until it converges.
         loop: a while node in the CUDA graph iterates R until every sample has stopped.
@@ -150,12 +150,19 @@ def plan(
         bare=bare,
         kernel=kernel,
         loop=loop,
-        step=_unless((not loop, "there is no while node"), (not bare, bare.why), (bool(no_step), no_step)),
+        step=_unless(
+            (not bare, bare.why),
+            (bool(kernel), "a kernel iterates R"),
+            (not _iterates(net), "max_steps is 0"),
+            (bool(no_step), no_step),
+        ),
         bf16_weights=_unless(predicts, half, whole),
         fused=_unless(half, (bool(no_kernel), no_kernel), whole, (no_stack, "there is no stack of known blocks")),
         windows=windows,
         channels_last=_channels_last(device, precision, windows),
-        compiled=_unless((not compile, "not asked for")),
+        compiled=_unless(
+            (not compile, "not asked for"), (isinstance(net, ImplicitNetwork) and whole[0], whole[1])
+        ),
     )
 
 
@@ -222,6 +229,10 @@ def _loop(net: Any, kernel: Choice) -> Choice:
         (net.tolerance.max_steps == 0, "max_steps is 0"),
         (net.tolerance.check_every == 0, "check_every is 0, so the depth is max_steps"),
     )
+
+
+def _iterates(net: Any) -> bool:
+    return isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0
 
 
 def _no_step(net: Any) -> str:

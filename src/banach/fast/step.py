@@ -1,4 +1,4 @@
-"""TrainStep: forward, loss, backward and optimizer as one step, captured as a CUDA graph where the plan allows."""
+"""TrainStep: forward, loss, backward and optimizer as one step, captured as CUDA graphs where the plan allows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Extras:
     """What a step does besides loss, gradient and optimizer.
 
     Attributes:
-        accumulate: so many parts of a batch go through the network one after the other.
+        accumulate: number of parts that a batch is split into, run one after the other.
         clip: largest norm of the gradient.
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
@@ -39,12 +39,12 @@ class Extras:
 
 
 class TrainStep:
-    """step(inputs, targets) -> loss: one training step, on a GPU as one CUDA graph.
+    """step(inputs, targets) -> loss: one training step, captured on a GPU as CUDA graphs.
 
-    Every sample stops at its own depth, as in the network itself: the iteration is a while node in the graph, or a
-    kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step overwrites them, and
-    batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it runs eagerly and a
-    warning gives the reason.
+    Every sample stops at its own depth, as in the network itself: the iteration is a while node between two
+    graphs, or a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step
+    overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
+    runs eagerly and a warning gives the reason.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -59,8 +59,8 @@ class TrainStep:
 
     Attributes:
         plan: what runs, and why not something faster; `print(step.plan)`.
-        reached: the `Solution` of the last step, without its value if it was captured; None for a network without
-            fixed point.
+        reached: the `Solution` of the last step (with `accumulate`, of its last part), without its value if it was
+            captured; None for a network without fixed point.
     """
 
     def __init__(

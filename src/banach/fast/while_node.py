@@ -52,17 +52,24 @@ def missing() -> str:
 
 
 class WhileNode:
-    """Replay `body` while more than `least` samples are active and fewer than `most` steps were taken.
+    """Replay `body` while more than `stop_at` samples are active and fewer than `max_steps` steps were taken.
 
     Args:
         body: the captured graph, made with keep_graph=True. Each run of it takes `cycle` steps.
         active: (samples,) of bool, contiguous. The body writes to it.
         steps: int32 without axes: how many steps were taken. Every run of the body adds `cycle` to it.
-        cycle, most, least: see above.
+        cycle, max_steps, stop_at: see above.
     """
 
     def __init__(
-        self, body: torch.cuda.CUDAGraph, active: Tensor, steps: Tensor, *, cycle: int, most: int, least: int
+        self,
+        body: torch.cuda.CUDAGraph,
+        active: Tensor,
+        steps: Tensor,
+        *,
+        cycle: int,
+        max_steps: int,
+        stop_at: int,
     ) -> None:
         from cuda.bindings import driver
 
@@ -72,7 +79,7 @@ class WhileNode:
         handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
 
         def decide(where: Any, after: list[Any], added: int) -> Any:
-            values = int(handle), active.data_ptr(), active.numel(), least, steps.data_ptr(), added, most
+            values = int(handle), active.data_ptr(), active.numel(), stop_at, steps.data_ptr(), added, max_steps
             return _done(driver.cuGraphAddKernelNode(where, after, len(after), _launch(values)))
 
         first = decide(graph, [], 0)

@@ -1,4 +1,4 @@
-"""A step of Anderson acceleration in three kernels: differences and products, fit and test, the next iterate."""
+"""A step of Anderson in three kernels: products, fit and test, next iterate. Reference: `banach.Anderson.step`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of Picard's iteration in one kernel per tensor: residual, stopping test and the next iterate."""
+"""A step of Picard in one kernel per tensor: residual, test, next iterate. Reference: `Iteration._move`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a solve: grad mode, forward mode, autocast, torch.func, Dynamo; and the rounding of T."""
+"""What surrounds a solve: grad mode, forward mode, autocast, torch.func, Dynamo, a capture; rounding of T."""
 
 from __future__ import annotations
 
@@ -110,8 +110,10 @@ def _tf32_allowed() -> bool:
         return any(getattr(switch, "fp32_precision", "ieee") == "tf32" for switch in newer)
 
 
-# loop(body, active, steps, cycle=, most=, least=): call body() while more than `least` of `active` (samples,) are
-# True and `steps` is below `most`. A body takes `cycle` steps; the loop adds that to `steps`, of type int32.
+# loop(body, active, steps, cycle=, max_steps=, stop_at=): call body() while more than `stop_at` entries of
+# `active` (samples,) are True and `steps` (int32, no axes) is below `max_steps`. A body takes `cycle` steps, which
+# the loop adds to `steps`. `loop_at_least_once` does this in a warm-up, and `Recording.loop` in a capture, as a
+# while node.
 Loop = Callable[..., None]
 
 _current = threading.local()
@@ -119,7 +121,7 @@ _current = threading.local()
 
 @contextmanager
 def loops_by(loop: Loop) -> Iterator[None]:
-    """Let solves with host checks run by this loop, in the block and in this thread."""
+    """Run the loops of solves with host checks by `loop`, in the block and in this thread."""
     before, _current.loop = device_loop(), loop
     try:
         yield
@@ -128,5 +130,5 @@ def loops_by(loop: Loop) -> Iterator[None]:
 
 
 def device_loop() -> Loop | None:
-    """Return what runs the loops of this thread, None if the host does."""
+    """Return the loop of the capture or warm-up that this thread is in, None outside of both."""
     return getattr(_current, "loop", None)

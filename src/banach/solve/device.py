@@ -16,23 +16,27 @@ CYCLE = 2  # steps between two tests of a while node, for solvers without memory
 
 
 def loop_eagerly(
-    body: Callable[[], None], active: Tensor, steps: Tensor, *, cycle: int, most: int, least: int = 0
+    body: Callable[[], None], active: Tensor, steps: Tensor, *, cycle: int, max_steps: int, stop_at: int = 0
 ) -> None:
     """Run a loop with host syncs: what a while node does without."""
-    while int(active.sum()) > least and int(steps) < most:
+    while int(active.sum()) > stop_at and int(steps) < max_steps:
         body()
         steps.add_(cycle)
 
 
 def loop_at_least_once(body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
-    """Run a loop to warm up for its capture: a body that compiles on its first call must have been called."""
+    """Run a loop in a warm-up, then its body once more: a capture cannot compile what has never run."""
     loop_eagerly(body, active, steps, **limits)
     body()
 
 
-def before_loop(most: int, cycle: int, least: int = 1) -> int:
-    """Return how many steps to take before a loop: at least `least`, and `most` less whole cycles."""
-    return next((steps for steps in range(least or 1, most) if (most - steps) % cycle == 0), most)
+def steps_before_loop(max_steps: int, cycle: int, at_least: int = 1) -> int:
+    """Return how many steps to take before a loop whose body takes `cycle` steps.
+
+    The fewest, but `at_least`, that leave a multiple of `cycle`: the loop then ends at `max_steps` exactly.
+    """
+    counts = range(max(at_least, 1), max_steps)
+    return next((steps for steps in counts if (max_steps - steps) % cycle == 0), max_steps)
 
 
 def run_on_device(run: Run, state: State, loop: Loop) -> State:
@@ -42,7 +46,7 @@ def run_on_device(run: Run, state: State, loop: Loop) -> State:
     one whole cycle. Its tensors stay in place from one run to the next.
     """
     most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", CYCLE)
-    first = before_loop(most, cycle, getattr(run.solver, "watched", 0))
+    first = steps_before_loop(most, cycle, getattr(run.solver, "watched", 0))
     for k in range(1, first + 1):
         run.step(state, k, k)
     if most == first:
@@ -59,7 +63,7 @@ def run_on_device(run: Run, state: State, loop: Loop) -> State:
                 old.copy_(new)
         state.z, state.memory = kept[0], kept[1:]
 
-    loop(body, state.active, steps, cycle=cycle, most=most, least=0)
+    loop(body, state.active, steps, cycle=cycle, max_steps=most, stop_at=0)
     return state
 
 
@@ -68,7 +72,7 @@ def run_exported(run: Run, state: State) -> State:
     from torch._higher_order_ops import while_loop  # imports Dynamo, which takes a second
 
     most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", 1)
-    first, outside = before_loop(most, cycle), _traced(run, state.z.shape[0])
+    first, outside = steps_before_loop(most, cycle), _traced(run, state.z.shape[0])
     for k in range(1, first + 1):
         outside.step(state, k, k)
     if most == first:

@@ -107,7 +107,8 @@ class Run:
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
 
-        `turn` is the step as the solver counts it; in an exported program k is a tensor and turn repeats.
+        `k` counts evaluations, `turn` is the step as the solver counts it. In a captured or exported loop k is a
+        tensor, and the turns of one body repeat.
         """
         rtol = self.tolerance.rtol
         r, residual = self._measured(state, first=turn == 1)
@@ -193,7 +194,7 @@ class Run:
     def _stall(self, state: State, idle: np.ndarray, stats: np.ndarray) -> None:
         """Stall the idle samples whose residual is not more than rounding.
 
-        In a divergence the norm of T(z) may overflow before that of the residual: then it tells nothing.
+        In a divergence the norm of T(z) may overflow before that of the residual: then it is ignored.
         """
         if not np.count_nonzero(idle):
             return
