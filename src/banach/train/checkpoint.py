@@ -74,8 +74,7 @@ def write_checkpoint(
 
     target = folder / position.name
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
-        if read_finite(target).position == position:
-            return target
+        return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
     # Copies: safetensors refuses tensors that share memory, as tied weights do.
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
@@ -123,12 +122,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_finite(path: Path) -> Checkpoint:
-    """Read a checkpoint and refuse one whose training had diverged.
+    """Read a checkpoint of a run and refuse one whose training had diverged.
 
     Raises:
-        CheckpointError: if it is damaged, or holds NaN or infinity.
+        CheckpointError: if it is damaged, of another position than its name says, or holds NaN or infinity.
     """
     checkpoint = read_checkpoint(path)
+    if checkpoint.position.name != path.name:
+        raise CheckpointError(f"the checkpoint {path} is damaged: it is of {checkpoint.position.name}")
     if name := nonfinite(checkpoint.tensors):
         raise CheckpointError(f"the checkpoint {path} holds NaN or infinity in {name}: its training had diverged")
     return checkpoint
