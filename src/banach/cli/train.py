@@ -112,9 +112,9 @@ def train(
         torch.set_num_threads(settings.threads)
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
-    if not history.finished:
+    if history.stopped_by is not None:
         console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
-        return 128 + int(history.stopped_by or 0)
+        return 128 + history.stopped_by
     session.finish(history)
     return 0
 
