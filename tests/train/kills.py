@@ -40,7 +40,7 @@ class Killer:
     def __init__(self, folder: Path, last: int) -> None:
         self.folder, self.last, self.count = str(folder), last, 0
         self.fsync = os.fsync
-        os.fsync = self.sync
+        os.fsync = self.sync  # type: ignore[assignment]
         sys.addaudithook(self.hook)
 
     def hook(self, event: str, given: tuple[Any, ...]) -> None:

@@ -186,7 +186,7 @@ def test_a_skipped_batch_changes_nothing(kind: str, captured: bool, monkeypatch:
     steps = [f"in step {bad_step(made, epoch)} of epoch {epoch + 1}" for epoch in (0, 1)]
     assert [text.startswith("skipped one batch") for text in texts] == [True, True]
     assert [step in text for step, text in zip(steps, texts, strict=True)] == [True, True]
-    near = {"rtol": 1e-6, "atol": 1e-8} if captured else {"rtol": 0, "atol": 1e-12}  # captured rates are fp32
+    near: Any = {"rtol": 1e-6, "atol": 1e-8} if captured else {"rtol": 0, "atol": 1e-12}  # captured rates are fp32
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(net.state_dict()[name], value, **near)
     assert all(math.isfinite(epoch.loss) for epoch in history.epochs)

@@ -320,7 +320,7 @@ def test_the_released_protocol_repeats() -> None:
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("kind", ["data", "gradient"])
 def test_captured_steps_note_a_divergence_on_the_device(policy: str, kind: str) -> None:
-    """The number of the first bad step is kept there; a skipped step leaves weights and statistics as they were."""
+    """The first bad step is kept there; a skipped step leaves weights and statistics as they were."""
     made = settings(**SGD, device="cuda", on_nonfinite=policy)
     net = broken_network(kind)
     state = TrainState(net.to("cuda"), Batches(marked().to("cuda"), made.batch_size, made.seed), None, made)

@@ -79,15 +79,15 @@ def optimizer_tensors(
     return {f"{index}.{key}": step if key == "step" else weights[index] for index in found for key in keys}
 
 
-def check_tally(sums: Tensor) -> None:
+def check_tally(sums: Tensor, most: Tensor) -> None:
     """Refuse counts that no epoch can have.
 
     Raises:
         ValueError: if a count is negative or not finite.
     """
-    counts = sums[_COUNTS]
+    counts = torch.cat([sums[_COUNTS], most[:1]])
     if not bool((counts.isfinite() & (counts >= 0)).all()):
-        raise ValueError(f"tally.sums must hold counts, got {counts.tolist()}")
+        raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
