@@ -80,7 +80,7 @@ def test_after_an_error_at_any_step(kind: str, step: int, tmp_path: Path, whole:
     assert [epoch.epoch for epoch in run.metrics()] == [1, 2]
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 6), (signal.SIGINT, 9)])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 6), (signal.SIGHUP, 9)])
 def test_after_a_signal(number: int, step: int, tmp_path: Path, whole: Any) -> None:
     made = settings(**KINDS["adam"])
     run = Run.create(tmp_path / "run", made)
@@ -161,11 +161,11 @@ run = Run.open(path) if Path(path, "settings.json").exists() else Run.create(pat
 if where == "step":
     interrupt(net, int(count), die)
 else:
-    real, calls = checkpoint._sync, [0]
+    real, calls = checkpoint.sync, [0]
     def sync(folder):
         calls[0] += 1
         die() if calls[0] == int(count) else real(folder)
-    checkpoint._sync = sync
+    checkpoint.sync = sync
 train(run, made, net)
 """
 

@@ -25,8 +25,9 @@ from banach.provenance import numbers, plain, provenance
 from banach.train import Epoch, History, Run, RunError, Settings, Totals, evaluate, fit, words
 from banach.train.board import Board
 from banach.train.plot import PlotError, plot_history
+from banach.train.run import PLOT
 
-PLOT, BOARD = "training.png", "tensorboard"
+BOARD = "tensorboard"
 # Every setting is a flag. `--help` explains these: what they mean, and the name of their value.
 SHOWN: dict[str, tuple[str, str | None]] = {
     "data": ("digits | mnist | svhn | cifar10.  [digits]", "NAME"),
@@ -111,9 +112,9 @@ def train(
         torch.set_num_threads(settings.threads)
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
-    if not history.finished:
+    if history.stopped_by is not None:
         console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
-        return 128 + int(history.stopped_by or 0)
+        return 128 + history.stopped_by
     session.finish(history)
     return 0
 

@@ -5,7 +5,7 @@ from banach.train.checkpoint import Checkpoint, CheckpointError, Position, read_
 from banach.train.evaluate import Scorer, evaluate
 from banach.train.fit import fit
 from banach.train.metrics import Epoch, History, Totals
-from banach.train.run import Run, RunError
+from banach.train.run import DivergenceError, Run, RunError
 from banach.train.settings import Settings
 from banach.train.state import Average
 
@@ -13,6 +13,7 @@ __all__ = [
     "Average",
     "Checkpoint",
     "CheckpointError",
+    "DivergenceError",
     "Epoch",
     "History",
     "OneCycle",

@@ -16,6 +16,7 @@ from banach.backward import Implicit, Neumann, Unroll
 from banach.data import counter
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep
+from banach.train.finite import Watch
 from banach.train.penalties import Penalties
 from banach.train.state import TrainState
 
@@ -43,7 +44,9 @@ class Steps:
 
             channels_last(net)
             align_state(state.optimizer)
-        extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, metrics=state.metrics)
+        self.watch = Watch(state, self.feed.place)
+        more: Any = {"metrics": state.metrics, "watch": self.watch}
+        extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, **more)
         loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
@@ -64,7 +67,9 @@ class Steps:
         """Capture the step, if that is planned."""
         if self.plan.graph:
             self.feed.begin_epoch()
-            self.step.prepare()
+            if not self.step.prepared:
+                self.step.prepare()
+                self.watch.reset()  # the warm-up was undone
 
     def take(self) -> None:
         """Take the next step. The caller advances the state's counters."""
@@ -112,6 +117,7 @@ class _EpochFeed:
     def eager(self) -> tuple[tuple[Tensor], Tensor]:
         state, batches = self.state, self.state.batches
         rate = state.rate(state.step)
+        self.place.fill_(state.step + 1)
         for group in state.optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         index = batches.index(self._order(), state.step)
