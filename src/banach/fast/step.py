@@ -29,6 +29,8 @@ class Extras:
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
         metrics: `metrics.add(loss, output, targets, solution)` is called for every part.
+        parallel: on several ranks, `parallel(*d)` calls the network and `parallel.weight(n)` weights the loss of n
+            samples. Such a step is not captured.
     """
 
     accumulate: int = 1
@@ -36,6 +38,7 @@ class Extras:
     penalty: Any = None
     average: Any = None
     metrics: Any = None
+    parallel: Any = None
 
 
 class TrainStep:
@@ -159,7 +162,8 @@ class TrainStep:
         if captured:
             self._network.refresh()
         parts = _parts(d, targets, extras.accumulate)
-        results = [self._part(x, y, len(y) / len(targets), captured=captured) for x, y in parts]
+        weight = 1.0 if extras.parallel is None else extras.parallel.weight(len(targets))
+        results = [self._part(x, y, weight * (len(y) / len(targets)), captured=captured) for x, y in parts]
         if captured:
             self._network.collect()
         if extras.clip is not None:
@@ -189,7 +193,7 @@ class TrainStep:
 
     def _forward(self, d: tuple[Any, ...], *, captured: bool) -> tuple[Any, Solution | None]:
         with self._autocast():
-            output, found = self._network(d) if captured else run_network(self.net, d)
+            output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
             if captured and found is not None:  # the graph would otherwise keep the latent
                 found = found.without_value()
         return at_least_fp32(output), found
@@ -216,11 +220,14 @@ class TrainStep:
         return [value for value in values if isinstance(value, Tensor)]
 
 
-def run_network(net: nn.Module, d: tuple[Any, ...]) -> tuple[Any, Solution | None]:
-    """Call the network. Return its output and the Solution, None for one without fixed point."""
+def run_network(
+    net: nn.Module, d: tuple[Any, ...], call: Callable[..., Any] | None = None
+) -> tuple[Any, Solution | None]:
+    """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
+    call = net if call is None else call
     if isinstance(net, ImplicitNetwork):
-        return cast(tuple[Any, Solution], net(*d, solution=True))
-    return net(*d), None
+        return cast(tuple[Any, Solution], call(*d, solution=True))
+    return call(*d), None
 
 
 def at_least_fp32(output: Any) -> Any:

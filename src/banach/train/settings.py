@@ -49,7 +49,8 @@ class Settings:
     A run is checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. `fast` captures
     steps as CUDA graphs where possible and uses channels_last on a CPU; the mathematics are the same. `compile`
     also compiles Q, R and S on a GPU, which takes from half a minute to some minutes at the start. `threads` are
-    the CPU threads of the process: another number rounds differently.
+    the CPU threads of the process: another number rounds differently. `sharded` applies to several ranks: FSDP2
+    shards the weights over them, for networks that do not fit on one; without it every rank has a copy (DDP).
     """
 
     data: str | None = None
@@ -88,6 +89,7 @@ class Settings:
     compile: bool = False
     checkpoint_every: int = 0
     threads: int | None = None
+    sharded: bool = False
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -317,7 +319,9 @@ _NAME = _is_a((str, type(None)), "a name, or None")
 _SWITCH = _is_a(bool, "true or false")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("data", "augment", "model", "recipe", "solver", "backward", "norm"), _NAME),
-    **dict.fromkeys(("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile"), _SWITCH),
+    **dict.fromkeys(
+        ("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile", "sharded"), _SWITCH
+    ),
     **dict.fromkeys(("epochs", "checkpoint_every"), checks.whole),
     **dict.fromkeys(("batch_size", "accumulate"), partial(checks.whole, least=1)),
     **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32

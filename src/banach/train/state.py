@@ -16,6 +16,7 @@ from banach.diagnose import ContractionMonitor
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position
+from banach.train.distributed import Ranks
 from banach.train.metrics import Epoch, MetricSums
 from banach.train.settings import Settings
 
@@ -57,8 +58,16 @@ class TrainState:
     function of (seed, epoch, step), and `fit` seeds what the network draws by the same three.
     """
 
-    def __init__(self, net: nn.Module, batches: Batches, validation: Images | None, settings: Settings) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        batches: Batches,
+        validation: Images | None,
+        settings: Settings,
+        ranks: Ranks = Ranks(),
+    ) -> None:
         self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
+        self.ranks = ranks
         self.device = settings.torch_device
         self.implicit = isinstance(net, ImplicitNetwork)
         self.optimizer = settings.make_optimizer(net)
