@@ -25,7 +25,11 @@ from banach.train import Run, Settings, distributed, fit, steps
 from banach.train.words import augment
 from train import parts_train
 
-SERVER = ("torch.distributed.fsdp", "torch.distributed.tensor", "banach.cli.train")
+# Imported once, in the process from which all others are forked.
+SERVER = (
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("banach.cli.train", "banach.fast.step", "sklearn.datasets", "matplotlib.pyplot"),
+)
 DEADLINE = 120.0
 
 
