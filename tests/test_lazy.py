@@ -45,7 +45,7 @@ def test_torch_is_not_imported(code: str) -> None:
 def test_a_network_loads_no_kernel_and_nothing_above_it() -> None:
     loaded = loaded_after("from banach import ImplicitNetwork")
     rooms = {name.split(".")[1] for name in loaded if name.startswith("banach.")}
-    assert rooms == {"latent", "solve", "backward", "nn", "network"}
+    assert rooms == {"checks", "latent", "solve", "backward", "nn", "network"}
     assert not any(name.split(".")[0] == "triton" for name in loaded)
 
 

@@ -126,8 +126,8 @@ BAD: list[tuple[type[Exception], Any, str]] = [
     (ValueError, lambda: Neumann(2.5), "order must be a whole number of at least 0, got 2.5"),  # type: ignore[arg-type]
     (ValueError, lambda: Neumann(True), "order must be a whole number of at least 0, got True"),
     (ValueError, lambda: Unroll(0), "steps must be a whole number of at least 1, got 0"),
-    (ValueError, lambda: Unroll(2, damping=1.0), "damping must be at least 0 and below 1, got 1.0"),
-    (ValueError, lambda: Unroll(2, damping=-0.1), "damping must be at least 0 and below 1, got -0.1"),
+    (ValueError, lambda: Unroll(2, damping=1.0), "damping must be a number, at least 0 and below 1, got 1.0"),
+    (ValueError, lambda: Unroll(2, damping=-0.1), "damping must be a number, at least 0 and below 1, got -0.1"),
     (ValueError, lambda: GMRES(0), "restart must be a whole number of at least 1, got 0"),
     (TypeError, lambda: Implicit("cg"), "method must be NormalCG.., GMRES.., Picard.. or Anderson.., got 'cg'"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(NormalCG), "method must be NormalCG.., .* got <class"),  # type: ignore[arg-type]

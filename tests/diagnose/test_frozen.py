@@ -77,6 +77,7 @@ def test_refusals(tiny: Any, data: Tensor) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_cuda(conv: Any, digits: Any) -> None:
     net = conv(drop=0.2).cuda()
     images = digits(4)[0].cuda()

@@ -76,7 +76,7 @@ def test_output_steps_gradient_and_statistics_are_the_networks(
 def test_late_samples_go_on_as_a_smaller_batch(norm: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is that of the whole batch, and R sees the halves of a large one."""
     seen: list[int] = []
-    monkeypatch.setattr("banach.fast.picard.LARGE", 1)
+    monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
     own, other = (plain_network(Tolerance(atol=1e-7, rtol=1e-7, max_steps=90, norm=norm)) for _ in range(2))
     other.R.register_forward_hook(lambda R, given, value: seen.append(len(value)))
     d = torch.linspace(0.1, 6, batch).view(-1, 1, 1, 1) * images(1)
@@ -86,7 +86,7 @@ def test_late_samples_go_on_as_a_smaller_batch(norm: Any, batch: int, monkeypatc
 
 def test_a_batch_that_cannot_be_halved_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here v is one for all samples."""
-    monkeypatch.setattr("banach.fast.picard.LARGE", 1)
+    monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
 
     class Shared(torch.nn.Module):
         def forward(self, u: Any, v: Any) -> Any:

@@ -36,7 +36,7 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test twice; the second time graphs are captured, as programs that run eagerly."""
     if request.param != "CPU":
         simulate_gpu(monkeypatch, kernels=False)
-        monkeypatch.setattr("banach.fast.picard.LARGE", 1)
+        monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
 
 
 @pytest.mark.usefixtures("device")

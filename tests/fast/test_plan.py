@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import banach
-from banach import Anderson, Implicit, Neumann, Tolerance, Unroll, models
+from banach import GMRES, Anderson, Implicit, Neumann, Tolerance, Unroll, models
 from banach.fast import Plan, plan
 from fast.simulated import simulate_gpu
 
@@ -29,10 +29,10 @@ def test_on_a_gpu_every_choice_has_a_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[0] == "training step on cpu, bf16: captured"
     assert lines[1:] == [
         "  CUDA graph: yes",
-        "  own Picard loop: yes",
+        "  own loop: yes",
         "  one-launch kernel: yes",
         "  while node: no, a kernel iterates R",
-        "  fused Picard step: no, there is no while node",
+        "  fused step: no, there is no while node",
         "  bf16 weights: yes",
         "  fused blocks: yes",
         "  window convolutions: yes",
@@ -43,7 +43,7 @@ def test_on_a_gpu_every_choice_has_a_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 GRAPH: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "refused": ({}, {"refused": "fast is off"}, "fast is off"),
-    "Implicit": ({"backward": Implicit()}, {}, "the linear solve of Implicit syncs with the host"),
+    "Implicit": ({"backward": Implicit(GMRES())}, {}, "Implicit syncs with the host for its report or its method"),
 }
 BARE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "solver": ({"solver": Anderson()}, {}, "the solver is Anderson"),

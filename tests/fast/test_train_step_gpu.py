@@ -13,7 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import banach
-from banach import Implicit, Tolerance, WorstPixel, models
+from banach import (
+    GMRES,
+    Anderson,
+    Broyden,
+    ConvergenceWarning,
+    Implicit,
+    Neumann,
+    NormalCG,
+    Picard,
+    Tolerance,
+    WorstPixel,
+    models,
+)
 from banach.fast import TrainStep
 from train.parts_train import plain_network
 
@@ -112,14 +124,85 @@ def own_network(**options: Any) -> Any:
 
 
 def test_implicit_differentiation_with_host_checks_runs_eagerly() -> None:
-    net = own_network(backward=Implicit())
+    net = own_network(backward=Implicit(GMRES()))
     reference = copy.deepcopy(net)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="runs eagerly: the linear solve of Implicit syncs with the host"):
+    with pytest.warns(UserWarning, match="runs eagerly: Implicit syncs with the host"):
         step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
     losses = [float(step(*batch(k))) for k in range(5)]
     assert step.reason is not None
     assert losses == pytest.approx([eager(reference, plain, *batch(k)) for k in range(5)], rel=1e-9)
+
+
+METHODS = {
+    "cg": {"backward": Implicit(NormalCG())},
+    "adjoint by Picard": {"backward": Implicit(Picard())},
+    "adjoint by Anderson": {"backward": Implicit(Anderson(4))},
+    "neumann": {"backward": Neumann(3)},
+    "anderson": {"solver": Anderson(4)},
+    "broyden": {"solver": Broyden(4)},
+    "damped": {"solver": Picard(0.3)},
+}
+
+
+@pytest.mark.parametrize("options", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loops_of_solvers_and_adjoints_are_captured(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Every sample takes the steps that it takes eagerly; the losses and weights are those of eager steps."""
+    net = own_network(**options).to(dtype)
+    net.tolerance = Tolerance(atol=1e-10 if dtype == torch.float64 else 1e-5, max_steps=200)
+    reference = copy.deepcopy(net)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    for k in range(5):
+        d, y = batch(k)
+        found = reference(d.to(dtype), solution=True)[1]
+        loss = float(step(d.to(dtype), y))
+        assert loss == pytest.approx(
+            eager(reference, plain, d.to(dtype), y), rel=1e-9 if dtype == torch.float64 else 1e-4
+        )
+        assert step.reached is not None
+        difference = (step.reached.steps - found.steps).abs().max()
+        assert int(difference) <= (0 if dtype == torch.float64 else 1)
+    assert step.reason is None
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6 if dtype == torch.float64 else 1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(4)])
+def test_a_large_batch_is_halved(solver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
+    net = own_network(solver=solver).float()
+    net.tolerance = Tolerance(atol=1e-5, max_steps=100)
+    d = torch.linspace(0.1, 4, 64, device="cuda").view(-1, 1, 1, 1) * torch.randn(64, 1, 8, 8, device="cuda")
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.0), F.cross_entropy)
+    for _ in range(3):
+        loss = float(step(d, torch.zeros(64, dtype=torch.long, device="cuda")))
+    output, found = net(d, solution=True)
+    assert loss == pytest.approx(
+        float(F.cross_entropy(output, torch.zeros(64, dtype=torch.long, device="cuda"))), rel=1e-4
+    )
+    assert step.reached is not None
+    assert int((step.reached.steps - found.steps).abs().max()) <= 1
+    assert len(set(found.steps.tolist())) > 1
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(4)])
+def test_predictions_loop_on_the_device(solver: Any) -> None:
+    """Also where samples do not converge."""
+    net = own_network(solver=solver).eval()
+    for most in (200, 3):
+        net.tolerance = Tolerance(atol=1e-10, max_steps=most)
+        fast = banach.compile(net)
+        for count in (1, 5, 64):
+            d = torch.randn(count, 1, 8, 8, device="cuda", dtype=torch.float64)
+            y, found = fast(d, solution=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                own, wanted = net(d, solution=True)
+            torch.testing.assert_close(y, own)
+            assert torch.equal(found.steps, wanted.steps)
+            assert torch.equal(found.converged, wanted.converged)
 
 
 class Syncing(torch.nn.Module):

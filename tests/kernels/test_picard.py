@@ -1,4 +1,4 @@
-"""A fused Picard step, in Triton's interpreter, against plain torch."""
+"""Fused steps of Picard and Anderson, in Triton's interpreter, against plain torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from banach import RMS, Euclidean, Picard, Tolerance
-from banach.fast.picard import PicardLoop
+from banach import RMS, Anderson, Euclidean, Picard, Tolerance, solve
+from banach.fast.iteration import Iteration
 
 pytest.importorskip("triton")
 
@@ -34,16 +34,43 @@ def differences() -> list[float]:
         def R(u: Any, v: Any) -> Any:
             return v[0] * u[0] + v[0], (v[1] * u[1]).contiguous() + 1
 
-        found = [PicardLoop(R, Picard(damping), tolerance, fused=fused)(start, pair) for fused in (False, True)]
+        found = [Iteration(R, Picard(damping), tolerance, fused=fused)(start, pair) for fused in (False, True)]
         a, b = ([*one.value, one.residual, one.steps, one.converged, one.nonfinite] for one in found)
         worst.append(max(float((x.double() - y.double()).abs().max()) for x, y in zip(a, b, strict=True)))
     return worst
 
 
-def test_it_is_the_plain_step() -> None:
-    code = "import banach.fast.picard as p, kernels.test_picard as t; p.LARGE = 1; import json; "
-    code += "import banach.kernels.picard as k; k._BLOCK = 2; "
-    code += "print(json.dumps(t.differences()))"
+def anderson_differences() -> list[float]:
+    """Iterate a tensor by Anderson, in several settings, also where it falls back to Picard; in both ways."""
+    worst = []
+    draw = torch.Generator().manual_seed(0)
+    A = torch.randn(9, 6, 6, generator=draw, dtype=torch.float64)
+    A = 0.9 * A / torch.linalg.matrix_norm(A, 2)[:, None, None]
+    A[4] *= 30
+    v = torch.randn(9, 6, generator=draw, dtype=torch.float64)
+    for solver, steps, norm, rtol in (
+        (Anderson(3), 30, RMS(), 0.0),
+        (Anderson(5, damping=0.2, bound=float("inf")), 12, Euclidean(), 1e-4),
+        (Anderson(1, bound=1.5, patience=3), 30, Euclidean(), 0.0),
+    ):
+        tolerance = Tolerance(atol=1e-6, rtol=rtol, max_steps=steps, norm=norm)
+
+        def R(u: Any, v: Any) -> Any:
+            return torch.tanh((A @ u[..., None])[..., 0]) + v
+
+        made: Any = Iteration(R, solver, tolerance, fused=True)(torch.zeros_like(v), v)
+        own: Any = solve(R, torch.zeros_like(v), solver, inputs=(v,), tolerance=tolerance)
+        pairs = [(made.value[own.converged], own.value[own.converged]), (made.steps, own.steps)]
+        pairs += [(made.converged, own.converged), (made.residual * own.converged, own.residual * own.converged)]
+        worst.append(max(float((x.double() - y.double()).abs().max()) for x, y in pairs))
+    return worst
+
+
+@pytest.mark.parametrize("of", ["differences", "anderson_differences"])
+def test_it_is_the_plain_step(of: str) -> None:
+    code = "import banach.fast.iteration as p, kernels.test_picard as t; p.LARGE = 1; import json; "
+    code += "import banach.kernels.picard as k; k._BLOCK = 2; import banach.kernels.anderson as a; a._BLOCK = 2; "
+    code += f"print(json.dumps(t.{of}()))"
     path = os.pathsep.join(("src", "tests"))
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)

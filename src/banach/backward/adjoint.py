@@ -10,6 +10,7 @@ from torch import Tensor
 
 from banach.backward.jacobian import Jacobian
 from banach.solve import Status, Tolerance
+from banach.solve.device import device_loop
 
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 
@@ -40,8 +41,8 @@ class Adjoint:
 
     @cached_property
     def every(self) -> int:
-        """Steps between two host checks; 0: no checks."""
-        return self.tolerance.checks(self.g.device)
+        """Steps between two host checks; 0: no checks, as in a captured solve."""
+        return 0 if device_loop() else self.tolerance.checks(self.g.device)
 
     @cached_property
     def threshold(self) -> Tensor:
@@ -96,6 +97,12 @@ class Adjoint:
         # The same row measured twice may differ by rounding, which must not cost the other rows their w.
         worse = _length(self.residual(w)) > self.start * (1 + 10 * self.eps)
         return self.fallback if bool(worse.any()) else w
+
+    def safeguarded_on_device(self, w: Tensor) -> Tensor:
+        """Return w, or the fallback in all rows if any row of w is worse, without a host sync."""
+        start, last = _length(self.residual(self.fallback)), _length(self.residual(w))
+        worse = ~(last <= start * (1 + 10 * self.eps))
+        return torch.where(worse.any(), self.fallback, w)
 
     def size(self, rows: Tensor) -> Tensor:
         """(samples,): the norm of the tolerance."""

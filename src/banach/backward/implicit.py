@@ -68,14 +68,15 @@ class Implicit:
 
     @property
     def syncs_with_host(self) -> bool:
-        """Does a backward pass wait for the device?"""
-        return self.checked or self.report is not None
+        """Would a captured backward pass sync with the host? NormalCG and solvers loop on the device."""
+        own = hasattr(self.method, "solve") and not isinstance(self.method, NormalCG)
+        return (self.checked and own) or self.report is not None
 
     @property
     def products(self) -> int | None:
         """J-products per sample, where their number is fixed; None where it hangs on the residuals, or a linear
         solver does not tell."""
-        if self.syncs_with_host or self.tolerance is None:
+        if self.checked or self.report is not None or self.tolerance is None:
             return None
         steps, count = self.tolerance.max_steps, getattr(self.method, "products", None)
         if hasattr(self.method, "solve"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from banach.backward.adjoint import Adjoint
 from banach.backward.mode import check_count
+from banach.solve.device import device_loop
 
 # From a residual, who is active and how many steps there are: the update of w, and how many were taken.
 Cycle = Callable[[Adjoint, Tensor, Tensor, int], tuple[Tensor, int]]
@@ -58,20 +59,35 @@ class NormalCG:
         return 1 + 2 * steps if steps else 0
 
     def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
-        w = torch.zeros_like(r)
-        p, power, step = w, torch.ones_like(equation.threshold), 0
-        while True:
-            s = equation.At(r)
-            power, before = torch.linalg.vecdot(s, s), power
-            p = s + ratio(power, before) * p
-            q = equation.A(p)
-            alpha = ratio(power, torch.linalg.vecdot(q, q))
-            w = torch.where(active[:, None], w + alpha * p, w)
-            r = r - alpha * q
-            active = active & (equation.size(r) > equation.threshold)
-            step += 1
-            if step == room or equation.idle(active, step):
-                return w, step
+        zero = torch.zeros_like(r)
+        now, step = self._step(equation, zero, r, zero, torch.ones_like(equation.threshold), active), 1
+        if device_loop() and equation.tolerance.check_every != 0:
+            return self._loop(equation, now, room), room
+        while step < room and not equation.idle(now[-1], step):
+            now, step = self._step(equation, *now), step + 1
+        return now[0], step
+
+    def _step(
+        self, equation: Adjoint, w: Tensor, r: Tensor, p: Tensor, power: Tensor, active: Tensor
+    ) -> tuple[Tensor, ...]:
+        s = equation.At(r)
+        power, before = torch.linalg.vecdot(s, s), power
+        p = s + ratio(power, before) * p
+        q = equation.A(p)
+        alpha = ratio(power, torch.linalg.vecdot(q, q))
+        w, r = torch.where(active[:, None], w + alpha * p, w), r - alpha * q
+        return w, r, p, power, active & (equation.size(r) > equation.threshold)
+
+    def _loop(self, equation: Adjoint, now: tuple[Tensor, ...], room: int) -> Tensor:
+        """Go on after the first step as a loop on the device, whose tensors stay in place."""
+
+        def body() -> None:
+            for old, new in zip(now, self._step(equation, *now), strict=True):
+                old.copy_(new)
+
+        steps = torch.ones((), dtype=torch.int32, device=now[0].device)
+        cast(Any, device_loop())(body, now[-1], steps, cycle=1, most=room, least=0)
+        return now[0]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
 from banach.solve.context import without_tangents
+from banach.solve.device import device_loop
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
 
@@ -56,7 +57,8 @@ class Problem:
         return tuple(map(now.see, found))
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
-        checked = self.tolerance.checks(g.device) > 0
+        captured = device_loop() is not None and self.tolerance.checks(g.device) > 0
+        checked = self.tolerance.checks(g.device) > 0 and not captured
         reported = checked or self.report is not None
         if not self.tolerance.max_steps and not reported:
             return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
@@ -71,6 +73,8 @@ class Problem:
             *(jacobian, self.tolerance, self.eps, right / unit[:, None], unit), tangent=tangent, zero=self.zero
         )
         w = self.method.solve(equation) if hasattr(self.method, "solve") else self._iterate(equation)
+        if captured:
+            w = equation.safeguarded_on_device(w)
         if checked:
             w = equation.safeguarded(w)
         if reported:

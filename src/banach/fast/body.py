@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.fast.picard import PicardLoop
+from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, plan
 from banach.fast.weights import Bf16Weights, compiled, forget_packed, frozen_copy, parts_of
 from banach.latent import Latent, detach, leaves, map_leaves
@@ -19,10 +19,10 @@ from banach.solve import Solution
 class FastNetwork:
     """d -> (output, Solution): N(d) with the layers of the plan. Without a fixed point the Solution is None.
 
-    By Picard and JFB, Q, R and S are called one by one: a kernel that knows R iterates it, or a `PicardLoop`. A
-    sample that leaves the finite numbers is marked (`nonfinite`) and not replaced, so that the loss shows it.
-    Other solvers and modes go through the network itself. With bf16 weights call `refresh` before the passes of a
-    step, and `collect` after their backward.
+    By JFB and Picard or Anderson, Q, R and S are called one by one: a kernel that knows R iterates it, or an
+    `Iteration`. A sample that leaves the finite numbers is marked (`nonfinite`) and not replaced, so that the loss
+    shows it. Other solvers and modes go through the network itself. With bf16 weights call `refresh` before the
+    passes of a step, and `collect` after their backward.
     """
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
@@ -44,7 +44,7 @@ class FastNetwork:
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
         coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
         R = compiled(self.frozen, self.plan)
-        self.loop = PicardLoop(R, net.solver, net.tolerance, coupled=coupled, fused=bool(self.plan.step))
+        self.loop = Iteration(R, net.solver, net.tolerance, coupled=coupled, fused=bool(self.plan.step))
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if self.plan.bare:

@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from banach.backward import JFB, Implicit, Neumann
 from banach.network import ImplicitNetwork
 from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
-from banach.solve import RMS, Euclidean, Picard, WorstPixel
+from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
 
+LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
 
 
@@ -33,10 +34,10 @@ class Choice:
 
 _TITLES = {
     "graph": "CUDA graph",
-    "bare": "own Picard loop",
+    "bare": "own loop",
     "kernel": "one-launch kernel",
     "loop": "while node",
-    "step": "fused Picard step",
+    "step": "fused step",
     "bf16_weights": "bf16 weights",
     "fused": "fused blocks",
     "windows": "window convolutions",
@@ -55,10 +56,10 @@ class Plan:
         precision: "fp32", "tf32" or "bf16".
         graph: a whole training step, or a stage of a prediction, is one CUDA graph. Without it everything runs
             eagerly, and the choices below are not used.
-        bare: Q, R and S are called one by one, and R is iterated by Picard alone.
+        bare: Q, R and S are called one by one, and R is iterated by Picard, or by Anderson with a fused step.
         kernel: one kernel launch iterates R until it converges.
         loop: a while node in the CUDA graph iterates R until every sample has stopped.
-        step: one kernel measures and moves all samples after an evaluation of R.
+        step: kernels measure and move all samples after an evaluation of R.
         bf16_weights: matrices are cast to bf16 once per step.
         fused: stacks of residual blocks run as fused kernels.
         windows: convolutions of few channels run as Triton kernels.
@@ -125,8 +126,9 @@ def plan(
     precision = precision or ("tf32" if device.type == "cuda" and convolves_in_tf32() else "fp32")
     if precision not in ("fp32", "tf32", "bf16"):
         raise ValueError(f"precision must be fp32, tf32 or bf16, got {precision!r}")
-    bare = _bare(net, training=training, observed=observed)
     no_kernel = _no_kernel(net, device)
+    no_step = no_kernel or _no_step(net)
+    bare = _bare(net, no_step, training=training, observed=observed)
     whole = training and not bare, "the network is not taken apart"
     predicts = not training, "for training steps only"
     half = precision != "bf16", f"the precision is {precision}"
@@ -148,7 +150,7 @@ def plan(
         bare=bare,
         kernel=kernel,
         loop=loop,
-        step=_step(net, bare, loop, no_kernel),
+        step=_unless((not loop, "there is no while node"), (not bare, bare.why), (bool(no_step), no_step)),
         bf16_weights=_unless(predicts, half, whole),
         fused=_unless(half, (bool(no_kernel), no_kernel), whole, (no_stack, "there is no stack of known blocks")),
         windows=windows,
@@ -222,17 +224,17 @@ def _loop(net: Any, kernel: Choice) -> Choice:
     )
 
 
-def _step(net: Any, bare: Choice, loop: Choice, no_kernel: str) -> Choice:
-    if not loop:
-        return Choice(False, "there is no while node")
+def _no_step(net: Any) -> str:
+    """Return why kernels do not compute the steps of the solver, "" if they do."""
+    if not isinstance(net, ImplicitNetwork):
+        return "the network has no fixed point"
     coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-    norm = type(net.tolerance.norm)
+    norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
     return _unless(
-        (not bare, bare.why),
-        (bool(no_kernel), no_kernel),
-        (coupled, "the samples stop as one"),
+        (bool(coupled), "the samples stop as one"),
         (norm not in (RMS, Euclidean), f"the norm is {norm.__name__}"),
-    )
+        (memory > LONGEST, f"the memory of the solver is {memory}, at most {LONGEST}"),
+    ).why
 
 
 def _lacking(loop: Choice, device: torch.device) -> tuple[bool, str]:
@@ -250,7 +252,7 @@ def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) ->
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
         _lacking(loop, device),
-        (syncs, "the linear solve of Implicit syncs with the host, unless its tolerance has check_every=0"),
+        (syncs, "Implicit syncs with the host for its report or its method; NormalCG and Anderson do not"),
     )
 
 
@@ -266,13 +268,14 @@ def _graph_of_prediction(net: Any, device: torch.device, refused: str | None, lo
     )
 
 
-def _bare(net: Any, *, training: bool, observed: bool) -> Choice:
+def _bare(net: Any, no_step: str, *, training: bool, observed: bool) -> Choice:
     if not isinstance(net, ImplicitNetwork):
         return Choice(False, "the network has no fixed point")
     modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
     return _unless(
         (not is_as_written(net), "the network overrides forward or has hooks"),
-        (type(net.solver) is not Picard, f"the solver is {type(net.solver).__name__}"),
+        (type(net.solver) not in (Picard, Anderson), f"the solver is {type(net.solver).__name__}"),
+        (type(net.solver) is Anderson and bool(no_step), f"the solver is Anderson, and its kernels: {no_step}"),
         (type(net.backward) not in modes, f"the backward mode is {type(net.backward).__name__}"),
         (observed, "penalties observe the network's own pass"),
         *(_not_copied(net.R) if training else ()),

@@ -1,5 +1,6 @@
 """Kernels in Triton, each with a reference in plain PyTorch. Importing this package does not import Triton."""
 
+from banach.kernels.anderson import AndersonMemory, anderson_step
 from banach.kernels.host import has_triton, says
 from banach.kernels.latent import LatentForm, describe, latent_solve
 from banach.kernels.picard import picard_step
@@ -7,7 +8,9 @@ from banach.kernels.stack import repeated_stack, residual_stack
 from banach.kernels.window import conv2d
 
 __all__ = [
+    "AndersonMemory",
     "LatentForm",
+    "anderson_step",
     "conv2d",
     "describe",
     "has_triton",

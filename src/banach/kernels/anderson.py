@@ -41,21 +41,19 @@ class AndersonMemory:
         )
 
 
-def anderson_step(
-    samples: Any, z: Tensor, Tz: Tensor, memory: AndersonMemory, solver: Anderson, tolerance: Tolerance
-) -> None:
+def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, tolerance: Tolerance) -> None:
     """Move every active sample by a step of Anderson acceleration, and test it.
 
     Args:
-        samples: the numbers of every sample, written in place; see `banach.fast.picard.Samples`.
+        samples: numbers and memory of every sample, written in place; see `banach.fast.iteration.Samples`.
         z: the iterate, written in place. Every sample is one piece of memory.
         Tz: T(z).
-        memory: written in place.
         solver: gives memory, damping and safeguards.
         tolerance: in the norm RMS or Euclidean.
     """
     from banach.kernels.anderson_kernel import fit, mix, products
 
+    memory: AndersonMemory = samples.memory
     if z.stride() != Tz.stride():
         Tz = torch.empty_like(z, dtype=Tz.dtype).copy_(Tz)
     count, width, m = len(z), z[:1].numel(), solver.memory

@@ -21,7 +21,7 @@ def picard_step(
     """Move every active sample from z to d z + (1 - d) T(z), and test it.
 
     Args:
-        samples: the numbers of every sample, written in place; see `banach.fast.picard.Samples`.
+        samples: the numbers of every sample, written in place; see `banach.fast.iteration.Samples`.
         parts: (z, T(z)), one pair per tensor of the latent. Every sample of z is one piece of memory.
         tolerance: in the norm RMS or Euclidean.
         damping: d.

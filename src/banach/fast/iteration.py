@@ -1,15 +1,16 @@
-"""PicardLoop: Picard's iteration on the device, which stops by itself and drops samples that have converged."""
+"""Iteration: Picard or Anderson on the device. It stops by itself and drops samples that have converged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
-from banach.solve import Picard, Solution, Tolerance
+from banach.solve import Anderson, Picard, Solution, Tolerance, solve
 from banach.solve.device import before_loop, device_loop, loop_eagerly
 from banach.solve.solution import DEFERRED
 from banach.solve.tolerance import are_finite, measure
@@ -32,15 +33,21 @@ class Samples:
     allowed: Tensor
     steps: Tensor  # of int32
     arrived: Tensor  # of int32, zero between two steps: counts the programs of a kernel
+    memory: Any = None  # what Anderson's kernels remember
 
     @staticmethod
-    def start(z: Latent, v: Latent, samples: int) -> Samples:
+    def start(z: Latent, v: Latent, samples: int, solver: Any = None) -> Samples:
         first = leaves(z)[0]
         kind = torch.float64 if first.dtype == torch.float64 else torch.float32
         numbers = torch.full((2, samples), torch.inf, dtype=kind, device=first.device)
         active = torch.ones(samples, dtype=torch.bool, device=first.device)
         counts = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
-        return Samples(z, v, None, active, numbers[0], numbers[1], counts[0], counts[1])
+        memory = None
+        if isinstance(solver, Anderson):
+            from banach.kernels import AndersonMemory
+
+            memory = AndersonMemory.start(z, numbers[0], solver.memory)
+        return Samples(z, v, None, active, numbers[0], numbers[1], counts[0], counts[1], memory)
 
     def late(self, count: int) -> Samples:
         """Return copies of so many samples, those that are active among them."""
@@ -54,25 +61,25 @@ class Samples:
             mine.index_copy_(0, part.index, other)
 
 
-class PicardLoop:
-    """z <- d z + (1 - d) R(z, v) until every sample meets the tolerance, or `max_steps`, without a host sync.
+class Iteration:
+    """Iterate R until every sample meets the tolerance, or `max_steps`, without a host sync.
 
     A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample. In
     a large batch it ends at once; and when half of the samples have stopped, the other half goes on as a batch of
-    its own, and so on.
+    its own, and so on (Picard only: the memory of Anderson would have to be copied).
 
     Args:
         R: the map.
-        solver: gives the damping d.
+        solver: Picard, or Anderson if `fused`.
         tolerance: when a sample stops.
         coupled: the samples stop as one.
-        fused: a kernel measures and moves the samples; for independent samples in the norm RMS or Euclidean.
+        fused: kernels measure and move the samples; for independent samples in the norm RMS or Euclidean.
     """
 
     def __init__(
         self,
         R: Callable[..., Latent],
-        solver: Picard,
+        solver: Picard | Anderson,
         tolerance: Tolerance,
         *,
         coupled: bool = False,
@@ -86,15 +93,18 @@ class PicardLoop:
         space, most = Space.of(z, coupled=self.coupled), self.tolerance.max_steps
         if not most:
             return self._solution(Samples.start(z, v, space.samples), space)
+        if isinstance(self.solver, Anderson) and not isinstance(z, Tensor):  # kernels take one tensor
+            return solve(self.R, z, self.solver, inputs=(v,), tolerance=self.tolerance)
         cycle = CYCLE if sum(leaf.numel() for leaf in leaves(z)) < LARGE else 1
         first, Tz = before_loop(most, cycle), self.R(z, v)
-        everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples)
+        everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples, self.solver)
         self._move(everyone, Tz)
         for _ in range(first - 1):
             self._step(everyone)
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
-            self._go_on(everyone, taken, self._halves(everyone, space) if cycle == 1 else [], cycle)
+            halves = self._halves(everyone, space) if cycle == 1 and everyone.memory is None else []
+            self._go_on(everyone, taken, halves, cycle)
         return self._solution(everyone, space)
 
     def _go_on(self, everyone: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
@@ -120,12 +130,15 @@ class PicardLoop:
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
         """Measure and move every sample that is active."""
-        damping = self.solver.damping
+        solver, damping = self.solver, self.solver.damping
         parts = list(zip(leaves(samples.z), leaves_like(samples.z, Tz, "R"), strict=True))
         if self.fused:
-            from banach.kernels import picard_step
+            from banach.kernels import anderson_step, picard_step
 
-            picard_step(samples, parts, self.tolerance, damping)
+            if isinstance(solver, Anderson):
+                anderson_step(samples, *parts[0], solver, self.tolerance)
+            else:
+                picard_step(samples, parts, self.tolerance, damping)
             return
         residual, allowed = measure(Space.of(samples.z, coupled=self.coupled), self.tolerance, samples.z, Tz)
         index, active = samples.index, samples.active if samples.index is None else samples.active[samples.index]
