@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 _PACKAGE = Path(__file__).resolve().parent
+CHECKSUM = "sha256"
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,30 @@ def write_json(path: str | os.PathLike[str], content: Any) -> Path:
     return Path(path)
 
 
+def signed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content as JSON can hold it, with its checksum as the last key."""
+    kept: dict[str, Any] = plain(content)
+    return {**kept, CHECKSUM: _digest(kept)}
+
+
+def unsigned(content: Any) -> dict[str, Any]:
+    """Return what was given to `signed`; older files have no checksum.
+
+    Raises:
+        ValueError: if the checksum is another, or the content is not a table.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a JSON object, got {type(content).__name__}")
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    if CHECKSUM in content and content[CHECKSUM] != _digest(rest):
+        raise ValueError(f"its {CHECKSUM} does not match: the file was damaged or edited")
+    return rest
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 @contextmanager
 def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterator[Any]:
     """Open a file to write: afterwards `path` is either the old one or the complete new one."""
@@ -136,16 +162,50 @@ def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterato
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:  # name the wanted file, not the temporary one
+    except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
-        with open(handle, "wb" if binary else "w", encoding=None if binary else "utf-8") as file:
+        with naming(path), open(handle, "wb" if binary else "w", encoding=None if binary else "utf-8") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp's files are readable by their owner only
         os.replace(name, path)
+        sync(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the wanted file in errors of the system, which name none for a full disk, or a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or not (error.filename is None or "/." in str(error.filename)):
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Write the names in a folder to the disk, where the system lets a folder be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

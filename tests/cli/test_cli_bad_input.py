@@ -144,7 +144,12 @@ def test_settings_that_were_edited_after_training_are_refused(
     run: Path, capsys: Any, key: str, value: Any
 ) -> None:
     path = run / "settings.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    content = json.loads(path.read_text()) | {key: value}
+    path.write_text(json.dumps(content))
+    assert main(["evaluate", "run"]) == 2
+    assert "settings.json cannot be read: its sha256 does not match" in capsys.readouterr().err
+    del content["sha256"]  # as in older runs
+    path.write_text(json.dumps(content))
     for command in (["evaluate", "run"], ["train", "--resume", "run"]):
         assert main(command) == 2
         assert f"the run was started with setting {key}=" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from banach.train import Run, checkpoint
 from banach.train.run import lock
 from banach.train.state import described
 from cli.conftest import SMALL
+from train.parts_train import STATE
 
 NAMES = ("train", "evaluate", "diagnose", "predict", "compare", "models", "data")
 
@@ -168,7 +169,7 @@ def test_files_of_a_killed_start_do_not_block_the_directory(here: Path) -> None:
 
 def test_a_full_disk_loses_nothing(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second epoch's checkpoint does not fit: exit 2, and the run resumes from the first."""
-    write, written = checkpoint._write, []
+    write, written = checkpoint.write_bytes, []
 
     def full(path: Path, content: bytes) -> None:
         written.append(path)
@@ -176,10 +177,10 @@ def test_a_full_disk_loses_nothing(here: Path, capsys: Any, monkeypatch: pytest.
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(checkpoint, "write_bytes", full)
     assert main([*SMALL, "--epochs", "3", "--out", "part"]) == 2
     assert "No space left on device; free some space and resume" in capsys.readouterr().err
-    monkeypatch.setattr(checkpoint, "_write", write)
+    monkeypatch.setattr(checkpoint, "write_bytes", write)
     assert len(Run.open("part").metrics()) == 1
     assert not list(here.glob("part/checkpoints/.half-*"))
     assert main(["train", "--resume", "part"]) == 0
@@ -207,7 +208,7 @@ def test_evaluate_at_other_tolerances_on_another_split(here: Path, capsys: Any) 
 def test_evaluate_says_that_a_run_is_not_finished_and_knows_explicit_models(here: Path, capsys: Any) -> None:
     settings = train.Settings.choose({"model": "resnet56", "epochs": 1, "device": "cpu"})
     net, run = settings.build(), Run.create("explicit", settings)
-    state = dict.fromkeys(checkpoint.KEYS, 0) | {"identity": described(net, settings)}
+    state = {**STATE, "step": 1, "identity": described(net, settings)}
     run.save(train.Position(0, 1), {f"net.{name}": value for name, value in net.state_dict().items()}, state)
     assert main(["evaluate", "explicit", "--eps", "1e-3"]) == 2
     assert "resnet56 has no fixed point; leave out eps" in capsys.readouterr().err
@@ -236,11 +237,12 @@ def test_a_warning_is_one_line_once_a_command(here: Path, capsys: Any, monkeypat
         "warning: the fixed point was not found for all samples: stopped at max_steps above the tolerance; "
         "try more --max-steps, a larger --eps, or --solver anderson\n"
     )
+    few = "warning: in epoch 1 only 0.0% of the samples converged; try more max_steps or a larger tolerance\n"
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         for command in ([*SMALL, "--epochs", "3", "--max-steps", "2"], ["evaluate", "runs/digits-1"]):
             assert main(command) == 0
-            assert capsys.readouterr().err == said
+            assert capsys.readouterr().err == said + (few if "--epochs" in command else "")
 
     def complain(*_: Any) -> None:
         warnings.warn("the sky\nis low", RuntimeWarning, stacklevel=1)

@@ -63,6 +63,16 @@ def settings(**changes: Any) -> Settings:
     return Settings(**{**values, **changes})
 
 
+# The plain values of a checkpoint before the first epoch is done.
+STATE: dict[str, Any] = {
+    **dict.fromkeys(("epoch", "step", "products", "seconds", "rewinds"), 0),
+    "warned": False,
+    "tensors": None,
+    "done": [],
+    "identity": {},
+}
+
+
 def same_weights(a: nn.Module, b: nn.Module) -> bool:
     """Bit by bit, buffers too."""
     first, second = a.state_dict(), b.state_dict()

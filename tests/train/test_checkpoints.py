@@ -13,11 +13,10 @@ from torch import nn
 
 from banach import JFB, Neumann
 from banach.train import CheckpointError, Position, Run, RunError, fit, read_checkpoint
-from banach.train.checkpoint import KEYS, _canonical, _digest, checkpoints, write_checkpoint
-from train.parts_train import images, network, plain_network, same_weights, settings
+from banach.train.checkpoint import _canonical, _digest, checkpoints, write_checkpoint
+from train.parts_train import STATE, images, network, plain_network, same_weights, settings
 
 MADE = settings(checkpoint_every=4)
-STATE = dict.fromkeys(KEYS, 0)
 HELD = images(20, "validation")
 
 
@@ -95,7 +94,8 @@ def test_a_damaged_checkpoint_is_skipped(
 
 
 def write(folder: Path, step: int = 1, **tensors: torch.Tensor) -> Path:
-    return write_checkpoint(folder, Position(0, step), tensors or {"x": torch.ones(1)}, STATE)
+    state = {**STATE, "step": step}
+    return write_checkpoint(folder, Position(0, step), tensors or {"x": torch.ones(1)}, state=state)
 
 
 def test_tied_weights_and_an_empty_tensor(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_tied_weights_and_an_empty_tensor(tmp_path: Path) -> None:
     assert torch.equal(read.tensors["a"], x)
     assert torch.equal(read.tensors["b"], x)
     assert read.tensors["c"].shape == (0,)
-    assert read.state == STATE
+    assert read.state == {**STATE, "step": 1}
 
 
 def test_the_last_two_are_kept_and_a_sound_one_is_not_replaced(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_last_two_are_kept_and_a_sound_one_is_not_replaced(tmp_path: Path) -
     before = file.stat().st_ino
     assert (write(tmp_path, 5) / "state.json").stat().st_ino == before
     cut(file)
-    assert read_checkpoint(write(tmp_path, 5)).state == STATE
+    assert read_checkpoint(write(tmp_path, 5)).state == {**STATE, "step": 5}
 
 
 def test_a_directory_is_not_used_twice(trained: Run, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from banach import GMRES, JFB, ContractionMonitor, Implicit, Neumann, Tolerance, Unroll, data, models
 from banach.data import Batches, Flip
 from banach.models import Constant, Cosine, OneCycle, Steps
-from banach.train import Average, Epoch, Run, Settings, fit
+from banach.train import Average, Epoch, Run, Settings, finite, fit
 from banach.train.plot import plot_history
 from banach.train.state import TrainState
 from banach.train.steps import Steps as TrainSteps
@@ -205,7 +205,9 @@ class Syncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_there_is_no_host_sync_between_steps() -> None:
+def test_there_is_no_host_sync_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(finite._EVERY, "cpu", 100)  # as on a GPU
+
     def syncs(count: int) -> int:
         net = plain_network(Tolerance(max_steps=5, check_every=0))
         with Syncs() as found:

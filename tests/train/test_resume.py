@@ -161,11 +161,11 @@ run = Run.open(path) if Path(path, "settings.json").exists() else Run.create(pat
 if where == "step":
     interrupt(net, int(count), die)
 else:
-    real, calls = checkpoint._sync, [0]
+    real, calls = checkpoint.sync, [0]
     def sync(folder):
         calls[0] += 1
         die() if calls[0] == int(count) else real(folder)
-    checkpoint._sync = sync
+    checkpoint.sync = sync
 train(run, made, net)
 """
 

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from banach import __version__
 from banach.cli.console import PLAIN, spoken_warnings
 
-BAD_INPUT, STOPPED = 2, 130
+BAD_INPUT, DIVERGED, STOPPED = 2, 3, 130
 _SHORT = {
     "train": "Train an implicit network.",
     "evaluate": "Evaluate a run on a split.",
@@ -74,7 +74,9 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, 2 for bad input (with one sentence on stderr), or 128 + signal.
+    """Run a command and return the exit code: 0, 2 for bad input, 3 for a divergence, or 128 + signal.
+
+    What went wrong is one sentence on stderr.
 
     With BANACH_DEBUG=1 errors show their traceback.
     """
@@ -93,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         sentence = _sentence(error)
         if sentence is None or os.environ.get("BANACH_DEBUG"):
             raise
-        return _refuse(sentence)
+        return _refuse(sentence, DIVERGED if type(error).__name__ == "DivergenceError" else BAD_INPUT)
 
 
 def _usage(error: Any) -> int:
@@ -108,9 +110,9 @@ def _usage(error: Any) -> int:
 
 def _sentence(error: Exception) -> str | None:
     """Return the message of an error that the user can do something about, None for others."""
-    from banach.train import CheckpointError, RunError  # a command has imported it already
+    from banach.train import CheckpointError, DivergenceError, RunError  # a command has imported it already
 
-    if isinstance(error, (ValueError, RunError, CheckpointError)):
+    if isinstance(error, (ValueError, RunError, CheckpointError, DivergenceError)):
         return str(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
         return f"there is not enough memory for this; choose smaller settings ({str(error)[:200]})"

@@ -26,8 +26,9 @@ from banach.train import Epoch, History, Run, RunError, Scorer, Settings, Totals
 from banach.train.board import Board
 from banach.train.distributed import Ranks, joined
 from banach.train.plot import PlotError, plot_history
+from banach.train.run import PLOT
 
-PLOT, BOARD = "training.png", "tensorboard"
+BOARD = "tensorboard"
 # Every setting is a flag. `--help` explains these: what they mean, and the name of their value.
 SHOWN: dict[str, tuple[str, str | None]] = {
     "data": ("digits | mnist | svhn | cifar10.  [digits]", "NAME"),

@@ -29,6 +29,7 @@ class Extras:
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
         metrics: `metrics.add(loss, output, targets, solution)` is called for every part.
+        watch: `watch.begin()` and `watch.end(loss)` are called before and after everything else.
         parallel: on several ranks, `parallel(*d)` calls the network and `parallel.weight(n)` weights the loss of n
             samples. Such a step is not captured.
     """
@@ -38,6 +39,7 @@ class Extras:
     penalty: Any = None
     average: Any = None
     metrics: Any = None
+    watch: Any = None
     parallel: Any = None
 
 
@@ -111,9 +113,14 @@ class TrainStep:
         self.feed.take((*d, targets), captured=bool(self.plan.graph))
         return self.run()
 
+    @property
+    def prepared(self) -> bool:
+        """The step has been captured, or will not be."""
+        return self._recording is not None or not self.plan.graph
+
     def prepare(self) -> None:
         """Capture the step, if the plan says so. This draws random numbers and changes nothing else."""
-        if self.plan.graph and self._recording is None:
+        if not self.prepared:
             self._recording = self._capture()
 
     def run(self) -> Tensor:
@@ -158,6 +165,8 @@ class TrainStep:
         """Take a step, eagerly or as part of a CUDA graph."""
         extras = self.extras
         d, targets = self.feed.captured() if captured else self.feed.eager()
+        if extras.watch is not None:
+            extras.watch.begin()
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
             self._network.refresh()
@@ -171,7 +180,10 @@ class TrainStep:
         self.optimizer.step()
         if extras.average is not None:
             extras.average.update(self.net)
-        self._results[captured] = sum((loss for loss, _ in results[1:]), start=results[0][0]), results[-1][1]
+        total = sum((loss for loss, _ in results[1:]), start=results[0][0])
+        if extras.watch is not None:
+            extras.watch.end(total)
+        self._results[captured] = total, results[-1][1]
 
     def _part(
         self, d: tuple[Any, ...], targets: Tensor, share: float, *, captured: bool

@@ -3,6 +3,7 @@
 from banach.models import OneCycle
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position, read_checkpoint
 from banach.train.evaluate import Scorer, evaluate
+from banach.train.finite import DivergenceError
 from banach.train.fit import fit
 from banach.train.metrics import Epoch, History, Totals
 from banach.train.run import Run, RunError
@@ -13,6 +14,7 @@ __all__ = [
     "Average",
     "Checkpoint",
     "CheckpointError",
+    "DivergenceError",
     "Epoch",
     "History",
     "OneCycle",

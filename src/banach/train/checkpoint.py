@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
+from banach.provenance import naming, sync, write_bytes
+from banach.train.validate import check_state, nonfinite
+
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF = "epoch-", ".half-"
-KEEP = 2
-KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a complete state
 
 
 class CheckpointError(RuntimeError):
@@ -56,26 +57,35 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    folder: Path, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
+    folder: Path,
+    position: Position,
+    tensors: Mapping[str, Tensor],
+    *,
+    state: Mapping[str, Any],
+    keep: int = 2,
+    best: Position | None = None,
 ) -> Path:
     """Write a checkpoint under a temporary name, then rename it, so that it is complete or absent.
 
-    The last two up to this position are kept. Later ones were refused, or training would have resumed from them.
+    The last `keep` up to this position are kept, and that of `best`. Later ones were refused, or training would
+    have resumed from them.
     """
     from safetensors.torch import save
 
     target = folder / position.name
-    with suppress(CheckpointError):
-        return read_checkpoint(target).path  # replacing a folder takes two steps, and a kill between would lose it
+    with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
+        if read_finite(target).position == position:
+            return target
     folder.mkdir(parents=True, exist_ok=True)
     # Copies: safetensors refuses tensors that share memory, as tied weights do.
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     text = json.dumps({"tensors": _digest(data), "sha256": _digest(_canonical(state)), "state": state}, indent=1)
     half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
     try:
-        _write(half / TENSORS, data)
-        _write(half / STATE, text.encode())
-        _sync(half)
+        with naming(target):
+            write_bytes(half / TENSORS, data)
+            write_bytes(half / STATE, text.encode())
+        sync(half)
         half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
         if target.exists():
             shutil.rmtree(target)
@@ -83,8 +93,8 @@ def write_checkpoint(
     except BaseException:
         shutil.rmtree(half, ignore_errors=True)
         raise
-    _sync(folder)
-    _prune(folder, target)
+    sync(folder)
+    _prune(folder, target, keep, best)
     return target
 
 
@@ -106,13 +116,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state, data = content["state"], (path / TENSORS).read_bytes()
         _compare(STATE, _digest(_canonical(state)), content["sha256"])
         _compare(TENSORS, _digest(data), content["tensors"])
-        missing = [key for key in KEYS if key not in state]
-        if missing:
-            raise ValueError(f"{STATE} has no {', '.join(missing)}")
-        return Checkpoint(path, load(data), state)
+        return Checkpoint(path, load(data), check_state(state))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {said}") from None
+
+
+def read_finite(path: Path) -> Checkpoint:
+    """Read a checkpoint and refuse one whose training had diverged.
+
+    Raises:
+        CheckpointError: if it is damaged, or holds NaN or infinity.
+    """
+    checkpoint = read_checkpoint(path)
+    if name := nonfinite(checkpoint.tensors):
+        raise CheckpointError(f"the checkpoint {path} holds NaN or infinity in {name}: its training had diverged")
+    return checkpoint
 
 
 def _compare(name: str, got: str, expected: str) -> None:
@@ -128,28 +147,16 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Write the names in a folder to the disk, where the system lets a folder be opened."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _prune(folder: Path, newest: Path) -> None:
+def _prune(folder: Path, newest: Path, keep: int, best: Position | None) -> None:
     found = checkpoints(folder)
-    kept = [path for path in found if path <= newest][-KEEP:]
-    halves = [path for path in folder.glob(f"{_HALF}*") if path.is_dir()]
-    for path in [path for path in found if path not in kept] + halves:
+    kept = [path for path in found if path <= newest][-keep:]
+    for path in found:
+        if path not in kept and (best is None or path.name != best.name):
+            shutil.rmtree(path, ignore_errors=True)
+    remove_halves(folder)
+
+
+def remove_halves(folder: Path) -> None:
+    """Remove what killed processes left of checkpoints they were writing."""
+    for path in folder.glob(f"{_HALF}*"):
         shutil.rmtree(path, ignore_errors=True)

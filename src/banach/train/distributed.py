@@ -96,6 +96,12 @@ class Ranks:
         own = signals[0] if signals else 0
         return own if self.count == 1 else int(_reduced(torch.tensor(own), dist.ReduceOp.MAX))
 
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of each value on any rank; infinity for NaN, which a maximum may lose."""
+        if self.count == 1:
+            return values
+        return _reduced(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf), dist.ReduceOp.MAX)
+
     def from_first(self, make: Callable[[], Value]) -> Value:
         """Return make() of the first rank, on all of them."""
         if self.count == 1:
@@ -169,9 +175,8 @@ class LargestOnRanks:
     norm: Norm
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
-        """Return the largest norm per row; infinity if one is NaN, which a maximum may lose."""
-        own = self.norm.scale(space) * self.norm.measure(rows, space)
-        return _reduced(torch.nan_to_num(own, nan=torch.inf, posinf=torch.inf), dist.ReduceOp.MAX)
+        """Return the largest norm per row."""
+        return Ranks.here().largest(self.norm.scale(space) * self.norm.measure(rows, space))
 
     def scale(self, space: Space) -> float:
         return 1.0
@@ -244,6 +249,12 @@ def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
     return {  # sorted: each one is a collective, and a file may be read in another order on every rank
         name: _placed(tensors[name], likes.get(name, _weight_of(name, weights))) for name in sorted(tensors)
     }
+
+
+def local(value: Any) -> Tensor:
+    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
+    found: Tensor = value.detach()
+    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined,no-any-return]
 
 
 def is_sharded(value: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import nn
 
 from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
+from banach.solve import ConvergenceWarning
 from banach.train.checkpoint import Position
-from banach.train.distributed import Ranks, placed, whole
+from banach.train.distributed import Ranks, whole
 from banach.train.evaluate import Scorer, evaluate
+from banach.train.finite import Divergence
 from banach.train.metrics import Epoch, History
 from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
@@ -24,6 +25,7 @@ from banach.train.settings import Settings
 from banach.train.state import TrainState
 from banach.train.steps import Steps, counted_products
 
+_FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
 _WATCHED = 8  # images on which the contraction is measured after every epoch
 
 
@@ -52,9 +54,14 @@ def fit(
         settings: how to train.
         augment: changes the training images.
         run: a run directory. Training goes on from its last checkpoint, on a CPU bit by bit as if it had never
-            stopped. SIGINT and SIGTERM make it checkpoint and return.
+            stopped. SIGINT, SIGTERM and SIGHUP make it checkpoint and return.
         on_epoch, on_step: called after every epoch and step.
         on_plan: called once, before the first step, with the `Plan` that says how steps run.
+    Returns:
+        History, the epochs that are done.
+    Raises:
+        DivergenceError: if a step was not finite and `settings.on_nonfinite` does not help.
+        CheckpointError, RunError: if the run directory is damaged, or of another run.
     """
     device = settings.torch_device
     _check_splits(train, validation)
@@ -66,6 +73,7 @@ def fit(
     held = None if validation is None else validation.to(device)
     ranks.prepare(net.to(device), settings)
     state = TrainState(net, batches, held, settings, ranks)
+    divergence = Divergence(state, run)
 
     def save() -> None:
         if run is None:
@@ -82,6 +90,8 @@ def fit(
             if ranks.first:
                 stack.enter_context(lock(run.path))
             _resume(run, state)
+            if settings.on_nonfinite == "rewind" and not state.position > Position(0, 0):
+                save()  # something to return to
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         stack.enter_context(counted_products(state))
@@ -103,9 +113,12 @@ def fit(
                 state.step += 1
                 if on_step is not None:
                     on_step(state.position)
-                if _is_due(state):
+                stopped, due = ranks.agree(signals), _is_due(state)
+                if divergence.found(steps.watch, now=stopped > 0 or due):
+                    steps = Steps(state)  # captured steps point to the old state of the optimizer
+                    break
+                if due:
                     save()
-                stopped = ranks.agree(signals)
                 if stopped:
                     break
             else:
@@ -142,7 +155,17 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     memory = torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None
     state.net.eval()
     held, sigma = _validate(state, scorer), _contraction(state)
-    return Epoch(epoch=state.epoch + 1, **figures, **held, sigma=sigma, memory=memory)
+    epoch = Epoch(epoch=state.epoch + 1, **figures, **held, sigma=sigma, memory=memory)
+    if _is_unsolved(state, epoch) and not any(_is_unsolved(state, earlier) for earlier in state.done):
+        text = f"in epoch {epoch.epoch} only {epoch.converged:.1%} of the samples converged"
+        warnings.warn(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning, stacklevel=3)
+    return epoch
+
+
+def _is_unsolved(state: TrainState, epoch: Epoch) -> bool:
+    """Return True if almost no solve of an epoch converged, though a fixed depth was not meant."""
+    net: Any = state.net
+    return epoch.converged is not None and epoch.converged < _FEW and net.tolerance.check_every != 0
 
 
 def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
@@ -181,10 +204,11 @@ def _is_due(state: TrainState) -> bool:
 
 def _resume(run: Run, state: TrainState) -> None:
     run.check(state.settings)
+    if state.ranks.first:
+        run.clean()
     checkpoint = run.latest()
     if checkpoint is not None:
-        state.restore(replace(checkpoint, tensors=placed(checkpoint.tensors, state)))
-        state.ranks.go_on(state)
+        state.restore(checkpoint)
         if state.ranks.first:
             run.write_metrics(state.done)
     if (place := state.ranks.from_first(lambda: state.position)) != state.position:

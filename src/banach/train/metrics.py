@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,16 @@ class MetricSums:
             return Totals(*shares, None, None, None, None, None)
         if not most[0]:  # the explicit twin takes no step, so it has no residual and meets no tolerance
             return Totals(*shares, 0.0, 0, None, None, None)
-        return Totals(*shares, depth / solved, int(most[0]), residual / solved, most[1], converged / solved)
+        share = converged / solved if math.isfinite(loss) else math.nan  # a NaN output is no answer
+        return Totals(*shares, depth / solved, int(most[0]), residual / solved, most[1], share)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "None": (type(None),),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +115,18 @@ class Epoch:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Epoch:
-        """Return what `to_dict` wrote. Older files have no `warm_up`."""
-        return Epoch(**{"warm_up": values.get("epoch") == 1} | numbers(values))
+        """Return what `to_dict` wrote. Older files have no `warm_up`.
+
+        Raises:
+            TypeError: if a field is missing, unknown or of another type.
+            ValueError: if a string is not a number.
+        """
+        epoch = Epoch(**{"warm_up": values.get("epoch") == 1} | numbers(values))
+        for field in dataclasses.fields(epoch):
+            value, kinds = getattr(epoch, field.name), str(field.type).split(" | ")
+            if not any(type(value) in _KINDS[kind] for kind in kinds):
+                raise TypeError(f"{field.name} must be {field.type}, got {str(value)[:60]!r}")
+        return epoch
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +16,24 @@ from typing import Any
 
 from torch import Tensor
 
-from banach.provenance import numbers, provenance, whole_file, write_json
+from banach.provenance import numbers, provenance, signed, unsigned, whole_file, write_json
 from banach.train.checkpoint import (
     Checkpoint,
     CheckpointError,
     Position,
     checkpoints,
-    read_checkpoint,
+    read_finite,
+    remove_halves,
     write_checkpoint,
 )
 from banach.train.metrics import Epoch, Totals
-from banach.train.settings import Settings
+from banach.train.settings import FREE, Settings
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
-TEST, LOCK = "test.json", ".lock"
+TEST, PLOT, LOCK = "test.json", "training.png", ".lock"
+
+
+TERMINATING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class RunError(RuntimeError):
@@ -56,7 +61,7 @@ class Run:
             _check_free(path)
             # The settings come last: if they exist, the rest of a new run exists too.
             write_json(path / ENVIRONMENT, provenance(settings.to_dict(), device=settings.torch_device))
-            write_json(path / SETTINGS, settings.to_dict())
+            write_json(path / SETTINGS, signed(settings.to_dict()))
         return Run(path, settings)
 
     @staticmethod
@@ -72,17 +77,21 @@ class Run:
         except OSError as error:
             raise RunError(f"there is no run in {path}: {error.strerror}: {SETTINGS}") from None
         with _reading(path / SETTINGS, "fix the file, or start a new run with --out"):
-            return Run(path, Settings.from_dict(json.loads(text)))
+            if not text.strip(b"\0 \r\n"):  # what a power cut leaves of a file
+                return Run(path, _restored_settings(path))
+            return Run(path, Settings.from_dict(unsigned(json.loads(text))))
 
     def check(self, settings: Settings) -> None:
-        """Refuse to resume with other settings; the device may change."""
+        """Refuse to resume with other settings, but for those of `FREE`."""
         given, advice = settings.to_dict(), "resume with the settings of the run, or choose another directory"
         for key, mine in self.settings.to_dict().items():
-            if key != "device" and mine != given[key]:
+            if key not in FREE and mine != given[key]:
                 raise RunError(f"{self.path} was started with {key}={mine!r}, got {given[key]!r}; {advice}")
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest sound checkpoint, None before the first. Damaged ones are skipped with a warning.
+        """Return the newest sound checkpoint, None before the first. Others are skipped with a warning.
+
+        A checkpoint is sound if it is complete and finite.
 
         Raises:
             CheckpointError: if there are checkpoints and none is sound.
@@ -91,7 +100,7 @@ class Run:
         found = checkpoints(folder)
         for path in reversed(found):
             try:
-                return read_checkpoint(path)
+                return read_finite(path)
             except CheckpointError as error:
                 earlier = "the one before it is tried" if path != found[0] else "there is none before it"
                 warnings.warn(f"{error}; {earlier}", RuntimeWarning, stacklevel=2)
@@ -99,13 +108,32 @@ class Run:
             raise CheckpointError(f"no checkpoint in {folder} is sound; delete that folder to begin again")
         return None
 
+    def best(self) -> Checkpoint | None:
+        """Return the checkpoint of the epoch with the best validation accuracy, None if there is none.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        position = _best(self.metrics())
+        path = None if position is None else self.path / CHECKPOINTS / position.name
+        return None if path is None or not path.exists() else read_finite(path)
+
     def save(self, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint."""
-        write_checkpoint(self.path / CHECKPOINTS, position, tensors, state)
+        """Write a checkpoint. The last ones and the best one are kept."""
+        best = _best([Epoch.from_dict(values) for values in state["done"]])
+        folder, keep = self.path / CHECKPOINTS, self.settings.keep
+        write_checkpoint(folder, position, tensors, state=state, keep=keep, best=best)
+
+    def clean(self) -> None:
+        """Remove temporary files that a killed process left; call it while holding the lock."""
+        for name in (SETTINGS, ENVIRONMENT, METRICS, TEST, PLOT):
+            for file in self.path.glob(f".{name}.*"):
+                file.unlink(missing_ok=True)
+        remove_halves(self.path / CHECKPOINTS)
 
     def write_metrics(self, epochs: Iterable[Epoch]) -> None:
         """Write one JSON line per epoch. The whole file is replaced, so no epoch can occur twice."""
-        lines = [json.dumps(epoch.to_dict(), allow_nan=False) + "\n" for epoch in epochs]
+        lines = [json.dumps(signed(epoch.to_dict()), allow_nan=False) + "\n" for epoch in epochs]
         with whole_file(self.path / METRICS) as file:
             file.writelines(lines)
 
@@ -115,16 +143,17 @@ class Run:
         if not path.exists():
             return ()
         with _reading(path, "delete it, and resume the run to write it"):
-            return tuple(Epoch.from_dict(json.loads(line)) for line in path.read_bytes().splitlines())
+            lines = path.read_bytes().splitlines()
+            return tuple(Epoch.from_dict(unsigned(json.loads(line))) for line in lines)
 
     def write_test(self, content: Mapping[str, Any]) -> None:
         """Store the figures of the test set, which is read once."""
-        write_json(self.path / TEST, content)
+        write_json(self.path / TEST, signed(content))
 
     def write_plan(self, plan: dict[str, str]) -> None:
-        """Add how steps run to environment.json. Nothing is read from that file, so a damaged one is replaced."""
+        """Add how steps run to environment.json; a damaged one is replaced."""
         path, content = self.path / ENVIRONMENT, {}
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             content = dict(json.loads(path.read_bytes()))
         write_json(path, {**content, "plan": plan})
 
@@ -134,10 +163,27 @@ class Run:
         if not path.exists():
             return None
         with _reading(path, "delete it, and resume the run"):
-            content: dict[str, Any] = json.loads(path.read_bytes())
+            content = unsigned(json.loads(path.read_bytes()))
             totals = Totals(**numbers(content["totals"]))
             float(totals.accuracy), float(totals.loss), content["title"], content["count"]
             return {**content, "totals": vars(totals)}
+
+
+def _best(epochs: Sequence[Epoch]) -> Position | None:
+    """Return where the epoch with the best validation accuracy ended; of equal ones the first."""
+    finite = [epoch for epoch in epochs if math.isfinite(epoch.validation_loss or 0.0)]
+    judged = [
+        (epoch.validation_accuracy, -epoch.epoch) for epoch in finite if epoch.validation_accuracy is not None
+    ]
+    return Position(-max(judged)[1], 0) if judged else None
+
+
+def _restored_settings(path: Path) -> Settings:
+    """Return the settings that environment.json holds, and write them to settings.json again."""
+    settings = Settings.from_dict(json.loads((path / ENVIRONMENT).read_bytes())["settings"])
+    warnings.warn(f"{path / SETTINGS} was empty and is restored from {ENVIRONMENT}", RuntimeWarning, stacklevel=3)
+    write_json(path / SETTINGS, signed(settings.to_dict()))
+    return settings
 
 
 @contextmanager
@@ -180,7 +226,7 @@ def _check_free(path: Path) -> None:
 
 @contextmanager
 def noted_signals(wanted: bool = True) -> Iterator[list[int]]:
-    """Yield a list to which the first SIGINT or SIGTERM in the block is added; a second one acts as before.
+    """Yield a list to which the first SIGINT, SIGTERM or SIGHUP is added; a second one acts as before.
 
     Outside the main thread, where Python does not allow signal handlers, nothing changes.
     """
@@ -198,7 +244,7 @@ def noted_signals(wanted: bool = True) -> Iterator[list[int]]:
         noted.append(number)
         restore()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *TERMINATING):
         # An ignored signal stays ignored, as in a background job. None: a handler that Python did not install.
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             before[number] = signal.signal(number, note)

@@ -24,6 +24,8 @@ from banach.solve import Tolerance
 from banach.train import words
 
 OPTIMIZERS, PRECISIONS = ("adam", "adamw", "sgd"), ("fp32", "tf32", "bf16")
+POLICIES = ("stop", "skip", "rewind")
+FREE = ("device", "on_nonfinite", "keep")  # these may change when a run is resumed
 FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
 PENALTIES = ("jacobian_penalty", "finite_difference", "correction", "correction_steps")
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
@@ -46,11 +48,16 @@ class Settings:
     times the losses at the iterates of `correction_steps` is added, see `banach.nn.fixed_point_correction`. The
     reported loss is without them.
 
-    A run is checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. `fast` captures
-    steps as CUDA graphs where possible and uses channels_last on a CPU; the mathematics are the same. `compile`
-    also compiles Q, R and S on a GPU, which takes from half a minute to some minutes at the start. `threads` are
-    the CPU threads of the process: another number rounds differently. `sharded` applies to several ranks: FSDP2
-    shards the weights over them, for networks that do not fit on one; without it every rank has a copy (DDP).
+    A run is checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. The last `keep`
+    checkpoints and the best one on the validation images are kept. A step that is not finite ends the training
+    (`on_nonfinite` "stop"), is undone ("skip"), or returns to the last checkpoint with a tenth of the rate
+    ("rewind", at most five times).
+
+    `fast` captures steps as CUDA graphs where possible and uses channels_last on a CPU; the mathematics are the
+    same. `compile` also compiles Q, R and S on a GPU, which takes from half a minute to some minutes at the start.
+    `threads` are the CPU threads of the process: another number rounds differently. `sharded` applies to several
+    ranks: FSDP2 shards the weights over them, for networks that do not fit on one; without it every rank has a
+    copy (DDP).
     """
 
     data: str | None = None
@@ -88,6 +95,8 @@ class Settings:
     fast: bool = True
     compile: bool = False
     checkpoint_every: int = 0
+    keep: int = 2
+    on_nonfinite: str = "stop"
     threads: int | None = None
     sharded: bool = False
     device: str = "auto"
@@ -323,7 +332,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
         ("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile", "sharded"), _SWITCH
     ),
     **dict.fromkeys(("epochs", "checkpoint_every"), checks.whole),
-    **dict.fromkeys(("batch_size", "accumulate"), partial(checks.whole, least=1)),
+    **dict.fromkeys(("batch_size", "accumulate", "keep"), partial(checks.whole, least=1)),
     **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32
     **dict.fromkeys(("jacobian_penalty", "correction"), checks.number),
     **dict.fromkeys(("momentum", "label_smoothing"), partial(checks.number, below=1)),
@@ -335,6 +344,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "ema": _optional(partial(checks.number, below=1)),
     "optimizer": partial(nearest, known=OPTIMIZERS),
     "precision": partial(nearest, known=PRECISIONS),
+    "on_nonfinite": partial(nearest, known=POLICIES),
     "schedule": _check_schedule,
     "correction_steps": _check_steps,
     "device": _check_device,

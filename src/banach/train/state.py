@@ -6,7 +6,8 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,13 @@ from banach.diagnose import ContractionMonitor
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position
-from banach.train.distributed import Ranks
+from banach.train.distributed import Ranks, placed
 from banach.train.metrics import Epoch, MetricSums
-from banach.train.settings import Settings
+from banach.train.settings import FREE, Settings
+from banach.train.validate import check_tally, check_tensors, optimizer_tensors
+
+LOWER = 0.1  # times the learning rate, after every rewind
+_OPTIMIZER = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Average:
@@ -67,7 +72,7 @@ class TrainState:
         ranks: Ranks = Ranks(),
     ) -> None:
         self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
-        self.ranks = ranks
+        self.ranks, self.parallel = ranks, cast(Any, None)  # a `Parallel`, once steps are made on several ranks
         self.device = settings.torch_device
         self.implicit = isinstance(net, ImplicitNetwork)
         self.optimizer = settings.make_optimizer(net)
@@ -76,7 +81,7 @@ class TrainState:
         self.monitor = ContractionMonitor(seed=settings.seed)
         parts = {"train": batches.images, "validation": validation, "augment": batches.augment}
         self.identity = _reprs(parts) | described(net, settings)
-        self.epoch = self.step = 0
+        self.epoch = self.step = self.rewinds = 0
         self.done: list[Epoch] = []
         self.warm_up, self.begun_at = True, 0
         self.begin_epoch()
@@ -93,7 +98,8 @@ class TrainState:
     def rate(self, step: int) -> float:
         """Return the learning rate of a step of this epoch."""
         settings = self.settings
-        return settings.lr * settings.schedule.multiplier(self.epoch + step / len(self.batches), settings.epochs)
+        share = settings.schedule.multiplier(self.epoch + step / len(self.batches), settings.epochs)
+        return settings.lr * share * LOWER**self.rewinds
 
     def begin_epoch(self) -> None:
         """Reset the sums, the counts and the clock."""
@@ -127,9 +133,9 @@ class TrainState:
 
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint, as plain values."""
-        kept = {name: getattr(self, name) for name in ("epoch", "step", "products", "seconds")}
-        done = [epoch.to_dict() for epoch in self.done]
-        return {**kept, "warned": self.monitor.warned, "done": done, "identity": self.identity}
+        kept = {name: getattr(self, name) for name in ("epoch", "step", "products", "seconds", "rewinds")}
+        kept |= {"warned": self.monitor.warned, "tensors": len(self.tensors())}
+        return {**kept, "done": [epoch.to_dict() for epoch in self.done], "identity": self.identity}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint.
@@ -138,13 +144,12 @@ class TrainState:
             CheckpointError: if it is of another network, other data or other settings.
         """
         check_identity(checkpoint.state["identity"], self.identity)
+        checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, self))
         load_weights(self.net, checkpoint)
         try:
-            self._restore_rest(checkpoint)
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            self._check(checkpoint)
+        except ValueError as error:
             raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
-
-    def _restore_rest(self, checkpoint: Checkpoint) -> None:
         tensors, state = checkpoint.tensors, checkpoint.state
         self._restore_optimizer(checkpoint.under("optimizer"))
         if self.average is not None:
@@ -152,10 +157,26 @@ class TrainState:
                 self.average.weights[name].copy_(value)
         self.metrics.sums.copy_(tensors["tally.sums"])
         self.metrics.most.copy_(tensors["tally.most"])
-        self.epoch, self.step, self.products = state["epoch"], state["step"], state["products"]
+        for name in ("epoch", "step", "products", "rewinds"):
+            setattr(self, name, state[name])
         self.spent, self.since = state["seconds"], time.perf_counter()
         self.monitor.warned, self.begun_at = state["warned"], self.step
         self.done = [Epoch.from_dict(values) for values in state["done"]]
+        self.ranks.go_on(self)
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that is not complete, before anything but the weights is restored."""
+        position, count = checkpoint.position, checkpoint.state["tensors"]
+        if position.step > len(self.batches) or position > Position(self.settings.epochs, 0):
+            raise ValueError(f"it is at {position}, expected at most {self.settings.epochs} epochs")
+        adam, held = self.settings.optimizer != "sgd", checkpoint.under("optimizer")
+        keys = _OPTIMIZER if adam else ("momentum_buffer",) if self.settings.momentum else ()
+        own = {k: v for k, v in self.tensors().items() if not k.startswith("optimizer.")}
+        own |= {f"optimizer.{k}": v for k, v in optimizer_tensors(held, self.optimizer, keys).items()}
+        check_tensors(checkpoint.tensors, own)
+        if count not in (None, len(own)):
+            raise ValueError(f"it has {len(own)} tensors, expected {count}")
+        check_tally(checkpoint.tensors["tally.sums"])
 
     def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         state: dict[int, dict[str, Tensor]] = {}
@@ -172,24 +193,27 @@ def load_weights(net: nn.Module, checkpoint: Checkpoint, *, averaged: bool = Fal
     Raises:
         CheckpointError: if it is of another network.
     """
+    weights, average = checkpoint.under("net"), checkpoint.under("average")
+    has_average = checkpoint.state["identity"].get("setting ema", "None") != "None"
     try:
-        net.load_state_dict({**checkpoint.under("net"), **(checkpoint.under("average") if averaged else {})})
-    except RuntimeError as error:
-        why = " ".join(str(error).split())
-        raise CheckpointError(f"{checkpoint.path} is of another network: {why[:300]}") from None
+        check_tensors(weights, net.state_dict())
+        check_tensors(average, dict(net.named_parameters()) if has_average else {})
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
+    net.load_state_dict({**weights, **(average if averaged else {})})
 
 
 def described(net: Any, settings: Settings) -> dict[str, str]:
     """Return the settings, and how a network finds and differentiates its fixed point; the device may change."""
     fixed_point = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
-    given = {f"setting {key}": value for key, value in settings.to_dict().items() if key != "device"}
+    given = {f"setting {key}": value for key, value in settings.to_dict().items() if key not in FREE}
     return _reprs({name: getattr(net, name) for name in fixed_point} | given)
 
 
 def check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuse to resume with something else. A setting newer than the run had its default then."""
     kept = {**{f"setting {key}": repr(value) for key, value in Settings().to_dict().items()}, **kept}
-    del kept["setting device"]
+    kept = {name: value for name, value in kept.items() if name.removeprefix("setting ") not in FREE}
     for name in sorted({*kept, *now}):
         before, given = kept.get(name), now.get(name)
         if before != given:

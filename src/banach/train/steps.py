@@ -17,6 +17,7 @@ from banach.data import counter
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep
 from banach.train.distributed import Parallel
+from banach.train.finite import Watch
 from banach.train.penalties import Penalties
 from banach.train.state import TrainState
 
@@ -31,10 +32,9 @@ class Steps:
         net, settings = state.net.train(), state.settings
         self.penalties = Penalties.of(settings)
         refused = None if self.feed.full else "there is no whole batch"
-        parallel, ranks = None, state.ranks.count
-        if ranks > 1:
+        if (ranks := state.ranks.count) > 1:
             refused = f"{ranks} ranks exchange gradients within a step"
-            parallel = Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
+            state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
         how = plan(
             net,
             state.device,
@@ -48,12 +48,12 @@ class Steps:
 
             channels_last(net)
             align_state(state.optimizer)
-        parts = (settings.accumulate, settings.clip, self.penalties, state.average, state.metrics, parallel)
+        self.watch = Watch(state, self.feed.place)
+        more: Any = {"metrics": state.metrics, "watch": self.watch, "parallel": state.parallel}
+        extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, **more)
         loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
-        self.step = TrainStep(
-            net, state.optimizer, loss, bf16=bf16, extras=Extras(*parts), feed=self.feed, how=how
-        )
+        self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
         self._planned = bool(how.graph)
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
@@ -71,7 +71,9 @@ class Steps:
         """Capture the step, if that is planned."""
         if self.plan.graph:
             self.feed.begin_epoch()
-            self.step.prepare()
+            if not self.step.prepared:
+                self.step.prepare()
+                self.watch.reset()  # the warm-up was undone
 
     def take(self) -> None:
         """Take the next step. The caller advances the state's counters."""
@@ -125,6 +127,7 @@ class _EpochFeed:
     def eager(self) -> tuple[tuple[Tensor], Tensor]:
         state, batches = self.state, self.state.batches
         rate = state.rate(state.step)
+        self.place.fill_(state.step + 1)
         for group in state.optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         index = batches.index(self._order(), state.step)

@@ -1,0 +1,179 @@
+"""Divergence: find the first training step that is not finite, then stop, skip the batch, or rewind."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banach.train.distributed import local
+from banach.train.run import Run
+from banach.train.state import LOWER, TrainState
+
+REWINDS = 5  # after that many the learning rate is not the cause
+_EVERY = {"cpu": 1, "cuda": 100}  # steps between two reads; on a GPU each one is a host sync
+
+
+class DivergenceError(RuntimeError):
+    """Training stopped, since a step was not finite; the message says which step, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first step of an epoch that was not finite (from 1), how many there were, and what was not finite."""
+
+    step: int
+    count: int
+    cause: str
+
+
+class Watch:
+    """Records on the device which step of an epoch was the first that was not finite.
+
+    `begin` and `end` are part of a training step, also of a captured one: they never sync with the host. Loss,
+    gradients, weights, averaged weights, buffers and optimizer state are watched. With the policy "skip" a bad
+    step is undone: all that it changed is as before, and the batch does not count in the metrics.
+
+    Args:
+        state: what is trained.
+        place: holds the number of the step that runs, from 1.
+    """
+
+    def __init__(self, state: TrainState, place: Tensor) -> None:
+        self.state, self.place = state, place
+        self.skip = state.settings.on_nonfinite == "skip"
+        self.first = torch.zeros(2, dtype=torch.float64, device=state.device)  # bad step (0: none), count
+        self.sizes = self.first[:0]  # at that step: the largest entry of everything watched
+        self._before: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """Keep what the step will change, if it may have to be undone."""
+        if self.skip:
+            self._before = {id(tensor): local(tensor).clone() for tensor in self._changing()}
+
+    @torch.no_grad()
+    def end(self, loss: Tensor) -> None:
+        """Record whether the step was finite; undo it if it is to be skipped."""
+        tensors = [local(tensor) for _, tensor in self._watched()]
+        tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]  # an empty shard
+        sizes = torch.stack([loss.detach(), *torch._foreach_norm(tensors, math.inf)]).double()
+        sizes = self.state.ranks.largest(sizes)  # so that all ranks do the same
+        bad = (sizes * 0).sum() != 0  # 0 times NaN or infinity is NaN
+        if len(self.sizes) != len(sizes):  # at the first step: the optimizer had no state before
+            self.sizes = torch.zeros_like(sizes)
+        new = bad & (self.first[0] == 0)
+        self.sizes.copy_(torch.where(new, sizes, self.sizes))
+        self.first[0] += self.place[0] * new
+        self.first[1] += bad
+        if self.skip:
+            for tensor in self._changing():  # an optimizer's state that is new starts from zero
+                before, now = self._before.get(id(tensor)), local(tensor)
+                now.copy_(torch.where(bad, torch.zeros_like(now) if before is None else before, now))
+            self._before = {}
+
+    def read(self) -> Fault | None:
+        """Return the first bad step since `reset`, with one host sync."""
+        if not self.first[0]:
+            return None
+        (step, count), sizes = self.first.tolist(), self.sizes.tolist()
+        names = ["the loss", *(name for name, _ in self._watched())]
+        bad = [name for name, size in zip(names, sizes, strict=False) if not math.isfinite(size)]
+        return Fault(int(step), int(count), bad[0] if bad else "a tensor")
+
+    def reset(self) -> None:
+        """Forget all bad steps."""
+        self.first.zero_()
+
+    def _watched(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors by name, causes before consequences."""
+        net, average = self.state.net, self.state.average
+        weights = dict(net.named_parameters())
+        named = [(f"the gradient of {name}", p.grad) for name, p in weights.items() if p.grad is not None]
+        named += [(f"the weight {name}", p) for name, p in weights.items()]
+        named += [(f"the buffer {name}", b) for name, b in net.named_buffers()]
+        named += [("the average of the weights", w) for w in (average.weights.values() if average else ())]
+        named += [(f"the optimizer's {key}", v) for key, v in self._optimizer_state() if key != "step"]
+        return ((name, t) for name, t in named if t.is_floating_point() and t.numel())
+
+    def _changing(self) -> list[Tensor]:
+        state = self.state
+        average = [] if state.average is None else [*state.average.weights.values()]
+        own = [value for _, value in self._optimizer_state()]
+        sums = [state.metrics.sums, state.metrics.most]
+        return [*state.net.parameters(), *state.net.buffers(), *average, *own, *sums]
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        for values in self.state.optimizer.state.values():
+            yield from ((key, value) for key, value in values.items() if isinstance(value, Tensor))
+
+
+class Divergence:
+    """What `fit` does about steps that are not finite, by the policy of the settings."""
+
+    def __init__(self, state: TrainState, run: Run | None) -> None:
+        self.state, self.run, self.policy = state, run, state.settings.on_nonfinite
+        if self.policy == "rewind" and run is None:
+            raise ValueError("on_nonfinite='rewind' needs checkpoints; pass run=, or choose stop or skip")
+
+    def found(self, watch: Watch, *, now: bool) -> bool:
+        """Look for a bad step and follow the policy; return True if training was rewound.
+
+        Args:
+            watch: the watch on the steps.
+            now: look also if that costs a host sync, as before a checkpoint.
+        Raises:
+            DivergenceError: if the policy is to stop, or cannot help.
+        """
+        state = self.state
+        last = state.step == len(state.batches)
+        often = self.policy != "skip" and state.step % _EVERY[state.device.type] == 0
+        if not (now or last or often) or (fault := watch.read()) is None:
+            return False
+        if self.policy == "skip":
+            if last:
+                self._report_skipped(watch, fault)
+            return False
+        if self.policy == "stop" or state.rewinds >= REWINDS:
+            raise DivergenceError(self._sentence(fault))
+        self._rewind(fault)
+        return True
+
+    def _rewind(self, fault: Fault) -> None:
+        """Return to the newest checkpoint and lower the rate."""
+        state, run = self.state, self.run
+        checkpoint = None if run is None else run.latest()
+        if checkpoint is None:
+            raise DivergenceError(self._sentence(fault))
+        rewinds, text = state.rewinds + 1, self._place(fault)
+        rate = f"the learning rate times {LOWER**rewinds:g}"
+        warnings.warn(f"{text}; back to {checkpoint.path.name} with {rate}", RuntimeWarning, stacklevel=3)
+        state.restore(checkpoint)
+        state.rewinds = rewinds
+
+    def _report_skipped(self, watch: Watch, fault: Fault) -> None:
+        """Warn of the batches that an epoch skipped; stop if it skipped all of them."""
+        if not self.state.metrics.sums[0]:
+            raise DivergenceError(f"no batch of the epoch could be used: {self._sentence(fault)}")
+        watch.reset()
+        batches = "one batch" if fault.count == 1 else f"{fault.count} batches"
+        warnings.warn(
+            f"skipped {batches}, the first one because {self._place(fault)}", RuntimeWarning, stacklevel=3
+        )
+
+    def _place(self, fault: Fault) -> str:
+        return f"{fault.cause} became NaN or infinite in step {fault.step} of epoch {self.state.epoch + 1}"
+
+    def _sentence(self, fault: Fault) -> str:
+        checkpoint: Any = None if self.run is None else self.run.latest()
+        kept = (
+            "there is no checkpoint yet"
+            if checkpoint is None
+            else f"the last good checkpoint is {checkpoint.path}"
+        )
+        advice = "lower --lr, set --clip 1, check the data, or choose --on-nonfinite skip or rewind"
+        return f"training diverged: {self._place(fault)}; {kept}; {advice}"
