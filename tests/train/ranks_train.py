@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import traceback
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,8 @@ from banach import Anderson, ImplicitNetwork, Mode, Picard, Tolerance
 from banach.cli.app import main
 from banach.data import Augmentation, Images
 from banach.models import Cosine
-from banach.train import Run, Settings, distributed, fit, steps
+from banach.train import DivergenceError, Run, Settings, distributed, fit, steps
+from banach.train.shards import is_sharded
 from banach.train.words import augment
 from train import parts_train
 
@@ -70,6 +72,11 @@ def _work(rank: int, count: int, folder: str, job: str, given: tuple[Any, ...]) 
     os._exit(code or 0)  # no threads of the group are joined: that has been seen to hang
 
 
+def whole(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return sharded tensors gathered from all ranks."""
+    return {name: value.full_tensor() if is_sharded(value) else value for name, value in tensors.items()}
+
+
 def images(count: int) -> Images:
     """Digits, half of them dark, whose fixed points need other numbers of steps than the rest."""
     found = parts_train.images(count)
@@ -98,7 +105,7 @@ def gradients(rank: int, count: int, folder: Path, modes: list[tuple[Mode, dict[
     found = []
     for mode, options in modes:
         net = one_step(size, mode, **options)
-        found.append(distributed.whole(net.state_dict()))
+        found.append(whole(net.state_dict()))
     net = parts_train.plain_network()
     own = images(size).pixels.float().tensor_split(count)[rank]
     depth = net(own, solution=True)[1].steps.max().item()
@@ -131,11 +138,56 @@ def training(rank: int, count: int, folder: Path, name: str, stop_at: int, chang
     (folder / f"{name}-{count}-{rank}.json").write_text(json.dumps([taken, history.stopped_by, figures]))
 
 
+class Broken(nn.Module):
+    """S, whose output is NaN at one call on the last rank."""
+
+    def __init__(self, S: nn.Module, bad_at: int) -> None:
+        super().__init__()
+        self.S, self.bad_at, self.calls = S, bad_at, 0
+
+    def forward(self, u: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.S(u)
+        return y * torch.nan if self.training and self.calls == self.bad_at else y
+
+
+def diverging(rank: int, count: int, folder: Path, policy: str, changed: dict[str, Any]) -> None:
+    """Train where the loss of the last rank alone becomes NaN in the second step."""
+    net, settings = parts_train.plain_network(), run_settings(on_nonfinite=policy, epochs=1, **changed)
+    net.S = Broken(net.S, 2 if rank == count - 1 else 0)
+    ranks, said = distributed.Ranks.here(), ""
+    path = ranks.from_first(lambda: Run.create(folder / policy, settings).path)
+    try:
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            fit(net, images(53), None, settings, run=Run(path, settings))
+    except DivergenceError as error:
+        said = str(error)
+    torch.save((said, whole(net.state_dict())), folder / f"{policy}-{rank}.pt")
+
+
+def nested(rank: int, count: int, folder: Path) -> None:
+    """Call a network whose R is sharded by itself, inside a sharded network."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, own, said = init_device_mesh("cpu", (count,)), images(12).pixels.float().tensor_split(count)[rank], ""
+    for reshard in (False, True):
+        net = parts_train.plain_network()
+        fully_shard(net.R, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(net, mesh=mesh)
+        try:
+            net(own).sum().backward()
+        except RuntimeError as error:
+            said += f"{reshard}: {error}"
+    (folder / f"nested-{rank}").write_text(said)
+
+
 class Synchronised(nn.SyncBatchNorm):
     """Centres by the mean over all ranks, on a CPU too: couples ranks as synchronised batch norm does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        from torch.distributed.nn.functional import all_reduce  # type: ignore[attr-defined]
+        from torch.distributed.nn.functional import all_reduce
 
         return x - all_reduce(x.mean(0, keepdim=True)) / dist.get_world_size()
 
@@ -152,7 +204,7 @@ def coupled(rank: int, count: int, folder: Path) -> None:
     distributed.shard(net)  # DDP refuses synchronised batch norm on a CPU
     output, found = distributed.Parallel(net, count, lambda: 12, sharded=True)(pixels, solution=True)
     output.square().mean().backward()
-    found_here = distributed.whole({name: weight.grad for name, weight in net.named_parameters()})
+    found_here = whole({name: weight.grad for name, weight in net.named_parameters()})
     torch.save((int(found.steps.max()), output.detach(), found_here), folder / f"coupled-{rank}.pt")
 
 

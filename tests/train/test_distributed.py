@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch.nn.functional as F
 
 from banach import JFB, Implicit, Neumann, Tolerance, Unroll
 from banach.data import Batches
-from banach.train import Run, RunError, fit
+from banach.train import CheckpointError, Run, RunError, fit, read_checkpoint
 from banach.train.distributed import Ranks, joined
 from train import parts_train
 from train.ranks_train import changes, coupled_network, images, run_settings, start
@@ -32,6 +35,7 @@ MODES: list[tuple[Any, dict[str, Any]]] = [
     (EXACT, {"sharded": True}),
     (JFB(), {"sharded": True, "jacobian_penalty": 0.1, "finite_difference": True, "correction": 0.5}),
 ]
+SHARDS = (".metadata", "__0_0.distcp", "__1_0.distcp")
 SIZE = 14  # parts of 7 and 7 on two ranks, and of 3, 4, 3 and 4 on four
 
 
@@ -75,7 +79,9 @@ def test_a_run_stops_on_all_ranks_and_resumes_on_another_number(sharded: bool, t
     stopped = [json.loads((tmp_path / f"run-2-{rank}.json").read_text()) for rank in range(2)]
     assert [one[:2] for one in stopped] == [[5, 15], [5, 15]]
     assert stopped[0][2] == stopped[1][2]
-    _copy(tmp_path / "run", tmp_path / "on-one")
+    shutil.copytree(tmp_path / "run", tmp_path / "on-one")
+    files = {path.name for path in (tmp_path / "run/checkpoints").glob("*/*")}
+    assert files == {"state.json", *SHARDS} if sharded else files == {"state.json", "tensors.safetensors"}
     run = Run.open(tmp_path / "on-one")
     one = parts_train.plain_network()
     again = fit(one, images(53), parts_train.images(31, "validation"), run.settings, run=run)
@@ -90,6 +96,28 @@ def test_a_run_stops_on_all_ranks_and_resumes_on_another_number(sharded: bool, t
     assert [epoch.loss for epoch in Run.open(tmp_path / "run").metrics()] == [e["loss"] for e in resumed[0][2]]
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+def test_all_ranks_follow_the_policy_where_the_loss_of_one_is_nan(
+    policy: str, sharded: bool, tmp_path: Path
+) -> None:
+    """The loss of one rank reached that rank alone; its weights then differed from those of the others."""
+    assert start("diverging", 2, tmp_path, policy, {"sharded": sharded}) == [0, 0]
+    (first, weights), (second, others) = (torch.load(tmp_path / f"{policy}-{rank}.pt") for rank in range(2))
+    assert ("in step 2 of epoch 1" in first and "in step 2 of epoch 1" in second) == (policy == "stop")
+    for name, value in weights.items() if policy != "stop" else ():
+        assert torch.equal(value, others[name])
+        assert bool(value.isfinite().all())
+
+
+def test_a_sharded_r_that_would_wait_forever_is_refused(tmp_path: Path) -> None:
+    """fully_shard(net.R) gathers weights at every evaluation: a rank with more steps waited for the others."""
+    assert start("nested", 2, tmp_path) == [0, 0]
+    for rank in range(2):
+        said = (tmp_path / f"nested-{rank}").read_text()
+        assert said.startswith("True: fully_shard makes a part of R gather its weights")
+
+
 def test_solves_end_together_where_ranks_share_statistics(tmp_path: Path) -> None:
     """Each evaluation of R waits for all ranks: a rank that stopped earlier would leave the others waiting."""
     assert start("coupled", 2, tmp_path) == [0, 0]
@@ -102,6 +130,43 @@ def test_solves_end_together_where_ranks_share_statistics(tmp_path: Path) -> Non
     torch.testing.assert_close(torch.cat([one[1] for one in found]), output, rtol=1e-6, atol=1e-7)
     for name, weight in net.named_parameters():
         torch.testing.assert_close(found[0][2][name], weight.grad, rtol=1e-5, atol=1e-7)
+
+
+class Forged:
+    """A pickle that calls a function when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_damaged_and_forged_shards_are_refused(tmp_path: Path) -> None:
+    """PyTorch unpickles the metadata of a sharded checkpoint, which can run anything."""
+    assert start("training", 2, tmp_path, "run", 5, {"sharded": True}) == [0, 0]
+    folder = sorted((tmp_path / "run/checkpoints").iterdir())[-1]
+    sound = read_checkpoint(folder)
+    assert sound.tensors["net.R.inner.weight"].shape == (12, 12)
+    for name, data in (
+        ("__1_0.distcp", b"x" + (folder / "__1_0.distcp").read_bytes()[1:]),
+        (".metadata", pickle.dumps(Forged(tmp_path / "was-run"))),
+        (".metadata", pickle.dumps({"state_dict_metadata": 1})),
+    ):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(data)
+        with pytest.raises(CheckpointError, match="SHA-256"):
+            read_checkpoint(folder)
+        content = json.loads((folder / "state.json").read_text())
+        content["tensors"][name] = hashlib.sha256(data).hexdigest()
+        (folder / "state.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            read_checkpoint(folder)
+        (folder / name).write_bytes(before)
+        content["tensors"][name] = hashlib.sha256(before).hexdigest()
+        (folder / "state.json").write_text(json.dumps(content))
+    assert not (tmp_path / "was-run").exists()
+    assert read_checkpoint(folder).position == sound.position
 
 
 COMMAND = ["train", "--epochs", "2", "--subset", "160", "--no-tensorboard", "--no-batch-norm", "--device", "cpu"]
@@ -157,12 +222,6 @@ def _command(folder: Path, line: list[str], killed_at: int) -> list[int]:
         free.bind(("localhost", 0))
         (folder / "port").write_text(str(free.getsockname()[1]))
     return start("command", 2, folder, line, killed_at)
-
-
-def _copy(source: Path, target: Path) -> None:
-    import shutil
-
-    shutil.copytree(source, target)
 
 
 def _check_curves(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from banach.solve.tolerance import Norm
 from banach.train.metrics import MetricSums
 from banach.train.run import RunError
 from banach.train.settings import Settings
+from banach.train.shards import is_sharded
 
 Value = TypeVar("Value")
 _LOST = ("gloo", "nccl", "connection", "socket", "timed out", "process group", "broken pipe")
@@ -70,6 +71,8 @@ class Ranks:
         """
         if self.count == 1:
             return
+        if "cpu:" not in dist.get_backend_config():
+            raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
             _check_batch(size, self.count, settings.accumulate)
         kind = _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm
@@ -237,11 +240,6 @@ def released(net: Any) -> None:
         net.reshard()
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return sharded tensors gathered from all ranks, and others as they are."""
-    return {name: value.full_tensor() if is_sharded(value) else value for name, value in tensors.items()}
-
-
 def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, sharded like those of the state that they will replace."""
     likes: dict[str, Any] = state.tensors()
@@ -254,12 +252,7 @@ def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
 def local(value: Any) -> Tensor:
     """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
     found: Tensor = value.detach()
-    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined,no-any-return]
-
-
-def is_sharded(value: Any) -> bool:
-    """Return True for a DTensor."""
-    return hasattr(value, "full_tensor")
+    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:

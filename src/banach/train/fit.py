@@ -14,7 +14,7 @@ from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
 from banach.solve import ConvergenceWarning
 from banach.train.checkpoint import Position
-from banach.train.distributed import Ranks, whole
+from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, evaluate
 from banach.train.finite import Divergence
 from banach.train.metrics import Epoch, History
@@ -22,6 +22,7 @@ from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
 from banach.train.settings import Settings
+from banach.train.shards import are_sharded, write_shards
 from banach.train.state import TrainState
 from banach.train.steps import Steps, counted_products
 
@@ -80,9 +81,11 @@ def fit(
             return
         if state.step:
             ranks.pool(state)
-        tensors = whole(state.tensors())
+        tensors = state.tensors()
         if ranks.first:
             run.save(state.position, tensors, state.state())
+        elif are_sharded(tensors):
+            write_shards(tensors)
         ranks.go_on(state)
 
     with ExitStack() as stack:
