@@ -1,8 +1,9 @@
 """Print the files of banach that one call passes through, its set-up included.
 
-    python tests/files_touched.py [net | step | fit]
+    python tests/files_touched.py [net | step | fit | gpu]
 
 `net`: the first net(d) of a network on a CPU. `step`: the first training step by TrainStep. `fit`: one epoch.
+`gpu`: the first captured step of the digits network on a GPU, with the kernel that knows its R.
 """
 
 from __future__ import annotations
@@ -79,7 +80,16 @@ def fit_call() -> Callable[[], object]:
     return lambda: fit(net, images, None, Settings(epochs=1, monitor=False))
 
 
-CALLS = {"net": net_call, "step": step_call, "fit": fit_call}
+def gpu_call() -> Callable[[], object]:
+    from banach import models
+    from banach.fast import TrainStep
+
+    net, d, y = models.build("digits").cuda(), torch.randn(32, 1, 8, 8).cuda(), torch.randint(10, (32,)).cuda()
+    optimizer = torch.optim.Adam(net.parameters(), fused=True, capturable=True)
+    return lambda: TrainStep(net, optimizer, nn.functional.cross_entropy)(d, y)
+
+
+CALLS = {"net": net_call, "step": step_call, "fit": fit_call, "gpu": gpu_call}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from banach import AdjointWarning, Anderson, Broyden, Implicit, NormalCG, Picard, Tolerance
-from banach.solve.device import loop_eagerly, loops_by
+from banach.solve.context import loops_by
+from banach.solve.device import loop_eagerly
 
 CASES = [(NormalCG(), -1.5), (Picard(), -1.5), (Anderson(6), -1.5)]
 CASES += [(method, 0.4) for method in (NormalCG(), Picard(), Anderson(3), Broyden(4))]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import banach.train.evaluate  # noqa: F401
 from banach import Tolerance, models
-from banach.solve.device import loop_at_least_once, loop_eagerly, loops_by
+from banach.solve.context import loops_by
+from banach.solve.device import loop_at_least_once, loop_eagerly
 
 PLAN: Any = sys.modules["banach.fast.plan"]
 

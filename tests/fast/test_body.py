@@ -25,7 +25,8 @@ from banach import (
 from banach.fast import FastNetwork, plan
 from banach.fast.weights import frozen_copy
 from banach.nn import Dropout
-from banach.solve.device import loop_eagerly, loops_by
+from banach.solve.context import loops_by
+from banach.solve.device import loop_eagerly
 from fast.simulated import digits, images
 from train.parts_train import plain_network
 

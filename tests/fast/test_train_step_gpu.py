@@ -119,8 +119,11 @@ def eager(net: Any, optimizer: torch.optim.Optimizer, d: Tensor, y: Tensor) -> f
     return float(loss.detach())
 
 
-def own_network(**options: Any) -> Any:
-    return plain_network(Tolerance(atol=1e-10, max_steps=200), **options).cuda().train()
+def own_network(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    net: Any = plain_network(Tolerance(atol=1e-10, max_steps=200), **options).cuda().train()
+    if dtype == torch.float32:
+        net.Q[0] = torch.nn.Identity()  # which makes the data float64
+    return net.to(dtype)
 
 
 def test_implicit_differentiation_with_host_checks_runs_eagerly() -> None:
@@ -149,7 +152,7 @@ METHODS = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_loops_of_solvers_and_adjoints_are_captured(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Every sample takes the steps that it takes eagerly; the losses and weights are those of eager steps."""
-    net = own_network(**options).to(dtype)
+    net = own_network(dtype, **options)
     net.tolerance = Tolerance(atol=1e-10 if dtype == torch.float64 else 1e-5, max_steps=200)
     reference = copy.deepcopy(net)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -172,7 +175,7 @@ def test_loops_of_solvers_and_adjoints_are_captured(options: dict[str, Any], dty
 @pytest.mark.parametrize("solver", [Picard(), Anderson(4)])
 def test_a_large_batch_is_halved(solver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
-    net = own_network(solver=solver).float()
+    net = own_network(torch.float32, solver=solver)
     net.tolerance = Tolerance(atol=1e-5, max_steps=100)
     d = torch.linspace(0.1, 4, 64, device="cuda").view(-1, 1, 1, 1) * torch.randn(64, 1, 8, 8, device="cuda")
     step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.0), F.cross_entropy)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from banach import RMS, Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, WorstPixel, solve
 from banach.solve import Norm, loop
-from banach.solve.device import loop_eagerly, loops_by
+from banach.solve.context import loops_by
+from banach.solve.device import loop_eagerly
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.3), Anderson(3), Broyden(4)]
 solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from banach import ImplicitNetwork, Tolerance, models
 from banach.fast import FastNetwork, TrainStep, plan
 from banach.fast.step import Extras
-from banach.solve.device import loop_eagerly, loops_by
+from banach.solve.context import loops_by
+from banach.solve.device import loop_eagerly
 from banach.train import fit
 from banach.train.penalties import Penalties
 from train.parts_train import images, network, plain_network, settings

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banach.backward.jacobian import Jacobian
 from banach.solve import Status, Tolerance
-from banach.solve.device import device_loop
+from banach.solve.context import device_loop
 
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from banach.backward.adjoint import Adjoint
 from banach.backward.mode import check_count
-from banach.solve.device import device_loop
+from banach.solve.context import device_loop
 
 # From a residual, who is active and how many steps there are: the update of w, and how many were taken.
 Cycle = Callable[[Adjoint, Tensor, Tensor, int], tuple[Tensor, int]]

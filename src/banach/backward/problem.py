@@ -17,8 +17,7 @@ from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
-from banach.solve.context import without_tangents
-from banach.solve.device import device_loop
+from banach.solve.context import device_loop, without_tangents
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
 

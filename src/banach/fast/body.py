@@ -20,7 +20,7 @@ class FastNetwork:
     """d -> (output, Solution): N(d) with the layers of the plan. Without a fixed point the Solution is None.
 
     By JFB and Picard or Anderson, Q, R and S are called one by one: a kernel that knows R iterates it, or an
-    `Iteration`. A sample that leaves the finite numbers is marked (`nonfinite`) and not replaced, so that the loss
+    `Iteration`. A sample that diverges is marked (`nonfinite`, `diverged`) and keeps its last value: the loss
     shows it. Other solvers and modes go through the network itself. With bf16 weights call `refresh` before the
     passes of a step, and `collect` after their backward.
     """

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from banach.fast.while_node import WhileNode
-from banach.solve.device import loop_at_least_once, loops_by
+from banach.solve.context import loops_by
+from banach.solve.device import loop_at_least_once
 
 _BROKEN: list[Recording] = []  # captures that failed: the allocator may still point to them
 WARM_UPS = 2  # runs before a capture: they create handles, plans, optimizer state and compiled kernels

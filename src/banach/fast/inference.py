@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +17,7 @@ from banach.fast.plan import is_as_written, plan
 from banach.fast.starts import Neighbours
 from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
-from banach.solve import Solution, mixes_samples, solve
+from banach.solve import Solution, Status, mixes_samples, solve
 from banach.solve.solution import DEFERRED
 
 
@@ -41,9 +42,9 @@ class CompiledNetwork:
     """N(d) without gradients: `fast = banach.compile(net.eval())`, then `fast(d)` in place of `net(d)`.
 
     On a GPU Q, the iteration and S are CUDA graphs, one set per batch size and dtype; the batch is padded to the
-    next power of two. A sample stops at its own step and costs little afterwards. Samples that do not converge are
-    solved once more by `solve`, which keeps their best iterate; to know them costs one host sync, except where a
-    kernel knows R. On a CPU `solve` lets converged samples leave the batch. `plan` says what runs. Later changes
+    next power of two. A sample stops at its own step and costs little afterwards. Samples that diverge are solved
+    once more by `solve`, which keeps their best iterate; to know them costs one host sync, except where a kernel
+    knows R. On a CPU `solve` lets converged samples leave the batch. `plan` says what runs. Later changes
     of the weights in place are seen.
 
     Args:
@@ -85,21 +86,22 @@ class CompiledNetwork:
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
-        everyone, failed = self._run(d, z0)
+        everyone, failures = self._run(d, z0)
         if self.neighbours is not None:
             self.neighbours.remember(everyone.v, everyone.value, everyone.converged)
         if solution:
             return everyone.y, everyone.solution(self.net)
-        if failed is not None:
-            warn_unconverged(failed, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
+        if failures:  # samples are independent: R is not probed
+            found = replace(everyone.solution(self.net), failures=failures)
+            warn_unconverged(found, self.fast.R, (), coupled=True)
         return everyone.y
 
-    def _run(self, d: tuple[Tensor, ...], z0: Tensor | None) -> tuple[_Answer, Solution | None]:
-        """Return the answer, and the Solution of samples that failed if the network would warn of them."""
+    def _run(self, d: tuple[Tensor, ...], z0: Tensor | None) -> tuple[_Answer, frozenset[Status]]:
+        """Return the answer, and how samples failed if the network would warn of them."""
         tolerance = self.net.tolerance
         if not self.plan.graph:
             made, found = self._answer(d, z0, eager=True)
-            return made, found
+            return made, found.failures
         given = d if z0 is None else (*d, z0)
 
         def program(*padded: Tensor) -> _Answer:
@@ -111,14 +113,16 @@ class CompiledNetwork:
         # Copies: the next call overwrites the tensors of a graph.
         everyone = _Answer(*(part[: len(d[0])].clone() for part in answer))
         if self.plan.kernel or not tolerance.max_steps or tolerance.check_every == 0:
-            return everyone, None
-        late = (~everyone.converged).nonzero()[:, 0]
-        if not len(late):
-            return everyone, None
-        again, found = self._answer(tuple(x[late] for x in d), None if z0 is None else z0[late], eager=True)
-        for mine, other in zip(everyone, again, strict=True):
-            mine[late] = other.to(mine.dtype)
-        return everyone, found
+            return everyone, frozenset()
+        met, lost, diverged = torch.stack((everyone.converged, everyone.nonfinite, everyone.diverged)).cpu()
+        kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
+        again = (lost | diverged).nonzero()[:, 0].to(everyone.y.device)
+        if len(again) and self.fast.finds:  # an `Iteration` keeps no best iterate
+            start = None if z0 is None else z0[again]
+            better = self._answer(tuple(x[again] for x in d), start, eager=True)[0]
+            for mine, other in zip(everyone, better, strict=True):
+                mine[again] = other.to(mine.dtype)
+        return everyone, frozenset(status for status, some in kinds.items() if some)
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Tensor | None, *, eager: bool = False

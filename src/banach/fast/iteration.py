@@ -11,8 +11,10 @@ from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
 from banach.solve import Anderson, Picard, Solution, Tolerance, solve
-from banach.solve.device import before_loop, device_loop, loop_eagerly
+from banach.solve.context import device_loop
+from banach.solve.device import before_loop, loop_eagerly
 from banach.solve.solution import DEFERRED
+from banach.solve.state import DIVERGED
 from banach.solve.tolerance import are_finite, measure
 
 # Numbers in a latent. In a larger one a step costs more than a test, and a batch twice as much as its half.
@@ -30,6 +32,7 @@ class Samples:
     index: Tensor | None  # which samples of the batch these are, None: all
     active: Tensor  # (samples,) of bool; one number if they are coupled
     residual: Tensor
+    least: Tensor  # the least residual so far
     allowed: Tensor
     steps: Tensor  # of int32
     arrived: Tensor  # of int32, zero between two steps: counts the programs of a kernel
@@ -39,7 +42,7 @@ class Samples:
     def start(z: Latent, v: Latent, samples: int, solver: Any = None) -> Samples:
         first = leaves(z)[0]
         kind = torch.float64 if first.dtype == torch.float64 else torch.float32
-        numbers = torch.full((2, samples), torch.inf, dtype=kind, device=first.device)
+        numbers = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
         active = torch.ones(samples, dtype=torch.bool, device=first.device)
         counts = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
         memory = None
@@ -47,7 +50,7 @@ class Samples:
             from banach.kernels import AndersonMemory
 
             memory = AndersonMemory.start(z, numbers[0], solver.memory)
-        return Samples(z, v, None, active, numbers[0], numbers[1], counts[0], counts[1], memory)
+        return Samples(z, v, None, active, numbers[0], numbers[1], numbers[2], counts[0], counts[1], memory)
 
     def late(self, count: int) -> Samples:
         """Return copies of so many samples, those that are active among them."""
@@ -148,6 +151,7 @@ class Iteration:
         goes_on = active & are_finite(residual, allowed) & (residual > allowed)
         _write(samples.residual, index, active, residual)
         _write(samples.allowed, index, active, allowed)
+        torch.fmin(samples.least, samples.residual, out=samples.least)
         samples.steps.add_(samples.active)
         _write(samples.active, index, active, goes_on)
 
@@ -161,20 +165,16 @@ class Iteration:
     def _solution(self, samples: Samples, space: Space) -> Solution:
         """Return the Solution. Its numbers are made when they are read: most steps never need them."""
 
-        residual, allowed, steps = samples.residual, samples.allowed, samples.steps
+        residual, least, allowed, steps = samples.residual, samples.least, samples.allowed, samples.steps
 
         def numbers() -> dict[str, Tensor]:
             finite = are_finite(residual, allowed)
-            parts = residual, finite & (residual <= allowed), ~finite & (steps > 0), steps.long()
-            return numbers_of(*(space.spread(part) for part in parts))
+            met, none = finite & (residual <= allowed), torch.zeros_like(finite)
+            diverged = finite & ~met & (residual > DIVERGED * least)
+            parts = residual, met, steps.long(), none, ~finite & (steps > 0), diverged
+            return dict(zip(DEFERRED, map(space.spread, parts), strict=True))
 
         return Solution.deferred(samples.z, numbers, {"solver": self.solver, "tolerance": self.tolerance})
-
-
-def numbers_of(residual: Tensor, converged: Tensor, nonfinite: Tensor, steps: Tensor) -> dict[str, Tensor]:
-    """Return the numbers of a Solution. A loop without host checks calls no sample stalled or diverged."""
-    none = torch.zeros_like(converged)
-    return dict(zip(DEFERRED, (residual, converged, steps, none, nonfinite, none), strict=True))
 
 
 def _write(numbers: Tensor, index: Tensor | None, active: Tensor, new: Tensor) -> None:

@@ -131,7 +131,9 @@ class TrainStep:
             self._recording.replay()
         else:
             self._body(captured=False)
-        loss, self.reached = self._results[captured]
+        loss, found = self._results[captured]
+        # Another object for every step: numbers of a Solution are kept once they have been read.
+        self.reached = found.without_value() if captured and found is not None else found
         return loss
 
     def _capture(self) -> Any:

@@ -24,7 +24,7 @@ class AndersonMemory:
     dG: Tensor  # (memory, samples, width): differences of z + (1 - damping) r
     gram: Tensor  # (samples, memory, memory)
     c: Tensor  # (samples, memory): the coefficients
-    least: Tensor  # (2, samples): the least residual, and the step that gave it
+    least_at: Tensor  # (samples,): the step that gave the least residual
     moves: Tensor  # (samples,) of bool: whether the sample moves in this step
 
     @staticmethod
@@ -36,7 +36,7 @@ class AndersonMemory:
             like.new_empty(memory, count, width),
             like.new_empty(count, memory, memory),
             like.new_empty(count, memory),
-            torch.full((2, count), torch.inf, dtype=like.dtype, device=like.device),
+            like.new_empty(count),
             torch.empty(count, dtype=torch.bool, device=like.device),
         )
 
@@ -64,7 +64,7 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
     grid = (count, split)
     products[grid](
         *(z, Tz, samples.active, samples.steps, memory.before, memory.dR, memory.dG, sums),
-        *(count, width, 1 - solver.damping),
+        *(width, 1 - solver.damping),
         **shape,
         num_warps=warps,
     )
@@ -72,8 +72,8 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
     ridge = 10 * torch.finfo(sums.dtype).eps if solver.ridge is None else solver.ridge
     bounded = not math.isinf(solver.bound)
     fit[(count,)](
-        *(samples.active, samples.residual, samples.allowed, samples.steps, memory.least, memory.moves),
-        *(memory.gram, memory.c, sums, count, tolerance.atol, tolerance.rtol, scale, ridge),
+        *(samples.active, samples.residual, samples.least, samples.allowed, samples.steps, memory.least_at),
+        *(memory.moves, memory.gram, memory.c, sums, tolerance.atol, tolerance.rtol, scale, ridge),
         *(solver.bound if bounded else 1.0, solver.growth, solver.patience),
         BOUNDED=bounded,
         M=m,
@@ -82,4 +82,4 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
         PADDED_SPLIT=power_of_two(split),
         num_warps=1,
     )
-    mix[grid](*(z, Tz, memory.moves, memory.c, memory.dG, count, width, solver.damping), **shape, num_warps=warps)
+    mix[grid](*(z, Tz, memory.moves, memory.c, memory.dG, width, solver.damping), **shape, num_warps=warps)

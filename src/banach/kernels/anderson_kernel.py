@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def products(
-    z, Tz, active, steps, before, dR, dG, sums, count, width, undamped,
+    z, Tz, active, steps, before, dR, dG, sums, width, undamped,
     M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Write the new differences. Sum their products with the other ones, and those of r = T(z) - z."""
@@ -20,7 +20,7 @@ def products(
         taken = tl.load(steps + sample)
         slot = (taken + M - 1) % M
         row = sample * width
-        whole = count.to(tl.int64) * width
+        whole = tl.num_programs(0).to(tl.int64) * width
         length = tl.cdiv(tl.cdiv(width, BLOCK), SPLIT) * BLOCK
         mine = sums + (sample * SPLIT + part) * (2 * M + 2)
         end = tl.minimum((part + 1) * length, width)
@@ -60,8 +60,8 @@ def products(
 
 @triton.jit
 def fit(
-    active, residual, allowed, steps, least, moves, gram, c, sums,
-    count, atol, rtol, scale, ridge, bound, growth, patience,
+    active, residual, least, allowed, steps, least_at, moves, gram, c, sums,
+    atol, rtol, scale, ridge, bound, growth, patience,
     BOUNDED: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr, PADDED_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Test a sample, and solve for its coefficients c: zero where the fit cannot be trusted."""
@@ -75,12 +75,13 @@ def fit(
         r = tl.sqrt(tl.sum(tl.load(mine + 2 * M, mask=here, other=0.0), 0))
         t = tl.sqrt(tl.sum(tl.load(mine + 2 * M + 1, mask=here, other=0.0), 0))
         taken = tl.load(steps + sample)
-        best, best_at = tl.load(least + sample), tl.load(least + count + sample)
+        r, t = r * scale, t * scale
+        best, best_at = tl.load(least + sample), tl.load(least_at + sample)
         better = r < best
         best = tl.where(better, r, best)
         best_at = tl.where(better, (taken + 1).to(best.dtype), best_at)
         tl.store(least + sample, best)
-        tl.store(least + count + sample, best_at)
+        tl.store(least_at + sample, best_at)
         i = tl.arange(0, PADDED)
         j = i[None, :]
         entry = gram + sample * M * M + i[:, None] * M + j
@@ -118,7 +119,6 @@ def fit(
             trusted = doubt <= bound * (1.0 - (taken + 1) / patience)
             coefficients = tl.where(trusted, coefficients, 0.0)
         tl.store(c + sample * M + i, coefficients, mask=i < M)
-        r, t = r * scale, t * scale
         allowance = atol + rtol * t
         finite = (r < float("inf")) & (t < float("inf"))
         tl.store(residual + sample, r)
@@ -128,13 +128,13 @@ def fit(
 
 
 @triton.jit
-def mix(z, Tz, moves, c, dG, count, width, damping, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+def mix(z, Tz, moves, c, dG, width, damping, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
     """z <- damping z + (1 - damping) T(z) - dG c."""
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(moves + sample) != 0:
         kind = c.dtype.element_ty
         row = sample * width
-        whole = count.to(tl.int64) * width
+        whole = tl.num_programs(0).to(tl.int64) * width
         length = tl.cdiv(tl.cdiv(width, BLOCK), SPLIT) * BLOCK
         for begin in range(part * length, tl.minimum((part + 1) * length, width), BLOCK):
             at = begin + tl.arange(0, BLOCK)

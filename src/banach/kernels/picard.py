@@ -30,11 +30,11 @@ def picard_step(
 
     count, sizes = len(parts[0][0]), [z[:1].numel() for z, _ in parts]
     scale = 1 / math.sqrt(max(sum(sizes), 1)) if type(tolerance.norm) is RMS else 1.0
-    numbers = samples.active, samples.residual, samples.allowed, samples.steps, samples.arrived
+    numbers = samples.active, samples.residual, samples.least, samples.allowed, samples.steps, samples.arrived
     most = max(1, 2 * multiprocessors(samples.active.device) // count)
     splits = [min(-(-size // _BLOCK) or 1, most) for size in sizes]  # programs per sample, for each tensor
     total = sum(splits)
-    sums = samples.residual.new_empty(len(samples.active), total, 2)
+    sums = samples.residual if total == 1 else samples.residual.new_empty(len(samples.active), total, 2)
     for number, ((z, value), size, split) in enumerate(zip(parts, sizes, splits, strict=True)):
         if z.stride() != value.stride():
             value = torch.empty_like(z, dtype=value.dtype).copy_(value)

@@ -12,6 +12,7 @@ def step(
     index,
     active,
     residual,
+    least,
     allowed,
     steps,
     arrived,
@@ -49,20 +50,26 @@ def step(
             moved += change * change
             square += new * new
             tl.store(z + start + at, new - damping * change, mask=at < size)
-        mine = sums + (sample * TOTAL + FIRST + part) * 2
-        tl.store(mine, tl.sum(moved, 0))
-        tl.store(mine + 1, tl.sum(square, 0))
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + sample, 1) == TOTAL - 1:
-            tl.store(arrived + sample, 0)
-            every = tl.arange(0, PADDED)
-            all_of_them = sums + (sample * TOTAL + every) * 2
-            r = tl.sum(tl.load(all_of_them, mask=every < TOTAL, other=0.0, volatile=True), 0)
-            t = tl.sum(tl.load(all_of_them + 1, mask=every < TOTAL, other=0.0, volatile=True), 0)
+        r, t = tl.sum(moved, 0), tl.sum(square, 0)
+        last = True
+        if TOTAL > 1:
+            mine = sums + (sample * TOTAL + FIRST + part) * 2
+            tl.store(mine, r)
+            tl.store(mine + 1, t)
+            tl.debug_barrier()
+            last = tl.atomic_add(arrived + sample, 1) == TOTAL - 1
+        if last:
+            if TOTAL > 1:
+                tl.store(arrived + sample, 0)
+                every = tl.arange(0, PADDED)
+                all_of_them = sums + (sample * TOTAL + every) * 2
+                r = tl.sum(tl.load(all_of_them, mask=every < TOTAL, other=0.0, volatile=True), 0)
+                t = tl.sum(tl.load(all_of_them + 1, mask=every < TOTAL, other=0.0, volatile=True), 0)
             r, t = tl.sqrt(r) * scale, tl.sqrt(t) * scale
             bound = atol + rtol * t
             inside = (r < float("inf")) & (t < float("inf"))
             tl.store(residual + sample, r)
+            tl.store(least + sample, tl.minimum(r, tl.load(least + sample)))
             tl.store(allowed + sample, bound)
             tl.store(steps + sample, tl.load(steps + sample) + 1)
             tl.store(active + sample, inside & (r > bound))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -107,3 +108,25 @@ def _tf32_allowed() -> bool:
     except RuntimeError:  # set through the newer per-operator switches, which refuse to be read by the old name
         newer = (torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None))
         return any(getattr(switch, "fp32_precision", "ieee") == "tf32" for switch in newer)
+
+
+# loop(body, active, steps, cycle=, most=, least=): call body() while more than `least` of `active` (samples,) are
+# True and `steps` is below `most`. A body takes `cycle` steps; the loop adds that to `steps`, of type int32.
+Loop = Callable[..., None]
+
+_current = threading.local()
+
+
+@contextmanager
+def loops_by(loop: Loop) -> Iterator[None]:
+    """Let solves with host checks run by this loop, in the block and in this thread."""
+    before, _current.loop = device_loop(), loop
+    try:
+        yield
+    finally:
+        _current.loop = before
+
+
+def device_loop() -> Loop | None:
+    """Return what runs the loops of this thread, None if the host does."""
+    return getattr(_current, "loop", None)

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from banach.latent import detach
+from banach.solve.context import Loop
 from banach.solve.run import Run
 from banach.solve.state import State
 
-# loop(body, active, steps, cycle=, most=, least=): call body() while more than `least` of `active` (samples,) are
-# True and `steps` is below `most`. A body takes `cycle` steps; the loop adds that to `steps`, of type int32.
-Loop = Callable[..., None]
 CYCLE = 2  # steps between two tests of a while node, for solvers without memory
-
-_current = threading.local()
-
-
-@contextmanager
-def loops_by(loop: Loop) -> Iterator[None]:
-    """Let solves with host checks run by this loop, in the block and in this thread."""
-    before, _current.loop = device_loop(), loop
-    try:
-        yield
-    finally:
-        _current.loop = before
-
-
-def device_loop() -> Loop | None:
-    """Return what runs the loops of this thread, None if the host does."""
-    return getattr(_current, "loop", None)
 
 
 def loop_eagerly(

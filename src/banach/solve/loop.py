@@ -12,6 +12,7 @@ from torch import Tensor
 
 from banach.latent import Latent, Space, detach, leaves, select
 from banach.solve.context import (
+    device_loop,
     is_compiling,
     is_exporting,
     is_transformed,
@@ -19,7 +20,7 @@ from banach.solve.context import (
     without_autocast,
     without_derivatives,
 )
-from banach.solve.device import device_loop, run_exported, run_on_device
+from banach.solve.device import run_exported, run_on_device
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
