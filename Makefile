@@ -7,7 +7,7 @@ BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
 GPU_PYTHON ?= python3
 
-.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training paper clean help
+.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training paper clean help test-endurance
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-gpu  training steps against peers, prediction, memory, curves, kernels on a GPU; writes results/gpu/*.json"
 	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
+	@echo "make test-endurance  kills at every file operation, 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -40,6 +41,9 @@ test: setup lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-endurance: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/train/test_kills.py tests/train/test_mutations.py
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu

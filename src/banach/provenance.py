@@ -203,7 +203,8 @@ def sync(folder: Path) -> None:
     except OSError:
         return
     try:
-        os.fsync(handle)
+        with naming(folder):
+            os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -91,21 +91,18 @@ def changes() -> Augmentation:
     return found
 
 
-def one_step(count: int, backward: Mode, *, anderson: bool = False, **changed: Any) -> ImplicitNetwork:
-    """Train one step of SGD with a rate of 1, so that the weights change by minus the gradient."""
+def one_step(count: int, backward: Mode, *, anderson: bool = False, **changed: Any) -> dict[str, Tensor]:
+    """Return the weights after one step of SGD with a rate of 1, so that they change by minus the gradient."""
     solver = Anderson() if anderson else Picard()
     net = parts_train.plain_network(backward=backward, solver=solver)
     options: dict[str, Any] = {"epochs": 1, "batch_size": count, "optimizer": "sgd", "lr": 1.0, **changed}
     fit(net, images(count), None, parts_train.settings(**options), augment=changes())
-    return net
+    return whole(net.state_dict())
 
 
 def gradients(rank: int, count: int, folder: Path, modes: list[tuple[Mode, dict[str, Any]]], size: int) -> None:
     """Store the weights after one step in every mode, and the depths that ranks needed for the same batch."""
-    found = []
-    for mode, options in modes:
-        net = one_step(size, mode, **options)
-        found.append(whole(net.state_dict()))
+    found = [one_step(size, mode, **options) for mode, options in modes]
     net = parts_train.plain_network()
     own = images(size).pixels.float().tensor_split(count)[rank]
     depth = net(own, solution=True)[1].steps.max().item()
@@ -217,6 +214,7 @@ def command(rank: int, count: int, folder: Path, line: list[str], killed_at: int
 
     def taken(self: Any) -> None:
         if next(calls) == killed_at and rank == count - 1:
+            (folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         take(self)
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from banach import JFB, Implicit, Neumann, Tolerance, Unroll
+from banach import JFB, Anderson, Implicit, Neumann, Picard, Tolerance, Unroll
 from banach.data import Batches
 from banach.train import CheckpointError, Run, RunError, fit, read_checkpoint
 from banach.train.distributed import Ranks, joined
 from train import parts_train
-from train.ranks_train import changes, coupled_network, images, run_settings, start
+from train.ranks_train import changes, coupled_network, images, one_step, run_settings, start
 
 EXACT = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=200))
 MODES: list[tuple[Any, dict[str, Any]]] = [
@@ -33,7 +33,7 @@ MODES: list[tuple[Any, dict[str, Any]]] = [
     (JFB(), {"sharded": True}),
     (Unroll(2), {"sharded": True}),
     (EXACT, {"sharded": True}),
-    (JFB(), {"sharded": True, "jacobian_penalty": 0.1, "finite_difference": True, "correction": 0.5}),
+    (JFB(), {"sharded": True, "correction": 0.5, "clip": 0.1}),
 ]
 SHARDS = (".metadata", "__0_0.distcp", "__1_0.distcp")
 SIZE = 14  # parts of 7 and 7 on two ranks, and of 3, 4, 3 and 4 on four
@@ -41,8 +41,6 @@ SIZE = 14  # parts of 7 and 7 on two ranks, and of 3, 4, 3 and 4 on four
 
 def alone(mode: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights less the gradient of the whole batch, by autograd in one process, without `fit`."""
-    from banach import Anderson, Picard
-
     net = parts_train.plain_network(backward=mode, solver=Anderson() if options.get("anderson") else Picard())
     x, y = next(Batches(images(SIZE), SIZE, augment=changes()).epoch(0))
     F.cross_entropy(net(x), y).backward()
@@ -59,9 +57,7 @@ def test_gradients_equal_those_of_one_process(count: int, tmp_path: Path) -> Non
     found = [torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(count)]
     assert len({depth for _, depth in found}) > 1, "the ranks needed the same depth: the test shows nothing"
     for index, (mode, options) in enumerate(modes):
-        if "correction" in options:
-            continue
-        expected = alone(mode, options)
+        expected = alone(mode, options) if "correction" not in options else one_step(SIZE, mode, **options)
         start_at = dict(parts_train.plain_network().named_parameters())
         for states, _ in found:
             for name, value in expected.items():
@@ -88,7 +84,7 @@ def test_a_run_stops_on_all_ranks_and_resumes_on_another_number(sharded: bool, t
     _check_curves(parts_train.figures(again), parts_train.figures(whole))
     for name, value in net.state_dict().items():
         torch.testing.assert_close(one.state_dict()[name], value, rtol=1e-9, atol=1e-12)
-    assert start("training", 4, tmp_path, "run", 0, changed) == [0] * 4
+    assert start("training", 4, tmp_path, "run", 0, {"sharded": True}) == [0] * 4
     resumed = [json.loads((tmp_path / f"run-4-{rank}.json").read_text()) for rank in range(4)]
     for _, stopped_by, figures in resumed:
         assert stopped_by is None
@@ -184,9 +180,8 @@ def test_the_command_trains_one_run_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_all_ranks_end_with_the_reason_when_one_is_killed(tmp_path: Path) -> None:
-    begin = time.monotonic()
     assert _command(tmp_path, [*COMMAND, "--out", str(tmp_path / "run")], 3) == [2, -9]
-    assert time.monotonic() - begin < 30
+    assert time.time() - (tmp_path / "killed").stat().st_mtime < 30
     assert "because another rank has ended; resume the run" in (tmp_path / "err-0").read_text()
 
 

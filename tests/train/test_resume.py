@@ -80,7 +80,7 @@ def test_after_an_error_at_any_step(kind: str, step: int, tmp_path: Path, whole:
     assert [epoch.epoch for epoch in run.metrics()] == [1, 2]
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 6), (signal.SIGINT, 9)])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 6), (signal.SIGHUP, 9)])
 def test_after_a_signal(number: int, step: int, tmp_path: Path, whole: Any) -> None:
     made = settings(**KINDS["adam"])
     run = Run.create(tmp_path / "run", made)

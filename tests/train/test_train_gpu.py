@@ -28,11 +28,13 @@ from banach import (
 from banach.data import Batches, Chain, Crop, Flip, Images
 from banach.fast import plan
 from banach.models import Cosine
-from banach.train import Run, Scorer, evaluate, fit
+from banach.train import DivergenceError, Run, Scorer, evaluate, fit
 from banach.train.evaluate import measure
 from banach.train.state import TrainState
 from banach.train.steps import Steps
 from train.parts_train import images, network, plain_network, settings
+from train.test_divergence import SGD, bad_step, by_hand, fused, marked, quietly
+from train.test_divergence import network as broken_network
 
 pytestmark = [
     pytest.mark.gpu,
@@ -313,3 +315,32 @@ def test_the_released_protocol_repeats() -> None:
     assert found.pop() == pytest.approx(released(net, split, Scorer(net, fast=False)).accuracy, abs=3 / len(split))
     assert torch.equal(torch.cuda.get_rng_state(), before[0])
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before[1], strict=True))
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("kind", ["data", "gradient"])
+def test_captured_steps_note_a_divergence_on_the_device(policy: str, kind: str) -> None:
+    """The first bad step is kept there; a skipped step leaves weights and statistics as they were."""
+    made = settings(**SGD, device="cuda", on_nonfinite=policy)
+    net = broken_network(kind)
+    state = TrainState(net.to("cuda"), Batches(marked().to("cuda"), made.batch_size, made.seed), None, made)
+    assert Steps(state).plan.graph
+    if policy == "stop":
+        expected = rf"became NaN or infinite in step {bad_step(made)} of epoch 1"
+        with pytest.raises(DivergenceError, match=expected):
+            quietly(lambda: fit(net, marked(), HELD, made))
+        return
+    reference = broken_network("")
+    by_hand(reference.train(), made)
+    quietly(lambda: fit(net, marked(), HELD, made))
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name].cpu(), value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rewind_captures_the_steps_again(tmp_path: Path) -> None:
+    made = settings(optimizer="sgd", lr=4.0, on_nonfinite="rewind", device="cuda")
+    slow, reference = replace(made, lr=made.lr * 0.1, on_nonfinite="stop"), fused()
+    fit(reference, images(), HELD, slow)
+    net = fused()
+    quietly(lambda: fit(net, images(), HELD, made, run=Run.create(tmp_path / "run", made)))
+    assert_close(net, reference, rtol=1e-4, atol=1e-5)

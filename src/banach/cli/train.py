@@ -121,9 +121,9 @@ def _train(session: Session, *, tensorboard: bool) -> int:
         torch.set_num_threads(settings.threads)
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
-    if not history.finished:
+    if history.stopped_by is not None:
         console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
-        return 128 + int(history.stopped_by or 0)
+        return 128 + history.stopped_by
     session.finish(history)
     return 0
 

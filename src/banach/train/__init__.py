@@ -3,10 +3,9 @@
 from banach.models import OneCycle
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position, read_checkpoint
 from banach.train.evaluate import Scorer, evaluate
-from banach.train.finite import DivergenceError
 from banach.train.fit import fit
 from banach.train.metrics import Epoch, History, Totals
-from banach.train.run import Run, RunError
+from banach.train.run import DivergenceError, Run, RunError
 from banach.train.settings import Settings
 from banach.train.state import Average
 

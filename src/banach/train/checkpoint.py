@@ -73,8 +73,8 @@ def write_checkpoint(
     """
     target, sharded = folder / position.name, are_sharded(tensors)
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
-        if not sharded and read_finite(target).position == position:
-            return target
+        if not sharded:
+            return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
     half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
     try:
@@ -136,12 +136,14 @@ def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
 
 
 def read_finite(path: Path) -> Checkpoint:
-    """Read a checkpoint and refuse one whose training had diverged.
+    """Read a checkpoint of a run and refuse one whose training had diverged.
 
     Raises:
-        CheckpointError: if it is damaged, or holds NaN or infinity.
+        CheckpointError: if it is damaged, of another position than its name says, or holds NaN or infinity.
     """
     checkpoint = read_checkpoint(path)
+    if checkpoint.position.name != path.name:
+        raise CheckpointError(f"the checkpoint {path} is damaged: it is of {checkpoint.position.name}")
     if name := nonfinite(checkpoint.tensors):
         raise CheckpointError(f"the checkpoint {path} holds NaN or infinity in {name}: its training had diverged")
     return checkpoint

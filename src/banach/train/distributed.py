@@ -249,12 +249,6 @@ def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
     }
 
 
-def local(value: Any) -> Tensor:
-    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
-    found: Tensor = value.detach()
-    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
-
-
 def _placed(value: Tensor, like: Any) -> Tensor:
     if not is_sharded(like) or value.shape != like.shape:
         return value

@@ -11,16 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.train.distributed import local
-from banach.train.run import Run
+from banach.train.run import DivergenceError, Run
+from banach.train.shards import local
 from banach.train.state import LOWER, TrainState
 
 REWINDS = 5  # after that many the learning rate is not the cause
 _EVERY = {"cpu": 1, "cuda": 100}  # steps between two reads; on a GPU each one is a host sync
-
-
-class DivergenceError(RuntimeError):
-    """Training stopped, since a step was not finite; the message says which step, why, and what to do."""
 
 
 @dataclass(frozen=True)

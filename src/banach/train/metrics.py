@@ -131,7 +131,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class History:
-    """The epochs that are done. `finished` is False if a signal (`stopped_by`) ended the run early."""
+    """The epochs that are done. `finished`: all of them. `stopped_by`: the signal that asked to stop, or None."""
 
     epochs: tuple[Epoch, ...]
     finished: bool

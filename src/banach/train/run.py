@@ -28,6 +28,7 @@ from banach.train.checkpoint import (
 )
 from banach.train.metrics import Epoch, Totals
 from banach.train.settings import FREE, Settings
+from banach.train.validate import nonfinite
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
 TEST, PLOT, LOCK = "test.json", "training.png", ".lock"
@@ -38,6 +39,10 @@ TERMINATING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasatt
 
 class RunError(RuntimeError):
     """A run directory that cannot be used; the message says why, and what to do."""
+
+
+class DivergenceError(RuntimeError):
+    """Training stopped, since a number was not finite; the message says where, why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,13 @@ class Run:
         return None if path is None or not path.exists() else read_finite(path)
 
     def save(self, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint. The last ones and the best one are kept."""
+        """Write a checkpoint. The last ones and the best one are kept.
+
+        Raises:
+            DivergenceError: if the state is not finite; then nothing is written.
+        """
+        if name := nonfinite(tensors):
+            raise DivergenceError(f"{name} is NaN or infinite, so no checkpoint is written; resume {self.path}")
         best = _best([Epoch.from_dict(values) for values in state["done"]])
         folder, keep = self.path / CHECKPOINTS, self.settings.keep
         write_checkpoint(folder, position, tensors, state=state, keep=keep, best=best)

@@ -25,7 +25,7 @@ from banach.train import words
 
 OPTIMIZERS, PRECISIONS = ("adam", "adamw", "sgd"), ("fp32", "tf32", "bf16")
 POLICIES = ("stop", "skip", "rewind")
-FREE = ("device", "on_nonfinite", "keep")  # these may change when a run is resumed
+FREE = ("device", "on_nonfinite", "keep", "sharded")  # these may change when a run is resumed
 FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
 PENALTIES = ("jacobian_penalty", "finite_difference", "correction", "correction_steps")
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains

@@ -28,6 +28,12 @@ def is_sharded(value: Any) -> bool:
     return hasattr(value, "full_tensor")
 
 
+def local(value: Any) -> Tensor:
+    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
+    found: Tensor = value.detach()
+    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
+
+
 def are_sharded(tensors: Mapping[str, Tensor]) -> bool:
     """Return True if some tensors are sharded over ranks."""
     return any(map(is_sharded, tensors.values()))

@@ -176,7 +176,7 @@ class TrainState:
         check_tensors(checkpoint.tensors, own)
         if count not in (None, len(own)):
             raise ValueError(f"it has {len(own)} tensors, expected {count}")
-        check_tally(checkpoint.tensors["tally.sums"])
+        check_tally(checkpoint.tensors["tally.sums"], checkpoint.tensors["tally.most"])
 
     def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         state: dict[int, dict[str, Tensor]] = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from banach import checks
 from banach.train.metrics import Epoch
+from banach.train.shards import local
 
 KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a complete state
 _LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
@@ -79,20 +80,20 @@ def optimizer_tensors(
     return {f"{index}.{key}": step if key == "step" else weights[index] for index in found for key in keys}
 
 
-def check_tally(sums: Tensor) -> None:
+def check_tally(sums: Tensor, most: Tensor) -> None:
     """Refuse counts that no epoch can have.
 
     Raises:
         ValueError: if a count is negative or not finite.
     """
-    counts = sums[_COUNTS]
+    counts = torch.cat([sums[_COUNTS], most[:1]])
     if not bool((counts.isfinite() & (counts >= 0)).all()):
-        raise ValueError(f"tally.sums must hold counts, got {counts.tolist()}")
+        raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of a weight, buffer or optimizer state that is NaN or infinite, None if all are finite."""
-    for name, tensor in tensors.items():
+    for name, tensor in ((name, local(tensor)) for name, tensor in tensors.items()):
         if not name.startswith("tally.") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return name
     return None

@@ -1,0 +1,165 @@
+"""`banach` when training diverges, signals arrive, files are damaged or the disk is full: nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach import data
+from banach.cli import entry
+from banach.cli.app import main
+from banach.train import Run
+from banach.train.validate import nonfinite
+from cli.conftest import SMALL
+from cli.test_cli_train import same
+
+pytestmark = pytest.mark.filterwarnings("always")  # the command line prints warnings
+EXPLODES = ["--epochs", "4", "--optimizer", "sgd", "--lr", "0.05", "--schedule", "steps:2:1e20", "--out", "run"]
+
+
+@pytest.mark.parametrize("twin", [[], ["--max-steps", "0"]], ids=["implicit", "explicit"])
+def test_a_rate_that_explodes_stops_the_run(here: Path, capsys: Any, twin: list[str]) -> None:
+    """NaN from epoch 3: both kept checkpoints became NaN, and the exit code was 0."""
+    assert main([*SMALL, *EXPLODES, *twin]) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    for part in ("banach: training diverged: ", " of epoch 3; ", "run/checkpoints/epoch-00002", "lower --lr"):
+        assert part in said
+    latest = Run.open("run").latest()
+    assert latest is not None
+    assert (latest.position.epoch, nonfinite(latest.tensors)) == (2, None)
+    assert not Path("run/test.json").exists()
+    assert main(["evaluate", "run", "--device", "cpu"]) == 0
+    assert main(["train", "--resume", "run"]) == 3
+    assert main(["train", "--resume", "run", "--on-nonfinite", "ignore"]) == 2
+    assert "unknown on_nonfinite: 'ignore'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("split", "number"), [("train", signal.SIGTERM), ("test", signal.SIGHUP)])
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_before_or_after_training_exits_by_the_same_rule(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, split: str
+) -> None:
+    load = data.load
+
+    def signalled(name: str, wanted: str = "train", *rest: Any) -> Any:
+        if wanted == split:
+            os.kill(os.getpid(), number)
+        return load(name, wanted, *rest)
+
+    command = [*SMALL, "--epochs", "1", "--out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "load", signalled)
+        patch.setattr(sys, "argv", ["banach", *command, "run"])
+        with pytest.raises(SystemExit) as caught:
+            entry.main()
+    assert caught.value.code == 128 + number
+    assert capsys.readouterr().err == "banach: stopped\n"
+    assert Path("run").exists() == (split == "test")
+    assert main(["train", "--resume", "run"] if split == "test" else [*command, "run"]) == 0
+    assert main([*command, "whole"]) == 0
+    assert same("run", "whole")
+
+
+def test_a_signal_in_the_last_step_stops_before_the_test_set(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was noted, all epochs were done, and so it was forgotten."""
+    from banach.cli import train as command_line
+
+    monkeypatch.setattr(
+        command_line.Progress, "epoch", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )  # after the last step
+    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 128 + signal.SIGTERM
+    assert not Path("run/test.json").exists()
+    monkeypatch.undo()
+    os.chdir(here)
+    assert main(["train", "--resume", "run"]) == 0
+    assert Path("run/test.json").exists()
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 700, b"\n"])
+def test_emptied_settings_are_restored(run: Path, capsys: Any, left: bytes) -> None:
+    """A power cut leaves an empty file, or one of zeros."""
+    path = run / "settings.json"
+    before = path.read_bytes()
+    path.write_bytes(left)
+    assert main(["evaluate", "run", "--device", "cpu"]) == 0
+    assert "settings.json was empty and is restored from environment.json" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    for name in ("settings.json", "environment.json"):
+        (run / name).write_bytes(left)
+    assert main(["evaluate", "run"]) == 2
+    assert "settings.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["settings.json", "metrics.jsonl", "test.json"])
+def test_a_changed_figure_is_noticed(run: Path, capsys: Any, name: str) -> None:
+    text = (run / name).read_text()
+    changed = {"settings.json": ('"lr": 0.', '"lr": 1.'), "metrics.jsonl": ('"loss": ', '"loss": 1')}
+    before, after = changed.get(name, ('"count": ', '"count": 1'))
+    assert before in text
+    (run / name).write_text(text.replace(before, after, 1))
+    assert main(["compare", "run"]) == 2
+    assert f"{name} cannot be read: its sha256 does not match" in capsys.readouterr().err
+
+
+def test_files_of_a_run_without_checksums_are_read(run: Path) -> None:
+    """Older versions wrote none."""
+    for name in ("settings.json", "test.json", "metrics.jsonl"):
+        content = json.loads((run / name).read_text())
+        assert len(content.pop("sha256")) == 64
+        (run / name).write_text(json.dumps(content) + "\n")
+    assert main(["compare", "run"]) == 0
+    assert main(["train", "--resume", "run"]) == 0
+
+
+def test_temporary_files_of_killed_runs_go_when_it_is_resumed(run: Path) -> None:
+    (run / "checkpoints" / ".half-1").mkdir()
+    for name in (
+        ".settings.json.a",
+        ".metrics.jsonl.b",
+        ".test.json.c",
+        ".training.png.d",
+        "checkpoints/.half-1/e",
+    ):
+        (run / name).write_text("half")
+    (run / "mine.txt").write_text("stays")
+    assert main(["train", "--resume", "run"]) == 0
+    assert [path.name for path in run.rglob(".*")] == [".lock"]
+    assert (run / "mine.txt").exists()
+
+
+@pytest.mark.parametrize(("count", "name"), [(3, "epoch-00001-step"), (5, "metrics.jsonl")])
+def test_a_full_disk_names_the_file(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, count: int, name: str
+) -> None:
+    """The system reports it without a name, or for a temporary file."""
+    real, calls = os.fsync, [0]
+
+    def full(handle: int) -> None:
+        calls[0] += stat.S_ISREG(os.fstat(handle).st_mode)
+        if calls[0] > count:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert "No space left on device; free some space and resume" in said
