@@ -122,7 +122,8 @@ def _train(session: Session, *, tensorboard: bool) -> int:
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
     if history.stopped_by is not None:
-        console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
+        if session.ranks.first:
+            console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
         return 128 + history.stopped_by
     session.finish(history)
     return 0

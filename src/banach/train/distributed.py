@@ -204,7 +204,7 @@ def joined(settings: Settings) -> Iterator[Ranks]:
     ranks = Ranks.here()
     try:
         yield ranks
-        dist.barrier()
+        ranks.agree([])  # a barrier: no rank leaves while another one needs it
     except RuntimeError as error:
         said = " ".join(str(error).split())
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
@@ -250,6 +250,7 @@ def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
 
 
 def _placed(value: Tensor, like: Any) -> Tensor:
+    """Return the tensor, sharded like another one of its shape; all ranks call this together."""
     if not is_sharded(like) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -265,7 +266,7 @@ def _weight_of(name: str, weights: list[Any]) -> Any:
 
 
 def _reduced(value: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Return the sum over ranks, in place."""
+    """Reduce a tensor over all ranks, in place, and return it."""
     dist.all_reduce(value, how)
     return value
 
