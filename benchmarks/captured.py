@@ -1,18 +1,15 @@
-"""Captured steps checked: their gradients, and the depths they choose for an R that no kernel knows.
+"""The gradients of captured steps.
 
-Claims: a captured step errs from float64 by at most 1.5 times what the network itself does in that precision. At
-least 95% of the steps meet eps, from fresh weights, where the depth that is needed rises most. Settings: gradients
-of all weights after the same ten solver steps, no dropout; depths with kernels hidden, 600 training steps, two
-seeds, real images. Result: results/gpu/gradients-POINT.json, results/gpu/gpu-ladder.json.
+Claim: a captured step errs from float64 by at most 1.5 times what the network itself does in that precision.
+Settings: gradients of all weights after the same ten solver steps, no dropout, real images.
+Result: results/gpu/gradients-POINT.json.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from torch import Tensor, nn
 
 from banach import Tolerance, WorstPixel
 from banach.fast import TrainStep
-from benchmarks.contenders import Captured, Setting, hide_form, solution_of
+from benchmarks.contenders import solution_of
 from benchmarks.points import ONE_EACH, POINTS, Batch, Point, feed
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import autocast, switches
@@ -104,51 +101,11 @@ def _distance(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-@dataclass(frozen=True)
-class Depths:
-    points: tuple[Point, ...] = tuple(POINTS[name] for name in ONE_EACH)
-    steps: int = 600
-    seeds: tuple[int, ...] = (0, 1)
-    share: float = 0.95
-    device: str = "cuda"
-    data_dir: Path | None = None
-
-
-def ladder(settings: Depths) -> Report:
-    rows = [_trained(point, seed, settings) for point in settings.points for seed in settings.seeds]
-    targets = []
-    for point in settings.points:
-        share = fmean(row["met"] for row in rows if row["point"] == point.name)
-        targets.append(Target(f"{point.name}, share of steps that meet eps", share, settings.share, at_least=True))
-    note = "met: the share of steps whose residual was at most eps; first, last: of the first and last quarter"
-    return Report(rows, targets, [note])
-
-
-def _trained(point: Point, seed: int, settings: Depths) -> Row:
-    """Train from fresh weights. Nothing is read before the last step."""
-    device, precision = torch.device(settings.device), point.precision or "fp32"
-    batches, title = feed(point, device, settings.data_dir, many=100)
-    with switches(precision, device):
-        setting = Setting(point, precision, device, seed=seed)
-        step, seen = Captured(hide_form(point.network(device, seed)), setting), []
-        for batch in islice(batches, settings.steps):
-            step(*batch)
-            seen.append(step.seen)
-        depths, excess = zip(*(one.read() for one in seen), strict=True)
-    met = [one <= 1 for one in excess]
-    part = max(1, len(met) // 4)
-    row: Row = {"point": point.name, "data": title, "in": precision, "eps": point.eps, "seed": seed}
-    row |= {"steps": len(met), "met": fmean(met), "first": fmean(met[:part]), "last": fmean(met[-part:])}
-    return row | {"depth": fmean(depths), "largest": max(depths)}
-
-
-EXACT, MET = "do captured steps have the gradients of the network itself?", "do steps at chosen depths meet eps?"
+EXACT = "do captured steps have the gradients of the network itself?"
 TINY: dict[str, Any] = {"depth": 2, "compile": False, "device": "cpu"}
-FEW = Depths((POINTS["mnist100"].tiny(),), steps=8, seeds=(0, 1), device="cpu")
 BENCHMARKS = (
     *(
         Benchmark(f"gradients-{one.name}", EXACT, gradients, Gradients(one), Gradients(one.tiny(), **TINY), "gpu")
         for one in (POINTS[name] for name in ONE_EACH)
     ),
-    Benchmark("gpu-ladder", MET, ladder, Depths(), FEW, "gpu"),
 )

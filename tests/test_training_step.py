@@ -195,7 +195,7 @@ def test_targets_are_held_against_the_best_peer_and_the_fast_twin() -> None:
 @pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("inference", 8), ("gpu-ladder", 2), ("epoch", 2), ("curves", 4), ("kernels", 3), ("depth-memory", 2)],
+    [("inference", 8), ("epoch", 2), ("curves", 4), ("kernels", 3), ("depth-memory", 2)],
 )
 def test_further_benchmarks_run_at_tiny_sizes(name: str, rows: int) -> None:
     """On a CPU their times mean nothing; that they run, and what they report, is tested."""
