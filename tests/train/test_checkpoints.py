@@ -118,6 +118,17 @@ def test_the_last_two_are_kept_and_a_sound_one_is_not_replaced(tmp_path: Path) -
     assert read_checkpoint(write(tmp_path, 5)).state == {**STATE, "step": 5}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"epoch": 10**12}, {"epoch": True}, {"done": [{}]}, {"identity": {"a": 1}}, {"seconds": -1}, {"more": 1}],
+)
+def test_a_state_of_another_type_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Its checksum is right. A list of 10^12 epochs would not fit into memory."""
+    path = write_checkpoint(tmp_path, Position(0, 1), {}, state={**STATE, **change})
+    with pytest.raises(CheckpointError, match=r"is damaged: (\w+ must|state\.json has an unknown key|\w+Error)"):
+        read_checkpoint(path)
+
+
 def test_a_directory_is_not_used_twice(trained: Run, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is a run in"):
         Run.create(trained.path, MADE)

@@ -57,7 +57,7 @@ class Watch:
         """Record whether the step was finite; undo it if it is to be skipped."""
         tensors = [local(tensor) for _, tensor in self._watched()]
         tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]  # an empty shard
-        sizes = torch.stack([loss.detach(), *torch._foreach_norm(tensors, math.inf)]).double()
+        sizes = torch.stack([loss.detach(), *_largest(tensors)]).double()
         sizes = self.state.ranks.largest(sizes)  # so that all ranks do the same
         bad = (sizes * 0).sum() != 0  # 0 times NaN or infinity is NaN
         if len(self.sizes) != len(sizes):  # at the first step: the optimizer had no state before
@@ -106,6 +106,13 @@ class Watch:
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         for values in self.state.optimizer.state.values():
             yield from ((key, value) for key, value in values.items() if isinstance(value, Tensor))
+
+
+def _largest(tensors: list[Tensor]) -> Any:
+    """Return the largest absolute value of each tensor, NaN if it has one."""
+    if tensors[0].device.type == "cpu":  # three times as fast there as the norm, which is one kernel on a GPU
+        return torch._foreach_max(torch._foreach_abs(tensors))
+    return torch._foreach_norm(tensors, math.inf)
 
 
 class Divergence:

@@ -48,7 +48,7 @@ def _check_epochs(done: Any, count: int) -> None:
     if not isinstance(done, list) or not all(isinstance(values, dict) for values in done):
         raise ValueError(f"done must be a list of tables, got {_short(done)}")
     numbers = [Epoch.from_dict(values).epoch for values in done]
-    if numbers != list(range(1, count + 1)):
+    if len(done) != count or numbers != list(range(1, count + 1)):
         raise ValueError(f"done must hold the epochs 1 to {_short(count)}, got {_short(numbers)}")
 
 
