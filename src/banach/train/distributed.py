@@ -66,13 +66,18 @@ class Ranks:
         """Refuse what several ranks cannot train.
 
         Raises:
-            ValueError: if a rank would get no image of some batch, or another number of parts than other ranks; or
-                if the solver or the backward mode does not work with synchronised batch norm in R.
+            ValueError: if a rank would get no image of some batch, or another number of parts than other ranks; if
+                the solver or the backward mode does not work with synchronised batch norm in R; or if PyTorch
+                cannot shard on the device.
         """
         if self.count == 1:
             return
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
+        if settings.sharded and not can_shard(settings.torch_device):
+            raise ValueError(
+                f"PyTorch {torch.__version__} shards on GPUs only; use a newer one, or leave out sharded"
+            )
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
             _check_batch(size, self.count, settings.accumulate)
         kind = _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm
@@ -232,6 +237,11 @@ def shard(net: nn.Module) -> None:
         if isinstance(part, nn.Module) and any(True for _ in part.parameters()):
             fully_shard(part, mesh=mesh)
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
+
+
+def can_shard(device: torch.device) -> bool:
+    """Return True if FSDP2 works on the device: on a CPU, older versions such as 2.6 lack what it needs."""
+    return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
 
 
 def released(net: Any) -> None:
