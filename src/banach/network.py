@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import modules_of, special_layers, uses_batch_statistics
+from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics
 from banach.nn.passes import Pass, PlainPass, forward_pass
 from banach.solve import (
     ConvergenceWarning,
@@ -157,6 +157,8 @@ class ImplicitNetwork(nn.Module):
         _check_mode(mode)
         modules = modules_of(R)
         special = special_layers(modules)
+        if special:
+            special = check_sharded(special, fixed_depth=not self.tolerance.checks(torch.device("cpu")))
         if special or not modules:
             check_dropout(R, special)
         v = self.Q(*d)

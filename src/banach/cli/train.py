@@ -22,8 +22,9 @@ from banach.cli.progress import Progress
 from banach.data import Images
 from banach.data.files import find, roots
 from banach.provenance import numbers, plain, provenance
-from banach.train import Epoch, History, Run, RunError, Settings, Totals, evaluate, fit, words
+from banach.train import Epoch, History, Run, RunError, Scorer, Settings, Totals, evaluate, fit, words
 from banach.train.board import Board
+from banach.train.distributed import Ranks, joined
 from banach.train.plot import PlotError, plot_history
 from banach.train.run import PLOT
 
@@ -101,22 +102,36 @@ def train(
         made = Run.open(_named(run, out, config))
         settings = made.settings.changed(flags)
         made.check(settings)  # only the device may differ
-        session = Session(Run(made.path, settings), *_parts(settings, data_dir), data_dir)
     elif run is not None:
         raise ValueError(f"{run} is given without --resume; pass --resume to continue it, or --out for a new run")
     else:
-        settings = Settings.choose(flags, config)
+        made, settings = None, Settings.choose(flags, config)
+    with joined(settings) as ranks:
+        console.quiet = not ranks.first
         parts = _parts(settings, data_dir)  # before the directory is made: a refused command leaves nothing
-        session = Session(Run.create(out or _next_free(str(settings.data)), settings), *parts, data_dir)
+        ranks.check(parts[0], len(parts[1]), settings)
+        path = made.path if made else ranks.from_first(lambda: _new(out, settings))
+        return _train(Session(Run(path, settings), *parts, data_dir, ranks), tensorboard=tensorboard)
+
+
+def _train(session: Session, *, tensorboard: bool) -> int:
+    """Train the run to its end, or until a signal; return the exit code."""
+    settings = session.settings
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
     if history.stopped_by is not None:
-        console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
+        if session.ranks.first:
+            console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
         return 128 + history.stopped_by
     session.finish(history)
     return 0
+
+
+def _new(out: Path | None, settings: Settings) -> Path:
+    """Make the directory of a new run and return its path."""
+    return Run.create(out or _next_free(str(settings.data)), settings).path
 
 
 def _named(run: Path | None, out: Path | None, config: Path | None) -> Path:
@@ -164,6 +179,7 @@ class Session:
     train_images: Images
     validation: Images | None
     data_dir: Path | None
+    ranks: Ranks = Ranks()
 
     @property
     def settings(self) -> Settings:
@@ -182,7 +198,7 @@ class Session:
         """Call fit() with a progress bar and TensorBoard."""
         settings = self.settings
         progress = Progress(settings.epochs, math.ceil(len(self.train_images) / settings.batch_size))
-        board = self._board() if tensorboard else None
+        board = self._board() if tensorboard and self.ranks.first else None
 
         def on_epoch(epoch: Epoch) -> None:
             progress.epoch(epoch)
@@ -225,9 +241,14 @@ class Session:
         content = self.run.test()
         if content is None:
             images = self.settings.load("test", self.data_dir).to(self.settings.torch_device)
-            totals = evaluate(self.net, images, precision=self.settings.precision)
+            precision = self.settings.precision
+            scorer = Scorer(self.net, precision, fast=False, ranks=self.ranks)
+            totals = evaluate(self.net, images, precision=precision, scorer=scorer)
             content = record(totals, images, "test", self.settings)
-            self.run.write_test(content)
+            if self.ranks.first:
+                self.run.write_test(content)
+        if not self.ranks.first:
+            return
         console.print()
         console.print(self._summary(history, content))
         self._plot(history)

@@ -30,6 +30,7 @@ class Batches:
     augment: Augmentation | None = None
     shuffle: bool = True
     drop_last: bool = False
+    part: tuple[int, int] = (0, 1)  # (rank, ranks): every batch is cut into so many parts, and this is one
 
     def __post_init__(self) -> None:
         checks.whole("the batch size", self.size, 1)
@@ -69,7 +70,12 @@ class Batches:
 
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""
-        x = self.images.normalise(self.images.pixels.index_select(0, index))
+        own = self.own(len(index), self.part[0])
+        x = self.images.normalise(self.images.pixels.index_select(0, index[own]))
         if self.augment is not None and self.augment.draws:
-            x = self.augment.apply(x, counter.uniform(key, len(index), self.augment.draws, x.device))
-        return x, self.images.labels.index_select(0, index)
+            x = self.augment.apply(x, counter.uniform(key, len(index), self.augment.draws, x.device)[own])
+        return x, self.images.labels.index_select(0, index[own])
+
+    def own(self, size: int, rank: int) -> slice:
+        """Return the part of a batch of `size` images that a rank gets; the parts of all ranks are the batch."""
+        return slice(size * rank // self.part[1], size * (rank + 1) // self.part[1])

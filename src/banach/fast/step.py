@@ -30,6 +30,8 @@ class Extras:
         average: `average.update(net)` is called after the optimizer.
         metrics: `metrics.add(loss, output, targets, solution)` is called for every part.
         watch: `watch.begin()` and `watch.end(loss)` are called before and after everything else.
+        parallel: on several ranks, `parallel(*d)` calls the network and `parallel.weight(n)` weights the loss of n
+            samples. Such a step is not captured.
     """
 
     accumulate: int = 1
@@ -38,6 +40,7 @@ class Extras:
     average: Any = None
     metrics: Any = None
     watch: Any = None
+    parallel: Any = None
 
 
 class TrainStep:
@@ -170,7 +173,8 @@ class TrainStep:
         if captured:
             self._network.refresh()
         parts = _parts(d, targets, extras.accumulate)
-        results = [self._part(x, y, len(y) / len(targets), captured=captured) for x, y in parts]
+        weight = 1.0 if extras.parallel is None else extras.parallel.weight(len(targets))
+        results = [self._part(x, y, weight * (len(y) / len(targets)), captured=captured) for x, y in parts]
         if captured:
             self._network.collect()
         if extras.clip is not None:
@@ -203,7 +207,7 @@ class TrainStep:
 
     def _forward(self, d: tuple[Any, ...], *, captured: bool) -> tuple[Any, Solution | None]:
         with self._autocast():
-            output, found = self._network(d) if captured else run_network(self.net, d)
+            output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
             if captured and found is not None:  # the graph would otherwise keep the latent
                 found = found.without_value()
         return at_least_fp32(output), found
@@ -230,11 +234,14 @@ class TrainStep:
         return [value for value in values if isinstance(value, Tensor)]
 
 
-def run_network(net: nn.Module, d: tuple[Any, ...]) -> tuple[Any, Solution | None]:
-    """Call the network. Return its output and the Solution, None for one without fixed point."""
+def run_network(
+    net: nn.Module, d: tuple[Any, ...], call: Callable[..., Any] | None = None
+) -> tuple[Any, Solution | None]:
+    """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
+    call = net if call is None else call
     if isinstance(net, ImplicitNetwork):
-        return cast(tuple[Any, Solution], net(*d, solution=True))
-    return net(*d), None
+        return cast(tuple[Any, Solution], call(*d, solution=True))
+    return call(*d), None
 
 
 def at_least_fp32(output: Any) -> Any:

@@ -39,7 +39,8 @@ class _Classes(dict[type, bool]):
     special = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
 
     def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, self.special) or hasattr(kind, "one_mask_per_pass")
+        known = issubclass(kind, self.special) or hasattr(kind, "one_mask_per_pass")
+        self[kind] = known or hasattr(kind, "set_reshard_after_forward")  # the last are modules of FSDP2
         return self[kind]
 
 
@@ -51,6 +52,32 @@ def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
     if torch.compiler.is_compiling():
         return modules
     return [module for module in modules if _is_special[type(module)]]
+
+
+def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> list[nn.Module]:
+    """Return the special layers without those that are special only because FSDP2 shards them.
+
+    Raises:
+        RuntimeError: if a part of R gathers its weights at every evaluation and the depth may differ by rank: one
+            that needs more steps would wait forever for one that has stopped.
+    """
+    if any(_gathers_often(module) for module in special) and not fixed_depth:
+        raise RuntimeError(
+            "fully_shard makes a part of R gather its weights from all ranks at every evaluation, and ranks may "
+            "need different numbers of steps, so they would wait forever: pass reshard_after_forward=False for R"
+        )
+    known = (*_Classes.special, nn.Module) if torch.compiler.is_compiling() else _Classes.special
+    return [module for module in special if isinstance(module, known) or hasattr(module, "one_mask_per_pass")]
+
+
+def _gathers_often(module: Any) -> bool:
+    """Return True if FSDP2 frees the weights of a module after each call. PyTorch has no public way to ask."""
+    if not hasattr(module, "set_reshard_after_forward") or torch.compiler.is_compiling():
+        return False
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    nested = getattr(state, "_is_root", None) is False  # the outermost module keeps its weights
+    return nested and any(getattr(group, "post_forward_mesh_info", None) is not None for group in groups)
 
 
 def draws_masks(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from banach.provenance import naming, sync, write_bytes
+from banach.train.shards import are_sharded, read_shards, write_shards
 from banach.train.validate import check_state, nonfinite
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -70,20 +71,17 @@ def write_checkpoint(
     The last `keep` up to this position are kept, and that of `best`. Later ones were refused, or training would
     have resumed from them.
     """
-    from safetensors.torch import save
-
-    target = folder / position.name
+    target, sharded = folder / position.name, are_sharded(tensors)
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
-        return read_finite(target).path
+        if not sharded:
+            return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
-    # Copies: safetensors refuses tensors that share memory, as tied weights do.
-    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
-    text = json.dumps({"tensors": _digest(data), "sha256": _digest(_canonical(state)), "state": state}, indent=1)
     half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
     try:
         with naming(target):
-            write_bytes(half / TENSORS, data)
-            write_bytes(half / STATE, text.encode())
+            written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
+            content = {"tensors": written, "sha256": _digest(_canonical(state)), "state": state}
+            write_bytes(half / STATE, json.dumps(content, indent=1).encode())
         sync(half)
         half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
         if target.exists():
@@ -97,6 +95,16 @@ def write_checkpoint(
     return target
 
 
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file and return its checksum."""
+    from safetensors.torch import save
+
+    # Copies: safetensors refuses tensors that share memory, as tied weights do.
+    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+    write_bytes(path, data)
+    return _digest(data)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
@@ -108,17 +116,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: if it is damaged, or does not hold the state of a run.
     """
-    from safetensors.torch import load
-
     try:
         content = json.loads((path / STATE).read_bytes())
-        state, data = content["state"], (path / TENSORS).read_bytes()
+        state, written = content["state"], content["tensors"]
         _compare(STATE, _digest(_canonical(state)), content["sha256"])
-        _compare(TENSORS, _digest(data), content["tensors"])
-        return Checkpoint(path, load(data), check_state(state))
+        read = read_shards if isinstance(written, dict) else _read_tensors
+        return Checkpoint(path, read(path, written), check_state(state))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {said}") from None
+
+
+def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    data = (folder / TENSORS).read_bytes()
+    _compare(TENSORS, _digest(data), checksum)
+    return load(data)
 
 
 def read_finite(path: Path) -> Checkpoint:

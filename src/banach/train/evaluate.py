@@ -22,6 +22,7 @@ from banach.fast.step import at_least_fp32, run_network
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
+from banach.train.distributed import Ranks, released
 from banach.train.metrics import MetricSums, Totals
 from banach.train.precision import arithmetic, autocast
 
@@ -35,12 +36,13 @@ class Scorer:
     On a GPU a network that iterates by Picard is captured at the first call, and again when its tolerance, solver,
     a part, a module's mode or the address of a weight has changed. In eval mode `CompiledNetwork` predicts; in
     training mode only an R that the kernels know is captured. Everything else goes through the network itself. So
-    does, with one warning, what cannot be captured: `reason` then says why.
+    does, with one warning, what cannot be captured: `reason` then says why. With several `ranks`, all of them
+    evaluate together: each scores its part of every batch.
     """
 
-    def __init__(self, net: Any, precision: str = "fp32", *, fast: bool = True) -> None:
-        self.net, self.precision = net, precision
-        self.reason: str | None = None if fast else "fast is off"
+    def __init__(self, net: Any, precision: str = "fp32", *, fast: bool = True, ranks: Ranks = Ranks()) -> None:
+        self.net, self.precision, self.ranks = net, precision, ranks
+        self.reason: str | None = None if fast and ranks.count == 1 else "fast is off"
         self._made: dict[bool, tuple[Any, Callable[[Tensor], Scores] | None]] = {}  # by mode: state, program
 
     @torch.no_grad()
@@ -192,10 +194,20 @@ def _once(scorer: Scorer, images: Images, batch_size: int, augment: Augmentation
     sums = MetricSums(images.device)
     size = scorer.batch_size(batch_size, images.device)
     with arithmetic(scorer.precision, images.device):
-        for x, y in Batches(images, size, augment=augment, shuffle=False).epoch(epoch):
+        for x, y in _batches(images, size, scorer.ranks, augment).epoch(epoch):
             output, found = scorer(x)
             sums.add(F.cross_entropy(output, y), output, y, found)
+    scorer.ranks.add(sums)
+    released(scorer.net)
     return sums
+
+
+def _batches(images: Images, size: int, ranks: Ranks, augment: Augmentation | None) -> Batches:
+    """Return batches of at most this size, of which every rank gets an image: all call a sharded network."""
+    if len(images) < ranks.count:
+        raise ValueError(f"{ranks.count} ranks cannot share {len(images)} images; start fewer processes")
+    fits = (n for n in range(size, 0, -1) if (len(images) % n or n) >= ranks.count)
+    return Batches(images, next(fits, len(images)), augment=augment, shuffle=False, part=ranks.part)
 
 
 def _state(net: Any) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from banach.train.run import DivergenceError, Run
+from banach.train.shards import local
 from banach.train.state import LOWER, TrainState
 
 REWINDS = 5  # after that many the learning rate is not the cause
@@ -49,13 +50,15 @@ class Watch:
     def begin(self) -> None:
         """Keep what the step will change, if it may have to be undone."""
         if self.skip:
-            self._before = {id(tensor): tensor.detach().clone() for tensor in self._changing()}
+            self._before = {id(tensor): local(tensor).clone() for tensor in self._changing()}
 
     @torch.no_grad()
     def end(self, loss: Tensor) -> None:
         """Record whether the step was finite; undo it if it is to be skipped."""
-        tensors = [tensor for _, tensor in self._watched()]
+        tensors = [local(tensor) for _, tensor in self._watched()]
+        tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]  # an empty shard
         sizes = torch.stack([loss.detach(), *_largest(tensors)]).double()
+        sizes = self.state.ranks.largest(sizes)  # so that all ranks do the same
         bad = (sizes * 0).sum() != 0  # 0 times NaN or infinity is NaN
         if len(self.sizes) != len(sizes):  # at the first step: the optimizer had no state before
             self.sizes = torch.zeros_like(sizes)
@@ -65,8 +68,8 @@ class Watch:
         self.first[1] += bad
         if self.skip:
             for tensor in self._changing():  # an optimizer's state that is new starts from zero
-                before = self._before.get(id(tensor))
-                tensor.copy_(torch.where(bad, torch.zeros_like(tensor) if before is None else before, tensor))
+                before, now = self._before.get(id(tensor)), local(tensor)
+                now.copy_(torch.where(bad, torch.zeros_like(now) if before is None else before, now))
             self._before = {}
 
     def read(self) -> Fault | None:

@@ -14,13 +14,15 @@ from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
 from banach.solve import ConvergenceWarning
 from banach.train.checkpoint import Position
+from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, evaluate
 from banach.train.finite import Divergence
 from banach.train.metrics import Epoch, History
 from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
-from banach.train.run import Run, lock, noted_signals
+from banach.train.run import Run, RunError, lock, noted_signals
 from banach.train.settings import Settings
+from banach.train.shards import are_sharded, write_shards
 from banach.train.state import TrainState
 from banach.train.steps import Steps, counted_products
 
@@ -43,6 +45,8 @@ def fit(
     """Train a network by cross entropy, on the device of the settings.
 
     Afterwards it is in eval mode, with the averaged weights if there are any. The global random state is restored.
+    In a process group of several ranks all of them call `fit`: each takes its part of every batch, the first one
+    alone writes files.
 
     Args:
         net: the network; it is moved to the device.
@@ -64,18 +68,30 @@ def fit(
     _check_splits(train, validation)
     if (penalties := Penalties.of(settings)) is not None:
         penalties.check(net)
-    batches = Batches(train.to(device), settings.batch_size, settings.seed, augment)
+    ranks = Ranks.here()
+    ranks.check(net, len(train), settings)
+    batches = Batches(train.to(device), settings.batch_size, settings.seed, augment, part=ranks.part)
     held = None if validation is None else validation.to(device)
-    state = TrainState(net.to(device), batches, held, settings)
+    ranks.prepare(net.to(device), settings)
+    state = TrainState(net, batches, held, settings, ranks)
     divergence = Divergence(state, run)
 
     def save() -> None:
-        if run is not None:
-            run.save(state.position, state.tensors(), state.state())
+        if run is None:
+            return
+        if state.step:
+            ranks.pool(state)
+        tensors = state.tensors()
+        if ranks.first:
+            run.save(state.position, tensors, state.state())
+        elif are_sharded(tensors):
+            write_shards(tensors)
+        ranks.go_on(state)
 
     with ExitStack() as stack:
         if run is not None:
-            stack.enter_context(lock(run.path))
+            if ranks.first:
+                stack.enter_context(lock(run.path))
             _resume(run, state)
             if settings.on_nonfinite == "rewind" and not state.position > Position(0, 0):
                 save()  # something to return to
@@ -86,21 +102,22 @@ def fit(
         steps = Steps(state)
         if state.epoch < settings.epochs:
             steps.prepare()
-            if run is not None:
+            if run is not None and ranks.first:
                 run.write_plan(steps.plan.to_dict())
             if on_plan is not None:
                 on_plan(steps.plan)
         # A capture that failed in training is not tried again: one warning is enough.
-        scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed)
-        while state.epoch < settings.epochs and not signals:
+        scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed, ranks=ranks)
+        stopped = ranks.agree(signals)
+        while state.epoch < settings.epochs and not stopped:
             net.train()
             for _ in range(state.step, len(batches)):
                 steps.take()
                 state.step += 1
                 if on_step is not None:
                     on_step(state.position)
-                stopped, due = bool(signals), _is_due(state)
-                if divergence.found(steps.watch, now=stopped or due):
+                stopped, due = ranks.agree(signals), _is_due(state)
+                if divergence.found(steps.watch, now=stopped > 0 or due):
                     steps = Steps(state)  # captured steps point to the old state of the optimizer
                     break
                 if due:
@@ -115,18 +132,21 @@ def fit(
                 finally:  # after it: what it writes is never behind a checkpoint, even if interrupted here
                     if run is not None:
                         save()
-                        run.write_metrics(state.done)
+                        if ranks.first:
+                            run.write_metrics(state.done)
                 state.begin_clock()  # the next epoch's time and memory do not include callbacks and files
-        if run is not None and (state.step or run.latest() is None):
+                stopped = ranks.agree(signals)
+        if run is not None and (state.step or ranks.from_first(lambda: run.latest() is None)):
             save()
     if state.average is not None:
         state.average.put_into(net)
     net.eval()
-    return History(tuple(state.done), state.epoch >= settings.epochs, signals[0] if signals else None)
+    return History(tuple(state.done), state.epoch >= settings.epochs, stopped or None)
 
 
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
+    state.ranks.pool(state)
     figures: dict[str, Any] = {
         **vars(state.metrics.read()),
         "lr": state.rate(state.step - 1),
@@ -163,9 +183,10 @@ def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
 
 
 def _contraction(state: TrainState) -> float | None:
-    """Return the largest sigma_max(dT/du) on a few training images, in eval mode."""
+    """Return the largest sigma_max(dT/du) on a few training images, in eval mode; None if R is sharded."""
     net: Any = state.net
-    if not state.settings.monitor or not state.implicit or net.tolerance.max_steps == 0:
+    sharded = state.settings.sharded and state.ranks.count > 1
+    if sharded or not state.settings.monitor or not state.implicit or net.tolerance.max_steps == 0:
         return None
     images = state.batches.images
     try:
@@ -186,11 +207,16 @@ def _is_due(state: TrainState) -> bool:
 
 def _resume(run: Run, state: TrainState) -> None:
     run.check(state.settings)
-    run.clean()
+    if state.ranks.first:
+        run.clean()
     checkpoint = run.latest()
     if checkpoint is not None:
         state.restore(checkpoint)
-        run.write_metrics(state.done)
+        if state.ranks.first:
+            run.write_metrics(state.done)
+    if (place := state.ranks.from_first(lambda: state.position)) != state.position:
+        text = f"the first rank resumes {run.path} at {place.name}, this one at {state.position.name}"
+        raise RunError(f"{text}; put the run on a disk that all ranks share")
 
 
 def _check_splits(train: Images, validation: Images | None) -> None:

@@ -25,7 +25,7 @@ from banach.train import words
 
 OPTIMIZERS, PRECISIONS = ("adam", "adamw", "sgd"), ("fp32", "tf32", "bf16")
 POLICIES = ("stop", "skip", "rewind")
-FREE = ("device", "on_nonfinite", "keep")  # these may change when a run is resumed
+FREE = ("device", "on_nonfinite", "keep", "sharded")  # these may change when a run is resumed
 FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
 PENALTIES = ("jacobian_penalty", "finite_difference", "correction", "correction_steps")
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
@@ -55,7 +55,9 @@ class Settings:
 
     `fast` captures steps as CUDA graphs where possible and uses channels_last on a CPU; the mathematics are the
     same. `compile` also compiles Q, R and S on a GPU, which takes from half a minute to some minutes at the start.
-    `threads` are the CPU threads of the process: another number rounds differently.
+    `threads` are the CPU threads of the process: another number rounds differently. `sharded` applies to several
+    ranks: FSDP2 shards the weights over them, for networks that do not fit on one; without it every rank has a
+    copy (DDP).
     """
 
     data: str | None = None
@@ -96,6 +98,7 @@ class Settings:
     keep: int = 2
     on_nonfinite: str = "stop"
     threads: int | None = None
+    sharded: bool = False
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -325,7 +328,9 @@ _NAME = _is_a((str, type(None)), "a name, or None")
 _SWITCH = _is_a(bool, "true or false")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("data", "augment", "model", "recipe", "solver", "backward", "norm"), _NAME),
-    **dict.fromkeys(("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile"), _SWITCH),
+    **dict.fromkeys(
+        ("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile", "sharded"), _SWITCH
+    ),
     **dict.fromkeys(("epochs", "checkpoint_every"), checks.whole),
     **dict.fromkeys(("batch_size", "accumulate", "keep"), partial(checks.whole, least=1)),
     **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32

@@ -6,7 +6,8 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from banach.diagnose import ContractionMonitor
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position
+from banach.train.distributed import Ranks, placed
 from banach.train.metrics import Epoch, MetricSums
 from banach.train.settings import FREE, Settings
 from banach.train.validate import check_tally, check_tensors, optimizer_tensors
@@ -61,8 +63,16 @@ class TrainState:
     function of (seed, epoch, step), and `fit` seeds what the network draws by the same three.
     """
 
-    def __init__(self, net: nn.Module, batches: Batches, validation: Images | None, settings: Settings) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        batches: Batches,
+        validation: Images | None,
+        settings: Settings,
+        ranks: Ranks = Ranks(),
+    ) -> None:
         self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
+        self.ranks, self.parallel = ranks, cast(Any, None)  # a `Parallel`, once steps are made on several ranks
         self.device = settings.torch_device
         self.implicit = isinstance(net, ImplicitNetwork)
         self.optimizer = settings.make_optimizer(net)
@@ -134,6 +144,7 @@ class TrainState:
             CheckpointError: if it is of another network, other data or other settings.
         """
         check_identity(checkpoint.state["identity"], self.identity)
+        checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, self))
         load_weights(self.net, checkpoint)
         try:
             self._check(checkpoint)
@@ -151,6 +162,7 @@ class TrainState:
         self.spent, self.since = state["seconds"], time.perf_counter()
         self.monitor.warned, self.begun_at = state["warned"], self.step
         self.done = [Epoch.from_dict(values) for values in state["done"]]
+        self.ranks.go_on(self)
 
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that is not complete, before anything but the weights is restored."""

@@ -16,6 +16,7 @@ from banach.backward import Implicit, Neumann, Unroll
 from banach.data import counter
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep
+from banach.train.distributed import Parallel
 from banach.train.finite import Watch
 from banach.train.penalties import Penalties
 from banach.train.state import TrainState
@@ -31,6 +32,9 @@ class Steps:
         net, settings = state.net.train(), state.settings
         self.penalties = Penalties.of(settings)
         refused = None if self.feed.full else "there is no whole batch"
+        if (ranks := state.ranks.count) > 1:
+            refused = f"{ranks} ranks exchange gradients within a step"
+            state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
         how = plan(
             net,
             state.device,
@@ -45,7 +49,7 @@ class Steps:
             channels_last(net)
             align_state(state.optimizer)
         self.watch = Watch(state, self.feed.place)
-        more: Any = {"metrics": state.metrics, "watch": self.watch}
+        more: Any = {"metrics": state.metrics, "watch": self.watch, "parallel": state.parallel}
         extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, **more)
         loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
@@ -75,11 +79,12 @@ class Steps:
         """Take the next step. The caller advances the state's counters."""
         state, settings = self.state, self.state.settings
         self.prepare()  # before the seed: a capture draws random numbers
-        _seed(counter.key(settings.seed, _DRAWS, state.epoch, state.step), state.device)
+        rank = () if state.ranks.first else (state.ranks.rank,)  # every rank draws other dropout masks
+        _seed(counter.key(settings.seed, _DRAWS, state.epoch, state.step, *rank), state.device)
         self.step.run()
-        count = min(settings.batch_size, len(state.batches.images) - state.step * settings.batch_size)
+        own = state.batches.own(self.feed.count(), state.ranks.rank)
         added = 0 if self.penalties is None else self.penalties.products
-        state.products += count * (_products_per_sample(state.net) + added)
+        state.products += (own.stop - own.start) * (_products_per_sample(state.net) + added)
 
 
 class _EpochFeed:
@@ -102,6 +107,11 @@ class _EpochFeed:
     @property
     def whole(self) -> bool:
         return self.state.step < self.full
+
+    def count(self) -> int:
+        """Return the number of images of the next batch, on all ranks."""
+        batch = self.state.settings.batch_size
+        return min(batch, len(self.state.batches.images) - self.state.step * batch)
 
     def begin_epoch(self) -> None:
         """Write what captured steps read, once per epoch."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from banach import checks
 from banach.train.metrics import Epoch
+from banach.train.shards import local
 
 KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a complete state
 _LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
@@ -92,7 +93,7 @@ def check_tally(sums: Tensor, most: Tensor) -> None:
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of a weight, buffer or optimizer state that is NaN or infinite, None if all are finite."""
-    for name, tensor in tensors.items():
+    for name, tensor in ((name, local(tensor)) for name, tensor in tensors.items()):
         if not name.startswith("tally.") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return name
     return None

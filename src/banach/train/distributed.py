@@ -1,0 +1,319 @@
+"""Training on several ranks, the processes that torchrun starts: DDP, FSDP2, and what the ranks agree on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from banach.backward import Implicit
+from banach.latent import Space
+from banach.network import ImplicitNetwork
+from banach.solve import Picard
+from banach.solve.tolerance import Norm
+from banach.train.metrics import MetricSums
+from banach.train.run import RunError
+from banach.train.settings import Settings
+from banach.train.shards import is_sharded
+
+Value = TypeVar("Value")
+_LOST = ("gloo", "nccl", "connection", "socket", "timed out", "process group", "broken pipe")
+_LOCAL = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train one network; by default there is no other.
+
+    Every rank takes its part of every batch. The first rank alone writes files.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @staticmethod
+    def here() -> Ranks:
+        """Return the ranks of the process group, if there is one.
+
+        Raises:
+            RunError: if torchrun started several processes that do not know each other: all would train the same.
+        """
+        if dist.is_available() and dist.is_initialized():
+            return Ranks(dist.get_rank(), dist.get_world_size())
+        if (count := _started()) > 1:
+            advice = "call torch.distributed.init_process_group() before fit"
+            raise RunError(f"torchrun started {count} processes, but there is no process group; {advice}")
+        return Ranks()
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The part of every batch that this rank takes, for `Batches`."""
+        return self.rank, self.count
+
+    def check(self, net: nn.Module, images: int, settings: Settings) -> None:
+        """Refuse what several ranks cannot train.
+
+        Raises:
+            ValueError: if a rank would get no image of some batch, or another number of parts than other ranks; if
+                the solver or the backward mode does not work with synchronised batch norm in R; or if PyTorch
+                cannot shard on the device.
+        """
+        if self.count == 1:
+            return
+        if "cpu:" not in dist.get_backend_config():
+            raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
+        if settings.sharded and not can_shard(settings.torch_device):
+            raise ValueError(
+                f"PyTorch {torch.__version__} shards on GPUs only; use a newer one, or leave out sharded"
+            )
+        for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
+            _check_batch(size, self.count, settings.accumulate)
+        kind = _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm
+        if _has_in_R(net, kind):
+            _check_synchronised(net)
+
+    def prepare(self, net: nn.Module, settings: Settings) -> None:
+        """Synchronise batch norm and shard the weights, in place."""
+        if self.count == 1:
+            return
+        if settings.torch_device.type == "cuda":
+            nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        elif self.first and any(type(module) in _LOCAL for module in net.modules()):
+            text = "batch norm uses the statistics of each rank's part of a batch: PyTorch synchronises them"
+            warnings.warn(f"{text} on GPUs only; for those of the whole batch use one process", stacklevel=3)
+        if settings.sharded:
+            shard(net)
+
+    def agree(self, signals: list[int]) -> int:
+        """Return a signal that some rank has received, 0 if none has: all ranks stop after the same step.
+
+        If another rank has ended, this raises at once, also where the gradients would wait for it.
+        """
+        own = signals[0] if signals else 0
+        return own if self.count == 1 else int(_reduced(torch.tensor(own), dist.ReduceOp.MAX))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of each value on any rank; infinity for NaN, which a maximum may lose."""
+        if self.count == 1:
+            return values
+        return _reduced(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf), dist.ReduceOp.MAX)
+
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        """Return make() of the first rank, on all of them."""
+        if self.count == 1:
+            return make()
+        made = [make() if self.first else None]
+        dist.broadcast_object_list(made)
+        return made[0]  # type: ignore[return-value]
+
+    def add(self, metrics: MetricSums) -> None:
+        """Replace the sums of each rank by those of all."""
+        if self.count > 1:
+            _reduced(metrics.sums)
+            _reduced(metrics.most, dist.ReduceOp.MAX)
+
+    def pool(self, state: Any) -> None:
+        """Replace the sums of each rank by those of all, and buffers by those of the first rank."""
+        if self.count == 1:
+            return
+        self.add(state.metrics)
+        state.products = int(_reduced(torch.tensor(state.products)))
+        for buffer in state.net.buffers():
+            dist.broadcast(buffer, 0)
+
+    def go_on(self, state: Any) -> None:
+        """After `pool`, in the middle of an epoch: the first rank keeps the sums, others start at zero."""
+        if not self.first:
+            state.metrics.reset()
+            state.products = 0
+
+
+class Parallel:
+    """The network as one rank calls it in a training step: inside DDP, or sharded.
+
+    DDP and FSDP2 average gradients over ranks, so a rank weights its loss by its share of the batch. If batch norm
+    in R is synchronised, every evaluation of R waits for all ranks, so the stopping test is over all ranks too.
+
+    Args:
+        net: the network, after `Ranks.prepare`.
+        count: the number of ranks.
+        total: total() is the number of samples of the batch, on all ranks.
+        sharded: the network is sharded, so it is not put into DDP.
+    """
+
+    def __init__(self, net: nn.Module, count: int, total: Callable[[], int], *, sharded: bool) -> None:
+        self.net, self.count, self.total = net, count, total
+        self.coupled = _has_in_R(net, nn.SyncBatchNorm)
+        self.call: nn.Module = net
+        if not sharded:
+            self.call = nn.parallel.DistributedDataParallel(net)
+
+    def __call__(self, *d: Any, **options: Any) -> Any:
+        net: Any = self.net
+        if not self.coupled:
+            return self.call(*d, **options)
+        own = net.tolerance
+        net.tolerance = replace(own, norm=LargestOnRanks(own.norm))
+        try:
+            return self.call(*d, **options)
+        finally:
+            net.tolerance = own
+
+    def weight(self, own: int) -> float:
+        """Return the weight of the mean loss of this rank's samples."""
+        return own * self.count / self.total()
+
+
+@dataclass(frozen=True)
+class LargestOnRanks:
+    """The largest norm on any rank, so that coupled solves on all ranks end after the same step."""
+
+    norm: Norm
+
+    def measure(self, rows: Tensor, space: Space) -> Tensor:
+        """Return the largest norm per row."""
+        return Ranks.here().largest(self.norm.scale(space) * self.norm.measure(rows, space))
+
+    def scale(self, space: Space) -> float:
+        return 1.0
+
+
+@contextmanager
+def joined(settings: Settings) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, in the block; without torchrun nothing happens.
+
+    Raises:
+        RunError: if another rank ends inside the block.
+        ValueError: if there is no GPU for every rank of this machine.
+    """
+    if dist.is_initialized() or _started() == 1:
+        yield Ranks.here()
+        return
+    backend = "gloo"
+    if settings.torch_device.type == "cuda":
+        torch.cuda.set_device(_own_gpu(settings))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend)
+    ranks = Ranks.here()
+    try:
+        yield ranks
+        ranks.agree([])  # a barrier: no rank leaves while another one needs it
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        if not any(word in said.lower() for word in _LOST):
+            raise
+        text = f"rank {ranks.rank} of {ranks.count} stopped, because another rank has ended"
+        raise RunError(f"{text}; resume the run from its last checkpoint ({said[:200]})") from error
+    dist.destroy_process_group()
+
+
+def shard(net: nn.Module) -> None:
+    """Shard weights, gradients and optimizer state over all ranks by FSDP2, in place.
+
+    Weights of Q and S are gathered where they are used. Those of R are gathered once per pass, not at every
+    evaluation, and so must fit on one device: a solve then waits for no other rank, whatever their depths are.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for weight in net.parameters():
+        weight.data = weight.data.contiguous()  # FSDP2 does not take channels_last
+    mesh = init_device_mesh(next(net.parameters()).device.type, (dist.get_world_size(),))
+    for part in (net.Q, net.S) if isinstance(net, ImplicitNetwork) else ():
+        if isinstance(part, nn.Module) and any(True for _ in part.parameters()):
+            fully_shard(part, mesh=mesh)
+    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+
+
+def can_shard(device: torch.device) -> bool:
+    """Return True if FSDP2 works on the device: on a CPU, older versions such as 2.6 lack what it needs."""
+    return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
+
+
+def released(net: Any) -> None:
+    """Free the gathered weights of a sharded network: a pass without backward pass keeps those of R."""
+    if hasattr(net, "reshard"):
+        net.reshard()
+
+
+def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, sharded like those of the state that they will replace."""
+    likes: dict[str, Any] = state.tensors()
+    weights = [weight for group in state.optimizer.param_groups for weight in group["params"]]
+    return {  # sorted: each one is a collective, and a file may be read in another order on every rank
+        name: _placed(tensors[name], likes.get(name, _weight_of(name, weights))) for name in sorted(tensors)
+    }
+
+
+def _placed(value: Tensor, like: Any) -> Tensor:
+    """Return the tensor, sharded like another one of its shape; all ranks call this together."""
+    if not is_sharded(like) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+def _weight_of(name: str, weights: list[Any]) -> Any:
+    """Return the weight to which the optimizer's tensor of this name belongs, None for other names."""
+    part, _, rest = name.partition(".")
+    index = rest.partition(".")[0]
+    return weights[int(index)] if part == "optimizer" and index.isdigit() and int(index) < len(weights) else None
+
+
+def _reduced(value: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce a tensor over all ranks, in place, and return it."""
+    dist.all_reduce(value, how)
+    return value
+
+
+def _has_in_R(net: Any, kind: type[nn.Module]) -> bool:
+    R = net.R if isinstance(net, ImplicitNetwork) else None
+    return isinstance(R, nn.Module) and any(isinstance(module, kind) for module in R.modules())
+
+
+def _check_synchronised(net: Any) -> None:
+    """Refuse what would evaluate R another number of times on some ranks."""
+    text, advice = "batch norm in R is synchronised between ranks, which needs", "or pass --no-batch-norm"
+    if type(net.solver) is not Picard:
+        raise ValueError(f"{text} the solver picard, got {net.solver}; choose that, {advice}")
+    if isinstance(net.backward, Implicit):
+        raise ValueError(f"{text} a backward mode other than implicit, such as jfb; choose one, {advice}")
+
+
+def _check_batch(size: int, count: int, accumulate: int) -> None:
+    own = [size * (rank + 1) // count - size * rank // count for rank in range(count)]  # as `Batches.own`
+    if min(own) == 0:
+        text = f"a batch of {size} images cannot be cut into parts for {count} ranks"
+        raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")
+    if len({len(torch.empty(part).chunk(accumulate)) for part in own}) > 1:
+        text = f"accumulate={accumulate} cuts a batch of {size} images into other numbers of parts on some ranks"
+        raise ValueError(f"{text}; choose a --batch-size that {count} ranks share evenly")
+
+
+def _started() -> int:
+    """Return how many processes torchrun started, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
+
+
+def _own_gpu(settings: Settings) -> int:
+    own, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if settings.torch_device.index is not None:
+        raise ValueError(f"every rank needs its own GPU, got --device {settings.device}; write --device cuda")
+    if own >= here:
+        raise ValueError(f"every rank needs its own GPU, got {here} GPUs; lower --nproc-per-node to {here}")
+    return own
