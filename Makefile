@@ -5,9 +5,15 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
+OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
+OLDEST_TESTS ?= tests/solve tests/backward tests/nn tests/diagnose tests/data tests/train tests/cli tests/fuzz \
+	tests/test_network.py tests/test_inputs.py tests/test_latent.py tests/test_training_step.py tests/test_endurance.py
 
-.PHONY: setup train test test-slow test-gpu lint bench bench-gpu bench-training paper clean help test-endurance
+OLDEST := $(VENV)-oldest
+AUDIT  := $(VENV)-audit
+
+.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint bench bench-gpu bench-training paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
@@ -19,6 +25,9 @@ help:
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-endurance  kills at every file operation, 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
+	@echo "make test-oldest  the tests of the library on torch $(OLDEST_TORCH); downloads 3 GB, since that wheel brings CUDA"
+	@echo "make fuzz       100,000 damaged files; make leaks  10,000 steps per backward mode; both write results/*.json"
+	@echo "make audit      look up known vulnerabilities of the pinned packages (needs the advisory service of PyPI)"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "banach needs Python 3.11 or newer, got " + sys.version.split()[0] + "; run: make PYTHON=python3.11")'
@@ -45,6 +54,28 @@ test-slow: setup
 test-endurance: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/train/test_kills.py tests/train/test_mutations.py
 
+# The pinned packages, but for torch and for sympy, which torch 2.6 pins itself.
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	grep -v -E '^(torch|sympy)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt torch==$(OLDEST_TORCH) -e '.[dev]'
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(OLDEST_TESTS)
+
+fuzz: setup
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz
+
+leaks: setup
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/leaks.py
+
+# Without the service pip-audit skips every package and exits with 0, hence --strict.
+audit:
+	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
+	$(AUDIT)/bin/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r constraints.txt || { \
+	  echo "audit: vulnerabilities were found, or the advisory service could not be reached; see the lines above" >&2; exit 1; }
+
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu
 
@@ -68,4 +99,4 @@ paper: setup
 	$(BIN)/python -m reproduction all --quick
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache

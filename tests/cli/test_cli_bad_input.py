@@ -43,6 +43,16 @@ def refused(arguments: list[str], capsys: Any, *words: str) -> None:
         (["train", "--data", "mnits"], "did you mean 'mnist'"),
         (["train", "--model", "digts"], "did you mean 'digits'"),
         (["train", "--backward", "newmann:5"], "did you mean 'neumann'"),
+        (["train", "--augment", "crop:99999999999"], "pad must be a whole number, at least 0 and at most 256"),
+        (
+            ["train", "--solver", "anderson:99999999999"],
+            "memory must be a whole number, at least 1 and at most 100",
+        ),
+        (["train", "--solver", "broyden:101"], "memory must be a whole number, at least 1 and at most 100"),
+        (["train", "--backward", "neumann:99999999999"], "order must be a whole number"),
+        (["train", "--backward", "unroll:0"], "steps must be a whole number, at least 1"),
+        (["train", "--max-steps", "99999999999"], "max_steps must be a whole number"),
+        (["train", "--epochs", "1" + "0" * 400], "epochs must be a whole number"),
         (["train", "--schedule", "one-cycle:3"], "'one-cycle:3' is not understood"),
         (["train", "--lr", "nan"], "lr must be a number"),
         (["train", "--subset", "5000"], "at most the 1,257 training images"),
@@ -67,6 +77,24 @@ def refused(arguments: list[str], capsys: Any, *words: str) -> None:
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], said: str, capsys: Any) -> None:
     refused(arguments, capsys, said)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a = " + "[" * 5_000 + "]" * 5_000,  # RecursionError in the parser
+        "epochs" + ".a" * 5_000 + " = 1",  # in the message about the value
+        "schedule = {kind = [[[[1]]]]}",
+        "epochs = " + "9" * 5_000,  # more digits than Python reads
+        "epochs = 1 # " + "x" * 2**20,
+        "epochs = 1\0",
+    ],
+    ids=["lists", "tables", "schedule", "digits", "size", "zero"],
+)
+def test_hostile_settings_files(content: str, capsys: Any) -> None:
+    Path("s.toml").write_text(content)
+    refused(["train", "--config", "s.toml"], capsys, "the settings file s.toml is not TOML, or not of settings")
     assert not Path("runs").exists()
 
 

@@ -156,6 +156,11 @@ def bad_files() -> dict[str, str]:
     frames = [Image.fromarray(grey(seed)) for seed in range(3)]
     frames[0].save("three.gif", save_all=True, append_images=frames[1:])
     written(grey().astype(np.float32), "real.tif")
+    written(np.full((8, 8), 70_000, np.int32), "wide.tif")  # was clipped to 255
+    written(np.zeros((1, 70_000), np.uint8), "long.png")
+    Image.new("1", (6_000, 6_000)).save("large.png")
+    with open("heavy.png", "wb") as file:
+        file.truncate(2**28 + 1)  # a sparse file
     # Pillow would start another program to draw it.
     Path("p.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
     unreadable = "is not an image that can be read"
@@ -168,6 +173,10 @@ def bad_files() -> dict[str, str]:
         "three.gif": "holds 3 pictures, expected one",
         "real.tif": "has pixels of 32 bits",
         "p.eps": f"{unreadable}: cannot identify image file",
+        "long.png": "has 70,000 x 1 pixels, expected at most 33,554,432 pixels and 65,535 on a side",
+        "large.png": "has 6,000 x 6,000 pixels, expected at most 33,554,432",
+        "wide.tif": "has pixels of 32 bits",
+        "heavy.png": "has 268,435,457 bytes, expected at most 268,435,456",
     }
 
 
@@ -188,7 +197,7 @@ def test_an_image_that_is_too_large_and_other_refusals(
     for limit in (40, 10):  # above the limit Pillow warns, above twice the limit it raises
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         assert main(command) == 2
-        said = f"banach: image.png has too many pixels, more than {limit}; scale it down first\n"
+        said = "banach: image.png has too many pixels, more than 33,554,432; scale it down first\n"
         assert capsys.readouterr().err == said
     for top in ("0", "11"):
         assert main([*command, "--top", top]) == 2

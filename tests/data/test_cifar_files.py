@@ -44,6 +44,7 @@ def test_values_are_those_written(binary: Path, arrays: tuple[np.ndarray, np.nda
     [
         (lambda b: b[:-1], "24,583 bytes are not a whole number of records"),
         (lambda b: b"", "0 bytes"),
+        (lambda b: bytes(10_001 * 3073), "at most 10,000"),
         (lambda b: b"\x0a" + b[1:], "a label of 10, expected 0 to 9"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import sys
 import tarfile
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banach.data import CIFAR10, MNIST, DataError, Download, cache_dir, fetch, load
+from banach.data import CIFAR10, MNIST, DataError, Download, cache_dir, fetch, get, load
 from data.parts_data import Server, mnist_files, serving
 
 pytest.importorskip("pooch", reason="downloads need pooch")
@@ -76,6 +77,21 @@ def test_files_go_to_the_cache_and_load(mnist: np.ndarray, server: Server) -> No
     assert [report.ok for report in reports] == [True, True]
     assert np.array_equal(load("mnist", "test").pixels[:, 0].numpy(), mnist)
     assert everything(cache_dir()) == {"mnist", *(f"mnist/{name}" for name in server.files)}
+
+
+def test_a_sha256_replaces_the_md5(mnist: np.ndarray, server: Server, small: Callable) -> None:
+    layout = get("mnist").layouts[0]
+    first, *others = layout.downloads
+    digest = hashlib.sha256(server.files[first.file]).hexdigest()
+    for sha256, right in ((digest, True), ("0" * 64, False)):
+        downloads = (replace(first, md5="0" * 32, sha256=sha256), *others)
+        small(MNIST, layouts=(replace(layout, downloads=downloads),))
+        if right:
+            assert all(report.ok for report in fetch("mnist"))
+            (cache_dir() / "mnist" / first.file).write_bytes(b"damaged")
+        else:
+            with pytest.raises(DataError, match="does not have its published SHA-256 0000"):
+                fetch("mnist")
 
 
 def test_what_is_there_is_not_asked_for_again(mnist: np.ndarray, server: Server, tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ HOSTILE = {  # what a pickle of arrays does not need, and the words of its refus
     b"K\x01Q.": "uses BINPERSID ",
     b"\x80\x05\x97.": "uses NEXT_BUFFER ",
     b"]2.": "uses DUP ",
+    b"\x80\x02](" + b"}" * 2**18 + b"e.": "more than 262,144 opcodes",
     b"\x80\x02]r" + struct.pack("<I", 2**31 - 1) + b".": "memo index 2147483647",
     call("numpy", "ndarray", (10**13,)): "expected a dictionary",
     b"\x80\x02}S'data'\ncnumpy\nndarray\n(K\x01tRs.": "calls ndarray",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,12 +56,12 @@ def test_values(content: dict, matlab: dict, write: Callable, compressed: bool) 
     ("change", "expected"),
     [
         (lambda X, y: {"X": X}, "expected X and y"),
-        (lambda X, y: {"X": X.astype(np.float64), "y": y}, "X is double"),
+        (lambda X, y: {"X": X.astype(np.float64), "y": y}, "X is float64"),
         (lambda X, y: {"X": X.transpose(3, 2, 0, 1), "y": y}, "expected uint8 (32, 32, 3, N)"),
-        (lambda X, y: {"X": X, "y": y[:-1]}, "y is uint8 of shape (39, 1) for 40 images"),
+        (lambda X, y: {"X": X, "y": y[:-1]}, "y has the shape (39, 1) for 40 images"),
         (lambda X, y: {"X": X, "y": np.where(y == 10, 0, y).astype(np.uint8)}, "a label of 0, expected 1 to 10"),
         (lambda X, y: {"X": X, "y": np.where(y == 10, 11, y).astype(np.uint8)}, "a label of 11, expected 1 to 10"),
-        (lambda X, y: {"X": X, "y": y.astype(np.float64)}, "y is double"),
+        (lambda X, y: {"X": X, "y": y + 0.5}, "y is float64"),
         (lambda X, y: {"X": X[..., :30], "y": y[:30]}, "30 images and 30 labels, expected 40"),
     ],
 )
@@ -67,6 +69,53 @@ def test_wrong_content_is_refused(
     matlab: dict, write: Callable, refusal: Callable, change: Callable, expected: str
 ) -> None:
     assert expected in refusal("svhn", write(**change(**matlab)), FILE)
+
+
+def element(kind: int, content: bytes) -> bytes:
+    return struct.pack("<II", kind, len(content)) + content + bytes(-len(content) % 8)
+
+
+def matrix(name: str, shape: tuple[int, ...], data: bytes, stored: int = 2, flags: int = 9) -> bytes:
+    """A variable of a MATLAB file, by hand: class uint8 (9), stored as uint8 (2) or another type."""
+    head = element(6, struct.pack("<II", flags, 0)) + element(5, struct.pack(f"<{len(shape)}i", *shape))
+    return element(14, head + element(1, name.encode()) + element(stored, data))
+
+
+def compressed(content: bytes) -> bytes:
+    packed = zlib.compress(content, 9)
+    return struct.pack("<II", 15, len(packed)) + packed
+
+
+def test_hostile_variables_are_refused(tmp_path: Path, refusal: Callable, content: dict) -> None:
+    """A small file may hold gigabytes, twice the same name, or another type than it says."""
+    X, y = matrix("X", (32, 32, 3, 1), bytes(3072)), matrix("y", (1, 1), b"\1")
+    path = tmp_path / "svhn" / FILE
+    path.parent.mkdir()
+    many = compressed(matrix("X", (32, 32, 3, 90_000), bytes(10_000)))
+    for variables, expected in {
+        many + y: "with N at most 73,257",
+        compressed(matrix("X", (32, 32, 3, 1), bytes(2**24))) + y: "other than the 3,072 bytes",
+        X + compressed(matrix("X", (32, 32, 3, 2), bytes(6144))) + y: "it holds X twice",
+        matrix("X", (32, 32, 3, 1), bytes(3072 * 8), 9) + y: "X is float64",
+        matrix("X", (32, 32, 3, 1), bytes(3072), 99) + y: "it holds data of type 99",  # crashed scipy
+        matrix("X", (32, 32, 3, 1), bytes(3072), flags=0x809) + y: "complex",
+        X + matrix("y", (1, 1), bytes(8), 9): "y is float64",
+        X + matrix("y", (1,) * 100, b"\1"): "y is uint8 of shape (1, 1",
+        X + matrix("\x1b[2J" * 10, (1, 1), b"\1"): "it holds X, expected X and y",
+        X + matrix("n" * 2000, (1, 1), b"\1"): "its header has a part of 2,000 bytes",
+        X + compressed(b""): "unpack requires",
+        X + struct.pack("<II", 15, 50) + b"not compressed": "incorrect header check",
+        X + element(3, bytes(8)): "an element of type 3, expected 14",
+    }.items():
+        path.write_bytes(b"MATLAB 5.0 MAT-file".ljust(124) + b"\0\1IM" + variables)
+        sentence = refusal("svhn", tmp_path, FILE)
+        assert expected in sentence
+        assert len(sentence) < 700
+
+
+def test_published_files_have_a_pinned_sha256() -> None:
+    """They come over http, and no arrays are known."""
+    assert all(one.digest.startswith("sha256:") for one in SVHN.layouts[0].downloads)
 
 
 @pytest.mark.parametrize("compressed", [False, True])

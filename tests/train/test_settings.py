@@ -112,7 +112,7 @@ def test_other_words_are_refused_with_advice(read: Any, word: Any, said: str) ->
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"epochs": -1}, "epochs must be a whole number, at least 0, got -1"),
+        ({"epochs": -1}, "epochs must be a whole number, at least 0 and at most 1000000000, got -1"),
         ({"batch_size": True}, "batch_size must be a whole number"),
         ({"accumulate": 0}, "accumulate must be a whole number, at least 1"),
         ({"seed": 2**70}, "seed must be a whole number, at least 0 and at most"),
@@ -133,7 +133,7 @@ def test_other_words_are_refused_with_advice(read: Any, word: Any, said: str) ->
         ({"data": 3}, "data must be a name"),
         ({"correction": float("nan")}, "correction must be a number"),
         ({"correction_steps": ()}, r"correction_steps must be numbers of iterates such as \(2, 5\), got \(\)"),
-        ({"correction_steps": (0,)}, "every one of correction_steps must be a whole number, at least 1, got 0"),
+        ({"correction_steps": (0,)}, "every one of correction_steps must be a whole number, at least 1"),
         ({"finite_difference": True}, "finite_difference is a way to compute jacobian_penalty"),
     ],
 )

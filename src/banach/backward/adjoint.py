@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banach.backward.jacobian import Jacobian
 from banach.solve import Status, Tolerance
-from banach.solve.context import device_loop
+from banach.solve.context import device_loop, to_list
 
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 
@@ -125,7 +125,7 @@ class Adjoint:
         size = self.size(self.residual(w))
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()
-        return tuple(_ENDS[i] for i in torch.where(size < torch.inf, code, 3).tolist())
+        return tuple(_ENDS[i] for i in to_list(torch.where(size < torch.inf, code, 3)))
 
 
 def units(cotangent: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
-from banach.solve.context import device_loop, without_tangents
+from banach.solve.context import device_loop, to_list, without_tangents
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
 
@@ -99,7 +99,7 @@ class Problem:
 
     def _tell(self, equation: Adjoint, w: Tensor, finite: Tensor) -> None:
         """Report how the equation was solved, and warn where that is short of the tolerance."""
-        ends = list(zip(finite.tolist(), equation.ends(w), strict=True))
+        ends = list(zip(to_list(finite), equation.ends(w), strict=True))
         if self.report is not None:
             space = self.space
             status = tuple(end if sound else Status.NONFINITE for sound, end in ends)

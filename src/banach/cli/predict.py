@@ -26,6 +26,8 @@ Examples:
 # Formats of pixels only: Pillow would hand EPS, for example, to another program.
 FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 BATCH = 400
+# Limits of an image: converting it may take 16 bytes per pixel, resizing it 16 bytes per pixel of a side.
+PIXELS, SIDE, BYTES = 2**25, 2**16 - 1, 2**28
 
 
 def predict(
@@ -99,8 +101,7 @@ def read_image(path: Path, dataset: DataSet, *, invert: bool = False) -> Tensor:
         try:
             pixels = _pixels(image_module, path, dataset.shape)
         except (image_module.DecompressionBombWarning, image_module.DecompressionBombError):
-            limit = image_module.MAX_IMAGE_PIXELS
-            raise ValueError(f"{path} has too many pixels, more than {limit:,}; scale it down first") from None
+            raise ValueError(f"{path} has too many pixels, more than {PIXELS:,}; scale it down first") from None
         except _Refused as error:
             raise ValueError(f"{path} {error}") from None
         except Exception as error:  # a damaged file makes Pillow raise almost anything
@@ -119,13 +120,23 @@ def _pixels(image_module: Any, path: Path, shape: tuple[int, int, int]) -> Tenso
     channels, height, width = shape
     image_module.init()
     formats = [name for name in FORMATS if name in image_module.OPEN]
-    with image_module.open(path, formats=formats) as opened:
-        image = ImageOps.exif_transpose(_still(opened))
-    flat = _flattened(image_module, image).convert("L" if channels == 1 else "RGB")
+    if path.stat().st_size > BYTES:
+        raise _Refused(f"has {path.stat().st_size:,} bytes, expected at most {BYTES:,}; scale it down first")
+    with image_module.open(path, formats=formats) as image:
+        _check_size(*image.size)
+        ImageOps.exif_transpose(_still(image), in_place=True)  # a copy would lose the format, and cost memory
+        flat = _flattened(image_module, image).convert("L" if channels == 1 else "RGB")
     if flat.size != (width, height):
         # This filter averages all pixels that become one, without ringing at edges.
         flat = flat.resize((width, height), image_module.Resampling.BILINEAR)
     return torch.from_numpy(np.array(flat)).reshape(height, width, channels).movedim(2, 0).contiguous()
+
+
+def _check_size(width: int, height: int) -> None:
+    """Refuse a large image before its pixels are decoded."""
+    if width * height > PIXELS or max(width, height) > SIDE:
+        limits = f"at most {PIXELS:,} pixels and {SIDE:,} on a side"
+        raise _Refused(f"has {width:,} x {height:,} pixels, expected {limits}; scale it down first")
 
 
 def _still(image: Any) -> Any:
@@ -139,7 +150,7 @@ def _still(image: Any) -> Any:
 
 def _flattened(image_module: Any, image: Any) -> Any:
     """Return 8 bits per channel, without alpha: Pillow alone would clip 16 bits at 255 and drop alpha."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM", None)):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         wide = np.array(image).astype(np.int64)
         return image_module.fromarray(((wide.clip(0, 65_535) + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):

@@ -74,7 +74,7 @@ class Crop:
     draws = 2
 
     def __post_init__(self) -> None:
-        checks.whole("pad", self.pad)
+        checks.whole("pad", self.pad, 0, 256)  # the padded batch is stored
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
         height, width = x.shape[2:]

@@ -12,6 +12,7 @@ from banach.data.pickles import load_arrays
 ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
+RECORDS = 10_000  # at most, in one file
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -25,8 +26,9 @@ def read_batches(part: str, paths: tuple[Path, ...]) -> Arrays:
 def _read_records(path: Path) -> Arrays:
     """Read records: one label byte, then the pixels."""
     size = path.stat().st_size
-    if size == 0 or size % (1 + PIXELS):
-        raise Damaged(path, f"its {size:,} bytes are not a whole number of records of {1 + PIXELS:,}")
+    if size == 0 or size % (1 + PIXELS) or size > RECORDS * (1 + PIXELS):
+        expected = f"a whole number of records of {1 + PIXELS:,}, at most {RECORDS:,}"
+        raise Damaged(path, f"its {size:,} bytes are not {expected}")
     records = np.fromfile(path, np.uint8).reshape(-1, 1 + PIXELS)
     return Arrays(records[:, 1:], _checked(path, records[:, 0].tolist()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ class Damaged(DataError):
     """A file that is not what its publisher wrote. Readers raise it; `load` adds what to do."""
 
     def __init__(self, path: Path | str, what: str) -> None:
-        super().__init__(f"{path} cannot be used: {' '.join(what.split())}")
+        # A hostile file may put text into `what`: at most 400 characters, and none that control a terminal.
+        clean = "".join(c if c.isprintable() else "?" for c in " ".join(what[:2000].split()))
+        super().__init__(f"{path} cannot be used: {clean[:400]}")
 
 
 class Arrays(NamedTuple):
@@ -38,15 +41,33 @@ Reader = Callable[[str, tuple[Path, ...]], Arrays]  # (part, its files) -> array
 
 @dataclass(frozen=True)
 class Download:
-    """A file at its publisher's address, and its published MD5. An archive holds all files of a layout."""
+    """A file at its publisher's address, and its published MD5. An archive holds all files of a layout.
+
+    `sha256` replaces the MD5 if it is given: for arrays that are not `Known`, whose only check is this one.
+    """
 
     url: str
     md5: str
     archive: bool = False
+    sha256: str | None = None
 
     @property
     def file(self) -> str:
         return self.url.rsplit("/", 1)[-1]
+
+    @property
+    def digest(self) -> str:
+        """The expected digest as pooch takes it: "sha256:..." or "md5:..."."""
+        return f"md5:{self.md5}" if self.sha256 is None else f"sha256:{self.sha256}"
+
+    def matches(self, path: Path) -> bool:
+        """Return True if `path` is a file with the expected digest."""
+        if not path.is_file():
+            return False
+        name, _, expected = self.digest.partition(":")
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.new(name, usedforsecurity=False))
+        return found.hexdigest() == expected
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class Known:
 class DataSet:
     """A data set. `validation` images of the train part, stratified and fixed, are its validation split.
 
-    If `known` is not empty, other arrays are refused, except from files that have their published MD5.
+    If `known` is not empty, other arrays are refused, except from files that have their published digest.
     """
 
     name: str

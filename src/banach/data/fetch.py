@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from banach.data.dataset import DataError, DataSet, Download, Layout, get, need
-from banach.data.files import Folder, Report, cache_dir, md5, verify_in
+from banach.data.files import Folder, Report, cache_dir, verify_in
 
 
 class _Unavailable(DataError):
@@ -21,8 +21,8 @@ class _Unavailable(DataError):
 def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -> tuple[Report, ...]:
     """Download the files of a data set that are missing or damaged, and verify them.
 
-    Files appear under their names only when they are complete and have their published MD5. Where a data set comes
-    in several layouts, the next one is tried if one is not available.
+    Files appear under their names only when they are complete and have their published digest. Where a data set
+    comes in several layouts, the next one is tried if one is not available.
 
     Args:
         name: the data set.
@@ -62,8 +62,7 @@ def _download(dataset: DataSet, layout: Layout, root: Path, progress: Any) -> No
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as temporary:
             for download in layout.downloads:
-                path = folder / download.file
-                if not path.is_file() or md5(path) != download.md5:
+                if not download.matches(folder / download.file):
                     _retrieve(download, Path(temporary), progress)
             for path in list(_unpacked(layout, Path(temporary))):  # all of them, before the first is moved
                 path.chmod(0o644)  # temporary files are readable by their owner only
@@ -80,15 +79,16 @@ def _retrieve(download: Download, folder: Path, progress: Any) -> None:
     pooch = need("pooch", "a download")
     refused = need("requests", "a download").exceptions.RequestException
     try:
-        pooch.retrieve(download.url, f"md5:{download.md5}", fname=download.file, path=folder, progressbar=progress)
+        pooch.retrieve(download.url, download.digest, fname=download.file, path=folder, progressbar=progress)
     except refused as error:
         if error.response is not None:
             error.response.close()  # pooch leaves it open
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise _Unavailable(f"{download.url} cannot be reached ({why}); check the connection") from error
-    except ValueError as error:  # pooch's error for another MD5
+    except ValueError as error:  # pooch's error for another digest
+        wanted = " ".join(download.digest.upper().replace("SHA256", "SHA-256").split(":"))
         raise _Unavailable(
-            f"{download.url} does not have its published MD5 {download.md5}; try again, or get it elsewhere"
+            f"{download.url} does not have its published {wanted}; try again, or get it elsewhere"
         ) from error
 
 

@@ -17,7 +17,8 @@ from banach.latent import Space
 F = TypeVar("F", bound=Callable[..., Any])
 TF32_EPS = 2.0**-10
 
-# Private names of torch, with defaults in case a later version drops them.
+# Names of torch that some versions lack: is_exporting is new in 2.7, the others are private.
+_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 is_transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 _functorch: Any = torch._C._functorch
@@ -34,7 +35,12 @@ def is_compiling() -> bool:
 
 def is_exporting() -> bool:
     """Return True inside torch.export. (torch 2.11 also says so under torch.compile, where the loop is traced.)"""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return _exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def to_list(values: Tensor) -> list[Any]:
+    """Return the values as Python numbers. Syncs with the host. (torch 2.6 has no tolist inside torch.func.)"""
+    return [value.item() for value in values] if is_transformed() else values.tolist()
 
 
 def is_vmapped(tensor: Tensor) -> bool:

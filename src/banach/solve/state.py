@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banach.solve.context import to_list
 from banach.solve.solver import Memory
 
 Array = Any  # np.ndarray on the host, Tensor on the device
@@ -224,4 +225,4 @@ def to_numpy(values: Array) -> np.ndarray:
     try:
         return (values if values.is_cpu else values.cpu()).numpy()
     except RuntimeError:  # inside a torch.func transform a tensor has no storage of its own
-        return np.asarray(values.tolist())
+        return np.asarray(to_list(values.reshape(-1))).reshape(tuple(values.shape))

@@ -28,6 +28,8 @@ POLICIES = ("stop", "skip", "rewind")
 FREE = ("device", "on_nonfinite", "keep", "sharded")  # these may change when a run is resumed
 FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
 PENALTIES = ("jacobian_penalty", "finite_difference", "correction", "correction_steps")
+_TOML_BYTES = 2**20
+_COUNT = 10**9  # at most, of epochs, steps and images
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
 
 
@@ -257,15 +259,25 @@ _NAMES = [field.name for field in dataclasses.fields(Settings)]
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the keys of a settings file: those of `Settings`, with - or _."""
     try:
+        if path.stat().st_size > _TOML_BYTES:
+            raise ValueError(f"it holds {path.stat().st_size:,} bytes, expected at most {_TOML_BYTES:,}")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
+        if not _is_shallow(values):
+            raise ValueError("its tables are nested too deeply; only schedule is a table, of numbers and lists")
     except OSError as error:
         raise ValueError(f"the settings file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the settings file {path} is not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, a number of 5,000 digits
+        raise ValueError(f"the settings file {path} is not TOML, or not of settings: {error}") from None
     try:
         return {nearest("setting", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _is_shallow(value: Any, levels: int = 3) -> bool:
+    """Return True if tables and lists are nested at most `levels` deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels >= 0 and all(_is_shallow(one, levels - 1) for one in inner)
 
 
 def _fresh(model: str, dataset: data.DataSet, *, batch_norm: bool = True) -> nn.Module:
@@ -312,7 +324,7 @@ def _check_steps(name: str, value: Any) -> None:
     if not isinstance(value, tuple) or not value:
         raise ValueError(f"{name} must be numbers of iterates such as (2, 5), got {value!r}")
     for step in value:
-        checks.whole(f"every one of {name}", step, 1)
+        checks.whole(f"every one of {name}", step, 1, _COUNT)
 
 
 def _check_device(name: str, value: Any) -> None:
@@ -331,15 +343,15 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(
         ("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile", "sharded"), _SWITCH
     ),
-    **dict.fromkeys(("epochs", "checkpoint_every"), checks.whole),
-    **dict.fromkeys(("batch_size", "accumulate", "keep"), partial(checks.whole, least=1)),
+    **dict.fromkeys(("epochs", "checkpoint_every"), partial(checks.whole, most=_COUNT)),
+    **dict.fromkeys(("batch_size", "accumulate", "keep"), partial(checks.whole, least=1, most=_COUNT)),
     **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32
     **dict.fromkeys(("jacobian_penalty", "correction"), checks.number),
     **dict.fromkeys(("momentum", "label_smoothing"), partial(checks.number, below=1)),
     **dict.fromkeys(("clip", "eps", "rtol"), _optional(checks.number)),
     "seed": partial(checks.whole, most=2**63 - 1),
-    "subset": _optional(partial(checks.whole, least=1)),
-    "max_steps": _optional(checks.whole),
+    "subset": _optional(partial(checks.whole, least=1, most=_COUNT)),
+    "max_steps": _optional(partial(checks.whole, most=_COUNT)),
     "threads": _optional(partial(checks.whole, least=1, most=1024)),
     "ema": _optional(partial(checks.number, below=1)),
     "optimizer": partial(nearest, known=OPTIMIZERS),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
-from banach.checks import nearest
+from banach.checks import nearest, whole
 from banach.data import Affine, Augmentation, Chain, Crop, Erase, Flip, paper_cifar10
 from banach.models import Constant, Cosine, OneCycle, Schedule, Steps
 from banach.solve import RMS, Anderson, Broyden, Euclidean, Norm, Picard, Solver, Tolerance, WorstPixel
@@ -17,6 +17,8 @@ BACKWARDS = "jfb | neumann:ORDER | unroll:STEPS | implicit:cg|gmres|picard|ander
 NORMS = "rms | euclidean | worst-pixel"
 SCHEDULES = "constant | cosine | one-cycle | steps:EPOCH,EPOCH,..:FACTOR"
 AUGMENTS = "none | paper | flip | crop:PIXELS | erase | affine, joined by +"
+
+MEMORY, RECORDED = 100, 10_000  # latents of a solver, steps in a graph: more would fill the memory of the device
 
 _NORMS: dict[str, type[Any]] = {"rms": RMS, "euclidean": Euclidean, "worst-pixel": WorstPixel}
 _SCHEDULES: dict[str, type[Any]] = {"constant": Constant, "steps": Steps, "cosine": Cosine, "one-cycle": OneCycle}
@@ -98,13 +100,13 @@ def _implicit(method: str = "cg", rtol: float = 1e-3) -> Implicit:
 _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "solver": {
         "picard": (Picard, float),
-        "anderson": (lambda memory=5: Anderson(memory=memory), int),
-        "broyden": (lambda memory=10: Broyden(memory=memory), int),
+        "anderson": (lambda memory=5: Anderson(whole("memory", memory, 1, MEMORY)), int),
+        "broyden": (lambda memory=10: Broyden(whole("memory", memory, 1, MEMORY)), int),
     },
     "backward": {
         "jfb": (JFB,),
-        "neumann": (Neumann, int),
-        "unroll": (Unroll, int),
+        "neumann": (lambda order=5: Neumann(whole("order", order, 0, RECORDED)), int),
+        "unroll": (lambda steps=1: Unroll(whole("steps", steps, 1, RECORDED)), int),
         "implicit": (_implicit, str, float),
     },
     "norm": {name: (made,) for name, made in _NORMS.items()},

@@ -1,0 +1,105 @@
+"""python tests/leaks.py [--steps N] [--out FILE]: memory growth of training steps, by backward mode."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from banach import GMRES, JFB, Anderson, Broyden, Implicit, ImplicitNetwork, Neumann, NormalCG, Tolerance, Unroll
+from banach.nn import Dropout
+from banach.provenance import provenance, source_commit, write_json
+
+LIMIT, WARM = 2**20, 1_000  # bytes; steps before the first measurement
+LOOSE = Tolerance(atol=0, rtol=0.3, max_steps=20)
+MODES: dict[str, Any] = {
+    "jfb": JFB(),
+    "neumann": Neumann(2),
+    "unroll": Unroll(2),
+    "unroll, checkpointed": Unroll(2, checkpoint=True),
+    **{f"implicit, {type(m).__name__}": Implicit(m, LOOSE) for m in (NormalCG(), GMRES(), Anderson(), Broyden())},
+}
+
+
+class R(nn.Module):
+    """Batch norm and dropout, so that a pass has buffers and masks to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), Dropout(0.1)
+
+    def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.drop(0.3 * torch.tanh(self.norm(self.linear(u) + v)))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What some steps left behind: bytes of resident memory, and objects of the garbage collector."""
+
+    bytes: int
+    objects: int
+    seconds: float
+
+
+def training_step(mode: Any) -> Callable[[], None]:
+    """Return a function that does one step of training."""
+    torch.manual_seed(0)
+    tolerance = Tolerance(atol=1e-2, max_steps=20)
+    net = ImplicitNetwork(nn.Linear(4, 8), R(), nn.Linear(8, 3), backward=copy.copy(mode), tolerance=tolerance)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    x, y = torch.randn(16, 4), torch.arange(16) % 3
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def growth(step: Callable[[], None], steps: int, warm: int = WARM) -> Growth:
+    """Return what `steps` steps leave behind, after `warm` others."""
+    for _ in range(warm):
+        step()
+    before, objects, start = _resident(), len(gc.get_objects()), time.perf_counter()
+    for _ in range(steps):
+        step()
+    seconds = time.perf_counter() - start
+    after = _resident()
+    return Growth(after - before, len(gc.get_objects()) - objects, seconds)
+
+
+def _resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> int:
+    """Measure every mode and write a JSON file; return 1 if one grew by more than 1 MiB."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--out", type=Path, default=Path("results/leaks.json"))
+    chosen = parser.parse_args()
+    source_commit()  # before anything is written, which would make the tree dirty
+    torch.set_num_threads(1)
+    found = {}
+    for name, mode in MODES.items():
+        found[name] = vars(growth(training_step(mode), chosen.steps))
+        print(name, found[name], flush=True)
+    about = {"steps": chosen.steps, "warm": WARM}
+    write_json(chosen.out, {"limit_bytes": LIMIT, "growth": found, **provenance(about)})
+    return int(any(one["bytes"] > LIMIT for one in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
