@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from banach import data
+from banach.provenance import unsigned
 from banach.train import Epoch, RunError
 from reproduction import codec
 from reproduction.jobs import Job
@@ -171,12 +172,12 @@ def _finished(runs: Path) -> Iterator[dict[str, Any]]:
     for folder in sorted(path.parent for path in runs.glob(f"*/{FINAL}")):
         yield {
             "job": folder.name,
-            "settings": json.loads((folder / "settings.json").read_text(encoding="utf-8")),
+            "settings": unsigned(json.loads((folder / "settings.json").read_text(encoding="utf-8"))),
             "segments": codec.read_lines(folder / SEGMENTS),
             "final": json.loads((folder / FINAL).read_text(encoding="utf-8")),
             "test": _rounded(codec.read_lines(folder / TEST)),
             "contraction": _rounded(codec.read_lines(folder / CONTRACTION)),
-            "epochs": _rounded(codec.read_lines(folder / "metrics.jsonl")),
+            "epochs": _rounded([unsigned(line) for line in codec.read_lines(folder / "metrics.jsonl")]),
         }
 
 

@@ -32,8 +32,6 @@ from banach.train.validate import nonfinite
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
 TEST, PLOT, LOCK = "test.json", "training.png", ".lock"
-
-
 TERMINATING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
