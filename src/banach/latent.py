@@ -163,6 +163,11 @@ class Space:
         columns = [self._flatten(*pair) for pair in zip(parts, self.last, strict=True)]
         return torch.cat(columns, 1).to(self.rows_dtype)
 
+    def check(self, nest: Latent, what: str = "T") -> None:
+        """Refuse a nest of another structure, shape, dtype or device."""
+        for leaf, shape in zip(leaves_like(self.template, nest, what), self.shapes, strict=True):
+            self._check_same(leaf, shape, what)
+
     def parts(self, rows: Tensor) -> list[Tensor]:
         """Return the leaves that the rows hold, as views, still in the type of the rows."""
         columns = (rows,) if len(self.shapes) == 1 else rows.split(list(self.sizes), 1)

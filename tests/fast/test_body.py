@@ -23,11 +23,12 @@ from banach import (
     WorstPixel,
 )
 from banach.fast import FastNetwork, plan
+from banach.fast.iteration import Iteration
 from banach.fast.weights import frozen_copy
 from banach.nn import Dropout
 from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
-from fast.simulated import digits, images
+from fast.simulated import digits, images, simulate_gpu
 from train.parts_train import plain_network
 
 
@@ -226,3 +227,41 @@ def test_a_fixed_depth_takes_the_steps_of_the_solver(solver: Any) -> None:
     how = plan(net, "cuda")
     assert how.loop.why == "check_every is 0, so the depth is max_steps"
     assert isinstance(solver, Picard) or bool(how.step) or not how.bare
+
+
+def test_a_nest_with_a_number_stops_as_one() -> None:
+    """A leaf without axes couples the samples; kernels for independent ones would read beyond their numbers."""
+
+    class R(torch.nn.Module):
+        def forward(self, u: Any, v: Any) -> Any:
+            return 0.5 * torch.tanh(u[0]) + v, 0.5 * u[1] + v.mean()
+
+    def start(v: Any) -> Any:
+        return torch.zeros_like(v), v.new_zeros(())
+
+    net = ImplicitNetwork(torch.nn.Identity(), R(), lambda u: u[0] + u[1], start=start)
+    d = torch.randn(5, 4, dtype=torch.float64)
+    (output, found), (own, wanted) = fast(net, d), net(d, solution=True)
+    torch.testing.assert_close(output, own)
+    assert torch.equal(found.steps, wanted.steps)
+    how = Iteration(net.R, Picard(), net.tolerance, fused=True)(start(d), d)
+    assert torch.equal(how.steps, wanted.steps)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(lambda u, v: u.double(), TypeError), (lambda u, v: u.repeat(1, 2), ValueError)]
+)
+def test_an_r_that_changes_shape_or_type_is_refused(value: Any, error: Any) -> None:
+    with pytest.raises(error, match="must keep the"):
+        Iteration(value, Picard(), Tolerance())(torch.zeros(3, 2), torch.zeros(3, 2))
+
+
+def test_solvers_and_weights_that_a_captured_loop_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Momentum(Slow):
+        def step(self, memory: Any, at: Any) -> Any:
+            return torch.lerp(at.Tz, at.z, 1 / at.step), memory
+
+    simulate_gpu(monkeypatch, kernels=False)
+    assert "give it a `memory`" in plan(plain_network(solver=Momentum())).graph.why
+    half = plain_network(solver=Picard(0.3)).bfloat16()
+    assert "half precision" in plan(half).bare.why

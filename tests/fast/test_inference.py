@@ -127,6 +127,17 @@ def test_a_start_near_the_answer_is_used() -> None:
     torch.testing.assert_close(again, y, rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("device")
+def test_a_later_tolerance_and_solver_are_used() -> None:
+    net = sloped(tolerance=Tolerance(atol=1e-2, max_steps=500))
+    fast = banach.compile(net)
+    fast(SLOPES)
+    for name, value in {"tolerance": Tolerance(atol=1e-8, max_steps=500), "solver": Anderson(3)}.items():
+        setattr(net, name, value)
+        found = fast(SLOPES, solution=True)[1]
+        assert torch.equal(found.steps, net(SLOPES, solution=True)[1].steps)
+
+
 @pytest.mark.parametrize("name", ["digits", "mnist"])
 def test_real_networks_answer_as_they_do(name: str) -> None:
     torch.manual_seed(0)

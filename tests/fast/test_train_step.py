@@ -145,6 +145,14 @@ def test_extras_are_parts_of_a_step() -> None:
         torch.testing.assert_close(p, before - 0.5 * g * min(1.0, 0.1 / (float(norm) + 1e-6)))
 
 
+def test_an_optimizer_whose_state_does_not_start_at_zero_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up would leave Rprop with step sizes of zero."""
+    net = network()
+    step = captured(net, torch.optim.Rprop(net.parameters(), lr=0.01), monkeypatch)
+    with pytest.warns(UserWarning, match="the state of Rprop does not start at zero; take its first step eagerly"):
+        step(*batch())
+
+
 def test_any_module_is_trained() -> None:
     layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     with pytest.warns(UserWarning, match="the weights are on the CPU"):

@@ -1,13 +1,16 @@
 """observe() changes nothing and shows the map and its iterates; losses on iterates, against a written-out loop."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from banach import JFB, Picard, Tolerance
+from banach import JFB, Anderson, Broyden, Picard, Tolerance
 from banach.nn import fixed_point_correction, observe
+from banach.solve.context import loops_by
+from banach.solve.device import loop_eagerly
 from nn.parts_nn import MODES, Dropped, NormR, close, gradients, network, normal, same, state
 
 
@@ -119,3 +122,16 @@ def test_what_cannot_be_observed_is_refused() -> None:
     for gamma in (0.0, 1.1):
         with pytest.raises(ValueError, match="gamma must be above 0"):
             fixed_point_correction(seen, lambda y: y, gamma=gamma)
+
+
+@pytest.mark.parametrize("solver", [Picard(), Anderson(5), Anderson(1), Broyden(4)], ids=repr)
+@pytest.mark.parametrize("steps", [(1,), (2,), (4,)])
+def test_iterates_survive_a_captured_loop(solver: Any, steps: tuple[int, ...]) -> None:
+    """The loop writes to the solver's memory in place, which was the iterate itself."""
+    net, d = network(Tanh(), solver=solver, tolerance=Tolerance(atol=1e-9, max_steps=50)), normal(5, 4)
+    seen = []
+    for context in (nullcontext(), loops_by(loop_eagerly)):
+        with context, observe(net, steps) as observed:
+            net(d)
+        seen.append(observed.iterates[0])
+    assert torch.equal(*seen)

@@ -77,6 +77,7 @@ class Recording:
         self.pool = pool
         self.parts: list[torch.cuda.CUDAGraph | WhileNode] = []
         self.open: torch.cuda.CUDAGraph | None = None
+        self.in_loop = False
 
     def replay(self) -> None:
         """Launch all parts on the current stream."""
@@ -100,11 +101,18 @@ class Recording:
 
     def loop(self, body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
         """Capture a loop, as `banach.solve.device.loop_eagerly` runs it."""
+        if self.in_loop:
+            raise RuntimeError(
+                "R contains a fixed point with host checks, and a loop in a loop cannot be captured; give the "
+                "inner one check_every=0"
+            )
+        self.in_loop = True
         self.end()
         self.begin(keep_graph=True)
         body()
         inner = self.end()
         self.parts[-1] = WhileNode(inner, active, steps, **limits)
+        self.in_loop = False
         self.begin()
 
 

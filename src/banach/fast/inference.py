@@ -60,11 +60,18 @@ class CompiledNetwork:
     ) -> None:
         _check_network(net)
         checks.whole("neighbours", neighbours, 0)
-        self.net, self.bf16 = net, bf16
-        self.plan = plan(net, precision="bf16" if bf16 else None, training=False, compile=compile)
-        self.fast = FastNetwork(net, self.plan)
+        self.net, self.bf16, self.compiles = net, bf16, compile
         self.neighbours = Neighbours(neighbours) if neighbours else None
+        self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
+
+    def _prepare(self) -> None:
+        """Plan for the network as it is: its solver, tolerance and mode may be assigned later."""
+        net = self.net
+        self._made_for = net.solver, net.tolerance, net.backward, net.start
+        precision = "bf16" if self.bf16 else None
+        self.plan = plan(net, precision=precision, training=False, compile=self.compiles)
+        self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
 
     @torch.no_grad()
@@ -80,6 +87,8 @@ class CompiledNetwork:
                 `check_every` is 0.
         """
         self._check_mode()
+        if self._made_for != (self.net.solver, self.net.tolerance, self.net.backward, self.net.start):
+            self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
         _check_start(z0, batch)
@@ -135,7 +144,8 @@ class CompiledNetwork:
             if self.neighbours is not None and z0 is None:
                 z0 = self.neighbours(v, promoted(self.net.start(v)))
             found = self._solve(v, z0) if eager or not fast.can_solve else fast.solve(v, z0)
-            z = cast(Tensor, found.value)
+            one = self.plan.graph or self.neighbours is not None
+            z: Any = _one_tensor("latent", found.value) if one else found.value
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
             y = _per_sample("S(u)", fast.S(u), v)
         return _Answer(v, y, z, *(getattr(found, name) for name in DEFERRED)), found

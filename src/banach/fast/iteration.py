@@ -98,12 +98,15 @@ class Iteration:
         space, most = Space.of(z, coupled=self.coupled), self.tolerance.max_steps
         if not most:
             return self._solution(Samples.start(z, v, space.samples), space)
-        if isinstance(self.solver, Anderson) and not isinstance(z, Tensor):  # kernels take one tensor
-            return solve(self.R, z, self.solver, inputs=(v,), tolerance=self.tolerance)
+        if isinstance(self.solver, Anderson) and (space.coupled or not isinstance(z, Tensor)):  # no kernels for it
+            return solve(self.R, z, self.solver, inputs=(v,), tolerance=self.tolerance, coupled=self.coupled)
+        if self.fused and space.coupled:
+            return Iteration(self.R, self.solver, self.tolerance, coupled=True)(z, v)
         cycle = CYCLE if sum(leaf.numel() for leaf in leaves(z)) < LARGE else 1
         # At check_every=0 all steps are taken before the loop, so there is no loop.
         first = most if self.tolerance.check_every == 0 else steps_before_loop(most, cycle)
         Tz = self.R(z, v)
+        space.check(Tz)
         everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples, self.solver)
         self._move(everyone, Tz)
         for _ in range(first - 1):

@@ -263,8 +263,14 @@ def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) ->
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
         _lacking(loop, device),
+        (bool(loop) and _counts_steps(net), "the solver may depend on the number of the step; give it a `memory`"),
         (syncs, "Implicit syncs with the host for its report or its method; NormalCG and Anderson do not"),
     )
+
+
+def _counts_steps(net: Any) -> bool:
+    """Return True if the turns of a loop may not be the same for the solver."""
+    return type(net.solver) is not Picard and not hasattr(net.solver, "memory")
 
 
 def _graph_of_prediction(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
@@ -274,6 +280,7 @@ def _graph_of_prediction(net: Any, device: torch.device, refused: str | None, lo
         (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
         (refused is not None, str(refused)),
         _lacking(loop, device),
+        (bool(loop) and _counts_steps(net), "the solver may depend on the number of the step; give it a `memory`"),
         (bool(net.coupled) or uses_batch_statistics(net.R), "the samples of a batch share statistics"),
         (any(module.training for module in net.modules()), "a part of the network is in training mode"),
     )
@@ -287,10 +294,16 @@ def _bare(net: Any, no_step: str, *, training: bool, observed: bool) -> Choice:
         (not is_as_written(net), "the network overrides forward or has hooks"),
         (type(net.solver) not in (Picard, Anderson), f"the solver is {type(net.solver).__name__}"),
         (type(net.solver) is Anderson and bool(no_step), f"the solver is Anderson, and its kernels: {no_step}"),
+        (_halves_are_damped(net), "iterates of damped steps in half precision are kept in fp32"),
         (type(net.backward) not in modes, f"the backward mode is {type(net.backward).__name__}"),
         (observed, "penalties observe the network's own pass"),
         *(_not_copied(net.R) if training else ()),
     )
+
+
+def _halves_are_damped(net: ImplicitNetwork) -> bool:
+    kinds = {parameter.dtype for parameter in net.parameters()}
+    return bool(getattr(net.solver, "damping", 0)) and not kinds.isdisjoint((torch.bfloat16, torch.float16))
 
 
 def _not_copied(R: Any) -> list[tuple[bool, str]]:

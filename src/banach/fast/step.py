@@ -29,6 +29,8 @@ class Extras:
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
         metrics: `metrics.add(loss, output, targets, solution)` is called for every part.
+
+    A captured step calls average and metrics in its warm-up too: `feed.changing()` names what to restore then.
         watch: `watch.begin()` and `watch.end(loss)` are called before and after everything else.
         parallel: on several ranks, `parallel(*d)` calls the network and `parallel.weight(n)` weights the loss of n
             samples. Such a step is not captured.
@@ -222,6 +224,9 @@ class TrainStep:
         from banach.fast.capture import unchanged
 
         fresh = not self.optimizer.state
+        if fresh and not _starts_at_zero(self.optimizer):
+            name = type(self.optimizer).__name__
+            raise RuntimeError(f"the state of {name} does not start at zero; take its first step eagerly")
         try:
             with unchanged([*self.net.parameters(), *self.net.buffers(), *self._state(), *self.feed.changing()]):
                 yield
@@ -232,6 +237,12 @@ class TrainStep:
     def _state(self) -> list[Tensor]:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return [value for value in values if isinstance(value, Tensor)]
+
+
+def _starts_at_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer's state before its first step is zero, or as good as zero."""
+    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.SGD)
+    return isinstance(optimizer, known) and not any(group.get("dampening") for group in optimizer.param_groups)
 
 
 def run_network(

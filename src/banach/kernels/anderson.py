@@ -56,7 +56,7 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
     memory: AndersonMemory = samples.memory
     if z.stride() != Tz.stride():
         Tz = torch.empty_like(z, dtype=Tz.dtype).copy_(Tz)
-    count, width, m = len(z), z[:1].numel(), solver.memory
+    count, width, m = max(len(z), 1), max(z[:1].numel(), 1), solver.memory
     split = min(-(-width // _BLOCK), max(1, 4 * multiprocessors(z.device) // count))
     sums = memory.c.new_empty(count, split, 2 * m + 2)
     shape = {"M": m, "BLOCK": min(power_of_two(width), _BLOCK), "SPLIT": split}

@@ -31,7 +31,7 @@ def picard_step(
     count, sizes = len(parts[0][0]), [z[:1].numel() for z, _ in parts]
     scale = 1 / math.sqrt(max(sum(sizes), 1)) if type(tolerance.norm) is RMS else 1.0
     numbers = samples.active, samples.residual, samples.least, samples.allowed, samples.steps, samples.arrived
-    most = max(1, 2 * multiprocessors(samples.active.device) // count)
+    most = max(1, 2 * multiprocessors(samples.active.device) // max(count, 1))
     splits = [min(-(-size // _BLOCK) or 1, most) for size in sizes]  # programs per sample, for each tensor
     total = sum(splits)
     sums = samples.residual if total == 1 else samples.residual.new_empty(len(samples.active), total, 2)
