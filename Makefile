@@ -7,8 +7,8 @@ BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
 OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
-OLDEST_TESTS ?= tests/solve tests/backward tests/nn tests/diagnose tests/data tests/train tests/cli tests/fuzz \
-	tests/test_network.py tests/test_inputs.py tests/test_latent.py tests/test_training_step.py tests/test_endurance.py
+OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/test_network.py \
+	tests/backward/test_transforms_backward.py tests/backward/test_second_derivatives.py
 
 OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
