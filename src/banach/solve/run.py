@@ -15,7 +15,7 @@ from banach.solve.context import is_transformed, rounding, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
 from banach.solve.solver import Point, Solver
-from banach.solve.state import DIVERGED, IDLE, Array, State, on_device, to_numpy
+from banach.solve.state import DIVERGED, IDLE, Array, State, count_nonzero, on_device, to_numpy
 from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
 
 Map = Callable[..., Latent]
@@ -70,12 +70,13 @@ class Run:
         if type(self.solver) is not Picard or not known or self.tolerance.rtol:
             return 0
         z, now, count, damping = state.z, state.least, state.count, self.solver.damping
-        evaluate, measure, space, counted = self.evaluate, self.measure, self.space, np.count_nonzero
+        evaluate, measure, space, counted = self.evaluate, self.measure, self.space, count_nonzero
         atol = np.array(self.atol, now.dtype)  # compared faster than a float
         most, k, left, below = self.tolerance.max_steps, 0, count, now
+        read = Tensor.numpy if z.is_cpu else to_numpy
         while left and k < most:
             Tz = state.Tz = evaluate(z, first=not k)
-            seen = to_numpy(measure(Tz - z, space))
+            seen = read(measure(Tz - z, space))
             active, frozen = seen > atol, left < count
             here = counted(active)
             if counted(seen < below) < count or (compact and here < count):
@@ -180,12 +181,12 @@ class Run:
         if k > IDLE:
             self._stall(state, (test > limit) & (stats[1, 1] <= k - IDLE), stats)
         active = test > limit
-        count = np.count_nonzero(active)
+        count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
             self.earlier = self.after
             self.after = np.where(np.isnan(self.after) & (stats[0, 1] < k), stats[2, 0], self.after)
-            nonfinite = int(np.count_nonzero(~(test > -np.inf)))
+            nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
                 state.scrub()
@@ -196,7 +197,7 @@ class Run:
 
         In a divergence the norm of T(z) may overflow before that of the residual: then it is ignored.
         """
-        if not np.count_nonzero(idle):
+        if not count_nonzero(idle):
             return
         size = to_numpy(self.measure(cast(Tensor, state.Tz), self.space))
         flat = idle & (stats[0, 0] <= rounding(self.space) * size) & (size < np.inf)
@@ -214,7 +215,7 @@ class Run:
             return None
         test, now, now_test = self.seen[0, state.tested], self.seen[2, 0], self.seen[2, state.tested]
         risen = (test <= self.atol) & ~(now_test <= self.atol)
-        if not np.count_nonzero(risen):
+        if not count_nonzero(risen):
             return None
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
             steady = np.abs(now - self.earlier) <= 1e-3 * np.abs(self.earlier)
@@ -260,7 +261,7 @@ class Run:
         if trace is not None:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
         met = state.test <= self.atol
-        if self.on_host and not state.tested and np.count_nonzero(met) == len(met):  # most passes
+        if self.on_host and not state.tested and count_nonzero(met) == len(met):  # most passes
             value, columns = state.z.clone() if shown else state.z, (state.residual, state.reached[1], met)
         else:
             value, columns = self._judge(state)

@@ -7,6 +7,7 @@ numbers, and on a GPU it saves the launch of several small kernels per step. The
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from banach.solve.context import to_list
 from banach.solve.solver import Memory
 
 Array = Any  # np.ndarray on the host, Tensor on the device
+# np.count_nonzero without its dispatch in Python, which takes longer than the count.
+count_nonzero: Callable[[np.ndarray], int] = (getattr(np, "_core", None) or np.core).multiarray.count_nonzero
 
 DIVERGED = 10  # times its least residual: the end of an iteration that diverges
 IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
@@ -50,7 +53,7 @@ class State:
         self.pending: tuple[Tensor, np.ndarray] | None = None  # T(z) - z and its norm, if T is known at z already
         self._mask: Tensor | None = None
         # The number of active samples, if the host knows it.
-        self.count = np.count_nonzero(self.active) if self.on_host else -1
+        self.count = count_nonzero(self.active) if self.on_host else -1
 
     @staticmethod
     def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> State:
@@ -119,8 +122,8 @@ class State:
         if not self.on_host:
             torch.where(better.unsqueeze(1), self.z, self.best_z, out=self.best_z)
             return
-        count = np.count_nonzero(better)
-        if count == self.count and not np.count_nonzero(self.nonfinite):
+        count = count_nonzero(better)
+        if count == self.count and not count_nonzero(self.nonfinite):
             self.best_z = self.z
         elif count:
             self.best_z = torch.where(self.column(better), self.z, self.best_z)
@@ -151,7 +154,7 @@ class State:
         self.freeze()
 
     def _recount(self) -> None:
-        count = np.count_nonzero(self.active) if self.on_host else -1
+        count = count_nonzero(self.active) if self.on_host else -1
         if count != self.count:  # a sample never becomes active again
             self.count, self._mask = count, None
 
