@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from banach import Tolerance, WorstPixel
 from banach.fast import TrainStep
+from banach.train.precision import autocast
 from benchmarks.contenders import solution_of
 from benchmarks.points import ONE_EACH, POINTS, Batch, Point, feed
 from benchmarks.results import Benchmark, Report, Row, Target
-from benchmarks.timer import autocast, switches
+from benchmarks.timer import switches
 
 
 @dataclass(frozen=True)

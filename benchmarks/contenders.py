@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map
 
 from banach import ImplicitNetwork
 from banach.fast import TrainStep
+from banach.train.precision import autocast
 from benchmarks.libraries import ABSENT, has_torchdeq, torchdeq_layer
 from benchmarks.points import Point
-from benchmarks.timer import PRECISIONS, autocast
+from benchmarks.timer import PRECISIONS
 
 
 @dataclass(frozen=True)

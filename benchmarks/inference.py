@@ -19,10 +19,11 @@ from torch import Tensor
 
 import banach
 from banach import ImplicitNetwork
+from banach.train.precision import autocast
 from benchmarks.contenders import CONTENDERS, Setting, as_twin
 from benchmarks.points import POINTS, Point, feed
 from benchmarks.results import Benchmark, Report, Row, Target
-from benchmarks.timer import autocast, milliseconds_of, switches
+from benchmarks.timer import milliseconds_of, switches
 
 WANTED = {1: 2.5, 1024: 1.3}
 

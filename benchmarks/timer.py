@@ -7,13 +7,14 @@ thread it equals the wall clock on an idle machine, and it leaves out other prog
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from banach.train.precision import arithmetic
 from benchmarks.counting import LiveBytes
 from benchmarks.results import Figure
 
@@ -101,25 +102,8 @@ def peak_bytes(action: Action, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-@contextmanager
-def switches(precision: str, device: torch.device) -> Iterator[None]:
-    """Allow TF32 for "tf32" and nowhere else, and let cuDNN search; restore both afterwards.
-
-    PyTorch allows TF32 in convolutions unless it is turned off.
-    """
+def switches(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """Return a block in which TF32 is allowed for "tf32" alone and cuDNN searches for algorithms."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
-    if device.type == "cuda":
-        matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
-        cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return bf16 autocast for "bf16", else nothing."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+    return arithmetic(precision, device, search=True)

@@ -49,7 +49,7 @@ def test_output_gradient_and_statistics_are_the_networks(training: bool, norm: A
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_a_compiled_network_needs_one_stage() -> None:
+def test_a_compiled_network_uses_the_kernel() -> None:
     net = network().eval()
     fast = banach.compile(net)
     assert fast.plan.kernel

@@ -20,7 +20,7 @@ from banach.solve.tolerance import are_finite, measure
 # Numbers in a latent. In a larger one a step costs more than a test, and a batch twice as much as its half.
 LARGE = 1 << 20
 CYCLE = 4  # steps between two tests of the loop, in smaller ones
-HALVINGS = 2  # each costs about 25 microseconds
+HALVINGS = 2  # each costs a sort and copies of late samples
 
 
 @dataclass(frozen=True)
