@@ -23,7 +23,7 @@ help:
 	@echo "make bench-gpu  training steps against peers, prediction, memory, curves, kernels on a GPU; writes results/gpu/*.json"
 	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
-	@echo "make test-endurance  kills at every file operation, 2,000 mutated checkpoints"
+	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
 	@echo "make test-oldest  the tests of the library on torch $(OLDEST_TORCH); downloads 3 GB, since that wheel brings CUDA"
 	@echo "make fuzz       100,000 damaged files; make leaks  10,000 steps per backward mode; both write results/*.json"
@@ -53,6 +53,7 @@ test-slow: setup
 
 test-endurance: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/train/test_kills.py tests/train/test_mutations.py
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python tests/random_kills.py
 
 # The pinned packages, but for torch and for sympy, which torch 2.6 pins itself.
 $(OLDEST)/.installed: pyproject.toml constraints.txt

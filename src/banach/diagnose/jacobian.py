@@ -14,7 +14,7 @@ from banach.diagnose.frozen import plain
 from banach.latent import Latent, Space, detach
 from banach.solve.context import rounding, with_autocast_of, without_autocast
 
-CYCLE = 24  # vectors kept of each sample before the iteration starts again from their best combination
+VECTORS = 24  # kept of each sample before the iteration starts again from their best combination
 QUIET = 5
 
 
@@ -38,7 +38,7 @@ def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: in
     """(samples,): sigma_max of every row's Jacobian: power iteration on J'J, accelerated by Lanczos.
 
     A step is one product with J and one with J', as in plain power iteration, which was measured to need five
-    to ten times as many: it looks at the last vector alone, this at the best combination of the last CYCLE.
+    to ten times as many: it looks at the last vector alone, this at the best combination of the last VECTORS.
     (The recurrences that keep no vectors were measured too: with bfloat16 products they drift upwards.) The
     estimate is |J v| of a unit vector v, so it grows from below. A sample is done when its growth, continued
     as a geometric series, added less than rtol for QUIET steps in a row: from an unlucky start it rests at the
@@ -56,7 +56,7 @@ def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: in
             quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
             if bool((quiet >= QUIET).all()):
                 break
-            if step % CYCLE:
+            if step % VECTORS:
                 krylov.extend()
             else:
                 krylov = _Krylov(J, krylov.best())

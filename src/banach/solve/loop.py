@@ -110,7 +110,7 @@ def solve(
                     state = check(state, k, compact=compact)
         found = finish(state, trace, shown=on_step is not None)
     if run.whole is not None:  # samples have left the batch, and were not evaluated since
-        run.risen = _risen(run, found, inputs)
+        run.risen = _risen_in_other_company(run, found, inputs)
     if run.risen is not None and not space.coupled:
         found = _probed(run, T, found, inputs)
     if throw and not bool(found.converged.all()):
@@ -132,7 +132,7 @@ def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     )
 
 
-def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+def _risen_in_other_company(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
     """Return the numbers of converged samples that are above the tolerance in other company, or None.
 
     A few samples are evaluated together: if T mixes samples, their values are others than in the batches in which
