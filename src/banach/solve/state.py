@@ -27,6 +27,7 @@ REACHED, BEST, NOW, LIMIT = range(4)
 RESIDUAL, STEP, EXCESS = range(3)
 
 DIVERGED = 10  # times its least residual: the end of an iteration that diverges
+_STAGED = 1 << 15  # bytes; CUDA takes up to 64 KiB of pageable memory without waiting
 IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
 
 
@@ -98,9 +99,9 @@ class State:
         _put(self.best, self.reached, better)
         self._keep_best(better)
 
-    def record(self, step: int, residual: np.ndarray, active: np.ndarray) -> None:
+    def record(self, step: int, residual: np.ndarray, test: np.ndarray, active: np.ndarray) -> None:
         """Record residuals on the host, all of them finite, and set which samples are active from now on."""
-        self.now[RESIDUAL], self.now[STEP] = residual, step
+        self.now[self.tested], self.now[RESIDUAL], self.now[STEP] = test, residual, step
         np.copyto(self.reached, self.now, where=self.active)
         self.active = active
         self._recount()
@@ -110,7 +111,9 @@ class State:
         if relative is None:
             now[RESIDUAL] = to_numpy(residual)
         else:
-            now[RESIDUAL], now[EXCESS] = to_numpy(torch.stack((residual, torch.sub(residual, relative[0], alpha=relative[1]))))
+            now[RESIDUAL], now[EXCESS] = to_numpy(
+                torch.stack((residual, torch.sub(residual, relative[0], alpha=relative[1])))
+            )
         now[STEP] = step
         np.copyto(now, np.nan, where=now == np.inf)
 
@@ -136,7 +139,9 @@ class State:
         """Return residual, least residual and the evaluation that gave it, as tensors on the device."""
         if not self.on_host:
             return self.residual, self.least, self.least_at
-        stats = on_device(self.stats[: BEST + 1].copy(), self.z)  # a solver may keep them, and these are overwritten
+        stats = on_device(
+            self.stats[: BEST + 1].copy(), self.z
+        )  # a solver may keep them, and these are overwritten
         return stats[REACHED, RESIDUAL], stats[BEST, RESIDUAL], stats[BEST, STEP]
 
     def advance(self, proposal: Tensor) -> None:
@@ -220,9 +225,9 @@ def on_device(values: np.ndarray, like: Tensor) -> Tensor:
     tensor = torch.from_numpy(values)
     if like.is_cpu:
         return tensor
-    if like.is_cuda:  # from pinned memory, so that the host does not wait for the copy
-        return tensor.pin_memory().to(like.device, non_blocking=True)
-    return tensor.to(like.device)
+    small = tensor.nbytes <= _STAGED or not like.is_cuda
+    # From pinned memory the host does not wait for the copy. The driver stages small ones, which is faster.
+    return (tensor if small else tensor.pin_memory()).to(like.device, non_blocking=like.is_cuda)
 
 
 def to_numpy(values: Array) -> np.ndarray:
