@@ -126,6 +126,11 @@ class Splitting(nn.Module):
         self._kept = None
         return super().train(mode)
 
+    def tune(self, net: Any, *d: Any) -> bool:
+        """Tune alpha on a batch, see `tune_alpha`; `fit` calls this. Return True if alpha has changed."""
+        before = self.alpha
+        return tune_alpha(net, *d) != before
+
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
         """Return make(), or what it gave earlier for this v and these weights; never recorded."""
         first = leaves(v)[0]

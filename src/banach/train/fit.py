@@ -12,6 +12,8 @@ from torch import nn
 
 from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
+from banach.models import ODENet
+from banach.models.ode import ODE_FAILURES
 from banach.solve import ConvergenceWarning
 from banach.train.checkpoint import Position
 from banach.train.distributed import Ranks
@@ -112,7 +114,14 @@ def fit(
         while state.epoch < settings.epochs and not stopped:
             net.train()
             for _ in range(state.step, len(batches)):
-                steps.take()
+                try:
+                    steps.take()
+                except ODE_FAILURES as error:
+                    if not isinstance(net, ODENet):
+                        raise
+                    divergence.failed(error)
+                    steps = Steps(state)
+                    break
                 state.step += 1
                 if on_step is not None:
                     on_step(state.position)
