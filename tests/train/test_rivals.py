@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import Implicit, ImplicitNetwork, Tolerance, Unroll, models
+from banach import Implicit, ImplicitNetwork, Picard, Tolerance, Unroll, models
 from banach.data import Batches
 from banach.models import ODENet
 from banach.models.registry import get
@@ -236,3 +236,26 @@ def test_a_solver_that_fails_ends_the_run_or_rewinds(adjoint: bool, tmp_path: Pa
 
 def _refuse() -> None:
     raise AssertionError("underflow in dt 0.0")
+
+
+# Exact gradients in captured steps.
+
+
+def test_captured_steps_count_the_products_of_the_exact_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        mode = Implicit(Picard(), Tolerance(atol=0, rtol=1e-6, max_steps=300))
+        parts = models.mon((1, 8, 8), channels=4)
+        net = ImplicitNetwork(*parts, tolerance=Tolerance(atol=1e-6, max_steps=300), backward=mode)
+        if captured:
+            capture_steps(monkeypatch)
+        plans = list[Any]()
+        history = fit(net, images(), None, settings(epochs=1), on_plan=plans.append)
+        assert bool(plans[0].graph) == captured
+        assert net.backward is mode
+        trained.append((net, history.last.products))
+    for a, b in zip(*(net.parameters() for net, _ in trained), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert trained[1][1] == pytest.approx(trained[0][1], rel=0.2)
+    assert trained[0][1] > 96

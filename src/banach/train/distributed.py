@@ -131,6 +131,7 @@ class Ranks:
         if self.count == 1:
             return
         self.add(state.metrics)
+        state.collect_products()
         state.products = int(_reduced(torch.tensor(state.products)))
         for buffer in state.net.buffers():
             dist.broadcast(buffer, 0)
@@ -139,6 +140,7 @@ class Ranks:
         """After `pool`, in the middle of an epoch: the first rank keeps the sums, others start at zero."""
         if not self.first:
             state.metrics.reset()
+            state.counted.zero_()
             state.products = 0
 
 

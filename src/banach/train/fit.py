@@ -156,6 +156,7 @@ def fit(
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
     state.ranks.pool(state)
+    state.collect_products()
     figures: dict[str, Any] = {
         **vars(state.metrics.read()),
         "lr": state.rate(state.step - 1),

@@ -80,8 +80,8 @@ class MetricSums:
             raise ValueError("cannot average over no samples; add a batch first")
         shares = (loss / count, hits / count)
         if not solved:
-            known = (depth / count, int(most[0])) if depth else (None, None)
-            return Totals(*shares, *known, None, None, None)
+            depths = (depth / count, int(most[0])) if depth else (None, None)
+            return Totals(*shares, depths[0], depths[1], None, None, None)
         if not most[0]:  # the explicit twin takes no step, so it has no residual and meets no tolerance
             return Totals(*shares, 0.0, 0, None, None, None)
         share = converged / solved if math.isfinite(loss) else math.nan  # a NaN output is no answer

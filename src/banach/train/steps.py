@@ -106,7 +106,7 @@ class Steps:
         if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrain:
             return False
         images, _ = self.feed.batch()
-        able = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
+        able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
         with autocast(state.settings.precision, state.device), torch.no_grad():
             changed = [module.tune(state.net, images) for module in able]  # all of them, before any() looks
         return any(changed)
@@ -187,7 +187,7 @@ class _EpochFeed:
         return (images,), labels
 
     def changing(self) -> Iterator[Tensor]:
-        yield from (self.place, self.state.metrics.sums, self.state.metrics.most)
+        yield from (self.place, self.state.metrics.sums, self.state.metrics.most, self.state.counted)
         if self.state.average is not None:
             yield from self.state.average.weights.values()
 
@@ -208,7 +208,7 @@ def _seed(number: int, device: torch.device) -> None:
 
 
 def _products_per_sample(net: Any) -> int:
-    """Return the J-products that follow from the mode alone; `Implicit` with host checks reports its own."""
+    """Return the J-products that follow from the mode alone; see `counted_products` for others."""
     mode = getattr(net, "backward", None)
     if isinstance(mode, Implicit):
         return mode.products or 0
@@ -219,22 +219,13 @@ def _products_per_sample(net: Any) -> int:
 
 @contextmanager
 def counted_products(state: TrainState) -> Iterator[None]:
-    """Count the J-products that `Implicit` reports, and keep calling the user's `report`.
-
-    Not with check_every=0, where a report would sync with the host at every step.
-    """
+    """Count the J-products of `Implicit` on the device, where their number depends on the residuals."""
     net: Any = state.net
     mode = getattr(net, "backward", None)
-    if not isinstance(mode, Implicit) or not mode.checked:
+    if not isinstance(mode, Implicit) or mode.products is not None:
         yield
         return
-
-    def report(products: int, residual: Tensor, status: Any) -> None:
-        state.products += products
-        if mode.report is not None:
-            mode.report(products, residual, status)
-
-    net.backward = replace(mode, report=report)
+    net.backward = replace(mode, count=state.counted)
     try:
         yield
     finally:
