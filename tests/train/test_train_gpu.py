@@ -195,8 +195,13 @@ def rival(name: str) -> ImplicitNetwork:
     [(name, mode) for name in ("mon", "mon-tiers") for mode in ("jfb", "neumann:2", "implicit:picard:1e-4")]
     + [("mdeq", "jfb"), ("mdeq", "unroll:3:0.5")],
 )
-def test_captured_steps_of_rivals_learn_what_plain_ones_learn(name: str, backward: str) -> None:
+@pytest.mark.parametrize("halved", [False, True])
+def test_captured_steps_of_rivals_learn_what_plain_ones_learn(
+    name: str, backward: str, halved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inverses and FFTs, nested latents, dropout in R, unrolled first steps, a step size that is tuned."""
+    if halved:  # late samples are iterated as a smaller batch
+        monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
     trained = []
     for fast in (True, False):
         net, plans = rival(name), list[Any]()
