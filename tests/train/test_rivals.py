@@ -107,7 +107,9 @@ def test_then_they_solve_also_after_a_resume(
 ) -> None:
     how = settings(epochs=2, pretrain=8, checkpoint_every=1)
     whole, parts = plain_network(), plain_network()
-    expected = fit(whole, images(), None, how)
+    plans = list[Any]()
+    expected = fit(whole, images(), None, how, on_plan=plans.append)
+    assert [bool(one.loop) for one in plans] == [False, True]
     assert expected.epochs[0].depth == 0
     assert (expected.last.depth or 0) > 1  # two of its six steps unroll
     if captured:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from banach.backward import Implicit, Neumann, Unroll
 from banach.data import counter
+from banach.fast import unchanged
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep
 from banach.models import ODENet, unrolled
@@ -96,9 +97,8 @@ class Steps:
         if self.plan.graph:
             self.feed.begin_epoch()
             if not self.step.prepared:
-                with self._phase():
+                with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
-                self.watch.reset()  # the warm-up was undone
 
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
