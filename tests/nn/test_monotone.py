@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from banach import Picard, Status, Tolerance, solve
 from banach.nn import ForwardBackward, MonotoneLinear
+from banach.nn.monotone import inverse_of
+from banach.solve.context import loops_by
+from banach.solve.device import loop_eagerly
 from nn.parts_nn import EXACT, gradients, network, normal
 
 
@@ -110,3 +113,12 @@ def test_bad_input_gets_one_sentence() -> None:
     with pytest.raises(ValueError, match="alpha must be above 0, got -1"):
         ForwardBackward(layer(), -1)
     assert repr(MonotoneLinear(3, 0.5)) == "MonotoneLinear(width=3, m=0.5)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.complex64])
+def test_inverses_in_a_capture_need_no_lapack(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    M = 3 * torch.eye(9, dtype=dtype) + torch.randn(2, 5, 9, 9, generator=draw, dtype=torch.float64).to(dtype) / 2
+    with loops_by(loop_eagerly):
+        made = inverse_of(M)
+    torch.testing.assert_close(made, torch.linalg.inv(M), atol=1e-5 if dtype == torch.complex64 else 1e-12, rtol=0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent, leaves, map_leaves
-from banach.solve import solve
+from banach.solve import Tolerance, solve
 from banach.solve.context import device_loop
 from banach.solve.warning import warn_user
 
@@ -80,7 +80,7 @@ class MonotoneLinear(nn.Module):
     def inverse(self, matrices: Tensor, alpha: float, like: Tensor) -> Tensor:
         W = at_least_float32(matrices)
         eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
-        return torch.linalg.inv_ex((1 + alpha) * eye - alpha * W).inverse.to(matrices.dtype)
+        return inverse_of((1 + alpha) * eye - alpha * W).to(matrices.dtype)
 
     def invert(self, inverse: Tensor, h: Tensor) -> Tensor:
         return F.linear(h, inverse)
@@ -267,6 +267,33 @@ def _unit(x: Latent) -> Latent:
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x, in float32 if its type is shorter: neither FFTs nor inverses exist in bfloat16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def inverse_of(M: Tensor) -> Tensor:
+    """Return the inverse of every matrix of a batch (..., n, n).
+
+    In a capture by Newton's iteration X <- X (2 I - M X), since the routines of LAPACK allocate memory.
+    """
+    if device_loop() is None:
+        return torch.linalg.inv_ex(M).inverse
+    A = M.reshape(-1, *M.shape[-2:])
+    twice = 2 * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    size = A.abs().sum(-1).amax(-1) * A.abs().sum(-2).amax(-1)  # at least the square of the largest singular value
+    start = (A.mH / size[:, None, None]).contiguous()
+    pair, join = (torch.view_as_real, torch.view_as_complex) if A.is_complex() else (_same, _same)
+    tolerance = Tolerance(
+        atol=0, rtol=torch.finfo(A.dtype).eps ** 0.5 / 4, max_steps=100
+    )  # the error is its square
+
+    def newton(x: Tensor) -> Tensor:
+        return pair(join(x) @ (twice - A @ join(x)))
+
+    found: Any = solve(newton, pair(start), tolerance=tolerance).value
+    return join(found.contiguous()).reshape(M.shape)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def checked_m(m: float) -> float:
