@@ -55,7 +55,7 @@ class State:
         self.residual, self.least, self.least_at = self.reached[RESIDUAL], self.best[RESIDUAL], self.best[STEP]
         self.tested = EXCESS if self.stats.shape[1] > EXCESS else RESIDUAL
         self.test, self.limit = self.reached[self.tested], self.stats[LIMIT, RESIDUAL]
-        self.pending: tuple[Tensor, np.ndarray] | None = None  # T(z) - z and its norm, if T is known at z already
+        self.pending: tuple[Tensor, Tensor] | None = None  # T(z) - z and its norm, if T is known at z already
         self._mask: Tensor | None = None
         # The number of active samples, if the host knows it.
         self.count = count_nonzero(self.active) if self.on_host else -1
