@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from banach import checks
 from banach.backward.jacobian import Jacobian
-from banach.backward.mode import check_count
 from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, undisturbed
 from banach.diagnose.jacobian import jacobian, largest_singular_value, random_rows
 from banach.latent import Latent, Space
@@ -193,7 +193,7 @@ def observed_rate(
     """
     if trace.dim() != 2:
         raise ValueError(f"trace must be (steps, batch), got shape {tuple(trace.shape)}; give Solution.trace")
-    check_count("last", last, 1)
+    checks.whole("last", last, 1)
     if len(trace) < 2:
         return trace.new_full((trace.shape[1],), torch.nan)
     if floor is None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banach import checks
 from banach.backward.jacobian import Jacobian
-from banach.backward.mode import check_count
 from banach.diagnose.frozen import plain
 from banach.latent import Latent, Space, detach
 from banach.solve.context import rounding, with_autocast_of, without_autocast
@@ -29,7 +29,7 @@ def jacobian(f: Callable[[Any], Latent], x: Latent, *, coupled: bool = False) ->
         space.rows(detach(value))  # refuses another structure, shape or dtype
         return value
 
-    with without_autocast(space):
+    with without_autocast(space.device):
         return Jacobian(checked, x, space)
 
 
@@ -44,12 +44,12 @@ def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: in
     as a geometric series, added less than rtol for QUIET steps in a row: from an unlucky start it rests at the
     second singular value for a while. The first v is drawn from a generator of its own.
     """
-    check_count("max_steps", max_steps, 1)
+    checks.whole("max_steps", max_steps, 1)
     rtol = max(rtol, rounding(J.source))
     krylov = _Krylov(J, _unit(random_rows(J.source, seed)))
     history = [torch.zeros(J.source.samples, dtype=torch.float64)] * 2
     quiet = torch.zeros(J.source.samples, dtype=torch.long)
-    with without_autocast(J.source):
+    with without_autocast(J.source.device):
         for step in range(1, max_steps + 1):
             history.append(krylov.sigma())
             grew = _to_come(history[-3:]) > rtol * history[-1]

@@ -44,8 +44,8 @@ class Pass:
     own, in the mode it was in. (R may not checkpoint itself: what it recomputes, it recomputes outside the
     pass.) `once=True` promises one evaluation after the iteration, see `Buffers`.
 
-    `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later. A pass that is never entered
-    writes nothing at all.
+    `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. A pass that is
+    never entered writes nothing at all.
     """
 
     def __init__(

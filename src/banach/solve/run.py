@@ -198,8 +198,8 @@ class Run:
         count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            self.earlier = self.after
-            self.after = np.where(np.isnan(self.after) & (stats[REACHED, STEP] < k), stats[NOW, RESIDUAL], self.after)
+            self.earlier, frozen = self.after, stats[REACHED, STEP] < k
+            self.after = np.where(np.isnan(self.after) & frozen, stats[NOW, RESIDUAL], self.after)
             nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
@@ -290,7 +290,9 @@ class Run:
         test = stats[REACHED, tested]
         nonfinite = ~(test > -np.inf)
         met = (test <= self.atol) & ~nonfinite
-        return met, met ^ met if self.seen is None else (test > self.atol) & ~(test > stats[LIMIT, RESIDUAL]), nonfinite
+        above = test > self.atol
+        stalled = above & ~above if self.seen is None else above & ~(test > stats[LIMIT, RESIDUAL])
+        return met, stalled, nonfinite
 
     def _judge(self, state: State) -> tuple[Tensor, tuple[Array, ...]]:
         """Return the last iterate or the best one, sample by sample, and the columns of `_numbers`."""
