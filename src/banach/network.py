@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics
+from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics, watch_over
 from banach.nn.passes import Pass, PlainPass, forward_pass
 from banach.solve import (
     ConvergenceWarning,
@@ -162,7 +162,7 @@ class ImplicitNetwork(nn.Module):
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
         later, once = _evaluates_later(mode), type(mode) is JFB
-        with forward_pass(R, modules, special, later=later, once=once) as this_pass:
+        with watch_over(R), forward_pass(R, modules, special, later=later, once=once) as this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
             if found.failures:
