@@ -20,8 +20,8 @@ from banach import (
     Status,
     Tolerance,
     Unroll,
-    network,
 )
+from banach.solve import context
 from networks import conv_network, gradients, images, linear_network
 
 TIGHT = Tolerance(atol=1e-14, max_steps=500)
@@ -244,7 +244,7 @@ def test_not_converged_crosses_processes() -> None:
 def test_casts_made_while_solving_are_forgotten_where_torch_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytorch#112583: weights that autocast casts under no_grad lose their gradient, if its cache stays."""
     cleared: list[bool] = []
-    monkeypatch.setattr(network, "_CASTS_LAST", True)
+    monkeypatch.setattr(context, "_CASTS_LAST", True)
     clear = torch.clear_autocast_cache
 
     def observed() -> None:

@@ -153,7 +153,7 @@ def test_refusals() -> None:
         contraction_factor(lambda z: z[:, :1], z)
     with pytest.raises(TypeError, match="structure of z0"):
         contraction_factor(lambda z: (z, z), z)
-    with pytest.raises(ValueError, match="max_steps must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_steps must be a whole number, at least 1, got 0"):
         contraction_factor(torch.tanh, z, max_steps=0)
     bn = nn.BatchNorm1d(3)
     with pytest.raises(RuntimeError, match="give the module itself as T"):

@@ -102,7 +102,7 @@ def test_can_be_copied_and_saved(tiny: Any, data: Tensor) -> None:
 
 def test_monitor_refusals() -> None:
     for options in ({"every": 0}, {"samples": 0}, {"samples": True}):
-        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+        with pytest.raises(ValueError, match="must be a whole number, at least 1"):
             ContractionMonitor(**options)
 
 

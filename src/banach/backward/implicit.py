@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from banach import checks
 from banach.backward.attached import attached
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import Unchanged, check_count, is_differentiated, parameters_of
+from banach.backward.mode import Unchanged, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
 from banach.backward.problem import Problem, Report
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
@@ -58,7 +59,7 @@ class Implicit:
     count: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_count("order", self.order, 1)
+        checks.whole("order", self.order, 1)
         if isinstance(self.method, type) or not (hasattr(self.method, "solve") or hasattr(self.method, "step")):
             raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or Anderson(), got {self.method!r}")
         if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):

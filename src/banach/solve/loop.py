@@ -92,7 +92,7 @@ def solve(
     if compiling and every:
         check, finish = map(torch.compiler.disable, (check, finish))  # what the host decides is not traced
     trace: list[Tensor] | None = [] if record else None
-    with without_autocast(space):
+    with without_autocast(space.device):
         if is_exporting():
             state = run_exported(run, state)
         elif loop and trace is None and on_step is None:
@@ -152,7 +152,7 @@ def _risen_in_other_company(run: Run, found: Solution, inputs: tuple[Any, ...]) 
 
 def _residual(run: Run, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Return the residual at z, and what is allowed of it, per sample."""
-    with without_autocast(space):
+    with without_autocast(space.device):
         return measure(space, run.tolerance, z, run.T(z, *inputs))
 
 

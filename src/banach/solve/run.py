@@ -321,11 +321,9 @@ class Run:
         test = stats[REACHED, tested]
         nonfinite = ~(test > -np.inf)
         met = (test <= self.atol) & ~nonfinite
-        return (
-            met,
-            met ^ met if self.seen is None else (test > self.atol) & ~(test > stats[LIMIT, RESIDUAL]),
-            nonfinite,
-        )
+        above = test > self.atol
+        stalled = above & ~above if self.seen is None else above & ~(test > stats[LIMIT, RESIDUAL])
+        return met, stalled, nonfinite
 
     def _judge(self, state: State) -> tuple[Tensor, tuple[Array, ...]]:
         """Return the last iterate or the best one, sample by sample, and the columns of `_numbers`."""

@@ -111,9 +111,8 @@ class State:
         if relative is None:
             now[RESIDUAL] = to_numpy(residual)
         else:
-            now[RESIDUAL], now[EXCESS] = to_numpy(
-                torch.stack((residual, torch.sub(residual, relative[0], alpha=relative[1])))
-            )
+            excess = torch.sub(residual, relative[0], alpha=relative[1])
+            now[RESIDUAL], now[EXCESS] = to_numpy(torch.stack((residual, excess)))
         now[STEP] = step
         np.copyto(now, np.nan, where=now == np.inf)
 
@@ -139,9 +138,7 @@ class State:
         """Return residual, least residual and the evaluation that gave it, as tensors on the device."""
         if not self.on_host:
             return self.residual, self.least, self.least_at
-        stats = on_device(
-            self.stats[: BEST + 1].copy(), self.z
-        )  # a solver may keep them, and these are overwritten
+        stats = on_device(self.stats[: BEST + 1].copy(), self.z)  # a copy: a solver may keep it
         return stats[REACHED, RESIDUAL], stats[BEST, RESIDUAL], stats[BEST, STEP]
 
     def advance(self, proposal: Tensor) -> None:
