@@ -98,7 +98,7 @@ def _settled(job: Job, settings: Settings, batches: Iterator[Batch]) -> tuple[St
     for batch in islice(batches, settings.settle):
         one(*batch)
     lost = [name for name, p in one.net.named_parameters() if p.requires_grad and p.grad is None]
-    if lost:  # it would be fast for the wrong reason
+    if lost and not one.captured:  # it would be fast for the wrong reason; captured ones: see gradients()
         raise RuntimeError(f"no gradient reached {len(lost)} parameters, the first is {lost[0]}")
     if cuda and not one.captured:  # the search for algorithms does not count
         torch.cuda.reset_peak_memory_stats(device)
