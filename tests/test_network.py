@@ -31,13 +31,27 @@ def data(batch: int = 4, width: int = 5) -> Tensor:
     return torch.randn(batch, width, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
+def signature(function: Any) -> str:
+    found = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    return str(found.replace(parameters=plain, return_annotation=found.empty))
+
+
 def test_signatures_are_the_public_ones() -> None:
-    names = list(inspect.signature(ImplicitNetwork.__init__).parameters)[1:]
-    assert names == ["Q", "R", "S", "solver", "tolerance", "backward", "start", "coupled", "compact"]
-    assert list(inspect.signature(banach.fixed_point).parameters) == [
-        "T", "z0", "inputs", "solver", "tolerance", "backward", "coupled", "solution", "throw",
-    ]  # fmt: skip
-    assert list(inspect.signature(ImplicitNetwork.forward).parameters) == ["self", "d", "z0", "solution", "throw"]
+    settings = "atol=0.0001, rtol=0.0, max_steps=50, norm=RMS(), check_every=None"
+    common = f"solver=Picard(damping=0.0), tolerance=Tolerance({settings}), backward=JFB()"
+    assert signature(Tolerance) == f"(*, {settings})"
+    assert signature(banach.solve) == (
+        f"(T, z0, solver=Picard(damping=0.0), *, inputs=(), tolerance=Tolerance({settings}), coupled=False, "
+        "compact=False, record=False, on_step=None, throw=False)"
+    )
+    assert signature(banach.fixed_point) == (
+        f"(T, z0, *, inputs=(), {common}, coupled=False, solution=False, throw=False)"
+    )
+    assert signature(ImplicitNetwork).startswith(f"(Q, R, S, *, {common}, start=<function zeros")
+    assert signature(ImplicitNetwork).endswith(", coupled=None, compact=False)")
+    assert signature(ImplicitNetwork.forward) == "(self, *d, z0=None, solution=False, throw=False)"
+    assert Anderson(3).memory == banach.Broyden(3).memory == 3
 
 
 def test_a_first_network_learns() -> None:
