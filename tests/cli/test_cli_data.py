@@ -81,7 +81,7 @@ def test_list_says_what_is_known_and_what_is_here(
         "cifar10": ["CIFAR-10", "45,000/5,000/10,000", "3x32x32", "10", "no"],
         "svhn": ["SVHN", "68,257/5,000/26,032", "3x32x32", "10", "no"],
     }
-    assert lines[-1] == "digits comes inside a package"
+    assert lines[-1] == "digits is inside a package"
     monkeypatch.setattr(console, "_width", 80)
     assert all(len(line) <= 80 and "…" not in line for line in ask("list")[1])
 

@@ -49,7 +49,7 @@ class Server:
 
     def offer(self, name: str, content: bytes, *, archive: bool = False) -> Download:
         self.files[name] = content
-        return Download(f"{self.address}/{name}", hashlib.md5(content).hexdigest(), archive=archive)
+        return Download(f"{self.address}/{name}", f"md5:{hashlib.md5(content).hexdigest()}", archive=archive)
 
 
 @contextmanager

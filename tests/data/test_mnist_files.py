@@ -78,7 +78,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], bytes], str]] = {
     "fewer labels than images": (
         LABELS,
         lambda f: struct.pack(">II", 0x801, 39) + label_bytes(f)[8:-1],
-        "39 labels, and train-images-idx3-ubyte 40 images",
+        "40 images and 39 labels",
     ),
 }
 

@@ -104,7 +104,7 @@ def _part(
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        images = load(name, "test", root, check=False)
+        images = load(name, "test", root)
         assert images.pixels.shape == (COUNT, *images.shape)
         assert int(images.labels.max()) < 10
 

@@ -4,10 +4,11 @@ from banach.data.augment import Affine, Augmentation, Chain, Crop, Erase, Flip, 
 from banach.data.batches import Batches
 from banach.data.cifar10 import CIFAR10
 from banach.data.dataset import Arrays, DataError, DataSet, Download, Known, Layout, get, names, register
-from banach.data.digits import DIGITS, MNIST, SVHN
+from banach.data.digits import DIGITS, MNIST
 from banach.data.fetch import fetch
-from banach.data.files import Listing, Report, cache_dir, listing, load, verify
+from banach.data.files import Report, cache_dir, load, verify
 from banach.data.images import SPLITS, Images
+from banach.data.svhn import SVHN
 
 for _dataset in (DIGITS, MNIST, CIFAR10, SVHN):
     register(_dataset)
@@ -28,12 +29,10 @@ __all__ = [
     "Images",
     "Known",
     "Layout",
-    "Listing",
     "Report",
     "cache_dir",
     "fetch",
     "get",
-    "listing",
     "load",
     "names",
     "paper_cifar10",

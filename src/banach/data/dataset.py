@@ -41,24 +41,18 @@ Reader = Callable[[str, tuple[Path, ...]], Arrays]  # (part, its files) -> array
 
 @dataclass(frozen=True)
 class Download:
-    """A file at its publisher's address, and its published MD5. An archive holds all files of a layout.
+    """A file at its publisher's address, and its digest: "md5:..." or, if no arrays are `Known`, "sha256:...".
 
-    `sha256` replaces the MD5 if it is given: for arrays that are not `Known`, whose only check is this one.
+    An archive holds all files of a layout.
     """
 
     url: str
-    md5: str
+    digest: str
     archive: bool = False
-    sha256: str | None = None
 
     @property
     def file(self) -> str:
         return self.url.rsplit("/", 1)[-1]
-
-    @property
-    def digest(self) -> str:
-        """The expected digest as pooch takes it: "sha256:..." or "md5:..."."""
-        return f"md5:{self.md5}" if self.sha256 is None else f"sha256:{self.sha256}"
 
     def matches(self, path: Path) -> bool:
         """Return True if `path` is a file with the expected digest."""

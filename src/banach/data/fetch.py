@@ -8,27 +8,21 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from banach.data.dataset import DataError, DataSet, Download, Layout, get, need
 from banach.data.files import Folder, Report, cache_dir, verify_in
 
 
-class _Unavailable(DataError):
-    """The address did not answer, or answered with another file; another layout may be available."""
-
-
-def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -> tuple[Report, ...]:
+def fetch(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
     """Download the files of a data set that are missing or damaged, and verify them.
 
-    Files appear under their names only when they are complete and have their published digest. Where a data set
-    comes in several layouts, the next one is tried if one is not available.
+    Files appear under their names only when they are complete and have their published digest.
 
     Args:
         name: the data set.
         data_dir: where the files go; else BANACH_DATA, else the cache. It is created.
-        progress: passed to pooch: a tqdm-like object, or False.
-
+    Returns:
+        The reports of `verify`.
     Raises:
         DataError: if the data cannot be downloaded, written or verified.
     """
@@ -36,7 +30,7 @@ def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -
     root = Path(data_dir or os.environ.get("BANACH_DATA") or cache_dir()).expanduser()
     reports = verify_in(dataset, (root,))
     if not all(report.ok for report in reports):
-        _download_any(dataset, root, progress)
+        _download(dataset, root)
         reports = verify_in(dataset, (root,))
     for report in reports:
         if not report.ok:
@@ -44,26 +38,18 @@ def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -
     return reports
 
 
-def _download_any(dataset: DataSet, root: Path, progress: Any) -> None:
-    failure: DataError | None = None
-    for layout in dataset.layouts:
-        try:
-            if layout.downloads:
-                return _download(dataset, layout, root, progress)
-        except _Unavailable as error:
-            failure = failure or error
-    raise failure or DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
-
-
-def _download(dataset: DataSet, layout: Layout, root: Path, progress: Any) -> None:
+def _download(dataset: DataSet, root: Path) -> None:
     """Download everything into a temporary folder, then move each file to its place in one step."""
+    layout = next((one for one in dataset.layouts if one.downloads), None)
+    if layout is None:
+        raise DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
     folder = root / layout.folders[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as temporary:
             for download in layout.downloads:
                 if not download.matches(folder / download.file):
-                    _retrieve(download, Path(temporary), progress)
+                    _retrieve(download, Path(temporary))
             for path in list(_unpacked(layout, Path(temporary))):  # all of them, before the first is moved
                 path.chmod(0o644)  # temporary files are readable by their owner only
                 os.replace(path, folder / path.name)
@@ -75,20 +61,19 @@ def _download(dataset: DataSet, layout: Layout, root: Path, progress: Any) -> No
         ) from error
 
 
-def _retrieve(download: Download, folder: Path, progress: Any) -> None:
+def _retrieve(download: Download, folder: Path) -> None:
     pooch = need("pooch", "a download")
     refused = need("requests", "a download").exceptions.RequestException
     try:
-        pooch.retrieve(download.url, download.digest, fname=download.file, path=folder, progressbar=progress)
+        pooch.retrieve(download.url, download.digest, fname=download.file, path=folder)
     except refused as error:
         if error.response is not None:
             error.response.close()  # pooch leaves it open
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise _Unavailable(f"{download.url} cannot be reached ({why}); check the connection") from error
+        raise DataError(f"{download.url} cannot be reached ({why}); check the connection") from error
     except ValueError as error:  # pooch's error for another digest
-        wanted = " ".join(download.digest.upper().replace("SHA256", "SHA-256").split(":"))
-        raise _Unavailable(
-            f"{download.url} does not have its published {wanted}; try again, or get it elsewhere"
+        raise DataError(
+            f"{download.url} does not have its published {download.digest}; try again, or get it elsewhere"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""load(), verify() and listing(): find the files of a data set, read them and check what they hold."""
+"""load(), verify() and located(): find the files of a data set, read them and check what they hold."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from banach.data.dataset import Arrays, Damaged, DataError, DataSet, Layout, get, names
+from banach.data.dataset import Arrays, Damaged, DataError, DataSet, Layout, get
 from banach.data.images import Images, held_out, rest
 
 Folder = str | os.PathLike[str]
 PARTS = ("train", "test")
+INSIDE = "inside a package"  # where data without files is
 
 
 class Found(NamedTuple):
@@ -31,51 +32,33 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The check of one part of a data set. `message` is a sentence; `files` are those that exist."""
+    """The check of one part of a data set: one sentence, and the files that exist."""
 
-    name: str
-    part: str
     ok: bool
     message: str
-    title: str | None = None
-    count: int = 0
-    sha256: str | None = None
-    files: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A registered data set, and its folder: None if it was not found, or comes inside a package."""
-
-    dataset: DataSet
-    here: bool
-    folder: Path | None
+    files: tuple[Path, ...]
 
 
 def load(
-    name: str,
-    split: str = "train",
-    data_dir: Folder | None = None,
-    device: torch.device | str = "cpu",
-    *,
-    check: bool = True,
+    name: str, split: str = "train", data_dir: Folder | None = None, device: torch.device | str = "cpu"
 ) -> Images:
-    """Read a split of a data set from its publisher's files.
+    """Read a split of a data set.
+
+    Shapes, counts and labels are checked, and arrays that have a known SHA-256 must have it.
 
     Args:
         name: the data set, see `names()`.
         split: "train", "validation", "test" or "train+validation".
         data_dir: where to look first; then BANACH_DATA and the cache.
         device: where the tensors go.
-        check: compare the arrays with their known SHA-256 (a quarter of a second at most) and refuse others.
-            Without it the title says "not checked". Shapes, counts and labels are always checked.
-
+    Returns:
+        The images, as uint8 tensors.
     Raises:
         DataError: if the files are missing or damaged.
     """
     dataset = get(name)
     part = dataset.part(split)
-    (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)), check=check)
+    (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)))
     if split in ("train", "validation"):
         index = held_out(labels, dataset.validation)
         index = rest(len(labels), index) if split == "train" else index
@@ -101,24 +84,20 @@ def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
         arrays, title, digest = _read(dataset, part, found)
     except DataError as error:
         present = (tuple(filter(None, paths)) for _, _, paths in _candidates(dataset, part, places))
-        return Report(dataset.name, part, False, str(error), files=next(filter(None, present), ()))
+        return Report(False, str(error), next(filter(None, present), ()))
     verdict = "as expected" if dataset.known else "with no known value to compare it to"
     message = f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
-    return Report(dataset.name, part, True, message, title, len(arrays.labels), digest, found.paths)
+    return Report(True, message, found.paths)
 
 
-def listing(data_dir: Folder | None = None) -> tuple[Listing, ...]:
-    """Return every registered data set and its folder. Looks for the files and reads none."""
-    return tuple(_listed(get(name), data_dir) for name in names())
-
-
-def _listed(dataset: DataSet, data_dir: Folder | None) -> Listing:
+def located(dataset: DataSet, data_dir: Folder | None = None) -> str | None:
+    """Return where a data set is, None if it was not found. Looks for the files and reads none."""
     places = roots(dataset, data_dir)
     try:
-        found = [find(dataset, part, places) for part in PARTS]
+        found, _ = (find(dataset, part, places) for part in PARTS)
     except DataError:
-        return Listing(dataset, False, None)
-    return Listing(dataset, True, found[0].paths[0].parent if found[0].paths else None)
+        return None
+    return str(found.paths[0].parent) if found.paths else INSIDE
 
 
 def cache_dir() -> Path:
@@ -173,26 +152,19 @@ def _candidates(
             yield layout, place / folder, layout.locate(place / folder, part)
 
 
-def _read(dataset: DataSet, part: str, found: Found, *, check: bool = True) -> tuple[Arrays, str, str]:
-    """Return the arrays of a part, their title and SHA-256.
-
-    Wrong shapes, counts and labels are refused, and with `check` arrays that are not known.
-    """
+def _read(dataset: DataSet, part: str, found: Found) -> tuple[Arrays, str, str]:
+    """Return the arrays of a part, their title and SHA-256; refuse wrong ones."""
+    titles = {getattr(known, part): known.title for known in dataset.known}
     with _advice(dataset):
         arrays = found.layout.read(part, found.paths)
-        wrong = _fault(dataset, part, arrays)
-        digest, title = "", f"{dataset.title} (not checked)"
-        if check and not wrong:
-            digest = _sha256(arrays)
-            titles = {getattr(known, part): known.title for known in dataset.known}
-            title = titles.get(digest, dataset.title)
-            if titles and digest not in titles and not _published(found):
-                wrong = f"the {part} arrays have SHA-256 {digest}, expected {' or '.join(titles)}"
+        wrong, digest = _fault(dataset, part, arrays), _sha256(arrays)
+        if not wrong and titles and digest not in titles and not _published(found):
+            wrong = f"the {part} arrays have SHA-256 {digest}, expected {' or '.join(titles)}"
         if wrong:
             first, *others = found.paths or (dataset.name,)
             one_of = "one of " if others else ""
             raise Damaged(one_of + ", ".join([str(first), *(path.name for path in others)]), wrong)
-        return arrays, title, digest
+        return arrays, titles.get(digest, dataset.title), digest
 
 
 def _published(found: Found) -> bool:
