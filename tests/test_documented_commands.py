@@ -72,6 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         savemat(here / "data" / "svhn" / f"{part}_32x32.mat", {"X": images, "y": digits.astype(np.uint8)})
     for name in ("photo.png", "cat.jpg", "dog.jpg", "scan.png", "seven.png"):
         Image.fromarray(pixels[0, :1024].reshape(32, 32)).save(here / name)
+    (here / "scans").mkdir()
+    Image.fromarray(pixels[0, :1024].reshape(32, 32)).save(here / "scans" / "1.png")
     yield here
     dataset._registry.clear()
     dataset._registry.update(kept)

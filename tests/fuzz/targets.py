@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy.io import savemat
 
-from banach.cli.predict import read_image
 from banach.data import CIFAR10, MNIST, SVHN, DataError, dataset, load
+from banach.data.pictures import read_image
 from banach.train import Settings, words
 from data.parts_data import idx
 from fuzz.mutations import damaged, toml, word
@@ -141,7 +141,7 @@ def _images(folder: Path) -> Iterator[Target]:
 
 def _read_image(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    assert tuple(read_image(path, CIFAR10).shape) == CIFAR10.shape
+    assert tuple(read_image(path, CIFAR10.shape).pixels.shape) == CIFAR10.shape
 
 
 def _settings(folder: Path) -> Iterator[Target]:

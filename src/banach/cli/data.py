@@ -9,6 +9,7 @@ import typer
 from banach import data
 from banach.cli.console import PLAIN, console, table
 from banach.cli.opened import DataDir
+from banach.cli.plugins import Imports
 from banach.data import DataSet, Report
 from banach.data.files import INSIDE, located
 
@@ -28,7 +29,7 @@ COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "found"
 
 
 @data_app.command("list", epilog=EPILOG)
-def list_(data_dir: DataDir = None) -> None:
+def list_(data_dir: DataDir = None, modules: Imports = None) -> None:
     """List the data sets, and where they are."""
     places = {name: located(data.get(name), data_dir) for name in data.names()}
     console.print(table("", COLUMNS, [_row(data.get(name), place) for name, place in places.items()]))
@@ -43,6 +44,7 @@ def verify(
         list[str] | None, typer.Argument(help="Data sets.  [all that are here]", show_default=False)
     ] = None,
     data_dir: DataDir = None,
+    modules: Imports = None,
 ) -> int:
     """Check the data that is here.
 

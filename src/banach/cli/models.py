@@ -12,6 +12,7 @@ from torch import nn
 from banach import data
 from banach import models as registry
 from banach.cli.console import console, table
+from banach.cli.plugins import Imports
 from banach.latent import leaves
 from banach.models import Model, Recipe
 from banach.network import ImplicitNetwork
@@ -26,6 +27,7 @@ COLUMNS = ("name", "parameters", "latent", "images", "explicit twin", "without b
 
 def models(
     name: Annotated[str | None, typer.Argument(help="A model to describe.", show_default=False)] = None,
+    modules: Imports = None,
 ) -> None:
     """List the networks, or describe one: parameters, recipes, layers."""
     if name is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickletools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,15 +56,15 @@ def _scan(content: bytes) -> tuple[bytes, bytes]:
 
     `pickletools` lists opcodes and their arguments: no object is built, no name is imported.
     """
-    data: str | bytes = b""
-    labels, key = list[int](), None
+    data: Any = b""
+    key, labels = None, list[int]()
     for count, (opcode, value, _) in enumerate(pickletools.genops(content)):
         if count == OPCODES:
             raise ValueError(f"more than {OPCODES:,} opcodes")
         if isinstance(value, (str, bytes, bytearray)):
             key, data = (value, data) if len(value) < PIXELS else (key, value)
-        elif opcode.name in NUMBERS and key in ("labels", b"labels"):
-            labels.append(int(value))
+        elif value is not None and opcode.name in NUMBERS and key in ("labels", b"labels"):
+            labels.append(value)
     return data.encode("latin1") if isinstance(data, str) else data, bytes(labels)
 
 

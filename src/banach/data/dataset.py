@@ -167,11 +167,18 @@ def register(dataset: DataSet, *, replace: bool = False) -> DataSet:
 def get(name: str) -> DataSet:
     """Return the data set of that name.
 
+    Args:
+        name: of a registered data set; "package.module:name", which imports the module that registers it; or
+            your data: "folder:PATH", "folder:PATH@SIZE", "npz:PATH", "PATH.npz".
     Raises:
         DataError: if there is none; the message suggests the closest name.
     """
+    from banach.data.own import own
+
+    if found := own(name):
+        return found
     try:
-        return _registry[checks.nearest("data set", name, _registry)]
+        return _registry[checks.nearest("data set", checks.imported(name), _registry)]
     except ValueError as error:
         raise DataError(str(error)) from None
 
@@ -187,5 +194,5 @@ def need(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         top = module.partition(".")[0]
-        package = {"sklearn": "scikit-learn"}.get(top, top)
+        package = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(top, top)
         raise DataError(f"{purpose} needs {package}, which is missing; run: pip install 'banach[app]'") from error

@@ -55,7 +55,7 @@ def _variables(file: BinaryIO) -> Iterator[BinaryIO]:
         kind, size = struct.unpack("<II", tag)
         after, stream = file.tell() + size, file
         if kind == COMPRESSED:
-            stream = io.BufferedReader(_Inflated(file, size))  # type: ignore[assignment]
+            stream = io.BufferedReader(_Inflated(file, size))
             kind, _ = struct.unpack("<II", stream.read(8))
         if kind != MATRIX:
             raise ValueError(f"it has an element of type {kind}, expected {MATRIX}")
