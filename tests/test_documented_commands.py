@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pixels, labels = np.random.default_rng(0).integers(0, 256, (40, 3072), dtype=np.uint8), np.arange(40) % 10
     for one in (MNIST, CIFAR10, SVHN):
         counts = {"train": 40, "test": 5}
-        dataset.register(replace(one, counts=counts, validation=5, known=()), replace=True)
+        dataset.register(replace(one, counts=counts, validation=5, known={}), replace=True)
     write(here / "data" / "mnist", mnist_files(40, 5))
     records = np.concatenate([labels[:, None].astype(np.uint8), pixels], 1)
     files = {f"data_batch_{k + 1}.bin": records[8 * k : 8 * k + 8].tobytes() for k in range(5)}

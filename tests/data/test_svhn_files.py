@@ -6,14 +6,13 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.io import savemat
 
-from banach.data import SVHN, Download, Known, load
+from banach.data import SVHN, load
 
 FILE = "train_32x32.mat"
 
@@ -115,7 +114,7 @@ def test_hostile_variables_are_refused(tmp_path: Path, refusal: Callable, conten
 
 def test_published_files_have_a_pinned_sha256() -> None:
     """They come over http, and no arrays are known."""
-    assert all(one.digest.startswith("sha256:") for one in SVHN.layouts[0].downloads)
+    assert all(digest.startswith("sha256:") for digest in SVHN.downloads.values())
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -134,14 +133,12 @@ def test_arrays_have_the_title_of_what_they_are(
     content: dict, matlab: dict, write: Callable, small: Callable
 ) -> None:
     digest = hashlib.sha256(content["labels"].tobytes() + content["pixels"].tobytes()).hexdigest()
-    small(SVHN, known=(Known("SVHN re-cropped from the originals", digest, ""),))
+    small(SVHN, known={"train": digest})
     assert load("svhn", "train", write(**matlab)).title == "SVHN re-cropped from the originals"
     root = write(**matlab, compressed=True)
     assert load("svhn", "train", root).title == "SVHN re-cropped from the originals"
-    published = Download(
-        f"http://publisher/{FILE}", f"md5:{hashlib.md5((root / 'svhn' / FILE).read_bytes()).hexdigest()}"
-    )
-    small(SVHN, known=SVHN.known, layouts=(replace(SVHN.layouts[0], downloads=(published,)),))
+    md5 = hashlib.md5((root / "svhn" / FILE).read_bytes()).hexdigest()
+    small(SVHN, known=SVHN.known, downloads={f"http://publisher/{FILE}": f"md5:{md5}"})
     assert load("svhn", "train", root).title == "SVHN"
 
 

@@ -56,7 +56,7 @@ def _bombs() -> Iterator[tuple[str, bytes, Callable[[Path], object]]]:
 
 
 def _reader(dataset: DataSet) -> Callable[[Path], object]:
-    return lambda path: dataset.layouts[0].read("test", (path, path)[: len(dataset.layouts[0].files["test"])])
+    return lambda path: dataset.read("test", (path, path)[: len(dataset.files["test"])])
 
 
 def _svhn(shape: tuple[int, ...], size: int) -> bytes:

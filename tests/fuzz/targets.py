@@ -58,7 +58,7 @@ def all_targets() -> Iterator[dict[str, Target]]:
     kept = dict(dataset._registry)
     with tempfile.TemporaryDirectory() as folder:
         for one in (MNIST, CIFAR10, SVHN):
-            small = replace(one, counts={"train": 2, "test": COUNT}, validation=1, known=())
+            small = replace(one, counts={"train": 2, "test": COUNT}, validation=1, known={})
             dataset.register(small, replace=True)
         try:
             made = (*_data(Path(folder)), *_images(Path(folder)), *_settings(Path(folder)))

@@ -3,7 +3,7 @@
 from banach.data.augment import Affine, Augmentation, Chain, Crop, Erase, Flip, paper_cifar10
 from banach.data.batches import Batches
 from banach.data.cifar10 import CIFAR10
-from banach.data.dataset import Arrays, DataError, DataSet, Download, Known, Layout, get, names, register
+from banach.data.dataset import Arrays, DataError, DataSet, get, names, register
 from banach.data.digits import DIGITS, MNIST
 from banach.data.fetch import fetch
 from banach.data.files import Report, cache_dir, load, verify
@@ -23,12 +23,9 @@ __all__ = [
     "Crop",
     "DataError",
     "DataSet",
-    "Download",
     "Erase",
     "Flip",
     "Images",
-    "Known",
-    "Layout",
     "Report",
     "cache_dir",
     "fetch",

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from banach.data.dataset import Arrays, Damaged, DataSet, Download, Known, Layout
+from banach.data.dataset import Arrays, Damaged, DataSet
 
-ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
 RECORDS = 10_000  # at most, in one file
@@ -68,17 +67,6 @@ def _scan(content: bytes) -> tuple[bytes, bytes]:
     return data.encode("latin1") if isinstance(data, str) else data, bytes(labels)
 
 
-def _layout(version: str, ending: str, md5: str) -> Layout:
-    archive = {"bin": "binary", "py": "python"}[version]
-    train = tuple(f"data_batch_{k}{ending}" for k in range(1, 6))
-    return Layout(
-        read=read_batches,
-        folders=(f"cifar-10-batches-{version}",),
-        files={"train": train, "test": (f"test_batch{ending}",)},
-        downloads=(Download(f"{ADDRESS}cifar-10-{archive}.tar.gz", f"md5:{md5}", archive=True),),
-    )
-
-
 CIFAR10 = DataSet(
     name="cifar10",
     title="CIFAR-10",
@@ -88,15 +76,15 @@ CIFAR10 = DataSet(
     std=(0.229, 0.224, 0.225),
     counts={"train": 50_000, "test": 10_000},
     validation=5_000,
-    layouts=(
-        _layout("bin", ".bin", "c32a1d4ab5d03f1284b67883e8d87530"),
-        _layout("py", "", "c58f30108f718f92721af3b95e74349a"),
-    ),
-    known=(
-        Known(
-            "CIFAR-10",
-            train="72271e0eaae021dd9568260927404c4fff87e7e0bfa04c843b94150b01b9bc26",
-            test="ecc0a6ddb5cb58330ce4f06c1825ec8c68baeade5baaacbb3cbdf8f385599213",
-        ),
-    ),
+    read=read_batches,
+    folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
+    files={"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)},
+    endings=(".bin", ""),
+    downloads={
+        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530",
+    },
+    known={
+        "train": "72271e0eaae021dd9568260927404c4fff87e7e0bfa04c843b94150b01b9bc26",
+        "test": "ecc0a6ddb5cb58330ce4f06c1825ec8c68baeade5baaacbb3cbdf8f385599213",
+    },
 )

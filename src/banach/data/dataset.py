@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,64 +39,15 @@ Reader = Callable[[str, tuple[Path, ...]], Arrays]  # (part, its files) -> array
 
 
 @dataclass(frozen=True)
-class Download:
-    """A file at its publisher's address, and its digest: "md5:..." or, if no arrays are `Known`, "sha256:...".
-
-    An archive holds all files of a layout.
-    """
-
-    url: str
-    digest: str
-    archive: bool = False
-
-    @property
-    def file(self) -> str:
-        return self.url.rsplit("/", 1)[-1]
-
-    def matches(self, path: Path) -> bool:
-        """Return True if `path` is a file with the expected digest."""
-        if not path.is_file():
-            return False
-        name, _, expected = self.digest.partition(":")
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, lambda: hashlib.new(name, usedforsecurity=False))
-        return found.hexdigest() == expected
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to store a data set as files in a folder.
-
-    `files` names those of each part; each may have one of `endings`. A reader without files, for data that comes
-    inside a package, gets an empty tuple.
-    """
-
-    read: Reader
-    folders: tuple[str, ...] = ()
-    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    endings: tuple[str, ...] = ("",)
-    downloads: tuple[Download, ...] = ()
-
-    def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
-        """Return the files of a part, in order; None for a missing one."""
-        candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
-        return tuple(next(filter(Path.exists, paths), None) for paths in candidates)
-
-
-@dataclass(frozen=True)
-class Known:
-    """Accepted arrays: their title, and the SHA-256 of each part (bytes of the labels, then of the pixels)."""
-
-    title: str
-    train: str
-    test: str
-
-
-@dataclass(frozen=True)
 class DataSet:
     """A data set. `validation` images of the train part, stratified and fixed, are its validation split.
 
-    If `known` is not empty, other arrays are refused, except from files that have their published digest.
+    `read` gets the files of a part; data without files, such as data inside a package, needs nothing else. `files`
+    names those of each part: they are looked for in the `folders` of a data folder, and may have one of `endings`.
+    `downloads` are addresses with their published digest, "md5:..." or "sha256:..."; a .tar.gz holds all files.
+
+    `known` is the SHA-256 of each part (bytes of the labels, then of the pixels). Other arrays are refused, except
+    from files that have their published digest. `known_title` is the title of the known arrays, if it is another.
     """
 
     name: str
@@ -108,19 +58,26 @@ class DataSet:
     std: tuple[float, ...]
     counts: Mapping[str, int]
     validation: int
-    layouts: tuple[Layout, ...]
-    known: tuple[Known, ...] = ()
+    read: Reader
+    folders: tuple[str, ...] = ()
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    endings: tuple[str, ...] = ("",)
+    downloads: Mapping[str, str] = field(default_factory=dict)
+    known: Mapping[str, str] = field(default_factory=dict)
+    known_title: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.layouts:
-            raise ValueError(f"data set {self.name!r} has no layout; pass layouts=(Layout(read=...),)")
         if set(self.counts) != {"train", "test"}:
             raise ValueError(f"counts must be given for 'train' and 'test', got {sorted(self.counts)}")
         checks.whole("validation", self.validation, 1, self.counts["train"] - 1)
-        if not len(self.mean) == len(self.std) == self.shape[0]:
-            raise ValueError(f"mean and std need {self.shape[0]} numbers each, got {self.mean} and {self.std}")
-        if not all(value > 0 for value in self.std):
-            raise ValueError(f"std must be positive, got {self.std}")
+        if not len(self.mean) == len(self.std) == self.shape[0] or not all(value > 0 for value in self.std):
+            got = f"{self.mean} and {self.std}"
+            raise ValueError(f"mean and std need {self.shape[0]} numbers each, those of std positive, got {got}")
+
+    def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
+        """Return the files of a part in a folder, in order; None for a missing one."""
+        candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
+        return tuple(next(filter(Path.exists, paths), None) for paths in candidates)
 
     def part(self, split: str) -> str:
         """Return the part of the files that a split is taken from."""
@@ -136,7 +93,7 @@ class DataSet:
     @property
     def remedy(self) -> str:
         """What to do about a damaged or missing file."""
-        if any(layout.downloads for layout in self.layouts):
+        if self.downloads:
             return f"run `banach data fetch {self.name}`"
         return f"provide a good copy of {self.name}"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from banach.data.dataset import Arrays, Damaged, DataSet, Download, Known, Layout, need
+from banach.data.dataset import Arrays, Damaged, DataSet, need
 from banach.data.images import held_out, rest
 
 TEST = 360  # images of scikit-learn's digits that we hold out
 LIMIT = 2**26  # bytes: an IDX header that asks for more is damaged; MNIST's has 47 million
-MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 
 
 def read_digits(part: str, paths: tuple[Path, ...]) -> Arrays:
@@ -69,14 +69,11 @@ DIGITS = DataSet(
     std=(0.3539,),
     counts={"train": 1_437, "test": TEST},
     validation=180,
-    layouts=(Layout(read=read_digits),),
-    known=(
-        Known(
-            "digits (scikit-learn)",
-            train="52aca2b41aa123dcab3862a834bbd556507087696bc1bba645a0118ee0208e14",
-            test="dddbb1c6c41dda5d0a05754d76f4e142135ef8b64381136c0892420a638b1906",
-        ),
-    ),
+    read=read_digits,
+    known={
+        "train": "52aca2b41aa123dcab3862a834bbd556507087696bc1bba645a0118ee0208e14",
+        "test": "dddbb1c6c41dda5d0a05754d76f4e142135ef8b64381136c0892420a638b1906",
+    },
 )
 
 MNIST = DataSet(
@@ -88,28 +85,21 @@ MNIST = DataSet(
     std=(0.3081,),
     counts={"train": 60_000, "test": 10_000},
     validation=5_000,
-    layouts=(
-        Layout(
-            read=read_mnist,
-            folders=("mnist", "MNIST/raw"),
-            files={
-                "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-                "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-            },
-            endings=("", ".gz"),
-            downloads=(
-                Download(MNIST_URL + "train-images-idx3-ubyte.gz", "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-                Download(MNIST_URL + "train-labels-idx1-ubyte.gz", "md5:d53e105ee54ea40749a09fcbcd1e9432"),
-                Download(MNIST_URL + "t10k-images-idx3-ubyte.gz", "md5:9fb629c4189551a2d022fa330f9573f3"),
-                Download(MNIST_URL + "t10k-labels-idx1-ubyte.gz", "md5:ec29112dd5afa0611ce80d1b7f02629c"),
-            ),
-        ),
-    ),
-    known=(
-        Known(
-            "MNIST",
-            train="a454de301763d749ccfd1ebb5add77d549bcd2125320df72efaa88e014fca0f0",
-            test="103f79bf9cce53f71a186484ee3992e7b298fffa37132ee5660752b8b02ea8e1",
-        ),
-    ),
+    read=read_mnist,
+    folders=("mnist", "MNIST/raw"),
+    files={
+        "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+        "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    },
+    endings=("", ".gz"),
+    downloads={
+        URL + "train-images-idx3-ubyte.gz": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        URL + "train-labels-idx1-ubyte.gz": "md5:d53e105ee54ea40749a09fcbcd1e9432",
+        URL + "t10k-images-idx3-ubyte.gz": "md5:9fb629c4189551a2d022fa330f9573f3",
+        URL + "t10k-labels-idx1-ubyte.gz": "md5:ec29112dd5afa0611ce80d1b7f02629c",
+    },
+    known={
+        "train": "a454de301763d749ccfd1ebb5add77d549bcd2125320df72efaa88e014fca0f0",
+        "test": "103f79bf9cce53f71a186484ee3992e7b298fffa37132ee5660752b8b02ea8e1",
+    },
 )

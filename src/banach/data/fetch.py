@@ -6,11 +6,10 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from banach.data.dataset import DataError, DataSet, Download, Layout, get, need
-from banach.data.files import Folder, Report, cache_dir, verify_in
+from banach.data.dataset import DataError, DataSet, get, need
+from banach.data.files import Folder, Report, cache_dir, matches, verify_in
 
 
 def fetch(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
@@ -39,62 +38,55 @@ def fetch(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
 
 
 def _download(dataset: DataSet, root: Path) -> None:
-    """Download everything into a temporary folder, then move each file to its place in one step."""
-    layout = next((one for one in dataset.layouts if one.downloads), None)
-    if layout is None:
+    """Download each file to a temporary folder, and move it to its place in one step."""
+    if not dataset.downloads:
         raise DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
-    folder = root / layout.folders[0]
+    folder = root / dataset.folders[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as temporary:
-            for download in layout.downloads:
-                if not download.matches(folder / download.file):
-                    _retrieve(download, Path(temporary))
-            for path in list(_unpacked(layout, Path(temporary))):  # all of them, before the first is moved
-                path.chmod(0o644)  # temporary files are readable by their owner only
-                os.replace(path, folder / path.name)
-    except tarfile.TarError as error:
-        raise DataError(f"{layout.downloads[0].url} is not an archive that can be opened ({error})") from error
+            for url, digest in dataset.downloads.items():
+                path = Path(temporary) / url.rsplit("/", 1)[-1]
+                if matches(folder / path.name, digest):
+                    continue
+                _retrieve(url, digest, path)
+                for file in _members(dataset, path) if path.name.endswith(".tar.gz") else [path]:
+                    file.chmod(0o644)  # temporary files are readable by their owner only
+                    os.replace(file, folder / file.name)
     except OSError as error:
         raise DataError(
             f"{dataset.name} cannot be written to {root} ({error}); free space or choose another folder"
         ) from error
 
 
-def _retrieve(download: Download, folder: Path) -> None:
+def _retrieve(url: str, digest: str, path: Path) -> None:
     pooch = need("pooch", "a download")
     refused = need("requests", "a download").exceptions.RequestException
     try:
-        pooch.retrieve(download.url, download.digest, fname=download.file, path=folder)
+        pooch.retrieve(url, digest, fname=path.name, path=path.parent)
     except refused as error:
         if error.response is not None:
             error.response.close()  # pooch leaves it open
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise DataError(f"{download.url} cannot be reached ({why}); check the connection") from error
+        raise DataError(f"{url} cannot be reached ({why}); check the connection") from error
     except ValueError as error:  # pooch's error for another digest
-        raise DataError(
-            f"{download.url} does not have its published {download.digest}; try again, or get it elsewhere"
-        ) from error
+        raise DataError(f"{url} does not have its published {digest}; try again, or get it elsewhere") from error
 
 
-def _unpacked(layout: Layout, folder: Path) -> Iterator[Path]:
-    """Yield the downloaded files; of an archive only plain files that the layout names."""
-    for download in layout.downloads:
-        path = folder / download.file
-        if path.exists():
-            yield from _members(layout, path) if download.archive else [path]
-
-
-def _members(layout: Layout, archive: Path) -> list[Path]:
+def _members(dataset: DataSet, archive: Path) -> list[Path]:
+    """Extract the files that the data set names, if they are plain files; return them when all are there."""
     paths = []
-    with tarfile.open(archive) as tar:
-        plain = {member.name for member in tar if member.isreg()}
-        for name in (name for part in layout.files.values() for name in part):
-            inside = f"{layout.folders[0]}/{name}"
-            source = tar.extractfile(inside) if inside in plain else None
-            if source is None:
-                raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
-            paths.append(archive.parent / name)
-            with source, open(paths[-1], "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
+    try:
+        with tarfile.open(archive) as tar:
+            plain = {member.name for member in tar if member.isreg()}
+            for name in (name + dataset.endings[0] for part in dataset.files.values() for name in part):
+                inside = f"{dataset.folders[0]}/{name}"
+                source = tar.extractfile(inside) if inside in plain else None
+                if source is None:
+                    raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
+                paths.append(archive.parent / name)
+                with source, open(paths[-1], "wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+    except tarfile.TarError as error:
+        raise DataError(f"{archive.name} is not an archive that can be opened ({error})") from error
     return paths

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from banach.data.dataset import Arrays, DataError, DataSet, Layout
+from banach.data.dataset import Arrays, DataError, DataSet
 from banach.data.images import held_out, rest
 from banach.data.pictures import images_in, read_image
 
@@ -175,5 +175,5 @@ def _dataset(
         array, chosen = index[part]
         return Arrays(read(array)[chosen], labels[array][chosen].astype(np.uint8))
 
-    half, layouts = (0.5,) * shape[0], (Layout(read_part),)
-    return DataSet(name, title, shape, classes, half, half, counts, max(1, counts["train"] // TENTH), layouts)
+    half = (0.5,) * shape[0]
+    return DataSet(name, title, shape, classes, half, half, counts, max(1, counts["train"] // TENTH), read_part)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from banach.data.dataset import Arrays, Damaged, DataSet, Download, Known, Layout
+from banach.data.dataset import Arrays, Damaged, DataSet
 
 URL = "http://ufldl.stanford.edu/housenumbers/"  # no https: the files have a pinned SHA-256
 UINT8, MATRIX, COMPRESSED = 2, 14, 15  # type numbers of the format
@@ -118,35 +118,23 @@ class _Inflated(io.RawIOBase):
 
 SVHN = DataSet(
     name="svhn",
-    title="SVHN",  # of the published files; the known arrays below were cropped again and have another title
+    title="SVHN",  # of the published files
     shape=(3, 32, 32),
     classes=tuple("0123456789"),
     mean=(0.4377, 0.4438, 0.4728),
     std=(0.1980, 0.2010, 0.1970),
     counts={"train": 73_257, "test": 26_032},
     validation=5_000,
-    layouts=(
-        Layout(
-            read=read_svhn,
-            folders=("svhn",),
-            files={"train": ("train_32x32.mat",), "test": ("test_32x32.mat",)},
-            downloads=(
-                Download(
-                    URL + "train_32x32.mat",
-                    "sha256:435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
-                ),
-                Download(
-                    URL + "test_32x32.mat",
-                    "sha256:cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
-                ),
-            ),
-        ),
-    ),
-    known=(
-        Known(
-            "SVHN re-cropped from the originals",
-            train="847c5c27e330ee98e8f913482bf91b9a0a3761c8ad3583ad8fc82435a03ef70e",
-            test="16a1e315de7f3215f1c75780bddd7877b7743c523a1ba8bdfc104f184403ccb0",
-        ),
-    ),
+    read=read_svhn,
+    folders=("svhn",),
+    files={"train": ("train_32x32.mat",), "test": ("test_32x32.mat",)},
+    downloads={
+        URL + "train_32x32.mat": "sha256:435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
+        URL + "test_32x32.mat": "sha256:cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
+    },
+    known={
+        "train": "847c5c27e330ee98e8f913482bf91b9a0a3761c8ad3583ad8fc82435a03ef70e",
+        "test": "16a1e315de7f3215f1c75780bddd7877b7743c523a1ba8bdfc104f184403ccb0",
+    },
+    known_title="SVHN re-cropped from the originals",
 )
