@@ -31,7 +31,7 @@ def test_values_are_those_written(files: Path) -> None:
         assert got.pixels.shape == (count, 1, 28, 28)
         assert got.pixels.numpy().tobytes() == written[f"{prefix}-images-idx3-ubyte"][16:]
         assert got.labels.to(torch.uint8).numpy().tobytes() == written[f"{prefix}-labels-idx1-ubyte"][8:]
-        assert (got.name, got.title, got.split, got.num_classes) == ("mnist", "MNIST", split, 10)
+        assert (got.name, got.title, got.split, len(got.classes)) == ("mnist", "MNIST", split, 10)
 
 
 @pytest.mark.parametrize(

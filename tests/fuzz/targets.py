@@ -61,7 +61,8 @@ def all_targets() -> Iterator[dict[str, Target]]:
             small = replace(one, counts={"train": 2, "test": COUNT}, validation=1, known={})
             dataset.register(small, replace=True)
         try:
-            made = (*_data(Path(folder)), *_images(Path(folder)), *_settings(Path(folder)))
+            here = Path(folder)
+            made = (*_data(here), _npz(here / "own.npz"), *_images(here), *_settings(here))
             yield {target.name: target for target in made}
         finally:
             dataset._registry.clear()
@@ -109,6 +110,22 @@ def _part(
         assert int(images.labels.max()) < 10
 
     return Target(f"{name}: {path.name}", read, DataError, given)
+
+
+def _npz(path: Path) -> Target:
+    """Arrays of the user's own, stored and compressed."""
+    seeds, pixels = [], np.random.default_rng(2).integers(0, 256, (20, 4, 4), dtype=np.uint8)
+    for save in (np.savez, np.savez_compressed):
+        file = io.BytesIO()
+        save(file, images=pixels, labels=np.arange(20) % 3)
+        seeds.append(file.getvalue())
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        images = load(str(path), "test")
+        assert int(images.labels.max()) < len(images.classes)
+
+    return Target("npz", read, DataError, damaged(seeds))
 
 
 def _matlab(X: np.ndarray, y: np.ndarray, compressed: bool) -> bytes:
