@@ -191,12 +191,12 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Model:
-    """Return the model of that name.
+    """Return the model of that name; "package.module:name" imports the module that registers it.
 
     Raises:
         ValueError: if there is none; the message suggests the closest name.
     """
-    return _MODELS[checks.nearest("model", name, _MODELS)]
+    return _MODELS[checks.nearest("model", checks.imported(name), _MODELS)]
 
 
 def recipe(name: str, which: str | None = None) -> Recipe:
