@@ -70,14 +70,9 @@ def anderson_differences() -> list[float]:
 
 def test_it_is_the_plain_step() -> None:
     code = "import banach.fast.iteration as p, kernels.test_picard as t; p.LARGE = 1; import json; "
-<<<<<<< HEAD
     code += "import banach.kernels.picard as k; k._BLOCK = 2; "
     code += "import banach.kernels.anderson as a; a._PRODUCTS = a._MIX = 2; "
-    code += f"print(json.dumps(t.{of}()))"
-=======
-    code += "import banach.kernels.picard as k; k._BLOCK = 2; import banach.kernels.anderson as a; a._BLOCK = 2; "
     code += "print(json.dumps(t.differences() + t.anderson_differences()))"
->>>>>>> h-tests
     path = os.pathsep.join(("src", "tests"))
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
