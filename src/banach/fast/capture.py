@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -95,7 +96,9 @@ class Recording:
         graph, self.open = self.open, None
         if graph is None:
             raise RuntimeError("no graph is being captured")
-        graph.capture_end()
+        with warnings.catch_warnings():  # between two loops there may be nothing
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
         self.parts.append(graph)
 
     def loop(self, body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:

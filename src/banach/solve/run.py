@@ -82,31 +82,33 @@ class Run:
         """Take Picard steps after k evaluations while nothing unusual happens, and return the evaluations then.
 
         The common case of `step` and `check` in a few lines, since Python costs more than a small T: residuals are
-        finite, frozen samples stay converged, none may have stalled. `step` finishes the evaluation that ended it.
+        finite, none may have stalled. `step` finishes the evaluation that ended it.
         """
         z, count, left = state.z, len(state.z), state.count
-        damping, atol = (
-            cast(Picard, self.solver).damping,
-            np.array(self.atol, state.least.dtype),
-        )  # compared faster than a float
+        atol = np.array(self.atol, state.least.dtype)  # compared faster than a float
+        damping = cast(Picard, self.solver).damping
         evaluate, counted, read = self.evaluate, count_nonzero, Tensor.numpy if z.is_cpu else to_numpy
         rtol, most, first = self.tolerance.rtol, self.tolerance.max_steps, k
         least = state.least if left == count else np.where(state.active, state.least, np.inf)  # frozen: not needed
         least_at: Any = state.least_at
         now = test = least
+        # Samples that the last evaluation froze.
+        fresh = None if left == count else ~state.active & np.isnan(self.after)
         while left and k < most:
             Tz = state.Tz = evaluate(z, first=not k)
             r = Tz - z
             measured = self._with_excess(self.measure(r, self.space), Tz) if rtol else self.measure(r, self.space)
             numbers = read(measured)
             residual, excess = numbers if rtol else (numbers, numbers)
-            active, better = excess > atol, residual < least
-            here, fell, frozen = counted(active), counted(better), left < count
+            active, better, frozen = excess > atol, residual < least, left < count
+            if frozen:
+                active &= state.active
+            here, fell = counted(active), counted(better)
             if (
-                (frozen and counted(active & state.active) < here)  # one rose above the tolerance
-                or (compact and here < count)
+                (compact and here < count)
                 or (rtol and counted(excess > -np.inf) < count)
-                or (fell < count and counted(better | (residual < np.inf) & (k + 1 < least_at + IDLE)) < count)
+                or (fell < count and counted(better | (residual < np.inf)) < count)
+                or (fell < count and self._stalls(active & (k + 1 >= least_at + IDLE), residual, excess, Tz))
             ):
                 state.pending = r, measured[0] if rtol else measured
                 break
@@ -119,10 +121,15 @@ class Run:
                     state.best_z = torch.where(state.column(better), z, state.best_z)
             # A copy of T(z), since T may write its next value into the same memory.
             moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
-            z, left = torch.where(state.mask, moved, z) if frozen else moved, here
+            z = torch.where(state.mask, moved, z) if frozen else moved
             if here < count:
+                self.earlier = self.after
+                if fresh is not None:
+                    self.after = np.where(fresh, residual, self.after)
+                fresh = state.active & ~active if here < left else None
                 state.record(k, residual, excess, active)
                 least = np.where(active, least, np.inf)
+            left = here
         state.z = z
         if k > first:
             self._sprinted(state, k, (now, test), (least, least_at))
@@ -144,7 +151,6 @@ class Run:
         elif self.busy:
             for row, value in zip((RESIDUAL, STEP), best, strict=True):
                 stats[BEST, row] = np.where(state.active, value, stats[REACHED, row])
-            self._note_frozen(stats, k)
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -225,17 +231,21 @@ class Run:
         count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            self._note_frozen(stats, k)
+            self.earlier, frozen = self.after, stats[REACHED, STEP] < k
+            self.after = np.where(np.isnan(self.after) & frozen, stats[NOW, RESIDUAL], self.after)
             nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
                 state.scrub()
         return self._without(state, ~active) if compact and self.busy else state
 
-    def _note_frozen(self, stats: np.ndarray, k: int) -> None:
-        """Note residuals of samples that were frozen at the k-th evaluation, the first time for each."""
-        self.earlier = self.after
-        self.after = np.where(np.isnan(self.after) & (stats[REACHED, STEP] < k), stats[NOW, RESIDUAL], self.after)
+    def _stalls(self, idle: np.ndarray, residual: np.ndarray, excess: np.ndarray, Tz: Tensor) -> bool:
+        """Return True if the residual of an idle sample may be no more than rounding."""
+        if not count_nonzero(idle):
+            return False
+        rtol = self.tolerance.rtol
+        size = (residual - excess) / rtol if rtol else to_numpy(self.measure(Tz, self.space))
+        return bool(count_nonzero(idle & (residual <= rounding(self.space) * size)))
 
     def _stall(self, state: State, idle: np.ndarray, stats: np.ndarray) -> None:
         """Stall the idle samples whose residual is not more than rounding.
