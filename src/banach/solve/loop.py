@@ -26,6 +26,7 @@ from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
+from banach.solve.sprint import can_sprint, sprint
 from banach.solve.state import on_device, to_numpy
 from banach.solve.tolerance import Tolerance, measure
 
@@ -98,9 +99,9 @@ def solve(
         elif loop and trace is None and on_step is None:
             state = run_on_device(run, state, loop)
         else:
-            k, sprints = 0, run.can_sprint() and trace is None and on_step is None
+            k, sprints = 0, can_sprint(run) and trace is None and on_step is None
             while run.busy and k < tolerance.max_steps:
-                k = run.sprint(state, k, compact=compact) if sprints else k
+                k = sprint(run, state, k, compact=compact) if sprints else k
                 if not run.busy or k == tolerance.max_steps:
                     break
                 k += 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, select
-from banach.solve.context import is_transformed, rounding, with_autocast_of
+from banach.solve.context import rounding, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
 from banach.solve.solver import Point, Solver
@@ -30,7 +30,7 @@ from banach.solve.state import (
     on_device,
     to_numpy,
 )
-from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
+from banach.solve.tolerance import Tolerance
 
 Map = Callable[..., Latent]
 
@@ -72,85 +72,6 @@ class Run:
         rows = self.space.rows(z0, "start").contiguous()
         memory = () if type(self.solver) is Picard else self.solver.start(rows)
         return State.start(rows, memory, self.atol, relative=self.tolerance.rtol > 0, on_host=self.on_host)
-
-    def can_sprint(self) -> bool:
-        """Return True for Picard and norms that give new memory in the type of the rows, outside torch.func."""
-        known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
-        return self.on_host and known and type(self.solver) is Picard
-
-    def sprint(self, state: State, k: int, *, compact: bool) -> int:
-        """Take Picard steps after k evaluations while nothing unusual happens, and return the evaluations then.
-
-        The common case of `step` and `check` in a few lines, since Python costs more than a small T: residuals are
-        finite, none may have stalled. `step` finishes the evaluation that ended it.
-        """
-        z, count, left = state.z, len(state.z), state.count
-        atol = np.array(self.atol, state.least.dtype)  # compared faster than a float
-        damping = cast(Picard, self.solver).damping
-        evaluate, counted, read = self.evaluate, count_nonzero, Tensor.numpy if z.is_cpu else to_numpy
-        rtol, most, first = self.tolerance.rtol, self.tolerance.max_steps, k
-        least = state.least if left == count else np.where(state.active, state.least, np.inf)  # frozen: not needed
-        least_at: Any = state.least_at
-        now = test = least
-        # Samples that the last evaluation froze.
-        fresh = None if left == count else ~state.active & np.isnan(self.after)
-        while left and k < most:
-            Tz = state.Tz = evaluate(z, first=not k)
-            r = Tz - z
-            measured = self._with_excess(self.measure(r, self.space), Tz) if rtol else self.measure(r, self.space)
-            numbers = read(measured)
-            residual, excess = numbers if rtol else (numbers, numbers)
-            active, better, frozen = excess > atol, residual < least, left < count
-            if frozen:
-                active &= state.active
-            here, fell = counted(active), counted(better)
-            if (
-                (compact and here < count)
-                or (rtol and counted(excess > -np.inf) < count)
-                or (fell < count and counted(better | (residual < np.inf)) < count)
-                or (fell < count and self._stalls(active & (k + 1 >= least_at + IDLE), residual, excess, Tz))
-            ):
-                state.pending = r, measured[0] if rtol else measured
-                break
-            k, now, test = k + 1, residual, excess
-            if fell == count:
-                state.best_z, least, least_at = z, residual, k
-            else:
-                least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
-                if fell:
-                    state.best_z = torch.where(state.column(better), z, state.best_z)
-            # A copy of T(z), since T may write its next value into the same memory.
-            moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
-            z = torch.where(state.mask, moved, z) if frozen else moved
-            if here < count:
-                self.earlier = self.after
-                if fresh is not None:
-                    self.after = np.where(fresh, residual, self.after)
-                fresh = state.active & ~active if here < left else None
-                state.record(k, residual, excess, active)
-                least = np.where(active, least, np.inf)
-            left = here
-        state.z = z
-        if k > first:
-            self._sprinted(state, k, (now, test), (least, least_at))
-        return k
-
-    def _with_excess(self, residual: Tensor, Tz: Tensor) -> Tensor:
-        """Return (2, samples): the residual, and the residual minus its relative part."""
-        size = self.measure(Tz, self.space)
-        return torch.stack((residual, torch.sub(residual, size, alpha=self.tolerance.rtol)))
-
-    def _sprinted(self, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
-        """Note what a check would see after the k-th evaluation."""
-        stats = self.seen = state.stats
-        self.busy = bool(state.count)
-        if state.count == len(state.z):
-            for row in (REACHED, NOW):
-                stats[row, state.tested], stats[row, RESIDUAL], stats[row, STEP] = last[1], last[0], k
-            stats[BEST, RESIDUAL], stats[BEST, STEP] = best
-        elif self.busy:
-            for row, value in zip((RESIDUAL, STEP), best, strict=True):
-                stats[BEST, row] = np.where(state.active, value, stats[REACHED, row])
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -238,14 +159,6 @@ class Run:
                 self.nonfinite = nonfinite
                 state.scrub()
         return self._without(state, ~active) if compact and self.busy else state
-
-    def _stalls(self, idle: np.ndarray, residual: np.ndarray, excess: np.ndarray, Tz: Tensor) -> bool:
-        """Return True if the residual of an idle sample may be no more than rounding."""
-        if not count_nonzero(idle):
-            return False
-        rtol = self.tolerance.rtol
-        size = (residual - excess) / rtol if rtol else to_numpy(self.measure(Tz, self.space))
-        return bool(count_nonzero(idle & (residual <= rounding(self.space) * size)))
 
     def _stall(self, state: State, idle: np.ndarray, stats: np.ndarray) -> None:
         """Stall the idle samples whose residual is not more than rounding.

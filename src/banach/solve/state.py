@@ -99,9 +99,16 @@ class State:
         _put(self.best, self.reached, better)
         self._keep_best(better)
 
-    def record(self, step: int, residual: np.ndarray, test: np.ndarray, active: np.ndarray) -> None:
-        """Record residuals on the host, all of them finite, and set which samples are active from now on."""
-        self.now[self.tested], self.now[RESIDUAL], self.now[STEP] = test, residual, step
+    def record(
+        self, step: int, residual: np.ndarray, test: np.ndarray, active: np.ndarray, *, of_frozen: bool = True
+    ) -> None:
+        """Record residuals on the host, all of them finite, and set which samples are active from now on.
+
+        of_frozen: those of frozen samples were measured where they froze.
+        """
+        where = True if of_frozen else self.active
+        for row, values in ((self.tested, test), (RESIDUAL, residual), (STEP, step)):
+            np.copyto(self.now[row], values, where=where)
         np.copyto(self.reached, self.now, where=self.active)
         self.active = active
         self._recount()
