@@ -20,7 +20,7 @@ help:
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
-	@echo "make bench-gpu  training steps against peers, prediction, memory, curves, kernels on a GPU; writes results/gpu/*.json"
+	@echo "make bench-gpu  training steps and predictions against peers, memory, kernels on a GPU; writes results/gpu/*.json"
 	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"

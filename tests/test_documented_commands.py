@@ -16,6 +16,7 @@ import pytest
 from banach import data
 from banach.cli.app import _SHORT, main
 from banach.data import CIFAR10, MNIST, SVHN, dataset
+from banach.models.registry import _MODELS
 from data.parts_data import mnist_files, write
 
 ROOT = Path(__file__).parents[1]
@@ -54,11 +55,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from PIL import Image
     from scipy.io import savemat
 
-    kept, here = dict(dataset._registry), tmp_path_factory.mktemp("commands")
+    kept, kept_models, here = dict(dataset._registry), dict(_MODELS), tmp_path_factory.mktemp("commands")
     pixels, labels = np.random.default_rng(0).integers(0, 256, (40, 3072), dtype=np.uint8), np.arange(40) % 10
     for one in (MNIST, CIFAR10, SVHN):
         counts = {"train": 40, "test": 5}
-        dataset.register(replace(one, counts=counts, validation=5, known=()), replace=True)
+        dataset.register(replace(one, counts=counts, validation=5, known={}), replace=True)
     write(here / "data" / "mnist", mnist_files(40, 5))
     records = np.concatenate([labels[:, None].astype(np.uint8), pixels], 1)
     files = {f"data_batch_{k + 1}.bin": records[8 * k : 8 * k + 8].tobytes() for k in range(5)}
@@ -72,14 +73,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         savemat(here / "data" / "svhn" / f"{part}_32x32.mat", {"X": images, "y": digits.astype(np.uint8)})
     for name in ("photo.png", "cat.jpg", "dog.jpg", "scan.png", "seven.png"):
         Image.fromarray(pixels[0, :1024].reshape(32, 32)).save(here / name)
+    for place in ("scans", "photos/a", "photos/b"):
+        (here / place).mkdir(parents=True)
+        for number in range(12):
+            Image.fromarray(pixels[number, :1024].reshape(32, 32)).save(here / place / f"{number}.png")
+    np.savez(here / "arrays.npz", images=pixels[:, :784].reshape(40, 28, 28), labels=labels)
+    code = "from banach.models import get, register\n"
+    code += "register('mine', get('mnist').builder, description='', image=(1, 28, 28))\n"
+    write(here / "my_package", {"my_module.py": code.encode()})
     yield here
     dataset._registry.clear()
     dataset._registry.update(kept)
+    _MODELS.clear()
+    _MODELS.update(kept_models)
 
 
 @pytest.fixture
 def places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("BANACH_DATA", str(folder / "data"))
     monkeypatch.setattr(data, "fetch", lambda *_, **__: ())  # tests/data/test_fetch.py downloads from this machine

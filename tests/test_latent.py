@@ -61,23 +61,6 @@ def test_dictionaries_may_list_their_keys_in_any_order() -> None:
     assert parts[1] is B
 
 
-@pytest.mark.parametrize(
-    ("template", "nest", "message"),
-    [
-        (A, (A,), r"tensor became \(tensor\)"),
-        ((A,), A, r"\(tensor\) became tensor"),
-        ((A, B), (A,), r"\(tensor, tensor\) became \(tensor\)"),
-        ({"x": A}, {"y": A}, "{'x': tensor} became {'y': tensor}"),
-        ({"x": A}, (A,), r"{'x': tensor} became \(tensor\)"),
-        ((A,), {"x": A}, r"\(tensor\) became {'x': tensor}"),
-        (A, 3.0, "tensor became float"),
-    ],
-)
-def test_another_structure_is_refused(template: Any, nest: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=f"J must keep the structure of z0: .*{message}"):
-        leaves_like(template, nest, "J")
-
-
 def test_select_keeps_layout_and_order() -> None:
     image = normal(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     picked = select({"image": image, "number": torch.arange(4.0)}, torch.tensor([3, 1]))

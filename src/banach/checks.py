@@ -1,8 +1,9 @@
-"""Checks of arguments that several rooms share: counts, numbers and names."""
+"""Checks of arguments that several rooms share: counts, numbers, names, and modules that register names."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Iterable
 from numbers import Real
@@ -50,3 +51,24 @@ def nearest(what: str, name: Any, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.4)
     advice = f"did you mean {lower[near[0]]!r}? " if near else ""
     raise ValueError(f"unknown {what}: {name!r}; {advice}choose from {', '.join(known) or 'none'}")
+
+
+def imported(name: str) -> str:
+    """Import the modules of "package.module:name" (several are joined by commas), and return the name.
+
+    Raises:
+        ValueError: if a module cannot be imported.
+    """
+    modules, found, own = name.partition(":")
+    if not found:
+        return name
+    for module in modules.split(","):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a module raises
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{name!r} needs the module {module!r}, which cannot be imported ({said}); install it, or run the "
+                "command in its folder"
+            ) from error
+    return own

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from banach.cli.app import main
-from banach.cli.compare import FIGURES, PNG, SETTINGS
+from banach.cli.compare import FIGURES, PNG
 from banach.cli.console import console
+from banach.models import Steps
 from banach.train import Run, Settings
 from train.parts_train import epoch
 
@@ -44,32 +45,41 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
 
 
-def test_one_row_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make("runs/jfb", test=kept_file(0.98765, "digits (scikit-learn)"))
-    make("runs/other", 3, backward="neumann:5", solver="picard", eps=1e-3)
+def test_settings_that_differ_and_figures(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("runs/jfb", test=kept_file(0.98765, "digits (scikit-learn)"), ema=0.9)
+    make("runs/other", 3, backward="neumann:5", solver="picard", eps=1e-3, batch_norm=False)
     assert main(["compare", "runs/jfb", "runs/other"]) == 0
-    text = capsys.readouterr().out
-    expected = (
-        "jfb digits digits jfb anderson:5 0.0002 2/5",
-        "other digits digits neumann:5 picard 0.001 3/5",
-        "jfb 68.75% 98.77% 12.5 5.0e-06 3,000 4.5 2.25",
-        "other 79.17% - 13.5 3.3e-06 6,000 9.0 3.00",
-    )
-    assert rows(text) == [row.split() for row in expected]
-    assert all(title in text for title in SETTINGS + FIGURES)
+    shown = rows(capsys.readouterr().out)
+    assert shown == [
+        ["data", "digits", "digits"],
+        ["model", "digits", "digits"],
+        ["solver", "anderson:5", "picard"],
+        ["backward", "jfb", "neumann:5"],
+        ["eps", "0.0002", "0.001"],
+        ["batch-norm", "True", "False"],
+        ["ema", "0.9", "-"],
+        ["epochs done", "2/5", "3/5"],
+        ["validation accuracy", "68.75%", "79.17%"],
+        ["test accuracy", "98.77%", "-"],
+        ["mean solver steps", "12.5", "13.5"],
+        ["mean residual", "5.0e-06", "3.3e-06"],
+        ["J-products", "3,000", "6,000"],
+        ["seconds", "4.5", "9.0"],
+        ["seconds per epoch", "2.25", "3.00"],
+    ]
     assert (here / "comparison.png").read_bytes().startswith(PNG)
 
 
-def test_a_run_without_epochs_and_an_explicit_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_epochs_and_explicit_ones(capsys: pytest.CaptureFixture[str]) -> None:
     make("new", 0)
-    make("explicit", 1, max_steps=0)
+    make("explicit", 1, max_steps=0, schedule=Steps((1, 2), 0.1))
     make("resnet", 1, model="resnet56", solver=None, backward=None, eps=None)
     assert main(["compare", "new", "explicit", "resnet"]) == 0
-    new, explicit, resnet, figures, *_ = rows(capsys.readouterr().out)
-    assert new[6:] == ["0/5"]
-    assert figures == ["new", "-", "-", "-", "-", "-", "-", "-"]
-    assert explicit[3:6] == ["-", "explicit", "-"]
-    assert resnet[2:6] == ["resnet56", "-", "-", "-"]
+    found = {name: cells for name, *cells in rows(capsys.readouterr().out)}
+    assert found["max-steps"] == ["-", "0", "-"]
+    assert found["solver"] == ["anderson:5", "anderson:5", "-"]
+    assert found["schedule"] == ["constant", "steps [1, 2] 0.1", "constant"]
+    assert [found[name][0] for name in FIGURES] == ["0/5", *"-------"]
 
 
 def test_each_run_once_by_a_unique_name_and_other_folders_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +89,7 @@ def test_each_run_once_by_a_unique_name_and_other_folders_are_skipped(capsys: py
     assert main(["compare", "a/run", "c", "b/run", "paper-quick", "a/../a/run/"]) == 0
     said, table = capsys.readouterr().out.split("\n", 1)
     assert said == "not a run, skipped: paper-quick"
-    assert [row[0] for row in rows(table)] == ["a/run", "c", "b/run"] * 2
+    assert table.splitlines()[0].split(" ┃ ") == ["setting ", "a/run     ", "c         ", "b/run     "]
 
 
 @pytest.mark.parametrize(
@@ -104,20 +114,21 @@ def test_different_data_do_not_compare(
         assert name is None or name in text
 
 
-@pytest.mark.parametrize("name", ["run", "a-name-that-is-much-too-long-for-a-narrow-terminal"])
-def test_a_narrow_console_loses_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_no_word_is_cut_on_a_narrow_console(
+    count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "_width", 80)
-    make(name, test=kept_file(0.98765), backward="implicit:gmres")
-    assert main(["compare", name]) == 0
+    names = [f"a-long-name-of-a-run-{number}" for number in range(count)]
+    for name in names:
+        make(name, test=kept_file(0.98765), backward="implicit:gmres")
+    assert main(["compare", *names]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "…" not in text
     for value in ("implicit:gmres", "0.0002", "2/5", "68.75%", "98.77%", "12.5", "5.0e-06", "3,000", "2.25"):
-        assert value in text
-    settings = [row for row in rows(text) if len(row) == len(SETTINGS)]
-    assert "".join(row[0] for row in settings) == name
+        assert value in text.split()
+    for word in {*names, *" ".join(FIGURES).split()}:
+        assert word in text.split()
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -153,6 +164,6 @@ def test_without_matplotlib_the_table_is_still_there(
     make("run")
     assert main(["compare", "run"]) == 0
     text = capsys.readouterr().out
-    assert rows(text)[0][0] == "run"
+    assert rows(text)[0] == ["data", "digits"]
     assert "no plot: plots need matplotlib, which is missing" in text
     assert not Path("comparison.png").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
 @pytest.fixture
 def files() -> dict[str, bytes]:
     """The four files of an MNIST of 40 and 20 images, which replaces the real one."""
-    small = replace(MNIST, counts={"train": 40, "test": 20}, validation=10, known=())
+    small = replace(MNIST, counts={"train": 40, "test": 20}, validation=10, known={})
     registry.register(small, replace=True)
     return mnist_files()
 
@@ -52,9 +53,8 @@ def published(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Itera
     pooch = pytest.importorskip("pooch")
     monkeypatch.setattr(pooch.get_logger(), "disabled", True)  # else it writes each address to standard error
     with serving() as server:
-        downloads = tuple(server.offer(name, content) for name, content in files.items())
-        layout = replace(MNIST.layouts[0], downloads=downloads)
-        registry.register(replace(registry.get("mnist"), layouts=(layout,)), replace=True)
+        downloads = ChainMap(*(server.offer(name, content) for name, content in files.items()))
+        registry.register(replace(registry.get("mnist"), downloads=downloads), replace=True)
         yield server.files
 
 
@@ -81,7 +81,7 @@ def test_list_says_what_is_known_and_what_is_here(
         "cifar10": ["CIFAR-10", "45,000/5,000/10,000", "3x32x32", "10", "no"],
         "svhn": ["SVHN", "68,257/5,000/26,032", "3x32x32", "10", "no"],
     }
-    assert lines[-1] == "digits comes inside a package"
+    assert lines[-1] == "digits is inside a package"
     monkeypatch.setattr(console, "_width", 80)
     assert all(len(line) <= 80 and "…" not in line for line in ask("list")[1])
 

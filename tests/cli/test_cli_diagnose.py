@@ -105,7 +105,7 @@ def test_the_curve_is_that_of_the_iteration(tiny_run: Path, capsys: Any) -> None
     assert max(shown["least_residual"]["values"]) < 1e-12
     out, err = capsys.readouterr()
     assert err == ""
-    assert found["verdict"] in out
+    assert found["verdict"] in " ".join(out.split())
     assert f"{COUNT} of {COUNT} samples" in found["verdict"]
     assert (tiny_run / "diagnose.png").read_bytes()[:4] == b"\x89PNG"
     assert {"date", "device", "versions", "commit", "settings"} <= set(found["provenance"])
@@ -200,10 +200,3 @@ def test_without_a_fixed_point_it_is_refused(tmp_path: Path, capsys: Any, model:
     assert (out, err.count("\n")) == ("", 1)
     assert "no fixed point" in err
     assert not (path / "diagnose.json").exists()
-
-
-@pytest.mark.parametrize("count", ["1", "181"])
-def test_a_number_of_samples_that_cannot_be_is_refused(tiny_run: Path, capsys: Any, count: str) -> None:
-    assert main(["diagnose", str(tiny_run), "--samples", count]) == 2
-    err = capsys.readouterr().err
-    assert err == f"banach: samples must be between 2 and 180, the validation images, got {count}\n"

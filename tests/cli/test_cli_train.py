@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from banach import __version__, data, models, train
+from banach import data, models, train
 from banach.cli import app
 from banach.cli import train as command_line
 from banach.cli.app import main
@@ -26,8 +26,6 @@ from banach.train.run import lock
 from banach.train.state import described
 from cli.conftest import SMALL
 from train.parts_train import STATE
-
-NAMES = ("train", "evaluate", "diagnose", "predict", "compare", "models", "data")
 
 
 def same(a: str, b: str) -> bool:
@@ -134,15 +132,6 @@ def test_a_closed_pipe_does_not_stop_the_training(here: Path) -> None:
     made.stdout.close()
     assert made.wait(timeout=120) == 0
     assert Path("run/test.json").exists()
-
-
-def test_resume_finds_the_run_by_position_by_out_and_by_age(here: Path, capsys: Any) -> None:
-    assert main(["train", "--resume"]) == 2
-    assert "there is no run under runs/ to resume" in capsys.readouterr().err
-    assert main([*SMALL, "--epochs", "0"]) == 0
-    for command in (["--resume", "runs/digits-1"], ["--resume", "--out", "runs/digits-1"], ["--resume"]):
-        assert main(["train", *command]) == 0
-        assert "run: runs/digits-1" in capsys.readouterr().out
 
 
 def test_a_second_process_on_a_run_is_refused_and_changes_nothing(run: Path, capsys: Any) -> None:
@@ -252,25 +241,6 @@ def test_a_warning_is_one_line_once_a_command(here: Path, capsys: Any, monkeypat
         warnings.simplefilter("default")
         assert main([*SMALL, "--epochs", "0"]) == 0
     assert capsys.readouterr().err == "warning: the sky is low\n"
-
-
-@pytest.mark.parametrize(
-    "command", [[], *([name] for name in NAMES), ["data", "list"], ["data", "verify"], ["data", "fetch"]]
-)
-def test_help_fits_a_screen(command: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main([*command, "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 46
-    assert max(len(line) for line in lines) <= 100
-    assert any("banach " in line for line in lines)
-
-
-def test_no_arguments_show_the_help_and_version_the_version(capsys: Any) -> None:
-    assert main([]) == 2
-    assert "train" in capsys.readouterr().out
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"banach {__version__}\n"
 
 
 def test_a_run_of_the_library_is_evaluated_by_the_command_if_it_names_its_parts(here: Path, capsys: Any) -> None:

@@ -47,22 +47,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_a_line_has_the_figures_of_the_epoch() -> None:
-    words = line(epoch(3), 20).split()
-    assert words == ["3/20", "0.6667", "83.33%", "79.17%", "13.5", "3.3e-06", "98.0%", "0.457", "4.50"]
-    assert len(HEADER.split()) == len(words)
-    missing = line(epoch(3, **NO_FIXED_POINT), 20).split()
-    assert missing == ["3/20", "0.6667", "83.33%", "79.17%", "-", "-", "-", "-", "4.50"]
-
-
 @pytest.mark.parametrize(
     "changes", [{}, NO_FIXED_POINT, {"loss": math.nan, "residual": math.inf, "number": 1000, "depth": 9.5}]
 )
 def test_columns_stand_under_their_names(changes: dict[str, Any]) -> None:
-    drawn = line(epoch(**{"number": 3, **changes}), 1000)
-    ends = [match.end() for match in re.finditer(r"\S+", HEADER)]
+    drawn, (first, second) = line(epoch(**{"number": 3, **changes}), 1000), HEADER.split("\n")
+    ends = [match.end() for match in re.finditer(r"\S+", second)]
     assert [match.end() for match in re.finditer(r"\S+", drawn)] == ends
-    assert len(HEADER) <= 79
+    assert [match.end() for match in re.finditer(r"\S+", first)] == ends[1:-2]
+    assert max(len(first), len(second)) <= 79
+    if not changes:
+        figures = ["3/1000", "0.6667", "83.33%", "79.17%", "13.5", "3.3e-06", "98.0%", "0.457", "4.50"]
+        assert drawn.split() == figures
 
 
 @pytest.mark.parametrize("options", [{}, {"force_terminal": True}, {"width": 20}])
@@ -74,7 +70,7 @@ def test_a_log_has_one_line_per_epoch_and_no_control_characters(options: dict[st
             for step in range(1, 11):
                 shown.step(Position(number, step))
             shown.epoch(one)
-    assert file.getvalue().split("\n") == [HEADER, *(line(one, 15) for one in epochs), ""]
+    assert file.getvalue().split("\n") == [*HEADER.split("\n"), *(line(one, 15) for one in epochs), ""]
 
 
 def test_a_terminal_has_a_bar_and_keeps_the_lines(clock: Any) -> None:
@@ -93,7 +89,7 @@ def test_a_terminal_has_a_bar_and_keeps_the_lines(clock: Any) -> None:
         assert "epoch 2/3" in visible(file.getvalue())[-1]
         assert " 0/40 " in visible(file.getvalue())[-1]
     drawn = visible(file.getvalue())
-    assert drawn.count(HEADER) == 1
+    assert drawn.count(HEADER.split("\n")[1]) == 1
     assert drawn.count(line(first, 3)) == 1
     assert "\x1b[?25h" in file.getvalue(), "the cursor is shown again"
 

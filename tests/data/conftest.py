@@ -30,7 +30,7 @@ def small() -> Callable[..., DataSet]:
     """The same data set with few images and no known SHA-256, registered in its place."""
 
     def make(dataset: DataSet, train: int = 40, test: int = 20, **changes: object) -> DataSet:
-        options = {"counts": {"train": train, "test": test}, "validation": 10, "known": (), **changes}
+        options = {"counts": {"train": train, "test": test}, "validation": 10, "known": {}, **changes}
         return registry.register(replace(dataset, **options), replace=True)  # type: ignore[arg-type]
 
     return make

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from banach.data import Download
-
 
 def idx(array: np.ndarray) -> bytes:
     """The bytes of an IDX file."""
@@ -47,9 +45,10 @@ class Server:
     asked: list[str] = field(default_factory=list)
     address: str = ""
 
-    def offer(self, name: str, content: bytes, *, archive: bool = False) -> Download:
+    def offer(self, name: str, content: bytes) -> dict[str, str]:
+        """Offer a file, and return its address and digest."""
         self.files[name] = content
-        return Download(f"{self.address}/{name}", hashlib.md5(content).hexdigest(), archive=archive)
+        return {f"{self.address}/{name}": f"md5:{hashlib.md5(content).hexdigest()}"}
 
 
 @contextmanager

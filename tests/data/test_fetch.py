@@ -7,14 +7,14 @@ import hashlib
 import io
 import sys
 import tarfile
+from collections import ChainMap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from banach.data import CIFAR10, MNIST, DataError, Download, cache_dir, fetch, get, load
+from banach.data import CIFAR10, MNIST, DataError, cache_dir, fetch, get, load
 from data.parts_data import Server, mnist_files, serving
 
 pytest.importorskip("pooch", reason="downloads need pooch")
@@ -30,8 +30,7 @@ def server() -> Iterator[Server]:
 def mnist(server: Server, small: Callable) -> np.ndarray:
     """MNIST, small, at the server; returns the images of its test part."""
     files = mnist_files()
-    downloads = tuple(server.offer(name, content) for name, content in files.items())
-    small(MNIST, layouts=(replace(MNIST.layouts[0], downloads=downloads),))
+    small(MNIST, downloads=ChainMap(*(server.offer(name, content) for name, content in files.items())))
     content = gzip.decompress(files["t10k-images-idx3-ubyte.gz"])
     return np.frombuffer(content[16:], np.uint8).reshape(20, 28, 28)
 
@@ -61,13 +60,6 @@ def cifar(server: Server, small: Callable, random_arrays: Callable) -> dict[str,
     return files
 
 
-def with_archive(small: Callable, download: Download, other: Download | None = None) -> None:
-    layouts = [replace(CIFAR10.layouts[0], downloads=(download,))]
-    if other:
-        layouts.append(replace(CIFAR10.layouts[0], downloads=(other,)))
-    small(CIFAR10, layouts=tuple(layouts))
-
-
 def everything(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")} if root.exists() else set()
 
@@ -79,18 +71,16 @@ def test_files_go_to_the_cache_and_load(mnist: np.ndarray, server: Server) -> No
     assert everything(cache_dir()) == {"mnist", *(f"mnist/{name}" for name in server.files)}
 
 
-def test_a_sha256_replaces_the_md5(mnist: np.ndarray, server: Server, small: Callable) -> None:
-    layout = get("mnist").layouts[0]
-    first, *others = layout.downloads
-    digest = hashlib.sha256(server.files[first.file]).hexdigest()
-    for sha256, right in ((digest, True), ("0" * 64, False)):
-        downloads = (replace(first, md5="0" * 32, sha256=sha256), *others)
-        small(MNIST, layouts=(replace(layout, downloads=downloads),))
-        if right:
+def test_another_digest_is_refused(mnist: np.ndarray, server: Server, small: Callable) -> None:
+    downloads, name = dict(get("mnist").downloads), "train-images-idx3-ubyte.gz"
+    right = "sha256:" + hashlib.sha256(server.files[name]).hexdigest()
+    for digest in (right, "sha256:" + "0" * 64):
+        small(MNIST, downloads={**downloads, f"{server.address}/{name}": digest})
+        if digest == right:
             assert all(report.ok for report in fetch("mnist"))
-            (cache_dir() / "mnist" / first.file).write_bytes(b"damaged")
+            (cache_dir() / "mnist" / name).write_bytes(b"damaged")
         else:
-            with pytest.raises(DataError, match="does not have its published SHA-256 0000"):
+            with pytest.raises(DataError, match="does not have its published sha256:0000"):
                 fetch("mnist")
 
 
@@ -112,26 +102,29 @@ def test_banach_data_is_the_place_if_set(
     assert (tmp_path / "environment" / "mnist" / "train-images-idx3-ubyte.gz").exists()
 
 
-def test_what_goes_wrong_leaves_nothing(mnist: np.ndarray, small: Callable, server: Server, cifar: dict) -> None:
+def test_what_goes_wrong_leaves_whole_files_only(
+    mnist: np.ndarray, small: Callable, server: Server, cifar: dict
+) -> None:
     server.files["t10k-images-idx3-ubyte.gz"] += b"x"
-    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz does not have its published MD5"):
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz does not have its published md5:"):
         fetch("mnist")
-    missing = Download(f"{server.address}/missing.tar.gz", "0" * 32, archive=True)
+    missing = {f"{server.address}/missing.tar.gz": "md5:0"}
     for download, words in (
-        (server.offer("cut-cifar.tar.gz", tar(cifar), archive=True), r"cut-cifar.tar.gz cannot be reached|MD5"),
-        (server.offer("no-tar.tar.gz", b"nothing", archive=True), "no-tar.tar.gz is not an archive"),
+        (server.offer("cut-cifar.tar.gz", tar(cifar)), r"cut-cifar.tar.gz cannot be reached|md5"),
+        (server.offer("no-tar.tar.gz", b"nothing"), "no-tar.tar.gz is not an archive"),
         (missing, r"missing.tar.gz cannot be reached \(HTTPError: 404"),
     ):
-        with_archive(small, download)
+        small(CIFAR10, downloads=download)
         with pytest.raises(DataError, match=words):
             fetch("cifar10")
-    assert everything(cache_dir()) == {"mnist", "cifar-10-batches-bin"}
+    whole = {f"mnist/{name}" for name in server.files if name != "t10k-images-idx3-ubyte.gz"}
+    assert everything(cache_dir()) <= {"mnist", "cifar-10-batches-bin", *whole}
 
 
 def test_an_archive_gives_its_named_files_only(
     small: Callable, server: Server, cifar: dict, tmp_path: Path
 ) -> None:
-    with_archive(small, server.offer("cifar.tar.gz", tar(cifar), archive=True))
+    small(CIFAR10, downloads=server.offer("cifar.tar.gz", tar(cifar)))
     fetch("cifar10", tmp_path / "new")
     names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
     folder = "cifar-10-batches-bin"
@@ -142,17 +135,10 @@ def test_an_archive_gives_its_named_files_only(
 
 def test_a_link_in_an_archive_is_refused(small: Callable, server: Server, cifar: dict) -> None:
     content = tar(cifar, link="cifar-10-batches-bin/data_batch_3.bin")
-    with_archive(small, server.offer("cifar.tar.gz", content, archive=True))
+    small(CIFAR10, downloads=server.offer("cifar.tar.gz", content))
     with pytest.raises(DataError, match=r"no plain file cifar-10-batches-bin/data_batch_3.bin"):
         fetch("cifar10")
     assert everything(cache_dir()) == {"cifar-10-batches-bin"}
-
-
-def test_the_next_layout_is_tried(small: Callable, server: Server, cifar: dict) -> None:
-    missing = Download(f"{server.address}/missing.tar.gz", "0" * 32, archive=True)
-    with_archive(small, missing, server.offer("cifar.tar.gz", tar(cifar), archive=True))
-    assert all(report.ok for report in fetch("cifar10"))
-    assert server.asked == ["missing.tar.gz", "cifar.tar.gz"]
 
 
 def test_a_damaged_file_that_hides_the_download_is_named(mnist: np.ndarray, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_values_are_those_written(files: Path) -> None:
         assert got.pixels.shape == (count, 1, 28, 28)
         assert got.pixels.numpy().tobytes() == written[f"{prefix}-images-idx3-ubyte"][16:]
         assert got.labels.to(torch.uint8).numpy().tobytes() == written[f"{prefix}-labels-idx1-ubyte"][8:]
-        assert (got.name, got.title, got.split, got.num_classes) == ("mnist", "MNIST", split, 10)
+        assert (got.name, got.title, got.split, len(got.classes)) == ("mnist", "MNIST", split, 10)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], bytes], str]] = {
     "fewer labels than images": (
         LABELS,
         lambda f: struct.pack(">II", 0x801, 39) + label_bytes(f)[8:-1],
-        "39 labels, and train-images-idx3-ubyte 40 images",
+        "40 images and 39 labels",
     ),
 }
 

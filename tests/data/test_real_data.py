@@ -34,7 +34,9 @@ def test_splits_titles_and_checksums(name: str, real_data: Callable[[str], Path]
     assert torch.equal(parts[0].labels.bincount() + parts[1].labels.bincount(), whole)
     share = parts[1].labels.bincount() - 5_000 * whole / whole.sum()
     assert share.abs().max() < 1
-    assert [(report.ok, report.title) for report in verify(name, root)] == [(True, TITLES[name])] * 2
+    assert [(report.ok, report.message.split(",")[0]) for report in verify(name, root)] == [
+        (True, TITLES[name])
+    ] * 2
 
 
 @every
@@ -48,7 +50,6 @@ def test_one_flipped_bit_is_refused(name: str, real_data: Callable[[str], Path],
         (tmp_path / path.parent.name / path.name).write_bytes(data)
     with pytest.raises(DataError, match=f"{found[-1].name} cannot be used: the test arrays have SHA-256"):
         load(name, "test", tmp_path)
-    assert "not checked" in load(name, "test", tmp_path, check=False).title
     assert not verify(name, tmp_path)[1].ok
 
 
@@ -68,5 +69,5 @@ def test_cifar_as_pickles_is_the_same(real_data: Callable[[str], Path], tmp_path
         records = np.fromfile(path, np.uint8).reshape(-1, 3073)
         batch = {"data": records[:, 1:].copy(), "labels": records[:, 0].tolist()}
         (tmp_path / "cifar-10-batches-py" / path.stem).write_bytes(pickle.dumps(batch, protocol=2))
-    assert all(report.ok and report.title == "CIFAR-10" for report in verify("cifar10", tmp_path))
+    assert all(report.ok and report.message.startswith("CIFAR-10,") for report in verify("cifar10", tmp_path))
     assert torch.equal(load("cifar10", "validation", tmp_path).pixels, load("cifar10", "validation", root).pixels)

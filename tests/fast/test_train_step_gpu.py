@@ -19,11 +19,13 @@ from banach import (
     Broyden,
     ConvergenceWarning,
     Implicit,
+    ImplicitNetwork,
     Neumann,
     NormalCG,
     Picard,
     Tolerance,
     WorstPixel,
+    fixed_point,
     models,
 )
 from banach.fast import TrainStep
@@ -179,15 +181,43 @@ def test_a_large_batch_is_halved(solver: Any, monkeypatch: pytest.MonkeyPatch) -
     net.tolerance = Tolerance(atol=1e-5, max_steps=100)
     d = torch.linspace(0.1, 4, 64, device="cuda").view(-1, 1, 1, 1) * torch.randn(64, 1, 8, 8, device="cuda")
     step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.0), F.cross_entropy)
+    y = torch.zeros(64, dtype=torch.long, device="cuda")
     for _ in range(3):
-        loss = float(step(d, torch.zeros(64, dtype=torch.long, device="cuda")))
-    output, found = net(d, solution=True)
-    assert loss == pytest.approx(
-        float(F.cross_entropy(output, torch.zeros(64, dtype=torch.long, device="cuda"))), rel=1e-4
-    )
+        loss = float(step(d, y))
+    with torch.no_grad():
+        output, found = net(d, solution=True)
+    assert loss == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-4)
     assert step.reached is not None
     assert int((step.reached.steps - found.steps).abs().max()) <= 1
     assert len(set(found.steps.tolist())) > 1
+
+
+class Nested(torch.nn.Module):
+    """R whose value is a fixed point itself: w = 0.5 tanh(w + u) + v / 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        u = torch.tanh(self.layer(u)) / 2
+        return fixed_point(lambda w, u, v: 0.5 * torch.tanh(w + u) + v / 4, v, inputs=(u, v))
+
+
+def test_a_loop_in_a_loop() -> None:
+    torch.manual_seed(0)
+    net = ImplicitNetwork(torch.nn.Linear(4, 8), Nested(), torch.nn.Linear(8, 3)).cuda()
+    net.tolerance = Tolerance(atol=1e-6, max_steps=60)
+    d = torch.linspace(0.1, 4, 16, device="cuda")[:, None] * torch.randn(16, 4, device="cuda")
+    y = torch.zeros(16, dtype=torch.long, device="cuda")
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.0), F.cross_entropy)
+    losses = [float(step(d, y)) for _ in range(3)]
+    with torch.no_grad():
+        output, found = net(d, solution=True)
+    assert step.reason is None
+    assert losses == pytest.approx([float(F.cross_entropy(output, y))] * 3, rel=1e-5)
+    assert step.reached is not None
+    assert int((step.reached.steps - found.steps).abs().max()) <= 1
 
 
 @pytest.mark.parametrize("solver", [Picard(), Anderson(4)])

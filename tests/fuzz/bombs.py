@@ -6,14 +6,16 @@ import gzip
 import io
 import struct
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
-from banach.cli.predict import read_image
-from banach.data import CIFAR10, MNIST, SVHN, DataSet
+from banach.data import CIFAR10, MNIST, SVHN, DataSet, load
+from banach.data.pictures import read_image
 from banach.train.settings import read_toml
 
 
@@ -50,13 +52,25 @@ def _bombs() -> Iterator[tuple[str, bytes, Callable[[Path], object]]]:
     yield "dictionaries", b"\x80\x02](" + b"}" * 2**25 + b"e.", _reader(CIFAR10)
     yield "memo", b"\x80\x02]r\xff\xff\xff\x7f.", _reader(CIFAR10)
     for size in ((1, 80_000_000), (9_000, 9_000), (70_000, 1), (40_000, 40_000)):
-        yield f"{size[0]}.png", _png(*size), lambda path: read_image(path, CIFAR10)
+        yield f"{size[0]}.png", _png(*size), lambda path: read_image(path, CIFAR10.shape)
+    yield "arrays.npz", _npz(), lambda path: load(str(path))
     yield "deep.toml", b"a = " + b"[" * 5_000 + b"]" * 5_000, read_toml
     yield "tables.toml", b"epochs" + b".a" * 5_000 + b" = 1", read_toml
 
 
+def _npz() -> bytes:
+    """A .npz file whose header asks for 16 GiB."""
+    file, header = io.BytesIO(), io.BytesIO()
+    about = {"descr": "|u1", "fortran_order": False, "shape": (2**24, 32, 32)}
+    np.lib.format.write_array_header_1_0(header, about)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in ("images", "labels"):
+            packed.writestr(f"{name}.npy", header.getvalue() + bytes(2**24))
+    return file.getvalue()
+
+
 def _reader(dataset: DataSet) -> Callable[[Path], object]:
-    return lambda path: dataset.layouts[0].read("test", (path, path)[: len(dataset.layouts[0].files["test"])])
+    return lambda path: dataset.read("test", (path, path)[: len(dataset.files["test"])])
 
 
 def _svhn(shape: tuple[int, ...], size: int) -> bytes:

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy.io import savemat
 
-from banach.cli.predict import read_image
 from banach.data import CIFAR10, MNIST, SVHN, DataError, dataset, load
+from banach.data.pictures import read_image
 from banach.train import Settings, words
 from data.parts_data import idx
 from fuzz.mutations import damaged, toml, word
@@ -58,10 +58,11 @@ def all_targets() -> Iterator[dict[str, Target]]:
     kept = dict(dataset._registry)
     with tempfile.TemporaryDirectory() as folder:
         for one in (MNIST, CIFAR10, SVHN):
-            small = replace(one, counts={"train": 2, "test": COUNT}, validation=1, known=())
+            small = replace(one, counts={"train": 2, "test": COUNT}, validation=1, known={})
             dataset.register(small, replace=True)
         try:
-            made = (*_data(Path(folder)), *_images(Path(folder)), *_settings(Path(folder)))
+            here = Path(folder)
+            made = (*_data(here), _npz(here / "own.npz"), *_images(here), *_settings(here))
             yield {target.name: target for target in made}
         finally:
             dataset._registry.clear()
@@ -104,11 +105,27 @@ def _part(
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        images = load(name, "test", root, check=False)
+        images = load(name, "test", root)
         assert images.pixels.shape == (COUNT, *images.shape)
         assert int(images.labels.max()) < 10
 
     return Target(f"{name}: {path.name}", read, DataError, given)
+
+
+def _npz(path: Path) -> Target:
+    """Arrays of the user's own, stored and compressed."""
+    seeds, pixels = [], np.random.default_rng(2).integers(0, 256, (20, 4, 4), dtype=np.uint8)
+    for save in (np.savez, np.savez_compressed):
+        file = io.BytesIO()
+        save(file, images=pixels, labels=np.arange(20) % 3)
+        seeds.append(file.getvalue())
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        images = load(str(path), "test")
+        assert int(images.labels.max()) < len(images.classes)
+
+    return Target("npz", read, DataError, damaged(seeds))
 
 
 def _matlab(X: np.ndarray, y: np.ndarray, compressed: bool) -> bytes:
@@ -141,7 +158,7 @@ def _images(folder: Path) -> Iterator[Target]:
 
 def _read_image(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    assert tuple(read_image(path, CIFAR10).shape) == CIFAR10.shape
+    assert tuple(read_image(path, CIFAR10.shape).pixels.shape) == CIFAR10.shape
 
 
 def _settings(folder: Path) -> Iterator[Target]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.nn import finite_difference_penalty, jacobian_penalty, observe
+from networks import OnceSine
 from nn.parts_nn import Dropped, NormR, network, normal, same, state
 
 PENALTIES: dict[str, Callable[..., Tensor]] = {
@@ -155,21 +156,10 @@ def test_autocast() -> None:
 
 
 def test_the_difference_needs_no_double_backward_and_the_product_does() -> None:
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g * ctx.saved_tensors[0].cos()
-
     layer = nn.Linear(4, 4).double()
 
     def T(z: Tensor) -> Tensor:
-        return Once.apply(layer(z))
+        return OnceSine.apply(layer(z))
 
     with pytest.raises(RuntimeError, match="once_differentiable"):
         jacobian_penalty(T, normal(3, 4)).mean().backward()

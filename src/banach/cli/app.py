@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from banach import __version__
 from banach.cli.console import PLAIN, spoken_warnings
@@ -26,6 +26,21 @@ _SHORT = {
 }
 
 
+class _Command(TyperCommand):
+    """A command whose --help lists options in groups, the `rich_help_panel` of each."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
 class _Commands(TyperGroup):
     """The sub-commands, each imported when it is called, so that `banach --help` does not import torch."""
 
@@ -36,10 +51,11 @@ class _Commands(TyperGroup):
         if cmd_name not in _SHORT:
             return None
         part = import_module(f"banach.cli.{cmd_name}")
+        import_module("banach.cli.plugins").load_entry_points()
         if cmd_name == "data":
             return typer.main.get_command(part.data_app)
         alone = typer.Typer(**PLAIN)
-        alone.command(cmd_name, epilog=part.EPILOG)(getattr(part, cmd_name))
+        alone.command(cmd_name, cls=_Command, epilog=part.EPILOG)(getattr(part, cmd_name))
         return typer.main.get_command(alone)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -54,7 +70,7 @@ app = typer.Typer(
     epilog="Start with: banach train      Then: banach diagnose runs/digits-1",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    **PLAIN,
+    **{**PLAIN, "add_completion": True},
 )
 
 

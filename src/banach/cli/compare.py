@@ -1,8 +1,8 @@
-"""`banach compare`: settings, figures and one plot of several runs."""
+"""`banach compare`: the settings in which runs differ, their figures, and one plot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,72 +20,86 @@ Examples:
   banach compare runs/* --out jfb-and-others.png"""
 
 PNG = b"\x89PNG\r\n\x1a\n"
-SETTINGS = ("run", "data", "model", "backward", "solver", "eps", "epochs")
-FIGURES = ("run", "validation", "test", "depth", "residual", "J-products", "seconds", "s/epoch")
+ALWAYS = ("data", "model", "solver", "backward", "eps")  # settings that are shown even if they are the same
 
 
 @dataclass(frozen=True)
 class Compared:
     """A run, its epochs, and what it wrote of the test set when it ended."""
 
-    name: str
     run: Run
     epochs: tuple[Epoch, ...]
-    test: dict[str, Any]
+    test: Mapping[str, Any]
 
-    def settings(self) -> list[str | None]:
-        """Return the cells of SETTINGS."""
-        chosen = self.run.settings
-        how: list[str | None] = [None, "explicit", None]
-        if chosen.max_steps != 0:
-            how = [chosen.backward, chosen.solver, _number(chosen.eps, "{:g}")]
-        return [self.name, chosen.data, chosen.model, *how, f"{len(self.epochs)}/{chosen.epochs}"]
+    def last(self, field: str) -> Any:
+        """Return a figure of the last epoch, None before the first."""
+        return getattr(self.epochs[-1], field) if self.epochs else None
 
-    def figures(self) -> list[str | None]:
-        """Return the cells of FIGURES."""
-        test = _number(self.test.get("totals", {}).get("accuracy"), "{:.2%}")
-        if not self.epochs:
-            return [self.name, None, test, *[None] * 5]
-        last, seconds = self.epochs[-1], sum(epoch.seconds for epoch in self.epochs)
-        return [
-            self.name,
-            _number(last.validation_accuracy, "{:.2%}"),
-            test,
-            _number(last.depth, "{:.1f}"),
-            _number(last.residual, "{:.1e}"),
-            f"{sum(epoch.products for epoch in self.epochs):,}",
-            f"{seconds:,.1f}",
-            f"{seconds / len(self.epochs):,.2f}",
-        ]
+    def total(self, field: str) -> Any:
+        """Return the sum of a figure over the epochs, None before the first."""
+        return sum(getattr(epoch, field) for epoch in self.epochs) if self.epochs else None
+
+
+# What is shown of every run, and how it is written.
+FIGURES: dict[str, tuple[str, Callable[[Compared], Any]]] = {
+    "epochs done": ("{}", lambda one: f"{len(one.epochs)}/{one.run.settings.epochs}"),
+    "validation accuracy": ("{:.2%}", lambda one: one.last("validation_accuracy")),
+    "test accuracy": ("{:.2%}", lambda one: one.test.get("totals", {}).get("accuracy")),
+    "mean solver steps": ("{:.1f}", lambda one: one.last("depth")),
+    "mean residual": ("{:.1e}", lambda one: one.last("residual")),
+    "J-products": ("{:,}", lambda one: one.total("products")),
+    "seconds": ("{:,.1f}", lambda one: one.total("seconds")),
+    "seconds per epoch": ("{:,.2f}", lambda one: one.total("seconds") / len(one.epochs) if one.epochs else None),
+}
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The plot, a PNG.")] = Path("comparison.png"),
 ) -> None:
-    """Compare runs: their settings, their figures, and a plot of all of them.
+    """Compare runs: every setting that differs, their figures, and a plot of all of them.
 
-    Validation accuracy, depth and residual are those of the last epoch; depth and residual are of the training
+    Validation accuracy, steps and residual are those of the last epoch; steps and residual are of the training
     solves. Test accuracy is what the run wrote when it ended ("-" before that): nothing is computed again.
     """
     _check_out(out)
     compared = _read(runs)
-    settings = table("", SETTINGS, [one.settings() for one in compared])
-    figures = table("", FIGURES, [one.figures() for one in compared])
-    for column in (*settings.columns[1:], *figures.columns[1:]):
-        column.no_wrap = True  # only names are folded
-    console.print(settings)
+    console.print(table("", ("setting", *compared), _settings(compared)))
     console.print()
-    console.print(figures)
-    titles = dict.fromkeys(one.test["title"] for one in compared if one.test)
+    console.print(table("", ("figure", *compared), _figures(compared)))
+    titles = dict.fromkeys(one.test["title"] for one in compared.values() if one.test)
     if titles:
         console.print(f"data: {', '.join(titles)}")
-    if len(titles) > 1 or len({one.run.settings.data for one in compared}) > 1:
+    if len(titles) > 1 or len({one.run.settings.data for one in compared.values()}) > 1:
         console.print("The runs use different data: their accuracies are not comparable.")
     try:
-        console.print(f"plot: {plot_comparison({one.name: one.epochs for one in compared}, out)}")
+        console.print(f"plot: {plot_comparison({name: one.epochs for name, one in compared.items()}, out)}")
     except PlotError as error:
         console.print(f"no plot: {error}")
+
+
+def _settings(compared: Mapping[str, Compared]) -> list[list[Any]]:
+    """Return the rows of the settings in ALWAYS, then of those that differ."""
+    chosen = [one.run.settings.to_dict() for one in compared.values()]
+    rows = {key: [settings[key] for settings in chosen] for key in (*ALWAYS, *chosen[0])}
+    shown = {key: row for key, row in rows.items() if key in ALWAYS or any(value != row[0] for value in row)}
+    return [[key.replace("_", "-"), *map(_word, row)] for key, row in shown.items()]
+
+
+def _word(value: Any) -> Any:
+    if isinstance(value, dict):  # a schedule
+        return " ".join(str(part) for part in value.values())
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _figures(compared: Mapping[str, Compared]) -> list[list[Any]]:
+    def cell(pattern: str, value: Any) -> str | None:
+        return None if value is None else pattern.format(value)
+
+    return [
+        [name, *(cell(pattern, read(one)) for one in compared.values())]
+        for name, (pattern, read) in FIGURES.items()
+    ]
 
 
 def _check_out(out: Path) -> None:
@@ -99,7 +113,7 @@ def _check_out(out: Path) -> None:
             raise ValueError(f"{out} exists and is not a PNG; choose another --out, it will not be overwritten")
 
 
-def _read(paths: Sequence[Path]) -> list[Compared]:
+def _read(paths: Sequence[Path]) -> dict[str, Compared]:
     """Return the runs in the order given, each once; named by their folders where those names are unique.
 
     Folders that are not runs are skipped, as a pattern may match some, unless there is no run at all.
@@ -111,13 +125,9 @@ def _read(paths: Sequence[Path]) -> list[Compared]:
     unique: dict[Path, Path] = {}
     for path in paths:
         unique.setdefault(path.resolve(), path)
-    names, found = [whole.name for whole in unique], []
+    names, found = [whole.name for whole in unique], dict[str, Compared]()
     for whole, path in unique.items():
         run = Run.open(path)
         name = whole.name if names.count(whole.name) == 1 else str(path)
-        found.append(Compared(name, run, run.metrics(), run.test() or {}))
+        found[name] = Compared(run, run.metrics(), run.test() or {})
     return found
-
-
-def _number(value: float | None, pattern: str) -> str | None:
-    return None if value is None else pattern.format(value)

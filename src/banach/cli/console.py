@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -35,16 +37,41 @@ if console.width < 1:  # COLUMNS=0, which some systems set for "unknown"
     console.width = 80
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Return a table of these rows; numbers are right-aligned."""
-    made = Table(title=title or None, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table | str:
+    """Return a table of these rows, numbers right-aligned; or one block per row if the console is too narrow.
+
+    Words are never cut: a column is at least as wide as its longest word.
+    """
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
-    for index, column in enumerate(columns):
-        side: Any = "right" if _are_numbers(row[index] for row in cells) else "left"
-        made.add_column(column, justify=side, overflow="fold")
+    texts = [[column, *(row[index] for row in cells)] for index, column in enumerate(columns)]
+    least = [max(cell_len(word) for text in column for word in text.split() or [""]) for column in texts]
+    spare = console.width - sum(least) - 3 * (len(columns) - 1)
+    if spare < 0:
+        return _blocks(title, columns, cells)
+    made = Table(title=title or None, title_justify="left", header_style="bold", show_edge=False, pad_edge=False)
+    for column, width in zip(texts, least, strict=True):
+        more = min(spare, max(map(cell_len, column)) - width)
+        spare -= more
+        made.add_column(column[0], justify="right" if _are_numbers(column[1:]) else "left", width=width + more)
     for row in cells:
         made.add_row(*row)
     return made
+
+
+def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a paragraph per row: its first cell, then name and value of each other column."""
+    lines, width = [title] if title else [], max(map(len, columns[1:]))
+    for row in rows:
+        lines.append(row[0])
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            lines.append(wrapped(cell, f"  {column.ljust(width)}  ", " " * (width + 4)))
+    return "\n".join(lines)
+
+
+def wrapped(text: str, first: str = "", then: str = "") -> str:
+    """Return a text as lines of the width of the console; no word is cut."""
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, console.width, initial_indent=first, subsequent_indent=then, **options)
 
 
 # Advice for callers of the library, and its replacement on the command line.

@@ -9,7 +9,9 @@ import typer
 from banach import data
 from banach.cli.console import PLAIN, console, table
 from banach.cli.opened import DataDir
-from banach.data import Listing, Report
+from banach.cli.plugins import Imports
+from banach.data import DataSet, Report
+from banach.data.files import INSIDE, located
 
 EPILOG = """\b
 Examples:
@@ -23,21 +25,17 @@ data_app = typer.Typer(
     no_args_is_help=True,
     **PLAIN,
 )
-COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "here")
-COUNTS = 2  # the column of counts
+COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "found")
 
 
 @data_app.command("list", epilog=EPILOG)
-def list_(data_dir: DataDir = None) -> None:
+def list_(data_dir: DataDir = None, modules: Imports = None) -> None:
     """List the data sets, and where they are."""
-    found = data.listing(data_dir)
-    made = table("", COLUMNS, [_row(one) for one in found])
-    made.columns[COUNTS].no_wrap = True  # on a narrow terminal only titles are folded
-    console.print(made)
-    for one in found:
-        if one.here:
-            where = "comes inside a package" if one.folder is None else f"is in {one.folder}"
-            console.print(f"{one.dataset.name} {where}")
+    places = {name: located(data.get(name), data_dir) for name in data.names()}
+    console.print(table("", COLUMNS, [_row(data.get(name), place) for name, place in places.items()]))
+    for name, place in places.items():
+        if place is not None:
+            console.print(f"{name} is {place}" if place == INSIDE else f"{name} is in {place}")
 
 
 @data_app.command(epilog=EPILOG)
@@ -46,6 +44,7 @@ def verify(
         list[str] | None, typer.Argument(help="Data sets.  [all that are here]", show_default=False)
     ] = None,
     data_dir: DataDir = None,
+    modules: Imports = None,
 ) -> int:
     """Check the data that is here.
 
@@ -77,12 +76,11 @@ def fetch(
         _print(data.fetch(name, data_dir))  # pooch logs each address to standard error
 
 
-def _row(one: Listing) -> tuple[Any, ...]:
-    dataset = one.dataset
+def _row(dataset: DataSet, place: str | None) -> tuple[Any, ...]:
     train = dataset.counts["train"] - dataset.validation
     counts = "/".join(f"{number:,}" for number in (train, dataset.validation, dataset.counts["test"]))
     shape = "x".join(str(size) for size in dataset.shape)
-    return (dataset.name, dataset.title, counts, shape, len(dataset.classes), "yes" if one.here else "no")
+    return (dataset.name, dataset.title, counts, shape, len(dataset.classes), "no" if place is None else "yes")
 
 
 def _print(reports: tuple[Report, ...]) -> None:

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from torch import Tensor
 
+from banach import checks
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, Unroll
-from banach.cli.console import console, table
-from banach.cli.opened import open_run
+from banach.cli.console import console, table, wrapped
+from banach.cli.opened import DataDir, Device, RunDir, number, open_run
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
@@ -94,11 +94,11 @@ class Diagnosis:
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="The run directory.")],
-    samples: Annotated[int | None, typer.Option(help="Validation images to measure on.  [32, or all]")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data.", show_default=False)] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For dropout masks and power iterations.")] = 0,
+    run: RunDir,
+    samples: Annotated[int | None, number(int, "Validation images to measure on.  [32, or all]")] = None,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    seed: Annotated[int, number(int, "For dropout masks and power iterations.  [0]")] = 0,
 ) -> None:
     """Measure a trained network on validation images: contraction, convergence, gradients.
 
@@ -110,9 +110,8 @@ def diagnose(
     if not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         raise ValueError(f"{run} holds an explicit network, which has no fixed point to diagnose")
     found = settings.load("validation", data_dir)
-    samples = min(32, len(found)) if samples is None else samples
-    if not 2 <= samples <= len(found):
-        raise ValueError(f"samples must be between 2 and {len(found)}, the validation images, got {samples}")
+    samples = min(32, len(found)) if samples is None else checks.whole("samples", samples, 2, len(found))
+    checks.whole("seed", seed, 0, 2**63 - 1)
     chosen = found.subset(samples).to(opened.device)
     measured = measure(net, chosen, label_smoothing=settings.label_smoothing, seed=seed)
     kind = "training" if settings.whole else "validation"
@@ -201,7 +200,7 @@ def show(measured: Diagnosis, title: str) -> None:
     rows = [(name, *(f"{x['cosine']:.3f}  {x['ratio']:.3g}" for x in row.values())) for name, row in shown.items()]
     title = "cosine with the exact gradient, and ratio of the norms"
     console.print(table(title, ("gradient", *shown[IN_TRAINING]), rows))
-    console.print(f"\n{measured.words}\n")
+    console.print(f"\n{wrapped(measured.words)}\n")
 
 
 def _parts(found: Descent) -> dict[str, dict[str, float]]:
@@ -230,7 +229,9 @@ def draw(measured: Diagnosis, path: Path) -> Path:
     right.plot(rank, sigma[order], "o", markersize=4, label="sigma_max(dT/du)")
     right.plot(rank, rate[order], "x", markersize=4, label="observed rate")
     right.axhline(1.0, **LINE)
-    right.set(title="contraction: below 1", xlabel="sample, by sigma_max", ylim=(0, None))
+    right.set(
+        title="contraction: below 1", xlabel="sample, by sigma_max", ylabel="factor per step", ylim=(0, None)
+    )
     right.legend(fontsize="small")
     return write_figure(figure, path)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from banach.cli.console import console, table
-from banach.cli.opened import DataDir, Device, RunDir, open_run
+from banach.cli.opened import DataDir, Device, RunDir, number, open_run
 from banach.cli.train import figures, record
 from banach.network import ImplicitNetwork
 from banach.provenance import write_json
@@ -30,11 +30,11 @@ def evaluate(
     split: Annotated[str, typer.Option(help="test | validation | train.")] = "test",
     data_dir: DataDir = None,
     solver: Annotated[str | None, _option(words.SOLVERS + ".")] = None,
-    eps: Annotated[float | None, _option("Stop at a residual of eps; alone, rtol is 0.")] = None,
-    rtol: Annotated[float | None, _option("Or at one relative to the latent, plus eps.")] = None,
+    eps: Annotated[float | None, number(float, "Stop at a residual of eps; alone, rtol is 0.")] = None,
+    rtol: Annotated[float | None, number(float, "Or at one relative to the latent, plus eps.")] = None,
     norm: Annotated[str | None, _option(words.NORMS + ".")] = None,
-    max_steps: Annotated[int | None, _option("Steps at most.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images at a time; changes no answer.")] = 400,
+    max_steps: Annotated[int | None, number(int, "Steps at most.")] = None,
+    batch_size: Annotated[int, number(int, "Images at a time; changes no answer.", show_default=True)] = 400,
     precision: Annotated[str | None, _option("fp32 | tf32 | bf16.  [the run's]")] = None,
     device: Device = "auto",
 ) -> None:
@@ -60,6 +60,6 @@ def evaluate(
     images = settings.load(split, data_dir).to(opened.device)
     totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
     title = f"{images.title}: {len(images):,} {split} images"
-    console.print(table(title, ("", "value"), figures(totals, split)))
+    console.print(table(title, ("figure", "value"), figures(totals, split)))
     content = record(totals, images, split, settings) | {"epochs": position.epoch, "steps": position.step}
     console.print(f"figures: {write_json(run / f'evaluation-{split}.json', content)}")

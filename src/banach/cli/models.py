@@ -9,9 +9,9 @@ import torch
 import typer
 from torch import nn
 
-from banach import data
 from banach import models as registry
 from banach.cli.console import console, table
+from banach.cli.plugins import Imports
 from banach.latent import leaves
 from banach.models import Model, Recipe
 from banach.network import ImplicitNetwork
@@ -26,6 +26,7 @@ COLUMNS = ("name", "parameters", "latent", "images", "explicit twin", "without b
 
 def models(
     name: Annotated[str | None, typer.Argument(help="A model to describe.", show_default=False)] = None,
+    modules: Imports = None,
 ) -> None:
     """List the networks, or describe one: parameters, recipes, layers."""
     if name is not None:
@@ -51,16 +52,14 @@ def _row(model: Model) -> tuple[Any, ...]:
 def _describe(model: Model) -> None:
     net = _fresh(model)
     parts = [(name, part) for name, part in net.named_children() if name in ("Q", "R", "S")]
+    sizes = ", ".join(f"{name} {_count(part)}" for name, part in (*parts, ("all", net)))
     console.print(f"{model.name}: {model.description}")
-    console.print(f"images {_by(model.image)}, {model.classes} classes, latent {_latent(model, net) or '-'}\n")
-    rows = [(name, _count(part)) for name, part in (*parts, ("all", net))]
-    console.print(table("Parameters", ("part", "parameters"), rows))
-    console.print()
+    console.print(f"images {_by(model.image)}, {model.classes} classes, latent {_latent(model, net) or '-'}")
+    console.print(f"parameters: {sizes}\n")
     settings = [field.name for field in dataclasses.fields(Recipe)]
     values = [(name, *(_value(recipe, name) for recipe in model.recipes.values())) for name in settings]
     console.print(table("Recipes, the default one first", ("setting", *model.recipes), values))
-    console.print(f"\nLayers:\n{net}\n")
-    console.print(_examples(model, net))
+    console.print(f"\nLayers:\n{net}\n\nTrain it: banach train --model {model.name} --data NAME")
 
 
 def _value(recipe: Recipe, field: str) -> str:
@@ -68,19 +67,6 @@ def _value(recipe: Recipe, field: str) -> str:
     if field == "momentum":
         return "Adam" if value is None else f"SGD, {value:g}"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _examples(model: Model, net: nn.Module) -> str:
-    """Return commands that train it, on the data set of its name, or else on one with images of its shape."""
-    sets = [data.get(name) for name in data.names()]
-    fitting = [one.name for one in sets if (one.shape, len(one.classes)) == (model.image, model.classes)]
-    if not fitting:
-        wanted = f"images of {_by(model.image)} in {model.classes} classes"
-        return f"No data set has {wanted}; register one to train it."
-    command = f"  banach train --data {model.name if model.name in fitting else fitting[0]} --model {model.name}"
-    if not isinstance(net, ImplicitNetwork):
-        return f"Train it:\n{command}"
-    return f"Train it, and its explicit twin:\n{command}\n{command} --max-steps 0"
 
 
 def _latent(model: Model, net: nn.Module) -> str | None:

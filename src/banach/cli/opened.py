@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,9 +17,28 @@ from banach.data import DataSet
 from banach.train import Position, Run, RunError, Settings
 from banach.train.state import check_identity, described, load_weights
 
+
+def lenient(kind: type[int] | type[float]) -> Callable[[str], Any]:
+    """Return a reader of numbers that leaves other text as it is: the checks of the command then refuse it."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return read
+
+
+def number(kind: type[int] | type[float], help: str, *, show_default: bool = False) -> Any:
+    """Return an option for a number."""
+    metavar = "N" if kind is int else "X"
+    return typer.Option(help=help, parser=lenient(kind), metavar=metavar, show_default=show_default)
+
+
 RunDir = Annotated[Path, typer.Argument(help="The run directory.", show_default=False)]
 DataDir = Annotated[
-    Path | None, typer.Option(help="Folder of the data; else BANACH_DATA, the cache.", show_default=False)
+    Path | None, typer.Option(help="Folder of the data.  [BANACH_DATA, then the cache]", show_default=False)
 ]
 Device = Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")]
 

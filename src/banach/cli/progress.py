@@ -13,18 +13,21 @@ from banach.cli.console import console as standard
 from banach.train import Epoch, Position
 
 _EVERY = 0.1  # seconds between two updates of the bar
-# Field of an Epoch: its name in the header, its format and its width. All columns fit into 80 characters.
+# Field of an Epoch: the two lines of its header, its format and its width. All columns fit into 80 characters.
 _COLUMNS = {
-    "loss": ("loss", ".4f", 7),
-    "accuracy": ("train", ".2%", 7),
-    "validation_accuracy": ("validation", ".2%", 10),
-    "depth": ("depth", ".1f", 5),
-    "residual": ("residual", ".1e", 8),
-    "converged": ("converged", ".1%", 9),
-    "sigma": ("sigma", ".3f", 6),
-    "seconds": ("seconds", ".2f", 8),
+    "loss": (("train", "loss"), ".4f", 7),
+    "accuracy": (("train", "accuracy"), ".2%", 8),
+    "validation_accuracy": (("validation", "accuracy"), ".2%", 10),
+    "depth": (("solver", "steps"), ".1f", 6),
+    "residual": (("mean", "residual"), ".1e", 8),
+    "converged": (("samples", "converged"), ".1%", 9),
+    "sigma": (("", "sigma"), ".3f", 6),
+    "seconds": (("", "seconds"), ".2f", 8),
 }
-HEADER = " ".join(["epoch".rjust(9), *(name.rjust(width) for name, _, width in _COLUMNS.values())])
+HEADER = "\n".join(
+    " ".join([first.rjust(9), *(names[line].rjust(width) for names, _, width in _COLUMNS.values())])
+    for line, first in enumerate(("", "epoch"))
+)
 
 
 class Progress:

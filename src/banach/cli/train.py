@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import re
 import shlex
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,95 +16,61 @@ from torch import nn
 
 from banach import data as registry
 from banach.cli.console import console, table
+from banach.cli.flags import with_flags
 from banach.cli.opened import DataDir
+from banach.cli.plugins import Imports, recorded
 from banach.cli.progress import Progress
 from banach.data import Images
 from banach.data.files import find, roots
 from banach.provenance import numbers, plain, provenance
-from banach.train import Epoch, History, Run, RunError, Scorer, Settings, Totals, evaluate, fit, words
+from banach.train import Epoch, History, Run, Scorer, Settings, Totals, evaluate, fit
 from banach.train.board import Board
 from banach.train.distributed import Ranks, joined
 from banach.train.plot import PlotError, plot_history
 from banach.train.run import PLOT
 
 BOARD = "tensorboard"
-# Every setting is a flag. `--help` explains these: what they mean, and the name of their value.
-SHOWN: dict[str, tuple[str, str | None]] = {
-    "data": ("digits | mnist | svhn | cifar10.  [digits]", "NAME"),
-    "subset": ("Train on this many images.", "N"),
-    "model": ("See: banach models.  [the model named like the data]", "NAME"),
-    "solver": ("picard[:DAMPING] | anderson[:M] | broyden[:M].  [picard]", None),
-    "backward": ("jfb | neumann:5 | unroll:3 | implicit:cg | implicit:gmres.  [jfb]", None),
-    "eps": ("Stop at a residual of eps.", "X"),
-    "norm": (f"Norm of the residual: {words.NORMS}.", None),
-    "max_steps": ("Steps at most; 0 is the explicit twin.", "N"),
-    "epochs": ("Passes over the data.", "N"),
-    "batch_size": ("Images per step.", "N"),
-    "lr": ("Learning rate.", "X"),
-    "precision": ("fp32 | tf32 | bf16.  [fp32]", None),
-    "seed": ("For weights, order and dropout.  [0]", "N"),
-    "device": ("auto | cpu | cuda | cuda:N.  [auto]", None),
-}
-HIDDEN = [field.name for field in fields(Settings) if field.name not in SHOWN]
-
-EPILOG = f"""Further flags: {", ".join(name.replace("_", "-") for name in HIDDEN)}, tensorboard.  Switches have a
---no- form, such as --no-monitor. A settings file holds the same names: epochs = 5, schedule = "steps:10,15:0.1"
+EPILOG = """Switches have a --no- form, such as --no-monitor. A settings file (--config) holds the same names:
+epochs = 5, schedule = "steps:10,15:0.1"
 
 \b
 Examples:
-  banach train                                        the digits inside scikit-learn, on a CPU
+  banach train                           scikit-learn's digits, on a CPU
   banach train --data mnist --epochs 3 --data-dir ~/data
-  banach train --data cifar10 --backward implicit:cg --no-batch-norm --device cuda
-  banach train --resume runs/digits-1                 continue where it stopped"""
+  banach train --data cifar10 --backward implicit:anderson --device cuda
+  banach train --resume runs/digits-1    continue where it stopped"""
 
 
-def _with_flags(command: Callable[..., int]) -> Callable[..., int]:
-    """Replace **flags in the signature, which typer reads, by one option per setting."""
-    kinds = get_type_hints(Settings)
-    run, *others, _ = inspect.signature(command, eval_str=True).parameters.values()
-
-    def option(name: str) -> inspect.Parameter:
-        (help, meta), word = SHOWN.get(name, (None, None)), name.replace("_", "-")
-        flag = f"--{word}/--no-{word}" if kinds[name] is bool else f"--{word}"
-        made = typer.Option(flag, help=help, hidden=help is None, metavar=meta, show_default=False)
-        kind: Any = str if name in words.READERS else kinds[name]
-        return inspect.Parameter(name, run.kind, default=None, annotation=Annotated[kind | None, made])
-
-    parameters = [run, *map(option, SHOWN), *others, *map(option, HIDDEN)]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return command
-
-
-@_with_flags
+@with_flags
 def train(
-    run: Annotated[Path | None, typer.Argument(help="The run to resume.", show_default=False)] = None,
-    data_dir: DataDir = None,
+    *,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Continue this run; on a CPU bit for bit the same.", metavar="RUN", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run directory.  [runs/DATA-N, the next N]", show_default=False)
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", "--settings", help="A TOML file; flags override it.", show_default=False),
+        Path | None, typer.Option(help="A TOML file of settings; flags override it.", show_default=False)
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue RUN or --out; on a CPU bit by bit the same.")
-    ] = False,
-    tensorboard: Annotated[bool, typer.Option(hidden=True)] = True,
+    data_dir: DataDir = None,
+    modules: Imports = None,
+    tensorboard: Annotated[bool, typer.Option(help="Write curves for TensorBoard.")] = True,
     **flags: Any,
 ) -> int:
     """Train an implicit network; the test set is read once, at the end.
 
     Settings: the recipe of the model, then --config, then flags.
     """
-    if resume:
-        made = Run.open(_named(run, out, config))
-        settings = made.settings.changed(flags)
-        made.check(settings)  # only the device may differ
-    elif run is not None:
-        raise ValueError(f"{run} is given without --resume; pass --resume to continue it, or --out for a new run")
+    if resume is None:
+        made, settings = None, recorded(Settings.choose(flags, config), modules)
+    elif out or config:
+        raise ValueError(f"{resume} has its directory and its settings already; leave out --out and --config")
     else:
-        made, settings = None, Settings.choose(flags, config)
+        made = Run.open(resume)
+        settings = made.settings.changed(flags)
+        made.check(settings)  # only a few settings may differ
     with joined(settings) as ranks:
         console.quiet = not ranks.first
         parts = _parts(settings, data_dir)  # before the directory is made: a refused command leaves nothing
@@ -114,11 +79,15 @@ def train(
         return _train(Session(Run(path, settings), *parts, data_dir, ranks), tensorboard=tensorboard)
 
 
+def _new(out: Path | None, settings: Settings) -> Path:
+    """Make the directory of a new run and return its path."""
+    return Run.create(out or _next_free(str(settings.data)), settings).path
+
+
 def _train(session: Session, *, tensorboard: bool) -> int:
     """Train the run to its end, or until a signal; return the exit code."""
-    settings = session.settings
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    if session.settings.threads is not None:
+        torch.set_num_threads(session.settings.threads)
     console.print(session.opening())
     history = session.train(tensorboard=tensorboard)
     if history.stopped_by is not None:
@@ -127,25 +96,6 @@ def _train(session: Session, *, tensorboard: bool) -> int:
         return 128 + history.stopped_by
     session.finish(history)
     return 0
-
-
-def _new(out: Path | None, settings: Settings) -> Path:
-    """Make the directory of a new run and return its path."""
-    return Run.create(out or _next_free(str(settings.data)), settings).path
-
-
-def _named(run: Path | None, out: Path | None, config: Path | None) -> Path:
-    """Return the run to resume: RUN, --out, or the newest under runs/."""
-    if config is not None:
-        raise ValueError(f"a resumed run has its settings already; leave out --config {config}")
-    if run is not None and out is not None and run != out:
-        raise ValueError(f"--resume names {run} and --out {out}; pass one")
-    if run or out:
-        return Path(run or out or "")
-    runs = sorted(Path("runs").glob("*/settings.json"), key=lambda path: path.stat().st_mtime)
-    if not runs:
-        raise RunError("there is no run under runs/ to resume; pass one: banach train --resume RUN")
-    return runs[-1].parent
 
 
 def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images, Images | None]:
@@ -160,9 +110,9 @@ def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images
 
 def _next_free(data: str) -> Path:
     """Make and return the first of runs/DATA-1, runs/DATA-2, ... that does not exist."""
-    number = 1
+    name, number = re.sub(r"[^\w.-]+", "-", re.split("[:/]", data)[-1]), 1
     while True:
-        path = Path("runs") / f"{data}-{number}"
+        path = Path("runs") / f"{name}-{number}"
         try:
             path.mkdir(parents=True)
             return path
@@ -259,7 +209,7 @@ class Session:
             rows.insert(0, ("validation accuracy", f"{history.last.validation_accuracy:.2%}"))
         rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))
         rows.append(("seconds of training", f"{sum(epoch.seconds for epoch in history.epochs):.1f}"))
-        return table(f"{content['title']}: {content['count']:,} test images", ("", "value"), rows)
+        return table(f"{content['title']}: {content['count']:,} test images", ("figure", "value"), rows)
 
     def _plot(self, history: History) -> None:
         settings = self.settings
@@ -285,9 +235,9 @@ def figures(totals: Totals, split: str) -> list[tuple[str, str]]:
         return rows
     return [
         *rows,
-        ("mean depth", f"{totals.depth:.1f}"),
-        ("largest depth", str(totals.max_depth)),
+        ("mean solver steps", f"{totals.depth:.1f}"),
+        ("most solver steps", str(totals.max_depth)),
         ("mean residual", f"{totals.residual:.2e}"),
         ("largest residual", f"{totals.max_residual:.2e}"),
-        ("converged", f"{totals.converged:.1%}"),
+        ("samples converged", f"{totals.converged:.1%}"),
     ]

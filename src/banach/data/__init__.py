@@ -3,11 +3,12 @@
 from banach.data.augment import Affine, Augmentation, Chain, Crop, Erase, Flip, paper_cifar10
 from banach.data.batches import Batches
 from banach.data.cifar10 import CIFAR10
-from banach.data.dataset import Arrays, DataError, DataSet, Download, Known, Layout, get, names, register
-from banach.data.digits import DIGITS, MNIST, SVHN
+from banach.data.dataset import Arrays, DataError, DataSet, get, names, register
+from banach.data.digits import DIGITS, MNIST
 from banach.data.fetch import fetch
-from banach.data.files import Listing, Report, cache_dir, listing, load, verify
+from banach.data.files import Report, cache_dir, load, verify
 from banach.data.images import SPLITS, Images
+from banach.data.svhn import SVHN
 
 for _dataset in (DIGITS, MNIST, CIFAR10, SVHN):
     register(_dataset)
@@ -22,18 +23,13 @@ __all__ = [
     "Crop",
     "DataError",
     "DataSet",
-    "Download",
     "Erase",
     "Flip",
     "Images",
-    "Known",
-    "Layout",
-    "Listing",
     "Report",
     "cache_dir",
     "fetch",
     "get",
-    "listing",
     "load",
     "names",
     "paper_cifar10",

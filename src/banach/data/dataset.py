@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,70 +39,15 @@ Reader = Callable[[str, tuple[Path, ...]], Arrays]  # (part, its files) -> array
 
 
 @dataclass(frozen=True)
-class Download:
-    """A file at its publisher's address, and its published MD5. An archive holds all files of a layout.
-
-    `sha256` replaces the MD5 if it is given: for arrays that are not `Known`, whose only check is this one.
-    """
-
-    url: str
-    md5: str
-    archive: bool = False
-    sha256: str | None = None
-
-    @property
-    def file(self) -> str:
-        return self.url.rsplit("/", 1)[-1]
-
-    @property
-    def digest(self) -> str:
-        """The expected digest as pooch takes it: "sha256:..." or "md5:..."."""
-        return f"md5:{self.md5}" if self.sha256 is None else f"sha256:{self.sha256}"
-
-    def matches(self, path: Path) -> bool:
-        """Return True if `path` is a file with the expected digest."""
-        if not path.is_file():
-            return False
-        name, _, expected = self.digest.partition(":")
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, lambda: hashlib.new(name, usedforsecurity=False))
-        return found.hexdigest() == expected
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to store a data set as files in a folder.
-
-    `files` names those of each part; each may have one of `endings`. A reader without files, for data that comes
-    inside a package, gets an empty tuple.
-    """
-
-    read: Reader
-    folders: tuple[str, ...] = ()
-    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    endings: tuple[str, ...] = ("",)
-    downloads: tuple[Download, ...] = ()
-
-    def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
-        """Return the files of a part, in order; None for a missing one."""
-        candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
-        return tuple(next(filter(Path.exists, paths), None) for paths in candidates)
-
-
-@dataclass(frozen=True)
-class Known:
-    """Accepted arrays: their title, and the SHA-256 of each part (bytes of the labels, then of the pixels)."""
-
-    title: str
-    train: str
-    test: str
-
-
-@dataclass(frozen=True)
 class DataSet:
     """A data set. `validation` images of the train part, stratified and fixed, are its validation split.
 
-    If `known` is not empty, other arrays are refused, except from files that have their published digest.
+    `read` gets the files of a part; data without files, such as data inside a package, needs nothing else. `files`
+    names those of each part: they are looked for in the `folders` of a data folder, and may have one of `endings`.
+    `downloads` are addresses with their published digest, "md5:..." or "sha256:..."; a .tar.gz holds all files.
+
+    `known` is the SHA-256 of each part (bytes of the labels, then of the pixels). Other arrays are refused, except
+    from files that have their published digest. `known_title` is the title of the known arrays, if it is another.
     """
 
     name: str
@@ -114,19 +58,26 @@ class DataSet:
     std: tuple[float, ...]
     counts: Mapping[str, int]
     validation: int
-    layouts: tuple[Layout, ...]
-    known: tuple[Known, ...] = ()
+    read: Reader
+    folders: tuple[str, ...] = ()
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    endings: tuple[str, ...] = ("",)
+    downloads: Mapping[str, str] = field(default_factory=dict)
+    known: Mapping[str, str] = field(default_factory=dict)
+    known_title: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.layouts:
-            raise ValueError(f"data set {self.name!r} has no layout; pass layouts=(Layout(read=...),)")
         if set(self.counts) != {"train", "test"}:
             raise ValueError(f"counts must be given for 'train' and 'test', got {sorted(self.counts)}")
         checks.whole("validation", self.validation, 1, self.counts["train"] - 1)
-        if not len(self.mean) == len(self.std) == self.shape[0]:
-            raise ValueError(f"mean and std need {self.shape[0]} numbers each, got {self.mean} and {self.std}")
-        if not all(value > 0 for value in self.std):
-            raise ValueError(f"std must be positive, got {self.std}")
+        if not len(self.mean) == len(self.std) == self.shape[0] or not all(value > 0 for value in self.std):
+            got = f"{self.mean} and {self.std}"
+            raise ValueError(f"mean and std need {self.shape[0]} numbers each, those of std positive, got {got}")
+
+    def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
+        """Return the files of a part in a folder, in order; None for a missing one."""
+        candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
+        return tuple(next(filter(Path.exists, paths), None) for paths in candidates)
 
     def part(self, split: str) -> str:
         """Return the part of the files that a split is taken from."""
@@ -142,7 +93,7 @@ class DataSet:
     @property
     def remedy(self) -> str:
         """What to do about a damaged or missing file."""
-        if any(layout.downloads for layout in self.layouts):
+        if self.downloads:
             return f"run `banach data fetch {self.name}`"
         return f"provide a good copy of {self.name}"
 
@@ -173,11 +124,18 @@ def register(dataset: DataSet, *, replace: bool = False) -> DataSet:
 def get(name: str) -> DataSet:
     """Return the data set of that name.
 
+    Args:
+        name: of a registered data set; "package.module:name", which imports the module that registers it; or
+            your data: "folder:PATH", "folder:PATH@SIZE", "npz:PATH", "PATH.npz".
     Raises:
         DataError: if there is none; the message suggests the closest name.
     """
+    from banach.data.own import own
+
+    if found := own(name):
+        return found
     try:
-        return _registry[checks.nearest("data set", name, _registry)]
+        return _registry[checks.nearest("data set", checks.imported(name), _registry)]
     except ValueError as error:
         raise DataError(str(error)) from None
 
@@ -193,5 +151,5 @@ def need(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         top = module.partition(".")[0]
-        package = {"sklearn": "scikit-learn"}.get(top, top)
+        package = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(top, top)
         raise DataError(f"{purpose} needs {package}, which is missing; run: pip install 'banach[app]'") from error

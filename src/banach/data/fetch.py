@@ -6,29 +6,22 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from banach.data.dataset import DataError, DataSet, Download, Layout, get, need
-from banach.data.files import Folder, Report, cache_dir, verify_in
-
-
-class _Unavailable(DataError):
-    """The address did not answer, or answered with another file; another layout may be available."""
+from banach.data.dataset import DataError, DataSet, get, need
+from banach.data.files import Folder, Report, cache_dir, matches, verify_in
 
 
-def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -> tuple[Report, ...]:
+def fetch(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
     """Download the files of a data set that are missing or damaged, and verify them.
 
-    Files appear under their names only when they are complete and have their published digest. Where a data set
-    comes in several layouts, the next one is tried if one is not available.
+    Files appear under their names only when they are complete and have their published digest.
 
     Args:
         name: the data set.
         data_dir: where the files go; else BANACH_DATA, else the cache. It is created.
-        progress: passed to pooch: a tqdm-like object, or False.
-
+    Returns:
+        The reports of `verify`.
     Raises:
         DataError: if the data cannot be downloaded, written or verified.
     """
@@ -36,7 +29,7 @@ def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -
     root = Path(data_dir or os.environ.get("BANACH_DATA") or cache_dir()).expanduser()
     reports = verify_in(dataset, (root,))
     if not all(report.ok for report in reports):
-        _download_any(dataset, root, progress)
+        _download(dataset, root)
         reports = verify_in(dataset, (root,))
     for report in reports:
         if not report.ok:
@@ -44,72 +37,56 @@ def fetch(name: str, data_dir: Folder | None = None, *, progress: Any = False) -
     return reports
 
 
-def _download_any(dataset: DataSet, root: Path, progress: Any) -> None:
-    failure: DataError | None = None
-    for layout in dataset.layouts:
-        try:
-            if layout.downloads:
-                return _download(dataset, layout, root, progress)
-        except _Unavailable as error:
-            failure = failure or error
-    raise failure or DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
-
-
-def _download(dataset: DataSet, layout: Layout, root: Path, progress: Any) -> None:
-    """Download everything into a temporary folder, then move each file to its place in one step."""
-    folder = root / layout.folders[0]
+def _download(dataset: DataSet, root: Path) -> None:
+    """Download each file to a temporary folder, and move it to its place in one step."""
+    if not dataset.downloads:
+        raise DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
+    folder = root / dataset.folders[0]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as temporary:
-            for download in layout.downloads:
-                if not download.matches(folder / download.file):
-                    _retrieve(download, Path(temporary), progress)
-            for path in list(_unpacked(layout, Path(temporary))):  # all of them, before the first is moved
-                path.chmod(0o644)  # temporary files are readable by their owner only
-                os.replace(path, folder / path.name)
-    except tarfile.TarError as error:
-        raise DataError(f"{layout.downloads[0].url} is not an archive that can be opened ({error})") from error
+            for url, digest in dataset.downloads.items():
+                path = Path(temporary) / url.rsplit("/", 1)[-1]
+                if matches(folder / path.name, digest):
+                    continue
+                _retrieve(url, digest, path)
+                for file in _members(dataset, path) if path.name.endswith(".tar.gz") else [path]:
+                    file.chmod(0o644)  # temporary files are readable by their owner only
+                    os.replace(file, folder / file.name)
     except OSError as error:
         raise DataError(
             f"{dataset.name} cannot be written to {root} ({error}); free space or choose another folder"
         ) from error
 
 
-def _retrieve(download: Download, folder: Path, progress: Any) -> None:
+def _retrieve(url: str, digest: str, path: Path) -> None:
     pooch = need("pooch", "a download")
     refused = need("requests", "a download").exceptions.RequestException
     try:
-        pooch.retrieve(download.url, download.digest, fname=download.file, path=folder, progressbar=progress)
+        pooch.retrieve(url, digest, fname=path.name, path=path.parent)
     except refused as error:
         if error.response is not None:
             error.response.close()  # pooch leaves it open
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise _Unavailable(f"{download.url} cannot be reached ({why}); check the connection") from error
+        raise DataError(f"{url} cannot be reached ({why}); check the connection") from error
     except ValueError as error:  # pooch's error for another digest
-        wanted = " ".join(download.digest.upper().replace("SHA256", "SHA-256").split(":"))
-        raise _Unavailable(
-            f"{download.url} does not have its published {wanted}; try again, or get it elsewhere"
-        ) from error
+        raise DataError(f"{url} does not have its published {digest}; try again, or get it elsewhere") from error
 
 
-def _unpacked(layout: Layout, folder: Path) -> Iterator[Path]:
-    """Yield the downloaded files; of an archive only plain files that the layout names."""
-    for download in layout.downloads:
-        path = folder / download.file
-        if path.exists():
-            yield from _members(layout, path) if download.archive else [path]
-
-
-def _members(layout: Layout, archive: Path) -> list[Path]:
+def _members(dataset: DataSet, archive: Path) -> list[Path]:
+    """Extract the files that the data set names, if they are plain files; return them when all are there."""
     paths = []
-    with tarfile.open(archive) as tar:
-        plain = {member.name for member in tar if member.isreg()}
-        for name in (name for part in layout.files.values() for name in part):
-            inside = f"{layout.folders[0]}/{name}"
-            source = tar.extractfile(inside) if inside in plain else None
-            if source is None:
-                raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
-            paths.append(archive.parent / name)
-            with source, open(paths[-1], "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
+    try:
+        with tarfile.open(archive) as tar:
+            plain = {member.name for member in tar if member.isreg()}
+            for name in (name + dataset.endings[0] for part in dataset.files.values() for name in part):
+                inside = f"{dataset.folders[0]}/{name}"
+                source = tar.extractfile(inside) if inside in plain else None
+                if source is None:
+                    raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
+                paths.append(archive.parent / name)
+                with source, open(paths[-1], "wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+    except tarfile.TarError as error:
+        raise DataError(f"{archive.name} is not an archive that can be opened ({error})") from error
     return paths

@@ -1,4 +1,4 @@
-"""load(), verify() and listing(): find the files of a data set, read them and check what they hold."""
+"""load(), verify() and located(): find the files of a data set, read them and check what they hold."""
 
 from __future__ import annotations
 
@@ -8,74 +8,48 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from banach.data.dataset import Arrays, Damaged, DataError, DataSet, Layout, get, names
+from banach.data.dataset import Arrays, Damaged, DataError, DataSet, get
 from banach.data.images import Images, held_out, rest
 
 Folder = str | os.PathLike[str]
 PARTS = ("train", "test")
-
-
-class Found(NamedTuple):
-    """The files of one part of a data set, and their layout."""
-
-    layout: Layout
-    paths: tuple[Path, ...]
+INSIDE = "inside a package"  # where data without files is
 
 
 @dataclass(frozen=True)
 class Report:
-    """The check of one part of a data set. `message` is a sentence; `files` are those that exist."""
+    """The check of one part of a data set: one sentence, and the files that exist."""
 
-    name: str
-    part: str
     ok: bool
     message: str
-    title: str | None = None
-    count: int = 0
-    sha256: str | None = None
-    files: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A registered data set, and its folder: None if it was not found, or comes inside a package."""
-
-    dataset: DataSet
-    here: bool
-    folder: Path | None
+    files: tuple[Path, ...]
 
 
 def load(
-    name: str,
-    split: str = "train",
-    data_dir: Folder | None = None,
-    device: torch.device | str = "cpu",
-    *,
-    check: bool = True,
+    name: str, split: str = "train", data_dir: Folder | None = None, device: torch.device | str = "cpu"
 ) -> Images:
-    """Read a split of a data set from its publisher's files.
+    """Read a split of a data set.
+
+    Shapes, counts and labels are checked, and arrays that have a known SHA-256 must have it.
 
     Args:
         name: the data set, see `names()`.
         split: "train", "validation", "test" or "train+validation".
         data_dir: where to look first; then BANACH_DATA and the cache.
         device: where the tensors go.
-        check: compare the arrays with their known SHA-256 (a quarter of a second at most) and refuse others.
-            Without it the title says "not checked". Shapes, counts and labels are always checked.
-
+    Returns:
+        The images, as uint8 tensors.
     Raises:
         DataError: if the files are missing or damaged.
     """
     dataset = get(name)
     part = dataset.part(split)
-    (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)), check=check)
+    (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)))
     if split in ("train", "validation"):
         index = held_out(labels, dataset.validation)
         index = rest(len(labels), index) if split == "train" else index
@@ -97,28 +71,24 @@ def verify_in(dataset: DataSet, places: tuple[Path, ...]) -> tuple[Report, ...]:
 
 def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
     try:
-        found = find(dataset, part, places)
-        arrays, title, digest = _read(dataset, part, found)
+        paths = find(dataset, part, places)
+        arrays, title, digest = _read(dataset, part, paths)
     except DataError as error:
-        present = (tuple(filter(None, paths)) for _, _, paths in _candidates(dataset, part, places))
-        return Report(dataset.name, part, False, str(error), files=next(filter(None, present), ()))
+        present = (tuple(filter(None, some)) for _, some in _candidates(dataset, part, places))
+        return Report(False, str(error), next(filter(None, present), ()))
     verdict = "as expected" if dataset.known else "with no known value to compare it to"
     message = f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
-    return Report(dataset.name, part, True, message, title, len(arrays.labels), digest, found.paths)
+    return Report(True, message, paths)
 
 
-def listing(data_dir: Folder | None = None) -> tuple[Listing, ...]:
-    """Return every registered data set and its folder. Looks for the files and reads none."""
-    return tuple(_listed(get(name), data_dir) for name in names())
-
-
-def _listed(dataset: DataSet, data_dir: Folder | None) -> Listing:
+def located(dataset: DataSet, data_dir: Folder | None = None) -> str | None:
+    """Return where a data set is, None if it was not found. Looks for the files and reads none."""
     places = roots(dataset, data_dir)
     try:
-        found = [find(dataset, part, places) for part in PARTS]
+        paths, _ = (find(dataset, part, places) for part in PARTS)
     except DataError:
-        return Listing(dataset, False, None)
-    return Listing(dataset, True, found[0].paths[0].parent if found[0].paths else None)
+        return None
+    return str(paths[0].parent) if paths else INSIDE
 
 
 def cache_dir() -> Path:
@@ -133,7 +103,7 @@ def cache_dir() -> Path:
 
 def roots(dataset: DataSet, data_dir: Folder | None = None) -> tuple[Path, ...]:
     """Return the folders to look in, first to last. `data_dir` and BANACH_DATA must exist; the cache need not."""
-    if not any(layout.files for layout in dataset.layouts):
+    if not dataset.files:
         return (Path(),)  # such data comes inside a package, so a wrong folder does not matter
     named = (("the data folder", data_dir), ("BANACH_DATA", os.environ.get("BANACH_DATA")))
     given = [(what, Path(folder).expanduser()) for what, folder in named if folder]
@@ -143,19 +113,19 @@ def roots(dataset: DataSet, data_dir: Folder | None = None) -> tuple[Path, ...]:
     return (*(folder for _, folder in given), cache_dir())
 
 
-def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Found:
+def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> tuple[Path, ...]:
     """Return the files of a part, in the first place that has them all.
 
     Raises:
         DataError: if no place has them all; it names a missing file of the first place that has some.
     """
     incomplete = []
-    for layout, folder, paths in _candidates(dataset, part, places):
+    for folder, paths in _candidates(dataset, part, places):
         present = tuple(path for path in paths if path is not None)
         if len(present) == len(paths):
-            return Found(layout, present)
+            return present
         if present or (folder.is_dir() and folder not in places):
-            missing = layout.files[part][paths.index(None)]
+            missing = dataset.files[part][paths.index(None)] + dataset.endings[0]
             incomplete.append((not present, f"{folder} has no {missing}; {dataset.remedy}"))
     if incomplete:
         raise DataError(min(incomplete, key=lambda one: one[0])[1])
@@ -166,39 +136,41 @@ def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Found:
 
 def _candidates(
     dataset: DataSet, part: str, places: tuple[Path, ...]
-) -> Iterator[tuple[Layout, Path, tuple[Path | None, ...]]]:
-    """Yield each layout and folder to look in, with the files of the part that are there."""
-    for place, layout in product(places, dataset.layouts):
-        for folder in (*layout.folders, "."):
-            yield layout, place / folder, layout.locate(place / folder, part)
+) -> Iterator[tuple[Path, tuple[Path | None, ...]]]:
+    """Yield each folder to look in, with the files of the part that are there."""
+    for folder in (place / name for place in places for name in (*dataset.folders, ".")):
+        yield folder, dataset.locate(folder, part)
 
 
-def _read(dataset: DataSet, part: str, found: Found, *, check: bool = True) -> tuple[Arrays, str, str]:
-    """Return the arrays of a part, their title and SHA-256.
-
-    Wrong shapes, counts and labels are refused, and with `check` arrays that are not known.
-    """
+def _read(dataset: DataSet, part: str, paths: tuple[Path, ...]) -> tuple[Arrays, str, str]:
+    """Return the arrays of a part, their title and SHA-256; refuse wrong ones."""
     with _advice(dataset):
-        arrays = found.layout.read(part, found.paths)
-        wrong = _fault(dataset, part, arrays)
-        digest, title = "", f"{dataset.title} (not checked)"
-        if check and not wrong:
-            digest = _sha256(arrays)
-            titles = {getattr(known, part): known.title for known in dataset.known}
-            title = titles.get(digest, dataset.title)
-            if titles and digest not in titles and not _published(found):
-                wrong = f"the {part} arrays have SHA-256 {digest}, expected {' or '.join(titles)}"
+        arrays = dataset.read(part, paths)
+        wrong, digest, known = _fault(dataset, part, arrays), _sha256(arrays), dataset.known.get(part)
+        if not wrong and known not in (None, digest) and not _published(dataset, paths):
+            wrong = f"the {part} arrays have SHA-256 {digest}, expected {known}"
         if wrong:
-            first, *others = found.paths or (dataset.name,)
+            first, *others = paths or (dataset.name,)
             one_of = "one of " if others else ""
             raise Damaged(one_of + ", ".join([str(first), *(path.name for path in others)]), wrong)
-        return arrays, title, digest
+        title = dataset.known_title if digest == known else None
+        return arrays, title or dataset.title, digest
 
 
-def _published(found: Found) -> bool:
+def _published(dataset: DataSet, paths: tuple[Path, ...]) -> bool:
     """Return True if every file is one that is downloaded as it is, with its published digest."""
-    known = {download.file: download for download in found.layout.downloads}
-    return bool(found.paths) and all(path.name in known and known[path.name].matches(path) for path in found.paths)
+    digests = {url.rsplit("/", 1)[-1]: digest for url, digest in dataset.downloads.items()}
+    return bool(paths) and all(path.name in digests and matches(path, digests[path.name]) for path in paths)
+
+
+def matches(path: Path, digest: str) -> bool:
+    """Return True if `path` is a file with this digest, "md5:..." or "sha256:..."."""
+    if not path.is_file():
+        return False
+    name, _, expected = digest.partition(":")
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, lambda: hashlib.new(name, usedforsecurity=False))
+    return found.hexdigest() == expected
 
 
 def _sha256(arrays: Arrays) -> str:

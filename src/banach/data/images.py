@@ -55,10 +55,6 @@ class Images:
         return channels, height, width
 
     @property
-    def num_classes(self) -> int:
-        return len(self.classes)
-
-    @property
     def device(self) -> torch.device:
         return self.pixels.device
 

@@ -98,8 +98,11 @@ def solve(
         elif loop and trace is None and on_step is None:
             state = run_on_device(run, state, loop)
         else:
-            k = run.sprint(state, compact=compact) if on_host and trace is None and on_step is None else 0
+            k, sprints = 0, run.can_sprint() and trace is None and on_step is None
             while run.busy and k < tolerance.max_steps:
+                k = run.sprint(state, k, compact=compact) if sprints else k
+                if not run.busy or k == tolerance.max_steps:
+                    break
                 k += 1
                 run.step(state, k, k)
                 if trace is not None:

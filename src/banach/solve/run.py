@@ -73,51 +73,78 @@ class Run:
         memory = () if type(self.solver) is Picard else self.solver.start(rows)
         return State.start(rows, memory, self.atol, relative=self.tolerance.rtol > 0, on_host=self.on_host)
 
-    def sprint(self, state: State, *, compact: bool) -> int:
-        """Take Picard steps while all residuals fall, and return how many.
-
-        The common case of `step` and `check` in a few lines, for small networks on a CPU: every active sample is
-        better than before, and every frozen one stays converged. `step` finishes the evaluation that ended it.
-        """
-        # These norms give new memory each time, in the type of the rows; not inside a torch.func transform.
+    def can_sprint(self) -> bool:
+        """Return True for Picard and norms that give new memory in the type of the rows, outside torch.func."""
         known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
-        if type(self.solver) is not Picard or not known or self.tolerance.rtol:
-            return 0
-        z, now, count, damping = state.z, state.least, state.count, self.solver.damping
-        evaluate, measure, space, counted = self.evaluate, self.measure, self.space, count_nonzero
-        atol = np.array(self.atol, now.dtype)  # compared faster than a float
-        most, k, left, below = self.tolerance.max_steps, 0, count, now
-        read = Tensor.numpy if z.is_cpu else to_numpy
+        return self.on_host and known and type(self.solver) is Picard
+
+    def sprint(self, state: State, k: int, *, compact: bool) -> int:
+        """Take Picard steps after k evaluations while nothing unusual happens, and return the evaluations then.
+
+        The common case of `step` and `check` in a few lines, since Python costs more than a small T: residuals are
+        finite, frozen samples stay converged, none may have stalled. `step` finishes the evaluation that ended it.
+        """
+        z, count, left = state.z, len(state.z), state.count
+        damping, atol = (
+            cast(Picard, self.solver).damping,
+            np.array(self.atol, state.least.dtype),
+        )  # compared faster than a float
+        evaluate, counted, read = self.evaluate, count_nonzero, Tensor.numpy if z.is_cpu else to_numpy
+        rtol, most, first = self.tolerance.rtol, self.tolerance.max_steps, k
+        least = state.least if left == count else np.where(state.active, state.least, np.inf)  # frozen: not needed
+        least_at: Any = state.least_at
+        now = test = least
         while left and k < most:
             Tz = state.Tz = evaluate(z, first=not k)
-            seen = read(measure(Tz - z, space))
-            active, frozen = seen > atol, left < count
-            here = counted(active)
-            if counted(seen < below) < count or (compact and here < count):
-                state.pending = Tz - z, seen
+            r = Tz - z
+            measured = self._with_excess(self.measure(r, self.space), Tz) if rtol else self.measure(r, self.space)
+            numbers = read(measured)
+            residual, excess = numbers if rtol else (numbers, numbers)
+            active, better = excess > atol, residual < least
+            here, fell, frozen = counted(active), counted(better), left < count
+            if (
+                (frozen and counted(active & state.active) < here)  # one rose above the tolerance
+                or (compact and here < count)
+                or (rtol and counted(excess > -np.inf) < count)
+                or (fell < count and counted(better | (residual < np.inf) & (k + 1 < least_at + IDLE)) < count)
+            ):
+                state.pending = r, measured[0] if rtol else measured
                 break
-            state.best_z, now, k, left = z, seen, k + 1, here
+            k, now, test = k + 1, residual, excess
+            if fell == count:
+                state.best_z, least, least_at = z, residual, k
+            else:
+                least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
+                if fell:
+                    state.best_z = torch.where(state.column(better), z, state.best_z)
             # A copy of T(z), since T may write its next value into the same memory.
             moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
-            z = torch.where(state.mask, moved, z) if frozen else moved
-            below = seen
-            if left < count:
-                state.record(k, seen, active)
-                below = np.maximum(seen, atol)
+            z, left = torch.where(state.mask, moved, z) if frozen else moved, here
+            if here < count:
+                state.record(k, residual, excess, active)
+                least = np.where(active, least, np.inf)
         state.z = z
-        if k:
-            self._sprinted(state, now, k)
+        if k > first:
+            self._sprinted(state, k, (now, test), (least, least_at))
         return k
 
-    def _sprinted(self, state: State, now: np.ndarray, k: int) -> None:
-        """Note what the last of k evaluations saw, which is what a check sees: every residual is the least one."""
+    def _with_excess(self, residual: Tensor, Tz: Tensor) -> Tensor:
+        """Return (2, samples): the residual, and the residual minus its relative part."""
+        size = self.measure(Tz, self.space)
+        return torch.stack((residual, torch.sub(residual, size, alpha=self.tolerance.rtol)))
+
+    def _sprinted(self, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
+        """Note what a check would see after the k-th evaluation."""
         stats = self.seen = state.stats
         self.busy = bool(state.count)
-        if state.count == len(now):
-            stats[:LIMIT, RESIDUAL], stats[:LIMIT, STEP] = now, k
+        if state.count == len(state.z):
+            for row in (REACHED, NOW):
+                stats[row, state.tested], stats[row, RESIDUAL], stats[row, STEP] = last[1], last[0], k
+            stats[BEST, RESIDUAL], stats[BEST, STEP] = best
         elif self.busy:
-            stats[BEST] = stats[REACHED]
-            self.after = np.where(stats[REACHED, STEP] < k, now, np.nan)
+            for row, value in zip((RESIDUAL, STEP), best, strict=True):
+                stats[BEST, row] = np.where(state.active, value, stats[REACHED, row])
+            self._note_frozen(stats, k)
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -198,13 +225,17 @@ class Run:
         count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            self.earlier, frozen = self.after, stats[REACHED, STEP] < k
-            self.after = np.where(np.isnan(self.after) & frozen, stats[NOW, RESIDUAL], self.after)
+            self._note_frozen(stats, k)
             nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
                 state.scrub()
         return self._without(state, ~active) if compact and self.busy else state
+
+    def _note_frozen(self, stats: np.ndarray, k: int) -> None:
+        """Note residuals of samples that were frozen at the k-th evaluation, the first time for each."""
+        self.earlier = self.after
+        self.after = np.where(np.isnan(self.after) & (stats[REACHED, STEP] < k), stats[NOW, RESIDUAL], self.after)
 
     def _stall(self, state: State, idle: np.ndarray, stats: np.ndarray) -> None:
         """Stall the idle samples whose residual is not more than rounding.

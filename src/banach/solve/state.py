@@ -27,6 +27,7 @@ REACHED, BEST, NOW, LIMIT = range(4)
 RESIDUAL, STEP, EXCESS = range(3)
 
 DIVERGED = 10  # times its least residual: the end of an iteration that diverges
+_STAGED = 1 << 15  # bytes; CUDA takes up to 64 KiB of pageable memory without waiting
 IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
 
 
@@ -54,7 +55,7 @@ class State:
         self.residual, self.least, self.least_at = self.reached[RESIDUAL], self.best[RESIDUAL], self.best[STEP]
         self.tested = EXCESS if self.stats.shape[1] > EXCESS else RESIDUAL
         self.test, self.limit = self.reached[self.tested], self.stats[LIMIT, RESIDUAL]
-        self.pending: tuple[Tensor, np.ndarray] | None = None  # T(z) - z and its norm, if T is known at z already
+        self.pending: tuple[Tensor, Tensor] | None = None  # T(z) - z and its norm, if T is known at z already
         self._mask: Tensor | None = None
         # The number of active samples, if the host knows it.
         self.count = count_nonzero(self.active) if self.on_host else -1
@@ -98,9 +99,9 @@ class State:
         _put(self.best, self.reached, better)
         self._keep_best(better)
 
-    def record(self, step: int, residual: np.ndarray, active: np.ndarray) -> None:
+    def record(self, step: int, residual: np.ndarray, test: np.ndarray, active: np.ndarray) -> None:
         """Record residuals on the host, all of them finite, and set which samples are active from now on."""
-        self.now[RESIDUAL], self.now[STEP] = residual, step
+        self.now[self.tested], self.now[RESIDUAL], self.now[STEP] = test, residual, step
         np.copyto(self.reached, self.now, where=self.active)
         self.active = active
         self._recount()
@@ -221,9 +222,9 @@ def on_device(values: np.ndarray, like: Tensor) -> Tensor:
     tensor = torch.from_numpy(values)
     if like.is_cpu:
         return tensor
-    if like.is_cuda:  # from pinned memory, so that the host does not wait for the copy
-        return tensor.pin_memory().to(like.device, non_blocking=True)
-    return tensor.to(like.device)
+    small = tensor.nbytes <= _STAGED or not like.is_cuda
+    # From pinned memory the host does not wait for the copy. The driver stages small ones, which is faster.
+    return (tensor if small else tensor.pin_memory()).to(like.device, non_blocking=like.is_cuda)
 
 
 def to_numpy(values: Array) -> np.ndarray:

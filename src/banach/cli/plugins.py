@@ -1,0 +1,61 @@
+"""Models and data sets of other packages: entry points of the group "banach", and --import."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Annotated
+
+import typer
+
+from banach import checks, data, models
+from banach.data.own import own
+from banach.train import Settings
+
+GROUP = "banach"
+
+
+def import_modules(modules: Sequence[str] | None) -> Sequence[str] | None:
+    """Import modules, which register their models and data sets."""
+    for module in modules or ():
+        checks.imported(f"{module}:")
+    return modules
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Import a module that registers models or data sets; may be repeated.",
+        metavar="MODULE",
+        callback=import_modules,
+        show_default=False,
+    ),
+]
+
+
+@functools.cache
+def load_entry_points() -> frozenset[str]:
+    """Import what packages have registered, once; return the names that need no --import."""
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()
+        except Exception as error:  # another package's bug must not stop every command
+            warnings.warn(f"the entry point {point.value} of {GROUP} cannot be loaded: {error}", stacklevel=2)
+    return frozenset((*models.names(), *data.names()))
+
+
+def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
+    """Return the settings as a run stores them: enough to find its data and its modules again.
+
+    Names that --import registered become MODULE:NAME, and paths of your data absolute.
+    """
+    mine = own(str(settings.data))
+    given = {"data": mine.name if mine else str(settings.data), "model": str(settings.model)}
+    known, prefix = load_entry_points(), ",".join(modules or ())
+    for key, name in given.items():
+        if prefix and name not in known and ":" not in name:
+            given[key] = f"{prefix}:{name}"
+    return settings.changed(given)

@@ -1,0 +1,179 @@
+"""own(): your data as a data set: a folder of images by class, or arrays in a .npz file."""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from banach.data.dataset import Arrays, DataError, DataSet
+from banach.data.images import held_out, rest
+from banach.data.pictures import images_in, read_image
+
+LIMIT = 2**31  # bytes of all pixels, checked before they are read
+CLASSES = 256  # labels are bytes
+TENTH = 10  # one image in ten is held out for validation, and for the test if there is no test part
+SPLIT, WHOLE = ("x_train", "y_train", "x_test", "y_test"), ("images", "labels")  # names of arrays
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def own(name: str) -> DataSet | None:
+    """Return the data set of "folder:PATH", "folder:PATH@SIZE", "npz:PATH" or "PATH.npz"; None for other names.
+
+    Its name has the absolute path, so that a run can be resumed from another folder. Pixels are normalised to
+    [-1, 1]. A tenth of the training images, stratified and always the same, is the validation split.
+
+    Raises:
+        DataError: if there is nothing to read, or more than fits into memory.
+    """
+    kind, _, path = name.partition(":")
+    if kind == "folder" and path:
+        return _folder(path)
+    if (kind == "npz" and path) or name.endswith(".npz"):
+        return _npz(Path(path or name).expanduser().resolve())
+    return None
+
+
+def _folder(text: str) -> DataSet:
+    """PATH/CLASS/image, or PATH/train/CLASS/image and PATH/test/CLASS/image."""
+    path, _, side = text.rpartition("@") if re.search(r"@[1-9]\d{0,3}$", text) else (text, "", "")
+    root = Path(path).expanduser().resolve()
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; pass --data folder:PATH with the folder of your images")
+    parts = [part for part in (root / "train", root / "test") if part.is_dir()]
+    listed = [_images_by_class(part) for part in (parts if len(parts) == 2 else [root])]
+    classes = tuple(sorted({path.parent.name for path in listed[0]}))
+    labels = [_numbers(files, classes) for files in listed]
+    channels, height, width = read_image(listed[0][0]).pixels.shape
+    size = (int(side), int(side)) if side else (height, width)
+
+    def read(index: int) -> np.ndarray:
+        pixels = np.empty((len(listed[index]), channels, *size), np.uint8)
+        for file, place in zip(listed[index], pixels, strict=True):
+            picture = read_image(file, (channels, *size))
+            if not side and picture.size != (width, height):
+                got = f"{picture.size[0]} x {picture.size[1]} pixels, others {width} x {height}"
+                raise DataError(f"{file} has {got}; resize all images with --data folder:{path}@{max(size)}")
+            place[:] = picture.pixels.numpy()
+        return pixels
+
+    name = f"folder:{root}" + (f"@{side}" if side else "")
+    return _dataset(name, root.name, (channels, *size), classes, labels, read)
+
+
+def _images_by_class(folder: Path) -> list[Path]:
+    """Return the images of the folders in a folder."""
+    found = [path for inner in sorted(folder.iterdir()) if inner.is_dir() for path in images_in(inner)]
+    if not found:
+        raise DataError(f"{folder} has no images; put them into one folder per class, as in {folder}/cat/1.png")
+    return found
+
+
+def _numbers(files: Sequence[Path], classes: Sequence[str]) -> np.ndarray:
+    """Return the class of every image."""
+    for name in {path.parent.name for path in files}:
+        if name not in classes:
+            raise DataError(f"the class {name} has test images and no training images; add some to train/{name}")
+    return np.array([classes.index(path.parent.name) for path in files])
+
+
+def _npz(path: Path) -> DataSet:
+    """x_train, y_train, x_test and y_test, or images and labels: uint8 images, whole numbers as labels."""
+    with _opened(path) as file:
+        there = {name.removesuffix(".npy") for name in file.namelist()}
+        names = SPLIT if set(SPLIT) <= there else WHOLE
+        if not set(names) <= there:
+            raise ValueError(f"expected arrays {', '.join(SPLIT)}, or {', '.join(WHOLE)}, got {sorted(there)[:9]}")
+        shapes = [_shape(file, name, np.uint8) for name in names[::2]]
+        labels = [_member(file, name, np.integer).reshape(-1) for name in names[1::2]]
+        most = max(int(one.max(initial=0)) for one in labels)
+        if most >= CLASSES:
+            raise ValueError(f"it has a label of {most}, expected 0 to {CLASSES - 1}")
+    for shape, numbers in zip(shapes, labels, strict=True):
+        if len(numbers) != shape[0] or shape[1:] != shapes[0][1:]:
+            raise DataError(f"{path} holds {len(numbers):,} labels for images {shape}; make them match")
+
+    def read(index: int) -> np.ndarray:
+        with _opened(path) as file:
+            return _planes(_member(file, names[2 * index], np.uint8))
+
+    classes = tuple(map(str, range(1 + most)))
+    _, channels, height, width = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape  # without memory
+    return _dataset(f"npz:{path}", path.name, (channels, height, width), classes, labels, read)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a .npz file; whatever is wrong with it becomes one sentence."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); pass a .npz file") from None
+    except Exception as error:  # a damaged file makes zipfile and NumPy raise almost anything
+        said = "".join(c if c.isprintable() else "?" for c in str(error)[:400])
+        raise DataError(f"{path} is not a .npz file that can be used: {said}") from None
+
+
+def _shape(file: zipfile.ZipFile, name: str, kind: type) -> tuple[int, ...]:
+    """Return the shape of an array, from its header; refuse other types and arrays that are too large."""
+    with file.open(f"{name}.npy") as stream:
+        shape, _, dtype = HEADERS[np.lib.format.read_magic(stream)](stream)
+    if not np.issubdtype(dtype, kind):
+        raise ValueError(f"{name} has the type {dtype}, expected {kind.__name__}")
+    if math.prod(shape) * dtype.itemsize > LIMIT:
+        raise ValueError(f"{name} has the shape {shape}, expected at most {LIMIT:,} bytes")
+    return shape
+
+
+def _member(file: zipfile.ZipFile, name: str, kind: type) -> np.ndarray:
+    _shape(file, name, kind)
+    with file.open(f"{name}.npy") as stream:
+        found: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
+    return found
+
+
+def _planes(pixels: np.ndarray) -> np.ndarray:
+    """Return images as (N, C, H, W); they may be (N, H, W), or have their 1 or 3 channels last."""
+    if pixels.ndim == 3:
+        return pixels[:, None]
+    if pixels.ndim != 4 or not {1, 3} & {pixels.shape[1], pixels.shape[3]}:
+        raise DataError(f"images must be (N, H, W), (N, C, H, W) or (N, H, W, C), C 1 or 3, got {pixels.shape}")
+    return pixels if pixels.shape[1] in (1, 3) else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+
+
+def _dataset(
+    name: str,
+    title: str,
+    shape: tuple[int, int, int],
+    classes: tuple[str, ...],
+    labels: Sequence[np.ndarray],
+    read: Callable[[int], np.ndarray],
+) -> DataSet:
+    """Return the data set of one array of labels, a tenth of which is the test part, or of two."""
+    index: dict[str, Any] = {"train": (0, slice(None)), "test": (1, slice(None))}
+    if len(labels) == 1:
+        test = held_out(labels[0], len(labels[0]) // TENTH)
+        index = {"train": (0, rest(len(labels[0]), test)), "test": (0, test)}
+    counts = {part: len(labels[array][chosen]) for part, (array, chosen) in index.items()}
+    if counts["train"] < TENTH or counts["test"] < 1 or not 2 <= len(classes) <= CLASSES:
+        got = f"{counts['train']:,} training images, {counts['test']:,} test images and {len(classes)} classes"
+        raise DataError(f"{name} has {got}, expected at least {TENTH} and 1, and 2 to {CLASSES} classes")
+    if sum(counts.values()) * math.prod(shape) > LIMIT:
+        got = f"{sum(counts.values()):,} images {shape}"
+        raise DataError(f"{name} has {got}, expected at most {LIMIT:,} bytes; choose a size, as in folder:PATH@32")
+    if min(one.min() for one in labels) < 0:
+        raise DataError(f"{name} has a label below 0; count the classes from 0")
+
+    def read_part(part: str, paths: tuple[Path, ...]) -> Arrays:
+        array, chosen = index[part]
+        return Arrays(read(array)[chosen], labels[array][chosen].astype(np.uint8))
+
+    half = (0.5,) * shape[0]
+    return DataSet(name, title, shape, classes, half, half, counts, max(1, counts["train"] // TENTH), read_part)

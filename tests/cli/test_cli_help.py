@@ -1,0 +1,66 @@
+"""--help explains every flag and cuts no word; shells complete commands and flags."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from banach import __version__
+from banach.cli import app
+from banach.cli.app import main
+from banach.cli.flags import FLAGS
+from banach.train import Settings
+
+NAMES = ("train", "evaluate", "diagnose", "predict", "compare", "models", "data")
+COMMANDS = [[], *([name] for name in NAMES), ["data", "list"], ["data", "verify"], ["data", "fetch"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns_and_shows_an_example(
+    command: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert any("banach " in line for line in lines[2:])
+
+
+def test_every_setting_is_explained_in_a_group(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {field.name for field in fields(Settings)} == {name for part in FLAGS.values() for name in part}
+    assert all(help for part in FLAGS.values() for help, _ in part.values())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    shown = " ".join(out.split())
+    for group, part in FLAGS.items():
+        assert f"\n{group}:\n" in out
+        for name, (help, _) in part.items():
+            assert f" --{name.replace('_', '-')} " in shown
+            assert " ".join(help.split()).split("Jacobian-")[0] in shown  # a hyphen may end a line
+    assert "implicit:picard | implicit:anderson | implicit:broyden" in shown
+
+
+def test_no_arguments_show_the_help_and_version_the_version(capsys: Any) -> None:
+    assert main([]) == 2
+    assert "train" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"banach {__version__}\n"
+
+
+@pytest.mark.parametrize(("words", "expected"), [("banach tr", "train"), ("banach train --back", "--backward")])
+def test_shells_complete(words: str, expected: str) -> None:
+    position = str(len(words.split()) - 1)
+    environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
+    environment |= {"_BANACH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": position}
+    done = subprocess.run(
+        [sys.executable, "-m", "banach"], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout.split() == [expected], done.stderr
+    assert done.returncode == 0

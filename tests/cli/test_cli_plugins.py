@@ -1,0 +1,108 @@
+"""Models and data of your own on the command line: --import, entry points, folders; runs find them again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from banach.cli import app, plugins
+from banach.cli.app import main
+from banach.data import dataset
+from banach.models import registry
+from banach.train import Run
+from cli.conftest import SMALL
+
+CODE = """
+from dataclasses import replace
+from banach import data, models
+models.register("{0}", models.get("digits").builder, description="for a test", image=(1, 8, 8), overwrite=True)
+data.register(replace(data.DIGITS, name="{0}-data"), replace=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def packages(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two modules in the working directory; what they register is forgotten afterwards."""
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    monkeypatch.setattr(dataset, "_registry", dict(dataset._registry))
+    for name in ("mine", "theirs"):
+        Path(f"{name}_package.py").write_text(CODE.format(name))
+    plugins.load_entry_points.cache_clear()
+    yield
+    plugins.load_entry_points.cache_clear()
+    for name in ("mine_package", "theirs_package"):
+        sys.modules.pop(name, None)
+
+
+def in_a_new_process(*arguments: str) -> None:
+    """Run the installed entry point, whose path does not hold the working directory."""
+    code = (
+        "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; from banach.cli.entry import main"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; sys.exit(main())", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_recorded_and_found_again(capsys: Any) -> None:
+    flags = ["--import", "mine_package", "--model", "mine", "--data", "mine-data", "--epochs", "0"]
+    assert main([*SMALL, *flags]) == 0
+    settings = Run.open("runs/mine-data-1").settings
+    assert (settings.model, settings.data) == ("mine_package:mine", "mine_package:mine-data")
+    in_a_new_process("evaluate", "runs/mine-data-1", "--device", "cpu")
+    in_a_new_process("train", "--resume", "runs/mine-data-1")
+    capsys.readouterr()
+    assert main(["models", "--import", "theirs_package"]) == 0
+    assert "theirs" in capsys.readouterr().out
+    assert main(["data", "list", "--import", "theirs_package"]) == 0
+    assert "theirs-data" in capsys.readouterr().out
+    # Names that need no import stay as they are.
+    assert main([*SMALL, "--import", "mine_package", "--model", "mine", "--epochs", "0", "--out", "r"]) == 0
+    assert (Run.open("r").settings.model, Run.open("r").settings.data) == ("mine_package:mine", "digits")
+
+
+def test_entry_points_are_loaded_and_broken_ones_only_warn(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [EntryPoint("a", "no_such_package.x", "banach"), EntryPoint("b", "theirs_package", "banach")]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: made if group == "banach" else [])
+    with pytest.warns(UserWarning, match=r"the entry point no_such_package.x of banach cannot be loaded"):
+        names = plugins.load_entry_points()
+    assert {"theirs", "theirs-data", "mnist"} <= names
+    assert main([*SMALL, "--model", "theirs", "--epochs", "0", "--out", "r"]) == 0
+    assert Run.open("r").settings.model == "theirs"
+
+
+def test_folders_and_arrays_train_and_resume_from_another_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 8, 8), dtype=np.uint8)
+    for number in range(30):
+        Path("photos", "abc"[number % 3]).mkdir(parents=True, exist_ok=True)
+        image.fromarray(pixels[number]).save(f"photos/{'abc'[number % 3]}/{number}.png")
+    np.savez("mine.npz", images=pixels, labels=np.arange(30) % 3)
+    common = ["--model", "digits", "--epochs", "1", "--batch-size", "8", *SMALL[5:]]
+    for data, name in (("folder:photos", "photos"), ("mine.npz", "mine.npz"), ("folder:photos@12", "photos-12")):
+        assert main(["train", "--data", data, *common]) == 0
+        assert Run.open(f"runs/{name}-1").settings.data == str(dataset.get(data).name)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for name in ("photos", "mine.npz", "photos-12"):
+        assert main(["evaluate", f"../runs/{name}-1", "--split", "validation", "--device", "cpu"]) == 0
+        assert main(["train", "--resume", f"../runs/{name}-1"]) == 0
+    assert main(["predict", "../runs/photos-1", str(here / "photos" / "a")]) == 0
