@@ -85,10 +85,8 @@ class Run:
         finite, frozen samples stay converged, none may have stalled. `step` finishes the evaluation that ended it.
         """
         z, count, left = state.z, len(state.z), state.count
-        damping, atol = (
-            cast(Picard, self.solver).damping,
-            np.array(self.atol, state.least.dtype),
-        )  # compared faster than a float
+        damping = cast(Picard, self.solver).damping
+        atol = np.array(self.atol, state.least.dtype)  # compared faster than a float
         evaluate, counted, read = self.evaluate, count_nonzero, Tensor.numpy if z.is_cpu else to_numpy
         rtol, most, first = self.tolerance.rtol, self.tolerance.max_steps, k
         least = state.least if left == count else np.where(state.active, state.least, np.inf)  # frozen: not needed
