@@ -7,8 +7,7 @@ BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
 OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
-OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/test_network.py \
-	tests/backward/test_transforms_backward.py tests/backward/test_second_derivatives.py
+OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/backward tests/test_network.py
 
 OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit

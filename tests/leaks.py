@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,9 +48,13 @@ class R(nn.Module):
 
 @dataclass(frozen=True)
 class Growth:
-    """What some steps left behind: bytes of resident memory, also in every window of them, and Python objects."""
+    """What some steps left behind: bytes of resident memory, in every window of them, and Python objects.
+
+    `bytes` is the median window times their number. A leak grows in every window, an allocator or a cache once.
+    """
 
     bytes: int
+    total: int
     windows: list[int]
     objects: int
     seconds: float
@@ -86,7 +91,7 @@ def growth(step: Callable[[], None], steps: int, warm: int = WARM, windows: int 
         resident.append(_resident())
     seconds = time.perf_counter() - start
     grown = [after - before for before, after in pairwise(resident)]
-    return Growth(sum(grown), grown, len(gc.get_objects()) - objects, seconds)
+    return Growth(int(median(grown) * windows), sum(grown), grown, len(gc.get_objects()) - objects, seconds)
 
 
 def _resident() -> int:
