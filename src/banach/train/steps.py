@@ -210,8 +210,6 @@ def _seed(number: int, device: torch.device) -> None:
 def _products_per_sample(net: Any) -> int:
     """Return the J-products that follow from the mode alone; see `counted_products` for others."""
     mode = getattr(net, "backward", None)
-    if isinstance(mode, Implicit):
-        return mode.products or 0
     if isinstance(mode, Neumann):
         return mode.order
     return mode.steps - 1 if isinstance(mode, Unroll) else 0
@@ -219,10 +217,10 @@ def _products_per_sample(net: Any) -> int:
 
 @contextmanager
 def counted_products(state: TrainState) -> Iterator[None]:
-    """Count the J-products of `Implicit` on the device, where their number depends on the residuals."""
+    """Count the J-products of `Implicit` on the device."""
     net: Any = state.net
     mode = getattr(net, "backward", None)
-    if not isinstance(mode, Implicit) or mode.products is not None:
+    if not isinstance(mode, Implicit):
         yield
         return
     net.backward = replace(mode, count=state.counted)
