@@ -18,8 +18,7 @@ from banach import ConvergenceWarning, ImplicitNetwork, Tolerance
 from banach.data import Batches, Images
 from banach.models import Steps
 from banach.train import CheckpointError, DivergenceError, Position, Run, Settings, evaluate, finite, fit
-from banach.train.checkpoint import checkpoints, read_checkpoint
-from banach.train.validate import nonfinite
+from banach.train.checkpoint import checkpoints, nonfinite, read_checkpoint
 from train.parts_train import Contraction, Double, capture_steps, images, plain_network, same_weights, settings
 
 HELD = images(20, "validation")

@@ -15,6 +15,7 @@ from banach.data import Batches
 from banach.models import ODENet
 from banach.models.registry import get
 from banach.train import DivergenceError, Run, Settings, fit, words
+from banach.train.distributed import Ranks
 from train.parts_train import capture_steps, figures, images, plain_network, same_weights, settings
 
 RIVALS = ("mon", "mon-tiers", "mon-large", "mdeq-tiny", "mdeq", "node", "anode")
@@ -189,6 +190,11 @@ def test_a_monotone_network_tunes_alpha_and_resumes(tmp_path: Path) -> None:
     assert same_weights(parts, whole)
     assert parts.R.alpha == whole.R.alpha
     assert figures(found) == figures(expected)
+
+
+def test_ranks_do_not_tune() -> None:
+    with pytest.raises(ValueError, match="tune needs one process, got 2 ranks; pass --no-tune"):
+        Ranks(0, 2).check(plain_network(), 96, settings(tune=True))
 
 
 # Neural ODEs.

@@ -72,10 +72,10 @@ class Ranks:
         """
         if self.count == 1:
             return
+        if settings.tune:  # each rank would choose its own step size
+            raise ValueError(f"tune needs one process, got {self.count} ranks; pass --no-tune")
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
-        if settings.tune:
-            raise ValueError(f"tune works in one process, got {self.count} ranks; pass --no-tune")
         if settings.sharded and not can_shard(settings.torch_device):
             raise ValueError(
                 f"PyTorch {torch.__version__} shards on GPUs only; use a newer one, or leave out sharded"

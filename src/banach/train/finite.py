@@ -46,6 +46,11 @@ class Watch:
         self.first = torch.zeros(2, dtype=torch.float64, device=state.device)  # bad step (0: none), count
         self.sizes = self.first[:0]  # at that step: the largest entry of everything watched
         self._before: dict[int, Tensor] = {}
+        self.failure: Fault | None = None  # a step that raised an error
+
+    def failed(self, error: Exception) -> None:
+        """Record that a solver raised an error in the next step of the state."""
+        self.failure = Fault(self.state.step + 1, 1, f"the solver failed ({error})")
 
     def begin(self) -> None:
         """Keep what the step will change, if it may have to be undone."""
@@ -133,6 +138,9 @@ class Divergence:
             DivergenceError: if the policy is to stop, or cannot help.
         """
         state = self.state
+        if watch.failure is not None:  # such a batch has no answer, and is not skipped
+            self._rewind(watch.failure)
+            return True
         last = state.step == len(state.batches)
         often = self.policy != "skip" and state.step % _EVERY[state.device.type] == 0
         if not (now or last or often) or (fault := watch.read()) is None:
@@ -143,14 +151,6 @@ class Divergence:
             return False
         self._rewind(fault)
         return True
-
-    def failed(self, error: Exception) -> None:
-        """Rewind because a solver raised an error in the next step, by which the batch has no answer.
-
-        Raises:
-            DivergenceError: if the policy is another one. No batch is skipped.
-        """
-        self._rewind(Fault(self.state.step + 1, 1, f"the solver failed ({error})"))
 
     def _rewind(self, fault: Fault) -> None:
         """Return to the newest checkpoint and lower the rate, or raise a DivergenceError."""

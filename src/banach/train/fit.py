@@ -12,8 +12,6 @@ from torch import nn
 
 from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
-from banach.models import ODENet
-from banach.models.ode import ODE_FAILURES
 from banach.solve import ConvergenceWarning
 from banach.train.checkpoint import Position
 from banach.train.distributed import Ranks
@@ -107,8 +105,7 @@ def fit(
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         stack.enter_context(counted_products(state))
         signals = stack.enter_context(noted_signals(run is not None))
-        steps = Steps(state)
-        shown: Plan | None = None
+        steps = Steps(state, show)
         if state.epoch < settings.epochs:
             steps.prepare()
         # A capture that failed in training is not tried again: one warning is enough.
@@ -117,24 +114,13 @@ def fit(
         while state.epoch < settings.epochs and not stopped:
             net.train()
             for _ in range(state.step, len(batches)):
-                if steps.plan is not shown:
-                    if steps.plan != shown:
-                        show(steps.plan)
-                    shown = steps.plan
-                try:
-                    steps.take()
-                except ODE_FAILURES as error:
-                    if not isinstance(net, ODENet):
-                        raise
-                    divergence.failed(error)
-                    steps = Steps(state)
-                    break
+                steps.take()
                 state.step += 1
                 if on_step is not None:
                     on_step(state.position)
                 stopped, due = ranks.agree(signals), _is_due(state)
                 if divergence.found(steps.watch, now=stopped > 0 or due):
-                    steps = Steps(state)  # captured steps point to the old state of the optimizer
+                    steps = Steps(state, show)  # captured steps point to the old state of the optimizer
                     break
                 if due:
                     save()

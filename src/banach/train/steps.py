@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from banach.fast import unchanged
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep
 from banach.models import ODENet, unrolled
+from banach.models.ode import ODE_FAILURES
 from banach.network import ImplicitNetwork
 from banach.train.distributed import Parallel
 from banach.train.finite import Watch
@@ -30,11 +31,11 @@ _TUNED = 30  # the step of an epoch at which modules tune themselves, and once m
 
 
 class Steps:
-    """`take()` is the next training step of the state; `plan` says how it runs."""
+    """`take()` is the next training step of the state; `show` gets the plan of how it runs, when that changes."""
 
-    def __init__(self, state: TrainState) -> None:
-        self.state, self.feed = state, _EpochFeed(state)
-        self.penalties = Penalties.of(state.settings)
+    def __init__(self, state: TrainState, show: Callable[[Plan], None] = lambda plan: None) -> None:
+        self.state, self.feed, self.show = state, _EpochFeed(state), show
+        self._shown: Plan | None = None
         self.watch = Watch(state, self.feed.place)
         self._make()
 
@@ -42,6 +43,7 @@ class Steps:
         """Plan a step for the network as it is now, and make it."""
         state = self.state
         net, settings = state.net.train(), state.settings
+        self.penalties = None if self._pretrain else Penalties.of(settings)
         refused = None if self.feed.full else "there is no whole batch"
         if isinstance(net, ODENet):
             refused = "the ODE solver chooses its steps on the host"
@@ -99,6 +101,10 @@ class Steps:
             if not self.step.prepared:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
+        if self.plan is not self._shown:
+            if self.plan != self._shown:
+                self.show(self.plan)
+            self._shown = self.plan
 
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
@@ -118,8 +124,14 @@ class Steps:
         rank = () if state.ranks.first else (state.ranks.rank,)  # every rank draws other dropout masks
         _seed(counter.key(settings.seed, _DRAWS, state.epoch, state.step, *rank), state.device)
         with self._phase():
-            self.step.run()
             products = _products_per_sample(state.net)
+            try:
+                self.step.run()
+            except ODE_FAILURES as error:
+                if not isinstance(state.net, ODENet) or state.ranks.count > 1:
+                    raise
+                self.watch.failed(error)
+                return
         own = state.batches.own(self.feed.count(), state.ranks.rank)
         products += 0 if self.penalties is None else self.penalties.products
         products += state.metrics.add_evaluations(state.net, own.stop - own.start)
@@ -210,8 +222,6 @@ def _seed(number: int, device: torch.device) -> None:
 def _products_per_sample(net: Any) -> int:
     """Return the J-products that follow from the mode alone; see `counted_products` for others."""
     mode = getattr(net, "backward", None)
-    if isinstance(mode, Implicit):
-        return mode.products or 0
     if isinstance(mode, Neumann):
         return mode.order
     return mode.steps - 1 if isinstance(mode, Unroll) else 0
@@ -219,10 +229,10 @@ def _products_per_sample(net: Any) -> int:
 
 @contextmanager
 def counted_products(state: TrainState) -> Iterator[None]:
-    """Count the J-products of `Implicit` on the device, where their number depends on the residuals."""
+    """Count the J-products of `Implicit` on the device."""
     net: Any = state.net
     mode = getattr(net, "backward", None)
-    if not isinstance(mode, Implicit) or mode.products is not None:
+    if not isinstance(mode, Implicit):
         yield
         return
     net.backward = replace(mode, count=state.counted)
