@@ -42,7 +42,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], tuple[str, ...], int], ...] = (
     ("curve", ("transformer", "cifar100"), EAGER_AND_CAPTURED, 3),
     ("prediction", ("cifar512",), ("banach-fast", "explicit-fast", "plain", "plain-tuned"), 3),
     ("step", ("svhn100-relative",), ("banach-fast", "explicit-fast", "banach-eager"), 3),
-    ("step", PAPER_POINTS, ("authors", "unroll", "banach-captured", "banach-general"), 3),
+    ("step", PAPER_POINTS, ("authors", "banach-captured", "banach-general", "banach-modules"), 3),
 )
 TIMED = ("step", "per-step", "prediction")  # these take turns on the device
 

@@ -35,23 +35,20 @@ TURNS, LOOKS = 2, 5  # timed blocks; steps after them, whose depth is read
 
 
 def start(job: Job, settings: Settings, gate: Gate) -> Record:
-    """Train by banach for some steps and save weights, moments, depth and eps, from which all contenders go on."""
+    """Train by banach for some steps and save weights, moments and eps, from which all contenders go on."""
     setting = job.setting(settings)
     point, device = setting.point, setting.device
     batches, title = feed(point, device, settings.data_dir)
     way = "banach-captured" if point.warm_up > 1000 else job.contender
     step = CONTENDERS[way].build(replace(setting, point=replace(point, mean_steps=None)))
-    depths = []
-    for number, batch in enumerate(islice(batches, point.warm_up)):
+    for batch in islice(batches, point.warm_up):
         step(*batch)
-        depths += [step.seen.read()[0]] if number >= point.warm_up - 10 else []
     eps = point.eps if point.mean_steps is None else _eps_for(point, step.net, next(batches)[0])
-    depth = math.ceil(statistics.mean(depths))
     path = settings.start(job.point)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save((step.net.state_dict(), step.optimizer.state_dict(), depth, eps), path.with_suffix(".new"))
+    torch.save((step.net.state_dict(), step.optimizer.state_dict(), eps), path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
-    return {"depth": depth, "eps": eps, "data": title, "steps": point.warm_up}
+    return {"eps": eps, "data": title, "steps": point.warm_up, "depth": step.seen.read()[0]}
 
 
 @torch.no_grad()
@@ -109,10 +106,8 @@ def _settled(job: Job, settings: Settings, batches: Iterator[Batch]) -> tuple[St
 def _from_start(job: Job, settings: Settings, change: Callable[[ImplicitNetwork], Any] | None = None) -> Step:
     """Return a contender's step, with the weights and moments of the start."""
     setting, contender = job.setting(settings), CONTENDERS[job.contender]
-    weights, moments, depth, eps = torch.load(
-        settings.start(job.point), map_location=setting.device, weights_only=False
-    )
-    setting = replace(setting, depth=depth, point=replace(setting.point, eps=eps))
+    weights, moments, eps = torch.load(settings.start(job.point), setting.device, weights_only=False)
+    setting = replace(setting, point=replace(setting.point, eps=eps))
     net = contender.change(setting.point.network(setting.device, setting.seed))
     if change is not None:
         change(net)
