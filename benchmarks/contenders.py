@@ -111,8 +111,8 @@ class Step:
             for name, value in state.items():  # fused Adam wants the moments in the memory format of the weights
                 if isinstance(value, Tensor) and value.shape == p.shape:
                     state[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)
-                elif self.captured:  # counted on the device, so that the count can be captured
-                    state[name] = value.to(p.device)
+                else:  # steps are counted on the device by fused Adam alone; elsewhere each would be a host sync
+                    state[name] = value.to(p.device if self.optimizer.defaults["fused"] else "cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.setting.precision, self.setting.device)

@@ -31,15 +31,16 @@ from benchmarks.results import Figure
 from benchmarks.timer import milliseconds_of, switches, timed_steps
 
 PARTS = ("Q", "R", "S")
-TURNS, LOOKS = 2, 5  # timed blocks; steps after them, whose depth is read
+TURNS, LOOKS = 2, 3  # timed blocks; steps after each, whose depth is read
 
 
 def start(job: Job, settings: Settings, gate: Gate) -> Record:
     """Train by banach for some steps and save weights, moments and eps, from which all contenders go on."""
     setting = job.setting(settings)
     point, device = setting.point, setting.device
-    batches, title = feed(point, device, settings.data_dir)
-    way = "banach-captured" if point.warm_up > 1000 else job.contender
+    late = point.warm_up > 1000
+    batches, title = feed(point, device, settings.data_dir, many=1000 if late else 64)
+    way = "banach-captured" if late else job.contender
     step = CONTENDERS[way].build(replace(setting, point=replace(point, mean_steps=None)))
     for batch in islice(batches, point.warm_up):
         step(*batch)
@@ -75,11 +76,12 @@ def step(job: Job, settings: Settings, gate: Gate) -> Record:
         count = _affordable(one, batches, settings)
         syncs = host_syncs(partial(one if device.type == "cuda" else one.gradients, *next(batches)), device)
     ms: list[float] = []
+    seen: list[Seen] = []
     for _ in range(TURNS):
         with gate.turn():
             one(*next(batches))
             ms += _times(one, batches, max(count // TURNS, 1), device)
-    seen = [_look(one, batch) for batch in islice(batches, LOOKS)]
+            seen += [_look(one, batch) for batch in islice(batches, LOOKS)]
     record = {"ms": statistics.median(ms), "each_step": vars(Figure.of(ms)), "data": title, "peak_bytes": peak}
     return record | {"host_syncs": syncs, "eps": one.setting.point.eps} | _reached(seen) | _plan_of(one)
 
