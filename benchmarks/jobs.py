@@ -109,7 +109,7 @@ class Job:
         return Setting(settings.point(self.point), self.precision, torch.device(settings.device), **given)
 
     def command(self, settings: Settings) -> list[str]:
-        """Return the command of the process; its gate is added as the last argument."""
+        """Return the command of the process; its locks are added as further arguments."""
         given = json.dumps([asdict(self), asdict(settings)], default=str)
         return [sys.executable, "-m", "benchmarks.training_step", given]
 

@@ -1,8 +1,8 @@
 """What one process of the training-step benchmark measures: a study takes a job and returns its record.
 
-Timed studies prepare outside of their turn: everything is compiled once while other processes do the same. In
-their turn they build the step again, so that searches for the fastest algorithm find an idle device, and time it.
-Batches are on the device before the time begins, augmented where the paper augments: for all contenders alike.
+Timed studies have three phases. cuDNN searches for algorithms, one process after the other, since it times them.
+Everything is compiled and captured while other processes do the same. Steps are timed in turns. Batches are on the
+device before the time begins, augmented where the paper augments: for all contenders alike.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def step(job: Job, settings: Settings, gate: Gate) -> Record:
     """Measure a whole training step: ms, memory, depth, host syncs."""
     device = torch.device(settings.device)
     batches, title = feed(settings.point(job.point), device, settings.data_dir)
-    _settled(job, settings, batches)
-    _free(device)
+    _search(job, settings, gate, lambda plain: _settled(job, plain, batches))
+    one, peak = _settled(job, settings, batches)
+    gate.meet(2)
     with gate.turn():
-        one, peak = _settled(job, settings, batches)
         count = _affordable(one, batches, settings)
         syncs = host_syncs(partial(one if device.type == "cuda" else one.gradients, *next(batches)), device)
     ms: list[float] = []
@@ -118,10 +118,16 @@ def _from_start(job: Job, settings: Settings, change: Callable[[ImplicitNetwork]
     return one
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _search(job: Job, settings: Settings, gate: Gate, build: Callable[[Settings], object]) -> None:
+    """Let cuDNN find its algorithms while no other process uses the device: by a step that is not compiled."""
+    if settings.point(job.point).convolves:
+        with gate.turn():
+            build(replace(settings, compile=False, settle=1))
+            gc.collect()
+            if settings.device != "cpu":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+    gate.meet(1)
 
 
 def _affordable(one: Step, batches: Iterator[Batch], settings: Settings) -> int:
@@ -162,9 +168,11 @@ def per_step(job: Job, settings: Settings, gate: Gate) -> Record:
     depths = (3, 6) if settings.quick else (10, 40)
     cases = {(solver, depth): None for solver in (Picard(), Anderson(5)) for depth in depths}
     steps = {key: _from_start(job, settings, partial(_fix_depth, *key)) for key in cases}
+    gate.meet(1)
     for one in steps.values():
         for batch in islice(batches, settings.settle):
             one(*batch)
+    gate.meet(2)
     ms = {}
     with gate.turn():
         for key, one in steps.items():
@@ -189,9 +197,10 @@ def prediction(job: Job, settings: Settings, gate: Gate) -> Record:
     if d.dim() == 4:
         d = d.contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
-        _predictor(job, settings, d)
+        _search(job, settings, gate, lambda plain: _predictor(job, plain, d))
+        call, one = _predictor(job, settings, d)
+        gate.meet(2)
         with gate.turn():
-            call, one = _predictor(job, settings, d)
             ms = {size: milliseconds_of(partial(call, d[:size]), device, 10) for size in settings.batches}
             met = _predicts_to(job, one, call, d)
     middle = settings.batches[len(settings.batches) // 2]
