@@ -87,7 +87,7 @@ class Settings:
 
     def start(self, point: str) -> Path:
         """Return the file of the weights from which all contenders go on."""
-        return self.work / f"{point}{'-quick' if self.quick else ''}.pt"
+        return self.work / f"start-{point}{'-quick' if self.quick else ''}.pt"
 
 
 @dataclass(frozen=True)

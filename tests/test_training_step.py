@@ -16,7 +16,7 @@ from benchmarks import libraries, processes, summary, training_step
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.contenders import CONTENDERS, Setting, Step
 from benchmarks.jobs import Job, Settings, next_jobs, read_job
-from benchmarks.points import POINTS, Batch, Point, feed
+from benchmarks.points import OWN_POINTS, POINTS, Batch, Point, feed
 from benchmarks.processes import Gate, Record, run_wave
 from benchmarks.studies import measure
 from torch import Tensor, nn
@@ -171,6 +171,20 @@ def test_a_prediction_is_timed_at_every_batch(tmp_path: Path) -> None:
     assert set(found) == {"banach-fast", "explicit-fast", "plain", "plain-tuned"}
     assert all(set(one["by_batch"]) == {"1", "3"} for one in found.values())
     assert (found["banach-fast"]["met"], found["explicit-fast"]["met"]) == (1.0, None)
+
+
+@pytest.mark.gpu
+def test_captured_steps_on_a_gpu_end_at_the_depth_that_is_needed(tmp_path: Path) -> None:
+    names = ("step/mlp/banach-fast", "step/mlp/plain/", "depth", "gradients/two-scales", "prediction/transformer")
+    _, records = run_in(tmp_path, *names, device="cuda", depth_steps=20)
+    found = {(one["study"], one["point"], one["contender"]): one for one in records}
+    assert all(found["depth", point, "banach-captured"]["least_more"] >= -1 for point in OWN_POINTS)
+    assert all(found["depth", point, "banach-captured"]["most_more"] < summary.CYCLE for point in OWN_POINTS)
+    fast = found["step", "mlp", "banach-fast"]
+    assert fast["peak_bytes"] > 0
+    assert fast["host_syncs"] == 0
+    assert fast["ms"] < found["step", "mlp", "plain"]["ms"]
+    assert max(found["gradients", "two-scales", "banach-fast"]["errors"].values()) < 0.05
 
 
 def record(job: Job, **fields: Any) -> Record:
