@@ -195,6 +195,8 @@ def test_later_processes_use_the_fastest_precision_that_meets_the_tolerance(tmp_
     settings = replace(Settings(), out=tmp_path, work=tmp_path, only=("step/mlp/plain/", "depth/mlp"))
     (first,) = next_jobs([], settings, "here")
     assert first.name == "start/mlp/banach-eager/fp32/0"
+    assert next_jobs([record(first)], settings, "here") == [first]  # a machine without the file of the record
+    assert next_jobs([record(first, error="no")], settings, "here") == []
     settings.start("mlp").touch()
     wave = next_jobs([], settings, "here")
     assert [job.name for job in wave] == ["step/mlp/plain/tf32/0", "step/mlp/plain/bf16/0"]
