@@ -12,7 +12,7 @@ OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/b
 OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
 
-.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint bench bench-gpu bench-training paper clean help
+.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint bench bench-gpu paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
@@ -20,7 +20,6 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
 	@echo "make bench-gpu  training steps and predictions against peers, memory, kernels on a GPU; writes results/gpu/*.json"
-	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
@@ -91,9 +90,6 @@ bench-gpu:
 	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || { echo "bench-gpu needs a Python that has torch with CUDA, got $(GPU_PYTHON); run: make bench-gpu GPU_PYTHON=..." >&2; exit 2; }
 	@PYTHONPATH=build/torchdeq $(GPU_PYTHON) -c 'import torchdeq' 2> /dev/null || $(GPU_PYTHON) -m pip install --quiet --no-deps --target build/torchdeq torchdeq==0.1.0 || echo "TorchDEQ 0.1.0 cannot be installed: it will be left out"
 	PYTHONPATH=src:build/torchdeq $(GPU_PYTHON) -m benchmarks gpu
-
-bench-training: setup
-	$(BIN)/python -m benchmarks training
 
 paper: setup
 	$(BIN)/python -m reproduction all --quick

@@ -1,4 +1,4 @@
-"""The runner: python -m benchmarks [cpu|gpu|training] [NAME ...] [--quick] [--out DIR] [--list]."""
+"""The runner: python -m benchmarks [cpu|gpu] [NAME ...] [--quick] [--out DIR] [--list]."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from benchmarks.results import Benchmark
 
 FILES = (
     *("loop", "memory", "onestep", "per_sample", "modes", "starts", "layout", "penalty"),
-    *("training_step", "whole_training", "kernels"),
+    "training_step",
 )
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
-FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu"), "training": Path("results/training")}
+FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu")}
 
 QUICK = Path("build/benchmarks")  # figures at tiny sizes are not results
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = _wanted(parser, chosen)
     if chosen.list:
         for one in wanted:
-            print(f"{one.group:9} {one.name:17} {one.question}")
+            print(f"{one.group:4} {one.name:14} {one.question}")
         return 0
     if chosen.quick or any(one.group == "cpu" for one in wanted):
         torch.set_num_threads(1)
@@ -88,7 +88,7 @@ def _console() -> Any:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="measure banach against its peers")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="cpu, gpu, training or benchmarks; default cpu")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cpu, gpu or benchmarks; default cpu")
     parser.add_argument("--list", action="store_true", help="print the benchmarks and what they ask")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on a CPU: shows that everything runs")
     parser.add_argument(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from banach import ImplicitNetwork
-from banach.fast import TrainStep
+from banach.fast import Choice, TrainStep, plan
 from banach.train.precision import autocast
 from benchmarks.libraries import ABSENT, has_torchdeq, torchdeq_layer
 from benchmarks.points import Point
@@ -28,12 +28,11 @@ from benchmarks.points import Point
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contender is built for. `depth` is what a plain loop needs there: fixed depths are given it."""
+    """What a contender is built for."""
 
     point: Point
     precision: str
     device: torch.device
-    depth: int = 1
     seed: int = 0
     compile: bool = False  # the parts of tuned contenders
 
@@ -112,8 +111,8 @@ class Step:
             for name, value in state.items():  # fused Adam wants the moments in the memory format of the weights
                 if isinstance(value, Tensor) and value.shape == p.shape:
                     state[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)
-                elif self.captured:  # counted on the device, so that the count can be captured
-                    state[name] = value.to(p.device)
+                else:  # steps are counted on the device by fused Adam alone; elsewhere each would be a host sync
+                    state[name] = value.to(p.device if self.optimizer.defaults["fused"] else "cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.setting.precision, self.setting.device)
@@ -220,21 +219,6 @@ class TorchDEQ(Step):
         return state[0].view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-class Unrolled(Step):
-    """Autograd through the whole loop, at the depth that the plain loop needed."""
-
-    def forward(self, d: Tensor) -> Tensor:
-        with self.autocast():
-            v = self.Q(d)
-            before = u = zeros(v)
-            for _ in range(self.setting.depth):
-                before, u = u, self.R(u, v)
-            last = tree_map(Tensor.detach, (u, before))  # not the graph
-            self.last = Seen(self.setting.depth, partial(self.setting.point.excess, *last))
-            output: Tensor = self.S(self.R(u, v))
-            return output
-
-
 class Eager(Step):
     """banach.ImplicitNetwork, called eagerly: Picard, JFB, the point's tolerance."""
 
@@ -255,14 +239,18 @@ class Eager(Step):
 
 
 class Captured(Eager):
-    """banach.fast.TrainStep: the whole step as CUDA graphs."""
+    """banach.fast.TrainStep: the whole step as CUDA graphs. `without` names choices of its plan that are off."""
 
     captured = True
 
-    def __init__(self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False) -> None:
+    def __init__(
+        self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False, without: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(net, setting)
-        bf16, compiled = setting.precision == "bf16", compiled and setting.compile
-        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, compile=compiled)
+        bf16 = setting.precision == "bf16"
+        how = plan(net, precision="bf16" if bf16 else None, compile=compiled and setting.compile)
+        off: dict[str, Any] = {name: Choice(False, "switched off") for name in without}
+        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, how=replace(how, **off))
 
     def __call__(self, d: Tensor, y: Tensor) -> Tensor:
         loss = self.step(d, y)
@@ -295,8 +283,8 @@ def hide_form(net: ImplicitNetwork) -> ImplicitNetwork:
 class Contender:
     """A name and how its step is made.
 
-    `role`: "peer" solves to the tolerance as users do, "tuned" is a peer at its best, "fixed" unrolls to a given
-    depth, "twin" is explicit, "ours" is banach. `change` edits the network.
+    `role`: "peer" solves to the tolerance as users do, "tuned" is a peer at its best, "twin" is explicit, "ours"
+    is banach. `change` edits the network.
     """
 
     name: str
@@ -309,7 +297,7 @@ class Contender:
         """Return why it is not measured at a point, or None."""
         if "torchdeq" in self.name and not has_torchdeq():
             return ABSENT
-        if self.role in ("peer", "tuned", "fixed") and point.relative and not point.own:
+        if self.role in ("peer", "tuned") and point.relative and not point.own:
             return "has no relative test in this norm"
         return None
 
@@ -331,12 +319,13 @@ CONTENDERS = {
         Contender("plain-graphs", partial(Plain, tuned=True, graphs=True), "tuned"),
         Contender("torchdeq", TorchDEQ, "peer"),
         Contender("torchdeq-tuned", partial(TorchDEQ, tuned=True), "tuned"),
-        Contender("unroll", Unrolled, "fixed"),
-        Contender("explicit", Eager, "twin", as_twin),
         Contender("banach-eager", Eager, "ours"),
         Contender("banach-captured", Captured, "ours", fast=True),
         Contender("banach-fast", partial(Captured, compiled=True), "ours", fast=True),
         Contender("banach-general", partial(Captured, compiled=True), "ours", hide_form, fast=True),
+        Contender(
+            "banach-modules", partial(Captured, compiled=True, without=("fused", "windows")), "ours", fast=True
+        ),
         Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, fast=True),
     )
 }

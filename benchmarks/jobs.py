@@ -42,7 +42,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], tuple[str, ...], int], ...] = (
     ("curve", ("transformer", "cifar100"), EAGER_AND_CAPTURED, 3),
     ("prediction", ("cifar512",), ("banach-fast", "explicit-fast", "plain", "plain-tuned"), 3),
     ("step", ("svhn100-relative",), ("banach-fast", "explicit-fast", "banach-eager"), 3),
-    ("step", PAPER_POINTS, ("authors", "unroll", "banach-captured", "banach-general"), 3),
+    ("step", PAPER_POINTS, ("authors", "banach-captured", "banach-general", "banach-modules"), 3),
 )
 TIMED = ("step", "per-step", "prediction")  # these take turns on the device
 
@@ -87,7 +87,7 @@ class Settings:
 
     def start(self, point: str) -> Path:
         """Return the file of the weights from which all contenders go on."""
-        return self.work / f"{point}{'-quick' if self.quick else ''}.pt"
+        return self.work / f"start-{point}{'-quick' if self.quick else ''}.pt"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Job:
         return Setting(settings.point(self.point), self.precision, torch.device(settings.device), **given)
 
     def command(self, settings: Settings) -> list[str]:
-        """Return the command of the process; its gate is added as the last argument."""
+        """Return the command of the process; its locks are added as further arguments."""
         given = json.dumps([asdict(self), asdict(settings)], default=str)
         return [sys.executable, "-m", "benchmarks.training_step", given]
 
@@ -124,13 +124,14 @@ def read_job(given: str) -> tuple[Job, Settings]:
 
 def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> list[Job]:
     """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both."""
-    done = {one["job"] for one in records if "error" not in one or one["commit"] == commit}
+    failed = {one["job"] for one in records if "error" in one and one["commit"] == commit}
+    done = {one["job"] for one in records if "error" not in one} | failed
     pending = [job for job in _jobs(records, settings) if job.name not in done]
-    starts = dict.fromkeys(_start_of(job, settings) for job in pending if job.study != "curve")
-    missing = [job for job in starts if job.name not in done and not settings.start(job.point).exists()]
-    # Points whose start failed have no further jobs.
-    failed = {job.point for job in starts if job.name in done and not settings.start(job.point).exists()}
-    wave = missing or [job for job in pending if job.point not in failed or job.study == "curve"]
+    starts = {job: _start_of(job, settings) for job in pending}
+    # A start is its file, which a fresh machine does not have, and not its record.
+    missing = [one for one in dict.fromkeys(starts.values()) if not settings.start(one.point).exists()]
+    lost = [one for one in missing if one.name in failed]
+    wave = [one for one in missing if one not in lost] or [job for job in pending if starts[job] not in lost]
     return [job for job in wave if (job.study in TIMED) == (wave[0].study in TIMED)][: settings.at_once]
 
 

@@ -46,6 +46,10 @@ class Point:
         return ("fp32",) if self.precision == "fp32" else ("tf32", "bf16")
 
     @property
+    def convolves(self) -> bool:
+        return self.model not in ("transformer", "mlp")
+
+    @property
     def own(self) -> bool:
         """Whether no kernel knows the network."""
         return self.model in OWN

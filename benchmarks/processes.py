@@ -1,9 +1,8 @@
-"""Waves of processes: all prepare at the same time, then take turns, so that only one of them uses the device.
+"""Waves of processes: they prepare at the same time and take turns on the device, so that only one is timed.
 
-A lock file orders them. Each process inherits a shared lock, which the parent took before it started. A turn is an
-exclusive lock, so it begins when every process of the wave is prepared and no other has its turn. A process that
-dies loses its lock. Every process appends one line to a file of records. This file imports no banach: processes
-may run other source trees.
+Lock files order them. A turn is an exclusive lock. For a meeting the parent takes a shared lock for each process
+before it starts; a process that arrives gives it up and waits for an exclusive one. A process that dies loses its
+locks. Every process appends one line to a file of records.
 """
 
 from __future__ import annotations
@@ -28,25 +27,31 @@ QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONWA
 
 @dataclass(frozen=True)
 class Gate:
-    """The turns of one process. Without a lock, as in tests, every turn begins at once."""
+    """The turns and meetings of one process. Without locks, as in tests, nothing waits."""
 
-    handle: int | None = None
+    handles: tuple[int, ...] = ()  # of the device, of the first and of the second meeting
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until all processes of the wave are prepared and none has its turn, and keep the device."""
-        if self.handle is None:
+        """Wait until no other process has its turn, and keep the device."""
+        if not self.handles:
             yield
             return
-        fcntl.flock(self.handle, fcntl.LOCK_EX)
+        fcntl.flock(self.handles[0], fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(self.handle, fcntl.LOCK_UN)
+            fcntl.flock(self.handles[0], fcntl.LOCK_UN)
+
+    def meet(self, number: int) -> None:
+        """Wait until all processes of the wave have come to this meeting, 1 or 2, or have ended."""
+        if self.handles:
+            fcntl.flock(self.handles[number], fcntl.LOCK_EX)
+            fcntl.flock(self.handles[number], fcntl.LOCK_UN)
 
 
 def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[str, str]) -> dict[str, str]:
-    """Run commands at the same time; the number of their lock is added as the last argument.
+    """Run commands at the same time; the numbers of their locks are added as the last arguments.
 
     Args:
         commands: by name.
@@ -69,20 +74,23 @@ def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[st
 
 
 def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)  # another description for every process
-    fcntl.flock(handle, fcntl.LOCK_SH)
+    # Locks belong to open files, so each process gets its own.
+    handles = [os.open(folder / f"lock{lock}", os.O_RDWR | os.O_CREAT) for lock in range(3)]
+    for handle in handles[1:]:
+        fcntl.flock(handle, fcntl.LOCK_SH)
     try:
         with (folder / f"{number}.err").open("wb") as errors:
             return subprocess.Popen(
-                [*command, str(handle)],
-                pass_fds=(handle,),
+                [*command, *map(str, handles)],
+                pass_fds=handles,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env={**os.environ, **QUIET, **env},
                 start_new_session=True,
             )
     finally:
-        os.close(handle)
+        for handle in handles:
+            os.close(handle)
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:

@@ -71,7 +71,7 @@ class Benchmark:
     run: Callable[[Any], Report]
     full: Any
     quick: Any
-    group: str = "cpu"  # or gpu, training: what the command line selects by
+    group: str = "cpu"  # or gpu
 
     def settings(self, *, quick: bool, **changes: Any) -> Any:
         """Return the settings of one of the sizes, with those `changes` that they have a field for."""

@@ -1,8 +1,8 @@
 """What one process of the training-step benchmark measures: a study takes a job and returns its record.
 
-Timed studies prepare outside of their turn: everything is compiled once while other processes do the same. In
-their turn they build the step again, so that searches for the fastest algorithm find an idle device, and time it.
-Batches are on the device before the time begins, augmented where the paper augments: for all contenders alike.
+Timed studies have three phases. cuDNN searches for algorithms, one process after the other, since it times them.
+Everything is compiled and captured while other processes do the same. Steps are timed in turns. Batches are on the
+device before the time begins, augmented where the paper augments: for all contenders alike.
 """
 
 from __future__ import annotations
@@ -31,27 +31,25 @@ from benchmarks.results import Figure
 from benchmarks.timer import milliseconds_of, switches, timed_steps
 
 PARTS = ("Q", "R", "S")
-TURNS, LOOKS = 2, 5  # timed blocks; steps after them, whose depth is read
+TURNS, LOOKS = 2, 3  # timed blocks; steps after each, whose depth is read
 
 
 def start(job: Job, settings: Settings, gate: Gate) -> Record:
-    """Train by banach for some steps and save weights, moments, depth and eps, from which all contenders go on."""
+    """Train by banach for some steps and save weights, moments and eps, from which all contenders go on."""
     setting = job.setting(settings)
     point, device = setting.point, setting.device
-    batches, title = feed(point, device, settings.data_dir)
-    way = "banach-captured" if point.warm_up > 1000 else job.contender
-    step = CONTENDERS[way].build(replace(setting, point=replace(point, mean_steps=None)))
-    depths = []
-    for number, batch in enumerate(islice(batches, point.warm_up)):
-        step(*batch)
-        depths += [step.seen.read()[0]] if number >= point.warm_up - 10 else []
-    eps = point.eps if point.mean_steps is None else _eps_for(point, step.net, next(batches)[0])
-    depth = math.ceil(statistics.mean(depths))
+    late = point.warm_up > 1000
+    batches, title = feed(point, device, settings.data_dir, many=1000 if late else 64)
+    way = "banach-captured" if late else job.contender
+    one = CONTENDERS[way].build(replace(setting, point=replace(point, mean_steps=None)))
+    for batch in islice(batches, point.warm_up):
+        one(*batch)
+    eps = point.eps if point.mean_steps is None else _eps_for(point, one.net, next(batches)[0])
     path = settings.start(job.point)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save((step.net.state_dict(), step.optimizer.state_dict(), depth, eps), path.with_suffix(".new"))
+    torch.save((one.net.state_dict(), one.optimizer.state_dict(), eps), path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
-    return {"depth": depth, "eps": eps, "data": title, "steps": point.warm_up}
+    return {"eps": eps, "data": title, "steps": point.warm_up, "depth": one.seen.read()[0]}
 
 
 @torch.no_grad()
@@ -71,18 +69,19 @@ def step(job: Job, settings: Settings, gate: Gate) -> Record:
     """Measure a whole training step: ms, memory, depth, host syncs."""
     device = torch.device(settings.device)
     batches, title = feed(settings.point(job.point), device, settings.data_dir)
-    _settled(job, settings, batches)
-    _free(device)
+    _search(job, settings, gate, lambda plain: _settled(job, plain, batches))
+    one, peak = _settled(job, settings, batches)
+    gate.meet(2)
     with gate.turn():
-        one, peak = _settled(job, settings, batches)
         count = _affordable(one, batches, settings)
         syncs = host_syncs(partial(one if device.type == "cuda" else one.gradients, *next(batches)), device)
     ms: list[float] = []
+    seen: list[Seen] = []
     for _ in range(TURNS):
         with gate.turn():
             one(*next(batches))
             ms += _times(one, batches, max(count // TURNS, 1), device)
-    seen = [_look(one, batch) for batch in islice(batches, LOOKS)]
+            seen += [_look(one, batch) for batch in islice(batches, LOOKS)]
     record = {"ms": statistics.median(ms), "each_step": vars(Figure.of(ms)), "data": title, "peak_bytes": peak}
     return record | {"host_syncs": syncs, "eps": one.setting.point.eps} | _reached(seen) | _plan_of(one)
 
@@ -109,10 +108,8 @@ def _settled(job: Job, settings: Settings, batches: Iterator[Batch]) -> tuple[St
 def _from_start(job: Job, settings: Settings, change: Callable[[ImplicitNetwork], Any] | None = None) -> Step:
     """Return a contender's step, with the weights and moments of the start."""
     setting, contender = job.setting(settings), CONTENDERS[job.contender]
-    weights, moments, depth, eps = torch.load(
-        settings.start(job.point), map_location=setting.device, weights_only=False
-    )
-    setting = replace(setting, depth=depth, point=replace(setting.point, eps=eps))
+    weights, moments, eps = torch.load(settings.start(job.point), setting.device, weights_only=False)
+    setting = replace(setting, point=replace(setting.point, eps=eps))
     net = contender.change(setting.point.network(setting.device, setting.seed))
     if change is not None:
         change(net)
@@ -121,10 +118,16 @@ def _from_start(job: Job, settings: Settings, change: Callable[[ImplicitNetwork]
     return one
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _search(job: Job, settings: Settings, gate: Gate, build: Callable[[Settings], object]) -> None:
+    """Let cuDNN find its algorithms while no other process uses the device: by a step that is not compiled."""
+    if settings.point(job.point).convolves:
+        with gate.turn():
+            build(replace(settings, compile=False, settle=1))
+            gc.collect()
+            if settings.device != "cpu":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+    gate.meet(1)
 
 
 def _affordable(one: Step, batches: Iterator[Batch], settings: Settings) -> int:
@@ -162,17 +165,20 @@ def per_step(job: Job, settings: Settings, gate: Gate) -> Record:
     """Measure what a step of Picard and of Anderson costs in a captured training step, from two depths."""
     device = torch.device(settings.device)
     batches = feed(settings.point(job.point), device, settings.data_dir)[0]
-    depths = (3, 6) if settings.quick else (10, 40)
+    depths = (3, 6) if settings.quick else (5, 15)  # deeper, an iterate in bf16 may repeat itself exactly
     cases = {(solver, depth): None for solver in (Picard(), Anderson(5)) for depth in depths}
     steps = {key: _from_start(job, settings, partial(_fix_depth, *key)) for key in cases}
+    gate.meet(1)
     for one in steps.values():
         for batch in islice(batches, settings.settle):
             one(*batch)
+    gate.meet(2)
     ms = {}
     with gate.turn():
         for key, one in steps.items():
             ms[key] = statistics.median(_times(one, batches, settings.steps, device))
-            assert one.seen.read()[0] == key[1]
+            if one.seen.read()[0] != key[1]:
+                raise RuntimeError(f"expected {key[1]} steps of {key[0]}, got {one.seen.read()[0]:.0f}")
     less, more = depths
     cost = {type(solver).__name__: (ms[solver, more] - ms[solver, less]) / (more - less) for solver, _ in cases}
     both = {f"{type(solver).__name__}, depth {depth}": value for (solver, depth), value in ms.items()}
@@ -192,9 +198,10 @@ def prediction(job: Job, settings: Settings, gate: Gate) -> Record:
     if d.dim() == 4:
         d = d.contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
-        _predictor(job, settings, d)
+        _search(job, settings, gate, lambda plain: _predictor(job, plain, d))
+        call, one = _predictor(job, settings, d)
+        gate.meet(2)
         with gate.turn():
-            call, one = _predictor(job, settings, d)
             ms = {size: milliseconds_of(partial(call, d[:size]), device, 10) for size in settings.batches}
             met = _predicts_to(job, one, call, d)
     middle = settings.batches[len(settings.batches) // 2]
@@ -265,7 +272,8 @@ def gradients(job: Job, settings: Settings, gate: Gate) -> Record:
     d, y = next(feed(settings.point(job.point), torch.device(settings.device), settings.data_dir)[0])
     one = _from_start(job, settings, _without_dropout)
     exact = _exact_gradients(one, d, y)
-    one(d, y) if one.captured else one.gradients(d, y)
+    compute = one if one.captured else one.gradients  # a captured step also moves the weights
+    compute(d, y)
     found = {part: _gradient(getattr(one.net, part)) for part in PARTS}
     errors = {part: float((found[part] - exact[part]).norm() / exact[part].norm()) for part in PARTS}
     cosines = {part: float(F.cosine_similarity(found[part], exact[part], dim=0)) for part in PARTS}

@@ -60,14 +60,14 @@ def _stamped(job: Job, settings: Settings, found: Record) -> Record:
     return {"job": job.name, **vars(job), **found, **about, "torch": where["versions"]["torch"]}
 
 
-def measure_in_process(given: str, handle: int) -> None:
+def measure_in_process(given: str, *handles: str) -> None:
     """Measure one job in this process and append its record; an exception becomes a record too."""
     from benchmarks.studies import measure
 
     job, settings = read_job(given)
     began = time.monotonic()
     try:
-        found = measure(job, settings, Gate(handle))
+        found = measure(job, settings, Gate(tuple(map(int, handles))))
     except Exception as error:  # a contender that fails must not end the run of the others
         found = {"error": f"{type(error).__name__}: {str(error).strip()}"[:600]}
     append(settings.records, _stamped(job, settings, found | {"seconds": time.monotonic() - began}))
@@ -87,4 +87,4 @@ QUESTION = "ms per training step and prediction, against peers"
 BENCHMARKS = (Benchmark("training-step", QUESTION, run, Settings(), QUICK, "gpu"),)
 
 if __name__ == "__main__":
-    measure_in_process(sys.argv[1], int(sys.argv[2]))
+    measure_in_process(*sys.argv[1:])
