@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import banach
 from banach import (
-    GMRES,
     Anderson,
     Broyden,
     ConvergenceWarning,
@@ -123,17 +122,6 @@ def own_network(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     if dtype == torch.float32:
         net.Q[0] = torch.nn.Identity()  # which makes the data float64
     return net.to(dtype)
-
-
-def test_implicit_differentiation_with_host_checks_runs_eagerly() -> None:
-    net = own_network(backward=Implicit(GMRES()))
-    reference = copy.deepcopy(net)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="runs eagerly: Implicit syncs with the host"):
-        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
-    losses = [float(step(*batch(k))) for k in range(5)]
-    assert step.reason is not None
-    assert losses == pytest.approx([eager(reference, plain, *batch(k)) for k in range(5)], rel=1e-9)
 
 
 METHODS = {
