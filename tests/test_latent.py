@@ -102,35 +102,6 @@ def test_one_tensor_is_viewed_not_copied(dim: int, memory: torch.memory_format, 
     assert torch.equal(back, z)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_rows_are_in_at_least_float32(dtype: torch.dtype, autocast: bool) -> None:
-    z, long = torch.ones(2, 3, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        space = Space.of(z)
-    assert space.autocast is autocast
-    assert space.rows(z).dtype == long
-    assert space.nest(space.rows(z)).dtype == space.dtype == (long if autocast else dtype)
-
-
-def test_a_number_is_one_coupled_sample() -> None:
-    space = Space.of(torch.tensor(3.0))
-    assert (space.batch, space.samples, space.coupled) == (1, 1, True)
-    assert space.rows(torch.tensor(3.0)).shape == (1, 1)
-    assert space.nest(torch.full((1, 1), 4.0)).shape == ()
-    mixed = Space.of((torch.zeros(5, 2), torch.tensor(0.0)))
-    assert (mixed.batch, mixed.samples, mixed.sizes) == (5, 1, (10, 1))
-
-
-@pytest.mark.parametrize(("shape", "rows"), [((0,), (0, 1)), ((0, 3), (0, 3)), ((2, 0, 4), (2, 0))])
-@couplings
-def test_nothing_is_a_latent_too(shape: tuple[int, ...], rows: tuple[int, ...], coupled: bool) -> None:
-    z = torch.zeros(shape)
-    space = Space.of(z, coupled=coupled)
-    assert space.rows(z).shape == ((1, 0) if coupled else rows)
-    assert space.nest(space.rows(z)).shape == shape
-
-
 def test_resized_and_spread() -> None:
     space = Space.of({"a": torch.zeros(4, 3), "b": torch.zeros(4)})
     assert space.resized(2).nest(torch.zeros(2, 4))["a"].shape == (2, 3)

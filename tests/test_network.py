@@ -54,29 +54,6 @@ def test_signatures_are_the_public_ones() -> None:
     assert Anderson(3).memory == banach.Broyden(3).memory == 3
 
 
-def test_a_first_network_learns() -> None:
-    class R(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, u: Tensor, v: Tensor) -> Tensor:
-            return torch.tanh(self.linear(u) + v)
-
-    torch.manual_seed(0)
-    contraction = banach.nn.lipschitz_(R(), 0.9)
-    net = ImplicitNetwork(nn.Linear(2, 16), contraction, nn.Linear(16, 2), solver=Anderson())
-    points = torch.randn(256, 2)
-    labels = (points.prod(1) > 0).long()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    for _ in range(100):
-        loss = nn.functional.cross_entropy(net(points), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert (net(points).argmax(1) == labels).float().mean() > 0.93
-
-
 def test_q_runs_once_and_the_value_is_the_fixed_point() -> None:
     net, calls = linear_network(), []
     net.Q.register_forward_hook(lambda *_: calls.append(1))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.diagnose import contraction_factor, is_coupled
+from diagnose.parts_diagnose import jacobian, unchanged
 from problems import normal
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "max_steps": 500}
@@ -59,7 +60,7 @@ def test_nested_latent(kind: str) -> None:
     )
 
 
-def test_coupled_is_one_value_for_the_batch(jacobian: Any) -> None:
+def test_coupled_is_one_value_for_the_batch() -> None:
     z = normal(5, 3, seed=7)
     sigma = contraction_factor(nn.BatchNorm1d(3).double(), z, coupled=True, **EXACT)
     dense = jacobian(nn.BatchNorm1d(3).double(), z)
@@ -68,7 +69,7 @@ def test_coupled_is_one_value_for_the_batch(jacobian: Any) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_module_and_the_random_state_are_kept(training: bool, unchanged: Any) -> None:
+def test_a_module_and_the_random_state_are_kept(training: bool) -> None:
     T = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double().train(training)
     with unchanged(T):
         contraction_factor(T, normal(4, 3), coupled=training)

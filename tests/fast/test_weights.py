@@ -158,7 +158,6 @@ def test_other_networks_have_nothing_to_fuse() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_gpu_a_fused_step_is_near_the_plain_one() -> None:
     """The first loss and the gradients of a bf16 step, against the network itself in fp32."""
     torch.manual_seed(0)

@@ -92,7 +92,7 @@ def test_it_compiles() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not (torch.cuda.is_available() and has_triton()), reason="needs CUDA and Triton")
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu_the_kernels_agree_with_float64(case: Case, dtype: torch.dtype) -> None:

@@ -53,13 +53,14 @@ def made(case: Case, dtype: torch.dtype, images: int = 3) -> tuple[Tensor, Tenso
 def worst_error(case: Case, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     """Return the largest relative error of the value and of all gradients, against F.conv2d in float64."""
     inputs = [part for part in (x, weight, bias) if part is not None]
-    exact: list[Any] = [part.detach().double().requires_grad_() for part in inputs]
-    leaves: list[Any] = [part.detach().requires_grad_() for part in inputs]
-    none = [] if case.bias else [None]
-    y = conv2d(*leaves, *none, case.stride, case.padding)
-    wanted = F.conv2d(*exact, *none, case.stride, case.padding)
+    exact = [part.detach().double().requires_grad_() for part in inputs]
+    leaves = [part.detach().requires_grad_() for part in inputs]
+    layers: list[tuple[Any, list[Tensor]]] = [(conv2d, leaves), (F.conv2d, exact)]
+    y, wanted = (
+        layer(*parts[:2], parts[2] if case.bias else None, case.stride, case.padding) for layer, parts in layers
+    )
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     y.backward(g)
     wanted.backward(g.double())
-    found = [distance(y, wanted), *(distance(a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]
-    return float(torch.tensor(found).max())  # NaN if one is
+    pairs: list[Any] = [(y, wanted), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]
+    return float(torch.tensor([distance(a, b) for a, b in pairs]).max())  # NaN if one is

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from banach.nn import finite_difference_penalty, jacobian_penalty, observe
 from networks import OnceSine
-from nn.parts_nn import Dropped, NormR, network, normal, same, state
+from nn.parts_nn import Dropped, network, normal
 
 PENALTIES: dict[str, Callable[..., Tensor]] = {
     "product": jacobian_penalty,
@@ -169,23 +169,6 @@ def test_the_difference_needs_no_double_backward_and_the_product_does() -> None:
 
 
 # In a network.
-
-
-@pytest.mark.parametrize("kind", PENALTIES)
-def test_a_penalty_of_a_pass_leaves_batch_norm_alone(kind: str) -> None:
-    """Its buffers are updated once per pass, penalty or not, and the output is the same."""
-    plain, d = network(NormR()), normal(6, 4)
-    y = plain(d)
-    after_one_pass = state(plain)
-    net = network(NormR())
-    with observe(net) as seen:
-        y_seen = net(d)
-    found = PENALTIES[kind](seen.T, seen.z, seen.inputs, coupled=seen.coupled)
-    found.mean().backward()
-    assert torch.allclose(y_seen, y, rtol=0, atol=1e-13)
-    assert same(state(net), after_one_pass)
-    assert seen.coupled
-    assert net.R.linear.weight.grad is not None
 
 
 @pytest.mark.parametrize("kind", PENALTIES)

@@ -79,23 +79,6 @@ def test_infinity_below_infinity_is_no_convergence(rtol: float) -> None:
     assert not found.converged.any()
 
 
-@compacts
-def test_samples_that_fail_one_after_another(compact: bool) -> None:
-    """Sample i turns NaN at evaluation i + 2: each is scrubbed at its own check, also when others have left."""
-    limit = torch.arange(8, dtype=torch.float64)[:, None]
-    finite: list[bool] = []
-
-    def T(z: Tensor, limit: Tensor) -> Tensor:
-        finite.append(bool(z.isfinite().all()))
-        return torch.where(z > limit, torch.nan, z + 1)
-
-    found = solve(T, torch.zeros(8, 1, dtype=torch.float64), inputs=(limit,), compact=compact)
-    assert found.status == (Status.NONFINITE,) * 8
-    assert found.steps.tolist() == [i + 2 for i in range(8)]
-    assert (found.value == 0).all(), "all residuals are 1: the first is kept"
-    assert all(finite)
-
-
 def test_a_nest_keeps_the_best_of_every_part() -> None:
     def T(z: dict[str, Any]) -> dict[str, Any]:
         a, b = z["a"] / 2 + 1, z["b"] / 2
