@@ -160,10 +160,8 @@ def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterato
     """Open a file to write: afterwards `path` is either the old one or the complete new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with naming(path), open(handle, "wb" if binary else "w", encoding=None if binary else "utf-8") as file:
             yield file

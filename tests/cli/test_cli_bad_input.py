@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import pickle
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -198,37 +195,9 @@ def test_settings_that_were_edited_after_training_are_refused(
         assert f"the run was started with setting {key}=" in capsys.readouterr().err
 
 
-class Touch:
-    """Unpickled by Python's own unpickler, this makes a folder."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("marker",)
-
-
 def refused_data(name: str, capsys: Any, *words: str) -> None:
     refused(["train", "--data", name, "--data-dir", ".", "--out", "run"], capsys, *words)
     assert not Path("run").exists()
-
-
-def test_a_hostile_pickle_is_not_run(capsys: Any) -> None:
-    folder = Path("cifar-10-batches-py")
-    folder.mkdir()
-    for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
-        (folder / name).write_bytes(pickle.dumps({"data": Touch()}, protocol=2))
-    refused_data("cifar10", capsys, "data_batch_1", "nothing in it was run")
-    assert not Path("marker").exists()
-
-
-def idx(shape: tuple[int, ...], content: bytes) -> bytes:
-    return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + content
-
-
-def test_other_content_of_the_right_shape_is_refused(capsys: Any) -> None:
-    Path("mnist").mkdir()
-    Path("mnist/train-images-idx3-ubyte").write_bytes(idx((60000, 28, 28), bytes(60000 * 784)))
-    labels = bytes(k % 10 for k in range(60000))
-    Path("mnist/train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx((60000,), labels), 1))
-    refused_data("mnist", capsys, "SHA-256")
 
 
 def test_missing_test_images_are_reported_before_the_training(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,16 +158,6 @@ def test_nothing_of_the_run_or_the_network_changes_and_a_seed_repeats(tmp_path: 
     assert not any(module.training for module in net.modules())
     assert all(p.grad is None for p in net.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_without_matplotlib_all_but_the_plot_is_done(
-    tiny_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tiny_run / "diagnose.png").unlink(missing_ok=True)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert diagnosed(tiny_run)["convergence"]["converged"] == COUNT
-    assert "no plot: plots need matplotlib" in capsys.readouterr().out
-    assert not (tiny_run / "diagnose.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_all_of_them(said: Callable[..., str]) -> None:
         implicit = name in IMPLICIT
         assert int(count.replace(",", "")) == (parameters(name)[-1] if implicit else 853_018)
         assert (latent, images) == (shape, IMAGES[name])
-        assert (explicit, twin) == (("yes", "yes") if implicit else ("is one", "no"))
+        assert (explicit, twin) == (("yes", "yes") if implicit else ("is explicit", "no"))
         assert recipes == ", ".join(models.get(name).recipes)
     assert found["mnist"][-1] == "released, paper, jacobian, decayed"
 

@@ -146,7 +146,7 @@ def test_temporary_files_of_killed_runs_go_when_it_is_resumed(run: Path) -> None
 
 
 @pytest.mark.parametrize(("count", "name"), [(3, "epoch-00001-step"), (5, "metrics.jsonl")])
-def test_a_full_disk_names_the_file(
+def test_a_full_disk_names_the_file_and_loses_nothing(
     here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, count: int, name: str
 ) -> None:
     """The system reports it without a name, or for a temporary file."""
@@ -158,8 +158,12 @@ def test_a_full_disk_names_the_file(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(handle)
 
-    monkeypatch.setattr(os, "fsync", full)
-    assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 2
     said = capsys.readouterr().err
     assert name in said
     assert "No space left on device; free some space and resume" in said
+    assert main(["train", "--resume", "run"]) == 0
+    assert main([*SMALL, "--epochs", "1", "--out", "whole"]) == 0
+    assert same("run", "whole")

@@ -65,8 +65,7 @@ def everything(root: Path) -> set[str]:
 
 
 def test_files_go_to_the_cache_and_load(mnist: np.ndarray, server: Server) -> None:
-    reports = fetch("mnist")
-    assert [report.ok for report in reports] == [True, True]
+    assert [said.split(" images")[0] for said in fetch("mnist")] == ["MNIST, train: 40", "MNIST, test: 20"]
     assert np.array_equal(load("mnist", "test").pixels[:, 0].numpy(), mnist)
     assert everything(cache_dir()) == {"mnist", *(f"mnist/{name}" for name in server.files)}
 
@@ -77,7 +76,7 @@ def test_another_digest_is_refused(mnist: np.ndarray, server: Server, small: Cal
     for digest in (right, "sha256:" + "0" * 64):
         small(MNIST, downloads={**downloads, f"{server.address}/{name}": digest})
         if digest == right:
-            assert all(report.ok for report in fetch("mnist"))
+            fetch("mnist")
             (cache_dir() / "mnist" / name).write_bytes(b"damaged")
         else:
             with pytest.raises(DataError, match="does not have its published sha256:0000"):
@@ -168,4 +167,4 @@ def test_without_pooch(mnist: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(DataError, match=r"a download needs pooch.*banach\[app\]"):
         fetch("mnist")
-    assert all(report.ok for report in fetch("digits"))  # they come inside a package
+    assert len(fetch("digits")) == 2  # they come inside a package

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from banach.data import MNIST, DataError, cache_dir, get, load, verify
-from banach.data.files import located
+from banach.data import MNIST, DataError, cache_dir, load
 from data.parts_data import idx, mnist_files, write
 
 
@@ -69,27 +68,6 @@ def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
     assert cache_dir() == tmp_path / "local" / "banach"
-
-
-def test_where_data_is(tmp_path: Path, place: Callable) -> None:
-    place(tmp_path, 1)
-    found = {name: located(get(name), tmp_path) for name in ("digits", "mnist", "svhn")}
-    assert found == {"digits": "inside a package", "mnist": str(tmp_path / "mnist"), "svhn": None}
-    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").unlink()
-    assert located(get("mnist"), tmp_path) is None
-
-
-def test_verify_reports_each_part(tmp_path: Path, place: Callable) -> None:
-    place(tmp_path, 1)
-    (tmp_path / "mnist" / "t10k-images-idx3-ubyte").write_bytes(b"junk")
-    train, test = verify("mnist", tmp_path)
-    assert train.ok
-    assert train.message.startswith("MNIST, train: 40 images, SHA-256 ")
-    assert train.files[0] == tmp_path / "mnist" / "train-images-idx3-ubyte"
-    assert not test.ok
-    assert "t10k-images-idx3-ubyte" in test.message
-    assert "banach data fetch mnist" in test.message
-    assert all(not report.ok and "was not found" in report.message for report in verify("cifar10"))
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

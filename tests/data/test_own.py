@@ -109,7 +109,7 @@ def zipped(path: Path, **members: bytes) -> Path:
         ({**WHOLE, "labels": np.array([{"a": 1}] * 60)}, "labels has the type object"),
         ({**WHOLE, "labels": LABELS[:9]}, "9 labels for images"),
         ({**WHOLE, "labels": LABELS + 10**9}, "a label of 1000000002, expected 0 to 255"),
-        ({**WHOLE, "labels": LABELS - 1}, "a label below 0"),
+        ({**WHOLE, "labels": LABELS - 1}, "labels below 0"),
         ({**WHOLE, "images": PIXELS.reshape(60, 30)}, "images must be"),
         ({**WHOLE, "labels": 0 * LABELS}, "1 classes, expected"),
         ({"images": PIXELS[:9], "labels": LABELS[:9]}, "9 training images, 0 test images"),
@@ -145,7 +145,7 @@ def test_files_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
         "folder:none": "none is not a folder",
         "folder:empty": "empty has no images; put them into one folder per class",
         "folder:bad": "00.png is not an image that can be read",
-        "folder:more": "the class d has test images and no training images",
+        "folder:more": "test images of a class without training images",
         "folder:bad@9999": "00.png is not an image that can be read",
     }.items():
         kind, _, rest = name.rpartition(":")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from banach.data import DataError, load, verify
+from banach.data import DataError, get, load
+from banach.data.files import PARTS, find, verify
 
 SIZES = {
     "mnist": (55_000, 5_000, 10_000),
@@ -34,14 +35,12 @@ def test_splits_titles_and_checksums(name: str, real_data: Callable[[str], Path]
     assert torch.equal(parts[0].labels.bincount() + parts[1].labels.bincount(), whole)
     share = parts[1].labels.bincount() - 5_000 * whole / whole.sum()
     assert share.abs().max() < 1
-    assert [(report.ok, report.message.split(",")[0]) for report in verify(name, root)] == [
-        (True, TITLES[name])
-    ] * 2
+    assert all(verify(get(name), part, (root,)).startswith(f"{TITLES[name]}, {part}: ") for part in PARTS)
 
 
 @every
 def test_one_flipped_bit_is_refused(name: str, real_data: Callable[[str], Path], tmp_path: Path) -> None:
-    found = verify(name, real_data(name))[1].files
+    found = find(get(name), "test", (real_data(name),))
     (tmp_path / found[0].parent.name).mkdir()
     for path in found:
         data = bytearray(path.read_bytes())
@@ -50,7 +49,6 @@ def test_one_flipped_bit_is_refused(name: str, real_data: Callable[[str], Path],
         (tmp_path / path.parent.name / path.name).write_bytes(data)
     with pytest.raises(DataError, match=f"{found[-1].name} cannot be used: the test arrays have SHA-256"):
         load(name, "test", tmp_path)
-    assert not verify(name, tmp_path)[1].ok
 
 
 def test_first_labels_of_mnist(real_data: Callable[[str], Path]) -> None:
@@ -69,5 +67,5 @@ def test_cifar_as_pickles_is_the_same(real_data: Callable[[str], Path], tmp_path
         records = np.fromfile(path, np.uint8).reshape(-1, 3073)
         batch = {"data": records[:, 1:].copy(), "labels": records[:, 0].tolist()}
         (tmp_path / "cifar-10-batches-py" / path.stem).write_bytes(pickle.dumps(batch, protocol=2))
-    assert all(report.ok and report.message.startswith("CIFAR-10,") for report in verify("cifar10", tmp_path))
+    assert all(verify(get("cifar10"), part, (tmp_path,)).startswith("CIFAR-10, ") for part in PARTS)
     assert torch.equal(load("cifar10", "validation", tmp_path).pixels, load("cifar10", "validation", root).pixels)

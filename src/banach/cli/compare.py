@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from banach.cli.console import console, table
+from banach.cli.opened import show_plot
 from banach.train import Epoch, Run
-from banach.train.plot import PlotError, plot_comparison
+from banach.train.plot import plot_comparison
 from banach.train.run import SETTINGS as SETTINGS_FILE
 
 EPILOG = """\b
@@ -72,10 +73,7 @@ def compare(
         console.print(f"data: {', '.join(titles)}")
     if len(titles) > 1 or len({one.run.settings.data for one in compared.values()}) > 1:
         console.print("The runs use different data: their accuracies are not comparable.")
-    try:
-        console.print(f"plot: {plot_comparison({name: one.epochs for name, one in compared.items()}, out)}")
-    except PlotError as error:
-        console.print(f"no plot: {error}")
+    show_plot(plot_comparison, {name: one.epochs for name, one in compared.items()}, out)
 
 
 def _settings(compared: Mapping[str, Compared]) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,8 +11,8 @@ from banach import data
 from banach.cli.console import PLAIN, console, table
 from banach.cli.opened import DataDir
 from banach.cli.plugins import Imports
-from banach.data import DataSet, Report
-from banach.data.files import INSIDE, located
+from banach.data import DataError, DataSet
+from banach.data.files import PARTS, find, located, roots, verify
 
 EPILOG = """\b
 Examples:
@@ -31,15 +32,15 @@ COLUMNS = ("name", "title", "train/validation/test", "shape", "classes", "found"
 @data_app.command("list", epilog=EPILOG)
 def list_(data_dir: DataDir = None, modules: Imports = None) -> None:
     """List the data sets, and where they are."""
-    places = {name: located(data.get(name), data_dir) for name in data.names()}
-    console.print(table("", COLUMNS, [_row(data.get(name), place) for name, place in places.items()]))
-    for name, place in places.items():
-        if place is not None:
-            console.print(f"{name} is {place}" if place == INSIDE else f"{name} is in {place}")
+    places = [(one, roots(one, data_dir)) for one in map(data.get, data.names())]
+    console.print(table("", COLUMNS, [_row(one, among) for one, among in places]))
+    for one, among in places:
+        if one.files and (folder := located(one, among)):
+            console.print(f"{one.name} is in {folder}")
 
 
-@data_app.command(epilog=EPILOG)
-def verify(
+@data_app.command("verify", epilog=EPILOG)
+def verify_(
     names: Annotated[
         list[str] | None, typer.Argument(help="Data sets.  [all that are here]", show_default=False)
     ] = None,
@@ -50,14 +51,19 @@ def verify(
 
     Reads the files and compares their content with its known SHA-256. The exit code is 2 if anything is wrong.
     """
-    wrong = 0
-    for name in names or data.names():
-        reports = data.verify(name, data_dir)
-        if not names and not any(report.ok or report.files for report in reports):
-            console.print(f"not here: {reports[0].message}")
+    wrong = dict[str, None]()  # a sentence about both parts is said once
+    for one in map(data.get, names or data.names()):
+        places = roots(one, data_dir)
+        if not names and located(one, places) is None:
+            console.print(f"not here: {one.name}")
             continue
-        wrong += sum(not report.ok for report in reports)
-        _print(reports)
+        for part in PARTS:
+            try:
+                console.print(f"ok: {verify(one, part, places)}")
+            except DataError as error:
+                wrong[str(error)] = None
+    for sentence in wrong:
+        console.print(f"wrong: {sentence}")
     return 2 if wrong else 0
 
 
@@ -73,17 +79,21 @@ def fetch(
     for name in names:
         data.get(name)  # a misspelt name is refused before the first download
     for name in names:
-        _print(data.fetch(name, data_dir))  # pooch logs each address to standard error
+        for sentence in data.fetch(name, data_dir):  # pooch logs each address to standard error
+            console.print(f"ok: {sentence}")
 
 
-def _row(dataset: DataSet, place: str | None) -> tuple[Any, ...]:
+def _row(dataset: DataSet, places: tuple[Path, ...]) -> tuple[Any, ...]:
     train = dataset.counts["train"] - dataset.validation
     counts = "/".join(f"{number:,}" for number in (train, dataset.validation, dataset.counts["test"]))
     shape = "x".join(str(size) for size in dataset.shape)
-    return (dataset.name, dataset.title, counts, shape, len(dataset.classes), "no" if place is None else "yes")
+    return (dataset.name, dataset.title, counts, shape, len(dataset.classes), _found(dataset, places))
 
 
-def _print(reports: tuple[Report, ...]) -> None:
-    """Print one line per report; a sentence about both parts once."""
-    for line in dict.fromkeys(f"{'ok' if report.ok else 'wrong'}: {report.message}" for report in reports):
-        console.print(line)
+def _found(dataset: DataSet, places: tuple[Path, ...]) -> str:
+    try:
+        for part in PARTS:
+            find(dataset, part, places)
+    except DataError:
+        return "no" if located(dataset, places) is None else "in part"
+    return "yes"

@@ -16,14 +16,14 @@ from torch import Tensor
 from banach import checks
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, Unroll
 from banach.cli.console import console, table, wrapped
-from banach.cli.opened import DataDir, Device, RunDir, number, open_run
+from banach.cli.opened import DataDir, Device, RunDir, number, open_run, show_plot
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
 from banach.network import ImplicitNetwork
 from banach.provenance import Summary, provenance, write_json
 from banach.solve import Status, Tolerance, solve
-from banach.train.plot import PlotError, new_figure, write_figure
+from banach.train.plot import new_figure, write_figure
 from banach.train.precision import arithmetic
 
 EPILOG = """\b
@@ -126,10 +126,7 @@ def diagnose(
         **measured.to_dict(),
     }
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
-    try:
-        console.print(f"plot: {draw(measured, opened.run.path / 'diagnose.png')}")
-    except PlotError as error:
-        console.print(f"no plot: {error}")
+    show_plot(draw, measured, opened.run.path / "diagnose.png")
 
 
 def measure(net: Any, images: Images, *, label_smoothing: float = 0.0, seed: int = 0) -> Diagnosis:

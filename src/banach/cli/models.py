@@ -43,7 +43,7 @@ def _row(model: Model) -> tuple[Any, ...]:
         _count(net),
         _latent(model, net),
         _by(model.image),
-        "yes" if isinstance(net, ImplicitNetwork) else "is one",
+        "yes" if isinstance(net, ImplicitNetwork) else "is explicit",
         "yes" if model.has_twin else "no",
         ", ".join(model.recipes),
     )

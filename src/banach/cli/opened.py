@@ -13,8 +13,10 @@ import typer
 from torch import nn
 
 from banach import data
+from banach.cli.console import console
 from banach.data import DataSet
 from banach.train import Position, Run, RunError, Settings
+from banach.train.plot import PlotError
 from banach.train.state import check_identity, described, load_weights
 
 
@@ -41,6 +43,14 @@ DataDir = Annotated[
     Path | None, typer.Option(help="Folder of the data.  [BANACH_DATA, then the cache]", show_default=False)
 ]
 Device = Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")]
+
+
+def show_plot(draw: Callable[..., Path], *arguments: Any, **options: Any) -> None:
+    """Write a plot, and print where it is or why there is none."""
+    try:
+        console.print(f"plot: {draw(*arguments, **options)}")
+    except PlotError as error:
+        console.print(f"no plot: {error}")
 
 
 @dataclass(frozen=True, eq=False)

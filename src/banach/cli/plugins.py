@@ -17,11 +17,11 @@ from banach.train import Settings
 GROUP = "banach"
 
 
-def import_modules(modules: Sequence[str] | None) -> Sequence[str] | None:
-    """Import modules, which register their models and data sets."""
+def import_modules(modules: Sequence[str] | None) -> list[str]:
+    """Import modules, which register their models and data sets. Older versions of typer need a list back."""
     for module in modules or ():
         checks.imported(f"{module}:")
-    return modules
+    return list(modules or ())
 
 
 Imports = Annotated[

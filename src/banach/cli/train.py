@@ -17,7 +17,7 @@ from torch import nn
 from banach import data as registry
 from banach.cli.console import console, table
 from banach.cli.flags import with_flags
-from banach.cli.opened import DataDir
+from banach.cli.opened import DataDir, show_plot
 from banach.cli.plugins import Imports, recorded
 from banach.cli.progress import Progress
 from banach.data import Images
@@ -26,7 +26,7 @@ from banach.provenance import numbers, plain, provenance
 from banach.train import Epoch, History, Run, Scorer, Settings, Totals, evaluate, fit
 from banach.train.board import Board
 from banach.train.distributed import Ranks, joined
-from banach.train.plot import PlotError, plot_history
+from banach.train.plot import plot_history
 from banach.train.run import PLOT
 
 BOARD = "tensorboard"
@@ -201,7 +201,8 @@ class Session:
             return
         console.print()
         console.print(self._summary(history, content))
-        self._plot(history)
+        title = f"{self.settings.model} on {self.train_images.title}, {self.settings.backward or 'explicit'}"
+        show_plot(plot_history, history.epochs, self.run.path / PLOT, title=title, eps=self.settings.eps)
 
     def _summary(self, history: History, content: dict[str, Any]) -> Any:
         rows = figures(Totals(**numbers(content["totals"])), "test")
@@ -210,16 +211,6 @@ class Session:
         rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))
         rows.append(("seconds of training", f"{sum(epoch.seconds for epoch in history.epochs):.1f}"))
         return table(f"{content['title']}: {content['count']:,} test images", ("figure", "value"), rows)
-
-    def _plot(self, history: History) -> None:
-        settings = self.settings
-        title = f"{settings.model} on {self.train_images.title}, {settings.backward or 'explicit'}"
-        try:
-            path = plot_history(history.epochs, self.run.path / PLOT, title=title, eps=settings.eps)
-        except PlotError as error:
-            console.print(f"no plot: {error}")
-        else:
-            console.print(f"plot: {path}")
 
 
 def record(totals: Totals, images: Images, split: str, settings: Settings) -> dict[str, Any]:

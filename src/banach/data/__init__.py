@@ -6,7 +6,7 @@ from banach.data.cifar10 import CIFAR10
 from banach.data.dataset import Arrays, DataError, DataSet, get, names, register
 from banach.data.digits import DIGITS, MNIST
 from banach.data.fetch import fetch
-from banach.data.files import Report, cache_dir, load, verify
+from banach.data.files import cache_dir, load
 from banach.data.images import SPLITS, Images
 from banach.data.svhn import SVHN
 
@@ -26,7 +26,6 @@ __all__ = [
     "Erase",
     "Flip",
     "Images",
-    "Report",
     "cache_dir",
     "fetch",
     "get",
@@ -34,5 +33,4 @@ __all__ = [
     "names",
     "paper_cifar10",
     "register",
-    "verify",
 ]

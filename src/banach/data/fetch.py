@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from banach.data.dataset import DataError, DataSet, get, need
-from banach.data.files import Folder, Report, cache_dir, matches, verify_in
+from banach.data.files import PARTS, Folder, cache_dir, matches, verify
 
 
-def fetch(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
+def fetch(name: str, data_dir: Folder | None = None) -> list[str]:
     """Download the files of a data set that are missing or damaged, and verify them.
 
     Files appear under their names only when they are complete and have their published digest.
@@ -21,20 +21,17 @@ def fetch(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
         name: the data set.
         data_dir: where the files go; else BANACH_DATA, else the cache. It is created.
     Returns:
-        The reports of `verify`.
+        A sentence about each part.
     Raises:
         DataError: if the data cannot be downloaded, written or verified.
     """
     dataset = get(name)
     root = Path(data_dir or os.environ.get("BANACH_DATA") or cache_dir()).expanduser()
-    reports = verify_in(dataset, (root,))
-    if not all(report.ok for report in reports):
+    try:
+        return [verify(dataset, part, (root,)) for part in PARTS]
+    except DataError:
         _download(dataset, root)
-        reports = verify_in(dataset, (root,))
-    for report in reports:
-        if not report.ok:
-            raise DataError(report.message)
-    return reports
+    return [verify(dataset, part, (root,)) for part in PARTS]
 
 
 def _download(dataset: DataSet, root: Path) -> None:

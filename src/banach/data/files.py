@@ -1,4 +1,4 @@
-"""load(), verify() and located(): find the files of a data set, read them and check what they hold."""
+"""load() and verify(): find the files of a data set, read them and check what they hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +17,6 @@ from banach.data.images import Images, held_out, rest
 
 Folder = str | os.PathLike[str]
 PARTS = ("train", "test")
-INSIDE = "inside a package"  # where data without files is
-
-
-@dataclass(frozen=True)
-class Report:
-    """The check of one part of a data set: one sentence, and the files that exist."""
-
-    ok: bool
-    message: str
-    files: tuple[Path, ...]
 
 
 def load(
@@ -58,37 +47,23 @@ def load(
     return dataset.images(*tensors, split=split, title=title)
 
 
-def verify(name: str, data_dir: Folder | None = None) -> tuple[Report, ...]:
-    """Read both parts of a data set and compare them with their known SHA-256; return one report per part."""
-    dataset = get(name)
-    return verify_in(dataset, roots(dataset, data_dir))
+def verify(dataset: DataSet, part: str, places: tuple[Path, ...]) -> str:
+    """Read a part of a data set and compare it with its known SHA-256; return a sentence about it.
 
-
-def verify_in(dataset: DataSet, places: tuple[Path, ...]) -> tuple[Report, ...]:
-    """Verify a data set in these folders."""
-    return tuple(_report(dataset, part, places) for part in PARTS)
-
-
-def _report(dataset: DataSet, part: str, places: tuple[Path, ...]) -> Report:
-    try:
-        paths = find(dataset, part, places)
-        arrays, title, digest = _read(dataset, part, paths)
-    except DataError as error:
-        present = (tuple(filter(None, some)) for _, some in _candidates(dataset, part, places))
-        return Report(False, str(error), next(filter(None, present), ()))
+    Raises:
+        DataError: if the files are missing or damaged.
+    """
+    arrays, title, digest = _read(dataset, part, find(dataset, part, places))
     verdict = "as expected" if dataset.known else "with no known value to compare it to"
-    message = f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
-    return Report(True, message, paths)
+    return f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
 
 
-def located(dataset: DataSet, data_dir: Folder | None = None) -> str | None:
-    """Return where a data set is, None if it was not found. Looks for the files and reads none."""
-    places = roots(dataset, data_dir)
-    try:
-        paths, _ = (find(dataset, part, places) for part in PARTS)
-    except DataError:
-        return None
-    return str(paths[0].parent) if paths else INSIDE
+def located(dataset: DataSet, places: tuple[Path, ...]) -> Path | None:
+    """Return the folder of a data set, even of a part; None if nothing was found. Reads no file."""
+    for folder, paths in (found for part in PARTS for found in _candidates(dataset, part, places)):
+        if not paths or any(paths):
+            return folder
+    return None
 
 
 def cache_dir() -> Path:

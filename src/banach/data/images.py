@@ -102,6 +102,4 @@ def held_out(labels: np.ndarray, count: int, key: int = KEY) -> np.ndarray:
 
 def rest(total: int, index: np.ndarray) -> np.ndarray:
     """Return the indices below `total` that are not in `index`, ascending."""
-    keep = np.ones(total, bool)
-    keep[index] = False
-    return np.flatnonzero(keep)
+    return np.setdiff1d(np.arange(total), index)

@@ -48,8 +48,8 @@ def _folder(text: str) -> DataSet:
         raise DataError(f"{root} is not a folder; pass --data folder:PATH with the folder of your images")
     parts = [part for part in (root / "train", root / "test") if part.is_dir()]
     listed = [_images_by_class(part) for part in (parts if len(parts) == 2 else [root])]
-    classes = tuple(sorted({path.parent.name for path in listed[0]}))
-    labels = [_numbers(files, classes) for files in listed]
+    classes = {name: number for number, name in enumerate(sorted({path.parent.name for path in listed[0]}))}
+    labels = [np.array([classes.get(path.parent.name, -1) for path in files]) for files in listed]
     channels, height, width = read_image(listed[0][0]).pixels.shape
     size = (int(side), int(side)) if side else (height, width)
 
@@ -64,7 +64,7 @@ def _folder(text: str) -> DataSet:
         return pixels
 
     name = f"folder:{root}" + (f"@{side}" if side else "")
-    return _dataset(name, root.name, (channels, *size), classes, labels, read)
+    return _dataset(name, root.name, (channels, *size), tuple(classes), labels, read)
 
 
 def _images_by_class(folder: Path) -> list[Path]:
@@ -73,14 +73,6 @@ def _images_by_class(folder: Path) -> list[Path]:
     if not found:
         raise DataError(f"{folder} has no images; put them into one folder per class, as in {folder}/cat/1.png")
     return found
-
-
-def _numbers(files: Sequence[Path], classes: Sequence[str]) -> np.ndarray:
-    """Return the class of every image."""
-    for name in {path.parent.name for path in files}:
-        if name not in classes:
-            raise DataError(f"the class {name} has test images and no training images; add some to train/{name}")
-    return np.array([classes.index(path.parent.name) for path in files])
 
 
 def _npz(path: Path) -> DataSet:
@@ -169,7 +161,7 @@ def _dataset(
         got = f"{sum(counts.values()):,} images {shape}"
         raise DataError(f"{name} has {got}, expected at most {LIMIT:,} bytes; choose a size, as in folder:PATH@32")
     if min(one.min() for one in labels) < 0:
-        raise DataError(f"{name} has a label below 0; count the classes from 0")
+        raise DataError(f"{name} has labels below 0, or test images of a class without training images; fix them")
 
     def read_part(part: str, paths: tuple[Path, ...]) -> Arrays:
         array, chosen = index[part]
