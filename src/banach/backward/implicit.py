@@ -47,12 +47,15 @@ class Implicit:
         order: derivatives up to this order are exact, in every mixture of forward and reverse mode; higher ones
             are refused. Each order above 1 costs the memory of one more evaluation of T and one more linear
             solve in every derivative.
+        count: an integer tensor on the device, to which J-products are added without a host sync, also in a
+            captured training step.
     """
 
     method: LinearSolver | Solver = NormalCG()
     tolerance: Tolerance | None = None
     report: Report | None = None
     order: int = 1
+    count: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_count("order", self.order, 1)
@@ -113,6 +116,7 @@ class Implicit:
                 computed_in=_type_of(space),
                 unchanged=_unchanged(T, inputs),
                 order=self.order,
+                count=self.count,
             )
             parts = self._corrected(T, problem, attached(self._inner(problem, 1), parts))
         return rebuild(z_star, parts)

@@ -40,6 +40,7 @@ class Problem:
     unchanged: Unchanged
     order: int = 1  # derivatives beyond this one are refused
     zero: bool = False  # w must not be worse than zero, instead of g
+    count: Tensor | None = None  # J-products are added to it
 
     def solve(
         self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...], *, tangent: bool = False
@@ -67,7 +68,9 @@ class Problem:
         unit = units(right)
         common = unit.amax() if len(unit) else 1.0
         scale = (unit / common)[:, None]
-        jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, unit=scale, axes=axes)
+        jacobian = Jacobian(
+            lambda z: self.T(z, *self.inputs), self.z_star, self.space, unit=scale, axes=axes, count=self.count
+        )
         equation = Adjoint(
             *(jacobian, self.tolerance, self.eps, right / unit[:, None], unit), tangent=tangent, zero=self.zero
         )

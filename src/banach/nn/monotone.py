@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from banach.latent import Latent, leaves, map_leaves
 from banach.solve import solve
+from banach.solve.context import device_loop
 from banach.solve.warning import warn_user
 
 
@@ -126,14 +128,17 @@ class Splitting(nn.Module):
         self._kept = None
         return super().train(mode)
 
+    def tune(self, net: Any, *d: Any) -> bool:
+        """Tune alpha on a batch, see `tune_alpha`; `fit` calls this. Return True if alpha has changed."""
+        before = self.alpha
+        return tune_alpha(net, *d) != before
+
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
-        """Return make(), or what it gave earlier for this v and these weights; never recorded."""
+        """Return make(), or what it gave earlier in this pass or capture for these weights; never recorded."""
         first = leaves(v)[0]
-        # What was computed eagerly must not enter a CUDA graph, which is replayed with other weights.
-        captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
         try:
             weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
-            known = (first.data_ptr(), first.shape, self.alpha, captured, weights)
+            known = (_place(first), first.shape[1:], self.alpha, weights)
             key = None if torch.compiler.is_compiling() else known
         except RuntimeError:  # tensors of torch.func have no address
             key = None
@@ -204,6 +209,17 @@ class PeacemanRachford(Splitting):
         h = map_leaves(lambda a, b: 2 * a - b, z, u)
         y = layer.invert(inverse, map_leaves(lambda a, b: a + alpha * b, h, v))
         return map_leaves(lambda a, b: 2 * a - b, y, h)
+
+
+def _place(v: Tensor) -> Any:
+    """Return what tells a pass from others: the capture that it is part of, else the address of v.
+
+    What was computed outside of a capture must not enter a CUDA graph, which is replayed with other weights. Parts
+    of a batch in one capture share it.
+    """
+    captured = v.is_cuda and torch.cuda.is_current_stream_capturing()
+    recording = getattr(device_loop(), "__self__", None) if captured else None
+    return (v.data_ptr(), v.shape[0], captured) if recording is None else weakref.ref(recording)
 
 
 def _step(z: Latent, Wz: Latent, v: Latent, alpha: float) -> Latent:

@@ -74,6 +74,8 @@ class Ranks:
             return
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
+        if settings.tune:
+            raise ValueError(f"tune works in one process, got {self.count} ranks; pass --no-tune")
         if settings.sharded and not can_shard(settings.torch_device):
             raise ValueError(
                 f"PyTorch {torch.__version__} shards on GPUs only; use a newer one, or leave out sharded"
@@ -129,6 +131,7 @@ class Ranks:
         if self.count == 1:
             return
         self.add(state.metrics)
+        state.collect_products()
         state.products = int(_reduced(torch.tensor(state.products)))
         for buffer in state.net.buffers():
             dist.broadcast(buffer, 0)
@@ -137,6 +140,7 @@ class Ranks:
         """After `pool`, in the middle of an epoch: the first rank keeps the sums, others start at zero."""
         if not self.first:
             state.metrics.reset()
+            state.counted.zero_()
             state.products = 0
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from banach.data import Augmentation, Batches, Images
 from banach.fast.plan import Plan
+from banach.models import ODENet
+from banach.models.ode import ODE_FAILURES
 from banach.solve import ConvergenceWarning
 from banach.train.checkpoint import Position
 from banach.train.distributed import Ranks
@@ -57,7 +59,7 @@ def fit(
         run: a run directory. Training goes on from its last checkpoint, on a CPU bit by bit as if it had never
             stopped. SIGINT, SIGTERM and SIGHUP make it checkpoint and return.
         on_epoch, on_step: called after every epoch and step.
-        on_plan: called once, before the first step, with the `Plan` that says how steps run.
+        on_plan: called with the `Plan` that says how steps run, before the first step and when it changes.
     Returns:
         History, the epochs that are done.
     Raises:
@@ -88,6 +90,12 @@ def fit(
             write_shards(tensors)
         ranks.go_on(state)
 
+    def show(plan: Plan) -> None:
+        if run is not None and ranks.first:
+            run.write_plan(plan.to_dict())
+        if on_plan is not None:
+            on_plan(plan)
+
     with ExitStack() as stack:
         if run is not None:
             if ranks.first:
@@ -100,19 +108,27 @@ def fit(
         stack.enter_context(counted_products(state))
         signals = stack.enter_context(noted_signals(run is not None))
         steps = Steps(state)
+        shown: Plan | None = None
         if state.epoch < settings.epochs:
             steps.prepare()
-            if run is not None and ranks.first:
-                run.write_plan(steps.plan.to_dict())
-            if on_plan is not None:
-                on_plan(steps.plan)
         # A capture that failed in training is not tried again: one warning is enough.
         scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed, ranks=ranks)
         stopped = ranks.agree(signals)
         while state.epoch < settings.epochs and not stopped:
             net.train()
             for _ in range(state.step, len(batches)):
-                steps.take()
+                if steps.plan is not shown:
+                    if steps.plan != shown:
+                        show(steps.plan)
+                    shown = steps.plan
+                try:
+                    steps.take()
+                except ODE_FAILURES as error:
+                    if not isinstance(net, ODENet):
+                        raise
+                    divergence.failed(error)
+                    steps = Steps(state)
+                    break
                 state.step += 1
                 if on_step is not None:
                     on_step(state.position)
@@ -147,6 +163,7 @@ def fit(
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
     state.ranks.pool(state)
+    state.collect_products()
     figures: dict[str, Any] = {
         **vars(state.metrics.read()),
         "lr": state.rate(state.step - 1),

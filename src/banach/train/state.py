@@ -77,6 +77,7 @@ class TrainState:
         self.implicit = isinstance(net, ImplicitNetwork)
         self.optimizer = settings.make_optimizer(net)
         self.metrics = MetricSums(self.device)
+        self.counted = torch.zeros((), dtype=torch.int64, device=self.device)  # J-products not in `products` yet
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
         parts = {"train": batches.images, "validation": validation, "augment": batches.augment}
@@ -104,8 +105,14 @@ class TrainState:
     def begin_epoch(self) -> None:
         """Reset the sums, the counts and the clock."""
         self.metrics.reset()
+        self.counted.zero_()
         self.products, self.spent = 0, 0.0
         self.begin_clock()
+
+    def collect_products(self) -> None:
+        """Add the J-products that were counted on the device, with a host sync."""
+        self.products += int(self.counted)
+        self.counted.zero_()
 
     def begin_clock(self) -> None:
         """Measure time and peak memory from now on."""
@@ -133,6 +140,7 @@ class TrainState:
 
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint, as plain values."""
+        self.collect_products()
         kept = {name: getattr(self, name) for name in ("epoch", "step", "products", "seconds", "rewinds")}
         kept |= {"warned": self.monitor.warned, "tensors": len(self.tensors())}
         return {**kept, "done": [epoch.to_dict() for epoch in self.done], "identity": self.identity}
@@ -159,6 +167,7 @@ class TrainState:
         self.metrics.most.copy_(tensors["tally.most"])
         for name in ("epoch", "step", "products", "rewinds"):
             setattr(self, name, state[name])
+        self.counted.zero_()
         self.spent, self.since = state["seconds"], time.perf_counter()
         self.monitor.warned, self.begun_at = state["warned"], self.step
         self.done = [Epoch.from_dict(values) for values in state["done"]]
