@@ -12,7 +12,7 @@ from typing import Any
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
 # Modules of this package, in the order of the report; study.py describes what they offer.
-STUDIES = ("table1", "rivals", "table2", "neumann", "accelerate", "memory", "toy", "theory")
+STUDIES = ("table1", "rivals", "table2", "neumann", "accelerate", "memory", "toy", "contraction", "theory")
 QUICK = Path("runs/quick")
 STUDY = """\
 Train or compute what the study needs and its records lack, write the records, and print its table.

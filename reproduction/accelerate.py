@@ -48,8 +48,8 @@ class Row:
 
 def _job(data: str, solver: str, **changes: Any) -> Job:
     name, chosen = solver.partition("(")[0].lower(), settings(data, whole=False, **changes)
-    made = {"solver": SOLVERS[solver], "backward": neumann.mode(0)}
-    return Job(name=f"accelerate-{data}-{name}-seed0", settings=chosen, **made)
+    name = f"accelerate-{data}-{name}-seed0"
+    return Job(name=name, settings=chosen, solver=SOLVERS[solver], backward=neumann.mode(0))
 
 
 QUICK = [_job("digits", solver, epochs=2, subset=256) for solver in SOLVERS]
@@ -66,7 +66,7 @@ def run(options: Options) -> list[Row]:
         done = dict(zip(SOLVERS, trained(some, options), strict=True))
         level = min(max(epoch.validation_accuracy or 0.0 for epoch in one.epochs) for one in done.values())
         rows += _solves(some[0], options)
-        rows += [spent(some[0].settings.data, solver, one, level) for solver, one in done.items()]
+        rows += [spent(str(some[0].settings.data), solver, one, level) for solver, one in done.items()]
     store(options.records / RECORDS, rows, options.torch_device)
     return rows
 
@@ -76,12 +76,14 @@ def _solves(job: Job, options: Options) -> list[Row]:
     train([job], options)  # records have no weights; a finished run is not trained again
     net: Any = job.build().to(options.torch_device).eval()
     net.load_state_dict(load_file(rundir.snapshot(options.runs / job.name, job.settings.epochs)))
-    test = data.load(job.settings.data, "test", options.data_dir, options.torch_device)
+    test = data.load(str(job.settings.data), "test", options.data_dir, options.torch_device)
     limits = [Tolerance(atol=level, max_steps=MAX_STEPS, norm=net.tolerance.norm) for level in LEVELS]
     with torch.no_grad(), arithmetic("fp32", test.device):  # TF32 cannot meet 1e-4
         v = net.Q(test.normalise(test.pixels[:BATCH]))
         repeats = 2 if options.quick else 20
-        return [timed(job.settings.data, s, net.R, v, tolerance, repeats) for tolerance in limits for s in SOLVERS]
+        return [
+            timed(str(job.settings.data), s, net.R, v, tolerance, repeats) for tolerance in limits for s in SOLVERS
+        ]
 
 
 def timed(name: str, solver: str, R: Any, v: torch.Tensor, tolerance: Tolerance, repeats: int) -> Row:

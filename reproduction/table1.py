@@ -18,7 +18,7 @@ from banach import models
 from reproduction.intervals import SEEDS, UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
 from reproduction.study import Options, panels, table
-from reproduction.trainings import Training, draw_curve, trained
+from reproduction.trainings import Training, draw_curve, runs_table, trained
 
 RECORDS = "trainings.jsonl"
 Row = Training
@@ -71,22 +71,15 @@ GAINS = {  # the difference of two rows
 }
 
 
-def _pair(data: str, seeds: int, ending: str = "", every: int = 1, **changes: Any) -> list[Job]:
-    """Return jobs for the JFB network and its explicit twin, for each seed."""
-    values = {"recipe": "released", **changes}
-    return [
-        Job(
-            name=f"{data}-{kind}{ending}-seed{seed}",
-            settings=settings(data, seed=seed, **values, **({"max_steps": 0} if kind == "twin" else {})),
-            evaluate_every=every,
-        )
-        for kind in ("jfb", "twin")
-        for seed in range(seeds)
-    ]
-
-
 def _one(name: str, seed: int, every: int = 1, **changes: Any) -> Job:
     return Job(name=f"{name}-seed{seed}", settings=settings(seed=seed, **changes), evaluate_every=every)
+
+
+def _pair(data: str, seeds: int, ending: str = "", every: int = 1, **changes: Any) -> list[Job]:
+    """Return jobs for the JFB network and its explicit twin, for each seed."""
+    values: dict[str, Any] = {"data": data, "recipe": "released", **changes}
+    kinds = {"jfb": values, "twin": values | {"max_steps": 0}}
+    return [_one(f"{data}-{kind}{ending}", s, every, **some) for kind, some in kinds.items() for s in range(seeds)]
 
 
 _HE: dict[str, Any] = {"data": "cifar10", "model": "resnet56", "recipe": "he", "augment": "flip+crop:4"}
@@ -154,9 +147,9 @@ class Group:
 
 def groups(rows: Sequence[Training]) -> list[Group]:
     """Return one entry per group and length, the shorter ones of a group first."""
-    found: dict[tuple[int, int, int, str], list[Training]] = {}
+    found: dict[tuple[int, int, bool, str], list[Training]] = {}
     for row in (row for row in rows if row.group in GROUPS):
-        length = row.reached, row.settings["epochs"], str(row.settings["schedule"])
+        length = row.reached, row.final is not None, str(row.settings["schedule"])
         found.setdefault((GROUPS.index(row.group), *length), []).append(row)
     return [Group(GROUPS[key[0]], found[key]) for key in sorted(found)]
 
@@ -165,22 +158,20 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     """Return a claim by group, by GROUP.released and by gain, of the longest runs; details; tables."""
     every = groups(rows)
     longest = {group.name: group for group in every}
-    found: dict[str, Any] = {"table": _table(every), "runs": _runs(rows), "count": len(rows), **_monitor(every)}
+    found: dict[str, Any] = {"table": _table(every), "runs": runs_table(rows)}
     for name in GROUPS:
         group, printed = longest.get(name), PAPER.get(name)
         found[name] = claim((group,), lambda one: one.clean, printed)
         found[f"{name}.released"] = claim((group,), lambda one: one.released, printed)
         found |= {f"{name}.{key}": value for key, value in _details(group).items()}
-    for name, (one, other) in GAINS.items():
-        printed = None if PAPER.get(one) is None or PAPER.get(other) is None else PAPER[one] - PAPER[other]
-        found[name] = claim(
-            (longest.get(one), longest.get(other)), lambda a, b: a.clean.minus(b.clean), printed, "+"
-        )
+    for name, pair in GAINS.items():
+        first, second = (PAPER.get(one) for one in pair)
+        printed = None if first is None or second is None else first - second
+        some = [longest.get(one) for one in pair]
+        found[name] = claim(some, lambda a, b: a.clean.minus(b.clean), printed, "+")
     cells = {entry: (found[entry.group], found[f"{entry.group}.released"]) for entry in ENTRIES}
     lines = [_line(entry, *some) for entry, some in cells.items()]
-    columns = (
-        "data|network|parameters|paper|published|clean %|released %|n|length|verdict, clean|verdict, released"
-    )
+    columns = "data|network|parameters|paper|published|clean %|released %|n|length|verdict, clean|released"
     return found | {"first": table(lines, columns)}
 
 
@@ -189,7 +180,8 @@ def _details(group: Group | None) -> dict[str, Any]:
     if group is None:
         return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch"), "-")
     depth, (epoch, peak) = fmean(run.scores.depth or 0.0 for run in group.runs), group.peak
-    return {"depth": depth, "protocols": f"{group.protocols:+.2f}", "peak": peak, "peak_epoch": epoch}
+    protocols = f"{group.protocols:+.2f}" if group.protocols else "-"
+    return {"depth": depth, "protocols": protocols, "peak": peak, "peak_epoch": epoch}
 
 
 def _line(entry: Entry, clean: Claim, released: Claim) -> tuple[Any, ...]:
@@ -213,18 +205,6 @@ def claim(
     return Claim(paper, f"{found:{sign}.2f}", found.count, known[0].length, judged)
 
 
-def _monitor(every: Sequence[Group]) -> dict[str, Any]:
-    """Return how often sigma_max >= 1 in full-length runs: on single images at the end, on batches ever."""
-    runs = [run.contraction for group in every if group.full for run in group.runs if run.contraction]
-    batches = [line["train"]["sigma"][0] for lines in runs for line in lines]
-    return {
-        "monitor.fired": sum(lines[-1]["eval"]["violations"] for lines in runs),
-        "monitor.images": sum(lines[-1]["images"] for lines in runs),
-        "monitor.batches_fired": sum(sigma >= 1 for sigma in batches),
-        "monitor.batches": len(batches),
-    }
-
-
 def _table(made: Sequence[Group]) -> str:
     columns = "group|data|parameters|length|paper|clean %|clean % at 1e-4|released %|met eps|largest residual"
     lines = []
@@ -239,15 +219,6 @@ def _table(made: Sequence[Group]) -> str:
             fmean(run.seconds for run in one.runs), claim((one,), lambda group: group.clean, printed).verdict,
         ))  # fmt: skip
     return table(lines, columns + "|s per epoch|verdict")
-
-
-def _runs(rows: Sequence[Training]) -> str:
-    """Return one line per run: what the intervals are made of, and where it was trained."""
-    lines = []
-    for row in sorted(rows, key=lambda row: row.job):
-        best = None if row.released is None else f"{row.released:.2f}"
-        lines.append((row.job, row.reached, f"{row.clean:.2f}", best, *row.place, len(row.segments)))
-    return table(lines, "run|epochs|clean %|released %|device|torch|commit|segments")
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:

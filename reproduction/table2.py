@@ -18,7 +18,7 @@ from reproduction import table1
 from reproduction.intervals import UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
 from reproduction.study import Options, panels, table
-from reproduction.trainings import Training, draw_curve, of_group, trained
+from reproduction.trainings import Training, draw_curve, of_group, runs_table, trained
 
 RECORDS = "table2.jsonl"
 Row = Training
@@ -99,18 +99,18 @@ def chosen(rows: Sequence[Training], data: str) -> tuple[list[Training], list[Tr
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
-    """Return by data set the claims on time (DATA) and accuracy (DATA.gain), solved adjoints, and two tables."""
-    found: dict[str, Any] = {"table": _table(rows)}
+    """Return by data set the claims on time (DATA) and accuracy (DATA.gain), solved adjoints, and tables."""
+    found: dict[str, Any] = {"timing": _timing(rows), "runs": runs_table(rows)}
     lines = []
     for data in DATA:
         cg, jfb = chosen(rows, data)
         found |= _claims(data, cg, jfb)
         lines += [_line(data, found[f"{data}.gain"], cg, jfb)] if cg else []
         for key in ("relative-bn", "trained-bn"):
-            shares = [_solved(row) for row in runs_of(rows, data, f"cg-{key}")]
+            shares = [row.solved for row in runs_of(rows, data, f"cg-{key}")]
             found[f"{data}.{key}"] = percent(shares) if shares else UNTESTED
     columns = "data|time, CG / JFB: paper|ours|range|n|JFB %|CG %|JFB - CG|J-products per image|met eps|length"
-    return found | {"pairs": table(lines, columns)}
+    return found | {"table": table(lines, columns)}
 
 
 def _claims(data: str, cg: Sequence[Training], jfb: Sequence[Training]) -> dict[str, Claim]:
@@ -137,28 +137,16 @@ def _line(data: str, gain: Claim, cg: Sequence[Training], jfb: Sequence[Training
     return *first, spread, gain.n, *accuracy, gain.ours, products or None, met, gain.length
 
 
-def _solved(row: Training) -> float | None:
-    """Return the share of adjoint equations that met the tolerance."""
-    all_of_them = row.count("adjoint ")
-    return row.count("adjoint CONVERGED") / all_of_them if all_of_them else None
-
-
-def _table(rows: Sequence[Training]) -> str:
-    columns = "data|row|n|epochs|images|s per epoch|like for like|J-products per image|adjoints solved"
+def _timing(rows: Sequence[Training]) -> str:
+    """Return the time of every pair, earlier ones too."""
     lines = []
     for data in DATA:
-        prefix = f"table2-{data}-"
-        for tag in dict.fromkeys(row.group.removeprefix(prefix) for row in rows if row.group.startswith(prefix)):
-            runs, base = runs_of(rows, data, tag), runs_of(rows, data, PAIRS.get(tag, ""))
-            one, last = runs[0], runs[0].epochs[-1]
-            same = base and not one.count("R scaled down")  # as earlier released rows did: that is another R
-            like = Interval.of(ratios(runs, base)) if same else None
-            lines.append((
-                data, tag, len(runs), len(one.epochs), one.images, fmean(run.seconds for run in runs), like,
-                last.products / one.images, percent(_solved(run) for run in runs),
-                last.depth, percent([last.converged]), Interval.of(run.clean for run in runs),
-            ))  # fmt: skip
-    return table(lines, columns + "|forward depth|forward converged|clean %")
+        for cg, jfb in PAIRS.items():
+            runs, base = runs_of(rows, data, cg), runs_of(rows, data, jfb)
+            scaled = any("R scaled down" in part.get("counts", {}) for run in runs for part in run.segments)
+            if (times := ratios(runs, base)) and not scaled:  # a scaled R is another R
+                lines.append((table1.TITLES[data], cg, jfb, len(times), f"{Interval.of(times):.2f}"))
+    return table(lines, "data|row|against|n|time of an epoch, divided")
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ names. Lines hold everything that a run recorded, except weights. A run in work 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,9 +19,10 @@ from banach import data
 from banach.provenance import unsigned
 from banach.train import Epoch, RunError
 from reproduction import codec
+from reproduction.intervals import percent
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options
+from reproduction.study import Options, table
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
@@ -126,20 +128,30 @@ class Training:
         return f"{len(self.epochs)} epochs, {self.images:,} images"
 
     @property
-    def place(self) -> tuple[str, str, str]:
-        """Device, torch and commit of the last process."""
-        last = self.segments[-1]
-        return last["device"], last["torch"], (last["commit"] or "unknown")[:7]
-
-    def count(self, words: str) -> int:
-        """Return how often what begins with `words` was counted in training, such as "adjoint CONVERGED"."""
-        counts = (pair for segment in self.segments for pair in segment.get("counts", {}).items())
-        return sum(count for name, count in counts if name.startswith(words))
+    def solved(self) -> float | None:
+        """The share of adjoint equations in training that met the tolerance, None where none was counted."""
+        counts: Counter[str] = sum((Counter(segment.get("counts", {})) for segment in self.segments), Counter())
+        ended = sum(count for name, count in counts.items() if name.startswith("adjoint "))
+        return counts["adjoint CONVERGED"] / ended if ended else None
 
 
 def of_group(rows: Sequence[Training], name: str) -> list[Training]:
     """Return the runs of one group."""
     return [row for row in rows if row.group == name]
+
+
+def runs_table(rows: Sequence[Training]) -> str:
+    """Return one line per run: what the intervals are made of, and where it was trained."""
+    columns = "run|epochs|images|clean %|released %|s per epoch|J-products|adjoints solved|forward depth|met eps"
+    lines = []
+    for row in sorted(rows, key=lambda row: row.job):
+        best, last, made = row.released, row.epochs[-1], row.segments[-1]
+        lines.append((
+            row.job, row.reached, row.images, f"{row.clean:.2f}", best and f"{best:.2f}", row.seconds,
+            last.products / row.images, percent([row.solved]), last.depth, percent([last.converged]),
+            made["device"], made["torch"], (made["commit"] or "unknown")[:7], len(row.segments),
+        ))  # fmt: skip
+    return table(lines, columns + "|device|torch|commit|processes")
 
 
 def draw_curve(axes: Any, runs: Sequence[Training], label: str, *, time: bool = False, **style: Any) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from banach import Neumann, Tolerance, models
 from banach.train import Epoch
-from reproduction import accelerate, codec, jobs, neumann, rivals, rundir, table1, table2, train
+from reproduction import accelerate, codec, contraction, jobs, neumann, rivals, rundir, table1, table2, train
 from reproduction.__main__ import _modules, main
 from reproduction.intervals import percent
 from reproduction.study import Options
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 def training(job: str, accuracy: float, seconds: float = 1.0, **changes: Any) -> Training:
     """A training that evaluated its last three of 100 epochs; the released protocol is two points worse."""
-    data = job.removeprefix("table2-").removeprefix("neumann-").partition("-")[0]
+    data = next(name for name in ("mnist", "svhn", "cifar10", "digits") if name in job)
     settings = {"data": data, "model": data, "recipe": "released", "epochs": 100, "subset": None}
     settings |= {"batch_size": 100, "schedule": "constant"}
     points = [Point(epoch=97 + k, clean=Totals(accuracy=accuracy - (3 - k) / 10)) for k in (1, 2, 3)]
@@ -85,7 +85,7 @@ def test_the_pair_of_the_second_table_by_hand() -> None:
     found = table2.values(rows)
     assert str(found["mnist"]) == "1.6 | 3.50 ± 1.24 | 3 | 3 epochs, 60,000 images | undecided"
     assert found["mnist.gain"].verdict == "untested"  # a short training decides nothing about accuracy
-    assert "| MNIST | 1.6 | 3.50 ± 1.24 | 3.00 to 4.00 | 3 | 99.00 ± 0.00 |" in found["pairs"]
+    assert "| MNIST | 1.6 | 3.50 ± 1.24 | 3.00 to 4.00 | 3 | 99.00 ± 0.00 |" in found["table"]
     assert found["svhn"].verdict == "untested"
     assert table2.PAPER["cifar10"] == pytest.approx(3.62, abs=0.01)
 
@@ -95,15 +95,26 @@ def test_shares_and_seconds_of_a_training() -> None:
     assert (percent([1.0, None]), percent([])) == ("100%", "-")
     one = training("table2-mnist-cg-pair-seed0", 0.9, 2.0)
     counts = {"adjoint CONVERGED": 20, "adjoint MAX_STEPS": 10}, {"adjoint CONVERGED": 10}
-    segments = *({"counts": some} for some in counts), {}
-    rows = [replace(one, job="table2-svhn-cg-trained-bn-seed0", segments=segments), replace(one, segments=())]
-    found = table2.values(rows)
+    segments = *({"counts": some} for some in counts), one.segments[0]
+    found = table2.values([replace(one, job="table2-svhn-cg-trained-bn-seed0", segments=segments), one])
     assert (found["svhn.trained-bn"], found["mnist.trained-bn"]) == ("75.00%", "untested")  # over all segments
     assert one.elapsed == [2.0, 4.0, 6.0]  # the first epoch counts like the others
     reached = zip(one.epochs, (0.5, 0.7, 0.9), (10.0, 8.0, 6.0), strict=True)
     epochs = tuple(replace(epoch, validation_accuracy=a, depth=depth) for epoch, a, depth in reached)
     spent = accelerate.spent("mnist", "Picard", replace(one, epochs=epochs), 0.7)
     assert (spent.iterations, spent.seconds) == (18.0, 4.0)
+
+
+def test_the_monitor_counts_images_and_batches() -> None:
+    def line(epoch: int, sigma: list[float]) -> dict[str, Any]:
+        over = sum(x >= 1 for x in sigma)
+        found = {"sigma": sigma, "rate": [0.5, "nan"], "violations": over}
+        return {"epoch": epoch, "images": 2, "eval": found, "train": {"sigma": [max(sigma)]}}
+
+    measured = training("svhn-jfb-seed0", 0.9, contraction=(line(1, [0.5, 0.9]), line(3, [0.9, 1.2])))
+    found = contraction.values([measured, training("svhn-jfb-seed1", 0.9)])
+    assert str(found["claim"]) == "always | 3 of 4 | 1 | over training | not reproduced"
+    assert (found["highest"], found["rate"], found["batches_fired"], found["batches"]) == (1.2, 0.5, 1, 2)
 
 
 def test_a_ratio_whose_interval_contains_one_is_not_faster() -> None:
@@ -154,7 +165,15 @@ def test_jobs_differ_in_what_their_names_say() -> None:
     assert late.settings.batch_norm
     counting: Any = known["table2-digits-cg-trained-bn-seed0"].build()
     assert isinstance(counting.backward.report, jobs.Adjoints)
-    assert known["cifar10-mdeq-tiny-exact-seed0"].settings.backward == "implicit:broyden"
+    for name, wanted in (
+        ("mnist-mon-exact-seed0", ("implicit:picard:1e-2:300", None, 40)),
+        ("mnist-mon-jfb-seed2", ("jfb", None, 40)),
+        ("cifar10-mdeq-tiny-exact-seed0", ("implicit:broyden:1e-3:20", "none", 50)),
+        ("cifar10-mon-large-jfb-seed0", ("jfb", "flip+crop:4", 65)),
+        ("mnist-mnist-twin-common-seed0", (None, None, 20)),
+    ):
+        chosen = known[name].settings
+        assert (chosen.backward, chosen.augment, chosen.epochs) == wanted, name
 
 
 def shortened(job: jobs.Job, name: str) -> jobs.Job:

@@ -71,7 +71,7 @@ def test_what_is_recorded(whole: Path, tmp_path: Path) -> None:
     assert points[-1]["clean"]["accuracy"] > 0.95
     assert points[-1]["clean"]["residual"] < 1e-4
     final = json.loads((whole / rundir.FINAL).read_text())
-    assert final["parts"] == {"Q": 7_400, "R": 10_416, "S": 1}
+    assert final["parts"] == {"Q": 3_720, "R": 10_416, "S": 3_850}
     assert final["clean"]["accuracy"] == points[-1]["clean"]["accuracy"]  # fp32 both
     contraction = codec.read_lines(whole / rundir.CONTRACTION)
     assert [line["epoch"] for line in contraction] == [1, 3, 4]
