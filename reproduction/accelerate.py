@@ -22,6 +22,7 @@ from banach.train.precision import arithmetic
 from reproduction import neumann, rundir
 from reproduction.jobs import Job, settings
 from reproduction.study import Options, panels, store, table
+from reproduction.table1 import TITLES
 from reproduction.train import train
 from reproduction.trainings import Training, trained
 
@@ -128,7 +129,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         for solver in SOLVERS:
             mine = [row for row in rows if (row.data, row.what, row.solver) == (name, "solve", solver)]
             one.plot([row.level for row in mine], [row.iterations for row in mine], marker="o", label=solver)
-        one.set(title=name, xlabel="residual", xscale="log")
+        one.set(title=TITLES[name], xlabel="residual", xscale="log")
         one.invert_xaxis()
     axes[0].set_ylabel("evaluations of T per image")
     axes[0].legend(fontsize="small")
