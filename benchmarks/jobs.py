@@ -123,7 +123,13 @@ def read_job(given: str) -> tuple[Job, Settings]:
 
 
 def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> list[Job]:
-    """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both."""
+    """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both.
+
+    Args:
+        records: what was measured so far.
+        settings: which jobs, and how many at once.
+        commit: of the code; a job that failed at another one is tried again.
+    """
     failed = {one["job"] for one in records if "error" in one and one["commit"] == commit}
     done = {one["job"] for one in records if "error" not in one} | failed
     pending = [job for job in _jobs(records, settings) if job.name not in done]
