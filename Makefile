@@ -7,23 +7,21 @@ BENCH  := $(VENV)/.bench-installed
 JOBS   ?= 2
 OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
-OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/test_network.py \
-	tests/backward/test_transforms_backward.py tests/backward/test_second_derivatives.py
+OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/backward tests/test_network.py
 
 OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
 
-.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint bench bench-gpu bench-training paper clean help
+.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint bench bench-gpu paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
-	@echo "make bench-gpu  training steps against peers, prediction, memory, curves, kernels on a GPU; writes results/gpu/*.json"
-	@echo "make bench-training  whole training runs by the command line; writes results/training/*.json"
+	@echo "make bench-gpu  training steps and predictions against peers, memory, kernels on a GPU; writes results/gpu/*.json"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
-	@echo "make test-endurance  kills at every file operation, 2,000 mutated checkpoints"
+	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
 	@echo "make test-oldest  the tests of the library on torch $(OLDEST_TORCH); downloads 3 GB, since that wheel brings CUDA"
 	@echo "make fuzz       100,000 damaged files; make leaks  10,000 steps per backward mode; both write results/*.json"
@@ -53,6 +51,7 @@ test-slow: setup
 
 test-endurance: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/train/test_kills.py tests/train/test_mutations.py
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python tests/random_kills.py
 
 # The pinned packages, but for torch and for sympy, which torch 2.6 pins itself.
 $(OLDEST)/.installed: pyproject.toml constraints.txt
@@ -91,9 +90,6 @@ bench-gpu:
 	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || { echo "bench-gpu needs a Python that has torch with CUDA, got $(GPU_PYTHON); run: make bench-gpu GPU_PYTHON=..." >&2; exit 2; }
 	@PYTHONPATH=build/torchdeq $(GPU_PYTHON) -c 'import torchdeq' 2> /dev/null || $(GPU_PYTHON) -m pip install --quiet --no-deps --target build/torchdeq torchdeq==0.1.0 || echo "TorchDEQ 0.1.0 cannot be installed: it will be left out"
 	PYTHONPATH=src:build/torchdeq $(GPU_PYTHON) -m benchmarks gpu
-
-bench-training: setup
-	$(BIN)/python -m benchmarks training
 
 paper: setup
 	$(BIN)/python -m reproduction all --quick

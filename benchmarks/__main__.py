@@ -1,4 +1,4 @@
-"""The runner: python -m benchmarks [cpu|gpu|training] [NAME ...] [--quick] [--out DIR] [--list]."""
+"""The runner: python -m benchmarks [cpu|gpu] [NAME ...] [--quick] [--out DIR] [--list]."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
 
 from banach.data import DataError
 from banach.provenance import source_commit
@@ -16,10 +16,12 @@ from benchmarks.results import Benchmark
 
 FILES = (
     *("loop", "memory", "onestep", "per_sample", "modes", "starts", "layout", "penalty"),
-    *("training_step", "inference", "captured", "whole_training", "kernels"),
+    "training_step",
 )
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
-FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu"), "training": Path("results/training")}
+FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu")}
+
+QUICK = Path("build/benchmarks")  # figures at tiny sizes are not results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,23 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = _wanted(parser, chosen)
     if chosen.list:
         for one in wanted:
-            print(f"{one.group:9} {one.name:17} {one.question}")
+            print(f"{one.group:4} {one.name:14} {one.question}")
         return 0
     if chosen.quick or any(one.group == "cpu" for one in wanted):
         torch.set_num_threads(1)
     source_commit()  # before the first result is written, which would make the tree dirty
-    console, missed = Console(width=120), 0
-    changes = {key: getattr(chosen, key) for key in ("device", "data_dir", "contenders", "processes")}
+    missed = 0
+    changes = {key: getattr(chosen, key) for key in ("device", "data_dir", "out", "only", "processes", "seconds")}
     for one in wanted:
         try:
             result = one.measure(one.settings(quick=chosen.quick, **changes))
         except DataError as error:
             parser.error(str(error))
-        result.show(console)
-        written = result.write(chosen.out or FOLDERS[one.group])
-        console.print(f"  written to {written}", soft_wrap=True)
+        written = result.write(chosen.out or (QUICK if chosen.quick else FOLDERS[one.group]))
+        result.show(_console())
+        print(f"  written to {written}")
         missed += result.missed
-    console.print(f"targets missed: {missed}" + (", which means nothing at this size" if chosen.quick else ""))
+    print(f"targets missed: {missed}" + (", which means nothing at this size" if chosen.quick else ""))
     return int(missed > 0 and not chosen.quick)
 
 
@@ -78,17 +80,30 @@ def _wanted(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list
     return wanted
 
 
+def _console() -> Any:
+    from rich.console import Console  # after the result is written: a GPU machine may not have it
+
+    return Console(width=120)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="measure banach against its peers")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="cpu, gpu, training or benchmarks; default cpu")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cpu, gpu or benchmarks; default cpu")
     parser.add_argument("--list", action="store_true", help="print the benchmarks and what they ask")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on a CPU: shows that everything runs")
-    parser.add_argument("--out", type=Path, help="folder of the JSON files; default results, results/GROUP")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the JSON files; default results, results/GROUP, or build/benchmarks if quick",
+    )
     parser.add_argument("--device", help="such as cuda:1; default: what each benchmark is for")
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets; default: BANACH_DATA, the cache")
     commas = lambda given: tuple(name for name in given.split(",") if name)  # noqa: E731
-    parser.add_argument("--contenders", type=commas, help="of a training step, with commas; default all")
-    parser.add_argument("--processes", type=int, help="per contender (default 3); 0: all in this process")
+    parser.add_argument("--only", type=commas, help="of training-step: beginnings of jobs, such as step/mlp,depth")
+    parser.add_argument("--processes", type=int, help="of training-step, per contender; default 3")
+    parser.add_argument(
+        "--seconds", type=float, help="of training-step: end in time (default 500); the next call goes on"
+    )
     return parser
 
 

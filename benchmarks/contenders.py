@@ -2,8 +2,7 @@
 
 Every contender is one whole training step: zero_grad, forward, cross entropy, backward, Adam with the recipe's
 rates. All start from the same network in training. Peers run as their users run them, and tuned: channels_last,
-fused Adam and compiled Q, R and S. Each is tried in fp32, TF32 and bf16; the fastest precision that meets eps
-counts.
+fused Adam, compiled Q, R and S, and the evaluations of the loop in CUDA graphs (mode="reduce-overhead").
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from banach import ImplicitNetwork
-from banach.fast import TrainStep
+from banach.fast import Choice, TrainStep, plan
 from banach.train.precision import autocast
 from benchmarks.libraries import ABSENT, has_torchdeq, torchdeq_layer
 from benchmarks.points import Point
-from benchmarks.timer import PRECISIONS
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contender is built for. `depth` is what a plain loop needs there: fixed depths are given it."""
+    """What a contender is built for."""
 
     point: Point
     precision: str
     device: torch.device
-    depth: int = 1
     seed: int = 0
+    compile: bool = False  # the parts of tuned contenders
 
 
 class Seen(NamedTuple):
@@ -53,14 +51,21 @@ class Seen(NamedTuple):
         depth, excess = (torch.as_tensor(one, dtype=torch.float64).max() for one in (self.depth, self.excess()))
         return float(depth), float(excess)
 
+    def mean(self) -> float:
+        """Return the depth of the mean sample."""
+        return float(torch.as_tensor(self.depth, dtype=torch.float64).mean())
+
 
 class Step:
-    """step(inputs, labels) -> loss. A contender writes `forward`, which returns the output and sets `seen`."""
+    """step(inputs, labels) -> loss. A contender writes `forward`, which returns the output.
+
+    `seen` says what the last step reached. To read it may launch kernels, so it is not read while steps are timed.
+    """
 
     captured = False  # replayed from a graph: its memory shows at the capture alone
 
     def __init__(self, net: ImplicitNetwork, setting: Setting, *, tuned: bool = False) -> None:
-        self.net, self.setting, self.seen = net, setting, Seen()
+        self.net, self.setting, self.last = net, setting, Seen()
         cuda = setting.device.type == "cuda"
         if tuned or self.captured:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -70,8 +75,16 @@ class Step:
         }
         self.optimizer = torch.optim.Adam(net.parameters(), **(options | setting.point.rates))
         self.loss = partial(F.cross_entropy, label_smoothing=setting.point.label_smoothing)
-        wrap: Callable[[Any], Any] = torch.compile if tuned and cuda else (lambda part: part)
-        self.Q, self.R, self.S = wrap(net.Q), wrap(net.R), wrap(net.S)
+        self.tuned = tuned and setting.compile
+        self.Q, self.R, self.S = (self.compiled(part) for part in (net.Q, net.R, net.S))
+
+    def compiled(self, part: nn.Module, **how: Any) -> Callable[..., Any]:
+        """Return a part compiled for fixed shapes, if this contender is tuned."""
+        return torch.compile(part, dynamic=False, **how) if self.tuned else part
+
+    @property
+    def seen(self) -> Seen:
+        return self.last
 
     def forward(self, d: Tensor) -> Tensor:
         raise NotImplementedError
@@ -98,8 +111,8 @@ class Step:
             for name, value in state.items():  # fused Adam wants the moments in the memory format of the weights
                 if isinstance(value, Tensor) and value.shape == p.shape:
                     state[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)
-                elif self.captured:  # counted on the device, so that the count can be captured
-                    state[name] = value.to(p.device)
+                else:  # steps are counted on the device by fused Adam alone; elsewhere each would be a host sync
+                    state[name] = value.to(p.device if self.optimizer.defaults["fused"] else "cpu")
 
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.setting.precision, self.setting.device)
@@ -111,28 +124,50 @@ def zeros(v: Any) -> Any:
 
 
 class Plain(Step):
-    """The paper's algorithm as its authors wrote it, in plain PyTorch.
+    """A loop in plain PyTorch: u <- R(u, Q(d)) until the worst residual is at most eps, then R once with autograd.
 
-    Q is computed without autograd; u <- R(u, Q(d)) until the worst residual is at most eps, with a host check at
-    every step. Then Q is computed a second time with autograd, and R once more at the u that was found.
+    The host checks at every step. As the authors wrote it (`twice`), Q is computed without autograd for the loop,
+    and once more with autograd. `graphs`: the evaluations of R in the loop are replayed CUDA graphs.
     """
 
+    def __init__(
+        self,
+        net: ImplicitNetwork,
+        setting: Setting,
+        *,
+        tuned: bool = False,
+        twice: bool = False,
+        graphs: bool = False,
+    ) -> None:
+        super().__init__(net, setting, tuned=tuned)
+        self.twice, self.graphs = twice, graphs and self.tuned
+        self.R_of_loop = self.compiled(net.R, mode="reduce-overhead") if self.graphs else self.R
+
     def forward(self, d: Tensor) -> Tensor:
-        with torch.no_grad(), self.autocast():
-            u = self.find(self.Q(d))
         with self.autocast():
-            output: Tensor = self.S(self.R(u, self.Q(d)))
+            v = None if self.twice else self.Q(d)
+        # Blocks of their own: R with autograd must not find the weights that autocast cached without it.
+        with torch.no_grad(), self.autocast():
+            u = self.find(self.Q(d) if self.twice else tree_map(Tensor.detach, v))
+        with self.autocast():
+            output: Tensor = self.S(self.R(u, self.Q(d) if self.twice else v))
             return output
 
     def find(self, v: Any) -> Any:
         point = self.setting.point
         u, depth, excess = zeros(v), 0, float("inf")
         while excess > 1 and depth < point.max_steps:
-            before, u = u, self.R(u, v)
+            before, u = u, self.evaluate(u, v)
             excess = point.excess(u, before).item()
             depth += 1
-        self.seen = Seen(depth, lambda: excess)
+        self.last = Seen(depth, lambda: excess)
         return u
+
+    def evaluate(self, u: Any, v: Any) -> Any:
+        if not self.graphs:
+            return self.R(u, v)
+        torch.compiler.cudagraph_mark_step_begin()
+        return tree_map(Tensor.clone, self.R_of_loop(u, v))  # the next replay overwrites what this one returned
 
 
 class TorchDEQ(Step):
@@ -168,7 +203,7 @@ class TorchDEQ(Step):
             return self.R(u, v)
         after = self.R(u, v)
         self.steps += 1
-        self.seen = Seen(self.steps, lambda: self.setting.point.excess(after, u))
+        self.last = Seen(self.steps, lambda: self.setting.point.excess(after, u))
         return after
 
     def to_state(self, u: Any) -> Any:
@@ -184,67 +219,45 @@ class TorchDEQ(Step):
         return state[0].view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-class Unrolled(Step):
-    """Autograd through the whole loop, at the depth that the plain loop needed."""
-
-    def forward(self, d: Tensor) -> Tensor:
-        with self.autocast():
-            v = self.Q(d)
-            before = u = zeros(v)
-            for _ in range(self.setting.depth):
-                before, u = u, self.R(u, v)
-            last = tree_map(Tensor.detach, (u, before))  # not the graph
-            self.seen = Seen(self.setting.depth, partial(self.setting.point.excess, *last))
-            output: Tensor = self.S(self.R(u, v))
-            return output
-
-
 class Eager(Step):
     """banach.ImplicitNetwork, called eagerly: Picard, JFB, the point's tolerance."""
 
     def forward(self, d: Tensor) -> Tensor:
         with self.autocast():
-            output, found = self.net(d, solution=True)
-        self.seen = self.saw(found)
+            output, self.found = self.net(d, solution=True)
         return output
 
-    def saw(self, found: Any) -> Seen:
+    @property
+    def seen(self) -> Seen:
         if self.net.tolerance.max_steps == 0:
             return Seen()
-        steps, eps = found.steps.clone(), self.setting.point.eps  # copies: the next captured step overwrites them
+        found, eps = self.found, self.setting.point.eps
+        steps, residual, converged = (one.clone() for one in (found.steps, found.residual, found.converged))
         if self.setting.point.relative:
-            converged = found.converged.clone()
             return Seen(steps, lambda: torch.where(converged, 0.0, torch.inf))
-        residual = found.residual.clone()
         return Seen(steps, lambda: residual / eps)
 
 
 class Captured(Eager):
-    """banach.fast.TrainStep: the whole step as one CUDA graph."""
+    """banach.fast.TrainStep: the whole step as CUDA graphs. `without` names choices of its plan that are off."""
 
     captured = True
 
-    def __init__(self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False) -> None:
+    def __init__(
+        self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False, without: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(net, setting)
         bf16 = setting.precision == "bf16"
-        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, compile=compiled)
+        how = plan(net, precision="bf16" if bf16 else None, compile=compiled and setting.compile)
+        off: dict[str, Any] = {name: Choice(False, "switched off") for name in without}
+        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, how=replace(how, **off))
 
     def __call__(self, d: Tensor, y: Tensor) -> Tensor:
         loss = self.step(d, y)
-        self.seen = self.saw(solution_of(self.step, d))
+        if d.is_cuda and self.step.reason is not None:  # it would be measured under the wrong name
+            raise RuntimeError(f"the step was not captured: {self.step.reason}")
+        self.found = self.step.reached
         return loss
-
-
-def solution_of(step: Any, d: Tensor) -> Any:
-    """Return what the last call of a TrainStep reached: steps, residual, converged.
-
-    Raises:
-        RuntimeError: if the step runs eagerly on a GPU, which would be measured under the wrong name.
-    """
-    reason = getattr(step, "reason", None)
-    if reason is not None and d.is_cuda:
-        raise RuntimeError(f"the step was not captured: {reason}")
-    return step.solution if hasattr(step, "solution") else step.reached
 
 
 def as_twin(net: ImplicitNetwork) -> ImplicitNetwork:
@@ -270,48 +283,49 @@ def hide_form(net: ImplicitNetwork) -> ImplicitNetwork:
 class Contender:
     """A name and how its step is made.
 
-    `role`: "peer" solves to the tolerance another way, "fixed" unrolls to a given depth, "twin" is explicit,
-    "ours" is banach, "variant" another way to use it. `change` edits the network. `settle` steps are not timed.
+    `role`: "peer" solves to the tolerance as users do, "tuned" is a peer at its best, "twin" is explicit, "ours"
+    is banach. `change` edits the network.
     """
 
     name: str
     make: Callable[[ImplicitNetwork, Setting], Step]
     role: str
     change: Callable[[ImplicitNetwork], ImplicitNetwork] = lambda net: net
-    settle: int = 5
-    needs: str | None = None  # cuda or torchdeq
+    fast: bool = False  # measured in the point's precision alone
 
-    def missing(self, point: Point, device: torch.device) -> str | None:
+    def missing(self, point: Point) -> str | None:
         """Return why it is not measured at a point, or None."""
-        if self.needs == "torchdeq" and not has_torchdeq():
+        if "torchdeq" in self.name and not has_torchdeq():
             return ABSENT
-        if self.needs == "cuda" and device.type != "cuda":
-            return "needs CUDA"
-        if self.role in ("peer", "fixed") and point.relative and not point.own:
+        if self.role in ("peer", "tuned") and point.relative and not point.own:
             return "has no relative test in this norm"
         return None
 
     def precisions(self, point: Point) -> tuple[str, ...]:
-        """Return the precisions it is tried in: all, or the point's for the fast path."""
-        return (point.precision,) if self.needs == "cuda" and point.precision else PRECISIONS
+        """Return the precisions it is tried in."""
+        return (point.precision,) if self.fast and point.precision else point.precisions
 
     def build(self, setting: Setting) -> Step:
+        """Return the step of a new network."""
         return self.make(self.change(setting.point.network(setting.device, setting.seed)), setting)
 
 
 CONTENDERS = {
     one.name: one
     for one in (
+        Contender("authors", partial(Plain, twice=True), "peer"),
         Contender("plain", Plain, "peer"),
-        Contender("plain-tuned", partial(Plain, tuned=True), "peer", settle=8),
-        Contender("torchdeq", TorchDEQ, "peer", needs="torchdeq"),
-        Contender("torchdeq-tuned", partial(TorchDEQ, tuned=True), "peer", settle=8, needs="torchdeq"),
-        Contender("unroll", Unrolled, "fixed"),
-        Contender("explicit", Eager, "twin", as_twin),
+        Contender("plain-tuned", partial(Plain, tuned=True), "tuned"),
+        Contender("plain-graphs", partial(Plain, tuned=True, graphs=True), "tuned"),
+        Contender("torchdeq", TorchDEQ, "peer"),
+        Contender("torchdeq-tuned", partial(TorchDEQ, tuned=True), "tuned"),
         Contender("banach-eager", Eager, "ours"),
-        Contender("banach-captured", Captured, "ours", needs="cuda"),
-        Contender("banach-fast", partial(Captured, compiled=True), "ours", needs="cuda"),
-        Contender("banach-general", partial(Captured, compiled=True), "variant", hide_form, 40, "cuda"),
-        Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, needs="cuda"),
+        Contender("banach-captured", Captured, "ours", fast=True),
+        Contender("banach-fast", partial(Captured, compiled=True), "ours", fast=True),
+        Contender("banach-general", partial(Captured, compiled=True), "ours", hide_form, fast=True),
+        Contender(
+            "banach-modules", partial(Captured, compiled=True, without=("fused", "windows")), "ours", fast=True
+        ),
+        Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, fast=True),
     )
 }

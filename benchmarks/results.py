@@ -9,9 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from banach.provenance import provenance, write_json
 
 Row = dict[str, Any]
@@ -74,7 +71,7 @@ class Benchmark:
     run: Callable[[Any], Report]
     full: Any
     quick: Any
-    group: str = "cpu"  # or gpu, training: what the command line selects by
+    group: str = "cpu"  # or gpu
 
     def settings(self, *, quick: bool, **changes: Any) -> Any:
         """Return the settings of one of the sizes, with those `changes` that they have a field for."""
@@ -108,7 +105,8 @@ class Result:
         content["provenance"] = provenance(asdict(self.settings), device=device)
         return write_json(folder / f"{self.name}.json", content)
 
-    def show(self, console: Console) -> None:
+    def show(self, console: Any) -> None:
+        """Print the table, the targets and the notes on a `rich.console.Console`."""
         rows = self.report.rows
         title = f"{self.name}: {self.question}"
         console.print(table(title, rows) if rows else title, highlight=False)  # no rows: no title in a table
@@ -120,8 +118,10 @@ class Result:
         console.print()
 
 
-def table(title: str, rows: list[Row]) -> Table:
-    """Return the rows as a table: words to the left, numbers to the right."""
+def table(title: str, rows: list[Row]) -> Any:
+    """Return the rows as a table of rich: words to the left, numbers to the right."""
+    from rich.table import Table  # not needed where processes only measure
+
     made = Table(title=title, title_justify="left", header_style="bold")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:

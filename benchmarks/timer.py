@@ -20,7 +20,6 @@ from benchmarks.results import Figure
 
 Action = Callable[[], object]
 Input = TypeVar("Input")
-Seen = TypeVar("Seen")
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -45,29 +44,27 @@ def ratio(above: list[float], below: list[float]) -> Figure:
     return Figure.of(a / b for a, b in zip(above, below, strict=True))
 
 
-def timed_steps(
-    step: Callable[[Input], Seen], inputs: Iterable[Input], device: torch.device
-) -> tuple[list[float], list[Seen]]:
-    """Return the milliseconds of each step and what it returned.
+def timed_steps(step: Callable[[Input], object], inputs: Iterable[Input], device: torch.device) -> list[float]:
+    """Return the milliseconds of each step.
 
     On a GPU events stand between the steps and only the end waits, as in a training loop. The time of a step then
     includes every pause in which the device had nothing to do.
     """
-    given, seen = list(inputs), list[Seen]()
+    given = list(inputs)
     if device.type != "cuda":
         times = [time.perf_counter()]
         for one in given:
-            seen.append(step(one))
+            step(one)
             times.append(time.perf_counter())
-        return [1e3 * (b - a) for a, b in pairwise(times)], seen
+        return [1e3 * (b - a) for a, b in pairwise(times)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(given) + 1)]
     torch.cuda.synchronize(device)
     marks[0].record()
     for one, mark in zip(given, marks[1:], strict=True):
-        seen.append(step(one))
+        step(one)
         mark.record()
     torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) for a, b in pairwise(marks)], seen
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
 def milliseconds_of(action: Action, device: torch.device, repeats: int = 10, *, warm_up: int = 3) -> Figure:

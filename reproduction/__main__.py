@@ -12,7 +12,7 @@ from typing import Any
 from reproduction import STARTED  # noqa: F401  (the clock starts here)
 
 # Modules of this package, in the order of the report; study.py describes what they offer.
-STUDIES = ("table1", "table2", "figures", "neumann", "accelerate", "memory", "toy", "theory")
+STUDIES = ("table1", "rivals", "table2", "neumann", "accelerate", "memory", "toy", "contraction", "theory")
 QUICK = Path("runs/quick")
 STUDY = """\
 Train or compute what the study needs and its records lack, write the records, and print its table.
@@ -44,27 +44,26 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m reproduction", description="The paper, reproduced with banach."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    records, runs = (argparse.ArgumentParser(add_help=False) for _ in range(2))
+    records.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
+    runs.add_argument("--runs", type=Path, help="folder of run directories (runs)")
+    runs.add_argument("--data-dir", type=Path, help="folder of the data sets")
+    runs.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
-    def add(name: str, text: str, description: str) -> Any:
+    def add(name: str, text: str, description: str, *parents: argparse.ArgumentParser) -> Any:
         form = argparse.RawDescriptionHelpFormatter
-        made = commands.add_parser(name, help=text, description=description, formatter_class=form)
-        made.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
-        return made
-
-    def common(command: Any) -> None:
-        command.add_argument("--runs", type=Path, help="folder of run directories (runs)")
-        command.add_argument("--data-dir", type=Path, help="folder of the data sets")
-        command.add_argument("--device", default="auto", help="auto, cpu or cuda")
+        given: dict[str, Any] = {"description": description, "formatter_class": form}
+        return commands.add_parser(name, help=text, parents=[records, *parents], **given)
 
     for name in (*STUDIES, "all"):
-        study = add(name, "all studies, then the report" if name == "all" else f"the study {name}", STUDY)
+        text = "all studies, then the report" if name == "all" else f"the study {name}"
+        study = add(name, text, STUDY, runs)
         study.add_argument("--quick", action="store_true", help="on digits, on a CPU, in minutes")
-        common(study)
     report = add("report", "write docs/reproduction.md from the records", "Write the pages and figures.")
     report.add_argument("--docs", type=Path, default=Path("docs"), help="folder to write to (docs)")
-    collect = add("collect", "add finished runs to the records", "Write one line per finished run.")
+    collect = add("collect", "add runs to the records", "Write one line per run, finished or in work.")
     collect.add_argument("runs", type=Path, help="folder of run directories")
-    train = add("train", "run training jobs, with a time budget", TRAIN)
+    train = add("train", "run training jobs, with a time budget", TRAIN, runs)
     train.add_argument("jobs", nargs="*", metavar="JOB", help="names of jobs; --list prints them")
     train.add_argument("--list", action="store_true", help="print the names of all jobs and exit")
     train.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
@@ -72,7 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
     train.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
     train.add_argument("--changed-sources", action="store_true", help="resume a run that other sources began")
-    common(train)
     return parser
 
 
@@ -85,8 +83,7 @@ def _options(given: argparse.Namespace) -> Any:
     if values.get("quick"):
         values = {"records": QUICK, "runs": QUICK / "runs", **values}
         values["device"] = values["device"].replace("auto", "cpu")
-    fields = Options.__dataclass_fields__
-    options = Options(**{name: value for name, value in values.items() if name in fields})
+    options = Options(**{name: values[name] for name in Options.__dataclass_fields__ if name in values})
     Settings(device=options.device).usable_device()  # before hours of work, not after
     return options
 
@@ -103,9 +100,8 @@ def _study(given: argparse.Namespace) -> None:
         options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
         options.say(studies[name].values(studies[name].run(options))["table"] + "\n")
     if given.command == "all":
-        options.say(
-            f"written: {report.write(studies, options, QUICK / 'docs' if options.quick else Path('docs'))}"
-        )
+        docs = QUICK / "docs" if options.quick else Path("docs")
+        options.say(f"written: {report.write(studies, options, docs)}")
 
 
 def _report(given: argparse.Namespace) -> None:
@@ -118,7 +114,7 @@ def _collect(given: argparse.Namespace) -> None:
     from reproduction.trainings import collect
 
     folder = _options(given).records
-    if not Path(given.runs).is_dir():
+    if not given.runs.is_dir():
         raise ValueError(f"expected a folder of run directories, got {given.runs}")
     print(f"{folder}: {len(collect(given.runs, folder))} finished runs")
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from safetensors.torch import load_file
 from banach import Anderson, Broyden, Picard, Solver, Tolerance, data, solve
 from banach.train.precision import arithmetic
 from reproduction import neumann, rundir
-from reproduction.jobs import Job
+from reproduction.jobs import Job, settings
 from reproduction.study import Options, panels, store, table
+from reproduction.table1 import TITLES
 from reproduction.train import train
 from reproduction.trainings import Training, trained
 
@@ -47,14 +47,15 @@ class Row:
     seconds: float
 
 
-def _job(name: str, solver: str, epochs: int, **fields: Any) -> Job:
-    word, mode = solver.partition("(")[0].lower(), partial(neumann.mode, 0)
-    made = Job(name=f"accelerate-{name}-{word}-seed0", data=name, model=name, epochs=epochs, whole=False, **fields)
-    return replace(made, solver=SOLVERS[solver], backward=mode)
+def _job(data: str, solver: str, **changes: Any) -> Job:
+    name, chosen = solver.partition("(")[0].lower(), settings(data, whole=False, **changes)
+    name = f"accelerate-{data}-{name}-seed0"
+    return Job(name=name, settings=chosen, solver=SOLVERS[solver], backward=neumann.mode(0))
 
 
-QUICK = [_job("digits", solver, 2, subset=256) for solver in SOLVERS]
-JOBS = [_job(name, s, n, recipe="released") for name, n in (("mnist", 5), ("svhn", 3)) for s in SOLVERS]
+QUICK = [_job("digits", solver, epochs=2, subset=256) for solver in SOLVERS]
+LENGTHS = {"mnist": 5, "svhn": 3}
+JOBS = [_job(data, s, epochs=n, recipe="released") for data, n in LENGTHS.items() for s in SOLVERS]
 
 
 def run(options: Options) -> list[Row]:
@@ -66,7 +67,7 @@ def run(options: Options) -> list[Row]:
         done = dict(zip(SOLVERS, trained(some, options), strict=True))
         level = min(max(epoch.validation_accuracy or 0.0 for epoch in one.epochs) for one in done.values())
         rows += _solves(some[0], options)
-        rows += [spent(some[0].data, solver, one, level) for solver, one in done.items()]
+        rows += [spent(str(some[0].settings.data), solver, one, level) for solver, one in done.items()]
     store(options.records / RECORDS, rows, options.torch_device)
     return rows
 
@@ -76,12 +77,14 @@ def _solves(job: Job, options: Options) -> list[Row]:
     train([job], options)  # records have no weights; a finished run is not trained again
     net: Any = job.build().to(options.torch_device).eval()
     net.load_state_dict(load_file(rundir.snapshot(options.runs / job.name, job.settings.epochs)))
-    test = data.load(job.data, "test", options.data_dir, options.torch_device)
+    test = data.load(str(job.settings.data), "test", options.data_dir, options.torch_device)
     limits = [Tolerance(atol=level, max_steps=MAX_STEPS, norm=net.tolerance.norm) for level in LEVELS]
     with torch.no_grad(), arithmetic("fp32", test.device):  # TF32 cannot meet 1e-4
         v = net.Q(test.normalise(test.pixels[:BATCH]))
         repeats = 2 if options.quick else 20
-        return [timed(job.data, s, net.R, v, tolerance, repeats) for tolerance in limits for s in SOLVERS]
+        return [
+            timed(str(job.settings.data), s, net.R, v, tolerance, repeats) for tolerance in limits for s in SOLVERS
+        ]
 
 
 def timed(name: str, solver: str, R: Any, v: torch.Tensor, tolerance: Tolerance, repeats: int) -> Row:
@@ -114,7 +117,7 @@ def values(rows: Sequence[Row]) -> dict[str, Any]:
         if row.what == "train":
             key = f"{row.data}.{row.solver.partition('(')[0].lower()}"
             found |= {f"{key}.iterations": steps, f"{key}.seconds": seconds}
-    columns = ("data", "what", "level", "solver", "iterations", "against Picard", "seconds", "against Picard")
+    columns = "data|what|level|solver|iterations|against Picard|seconds|against Picard"
     return found | {"table": table(lines, columns)}
 
 
@@ -126,7 +129,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         for solver in SOLVERS:
             mine = [row for row in rows if (row.data, row.what, row.solver) == (name, "solve", solver)]
             one.plot([row.level for row in mine], [row.iterations for row in mine], marker="o", label=solver)
-        one.set(title=name, xlabel="residual", xscale="log")
+        one.set(title=TITLES[name], xlabel="residual", xscale="log")
         one.invert_xaxis()
     axes[0].set_ylabel("evaluations of T per image")
     axes[0].legend(fontsize="small")

@@ -1,4 +1,4 @@
-"""Means with 95% intervals over seeds, and the four verdicts on a printed number."""
+"""Means with 95% intervals over runs, the four verdicts on a printed number, and claims as rows of a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 REPRODUCED, NOT_REPRODUCED, UNDECIDED, UNTESTED = "reproduced", "not reproduced", "undecided", "untested"
 WIDEST = 0.3  # points, or units of a ratio: a wider interval decides nothing
-SEEDS = 3  # fewer runs decide nothing
+SEEDS = 3  # fewer decide nothing
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,42 @@ class Interval:
         return f"{self:.2f} (n = {self.count})"
 
 
-def verdict(ours: Interval | None, printed: float, *, full: bool = True, widest: float = WIDEST) -> str:
-    """Return the verdict on the claim "at least `printed`".
+def verdict(ours: Interval | None, printed: float, *, full: bool = True, strict: bool = False) -> str:
+    """Return the verdict on the claim "at least `printed`", or "more than `printed`" if `strict`.
 
     Reproduced: the interval contains the printed value or lies above it, and is narrow. Not reproduced: it lies
-    below. Undecided: it is too wide. Untested: shortened runs (`full` is False), or fewer than three seeds.
+    below. Undecided: it is too wide; for a strict claim also if it contains the value. Untested: shortened runs
+    (`full` is False), or fewer than three.
     """
     if ours is None or not full or ours.count < SEEDS:
         return UNTESTED
     if ours.mean + ours.half < printed:
         return NOT_REPRODUCED
-    return REPRODUCED if ours.half <= widest else UNDECIDED
+    inside = ours.mean - ours.half <= printed
+    return UNDECIDED if ours.half > WIDEST or (strict and inside) else REPRODUCED
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row of a page: what the paper prints, what we measured, over how many runs of which length."""
+
+    paper: str
+    ours: str
+    n: int
+    length: str
+    verdict: str
+
+    def __str__(self) -> str:
+        """Return the cells of a Markdown table, without the outer bars."""
+        return f"{self.paper} | {self.ours} | {self.n} | {self.length} | {self.verdict}"
+
+
+def percent(shares: Iterable[float | None]) -> str:
+    """Return the least share. Anything short of all is shown as such, never rounded to 100%."""
+    least = min((share for share in shares if share is not None), default=None)
+    if least is None:
+        return "-"
+    return "100%" if least == 1 else f"{min(100 * least, 99.99):.2f}%"
 
 
 def _quantile(freedom: float) -> float:

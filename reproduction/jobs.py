@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from banach import JFB, ImplicitNetwork, Mode, Picard, Solver, models
+from banach import Implicit, ImplicitNetwork, Mode, Solver, Status, models
 from banach.data import Augmentation
 from banach.train import Settings
 
@@ -17,58 +18,44 @@ MONITOR_EVERY = 50  # epochs between two measurements of the contraction, beside
 LAST = 10  # the test set is evaluated after each of the last epochs
 
 
+class Adjoints(Counter[str]):
+    """A `report` for `Implicit` that counts how the samples' adjoint equations ended."""
+
+    def __call__(self, products: int, residual: Tensor, status: tuple[Status, ...]) -> None:
+        self.update(f"adjoint {end.name}" for end in status)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run, with the settings of the model's recipe.
+    """One training run.
 
-    `explicit` trains the twin S(R(0, Q(d))). `epochs` shortens the run and leaves the schedule as it is. `whole`
-    trains on all training images; otherwise some are held out for validation. The test set is evaluated after
-    every `evaluate_every`-th epoch and after each of the last ten; it chooses nothing. `augment` is a word of the
-    command line. `backward` makes the backward mode. `after`: start with the weights that job ended with.
-    A job that changes gets another name: records are found by names.
+    `solver` and `backward` replace those of the settings where words cannot describe them. The test set is
+    evaluated after every `evaluate_every`-th epoch and after each of the last ten; it chooses nothing. `after`:
+    start with the weights that job ended with. A job that changes gets another name: records are found by names.
     """
 
     name: str
-    data: str
-    model: str
-    seed: int = 0
-    recipe: str | None = None
-    explicit: bool = False
-    batch_norm: bool = True
-    solver: Solver = Picard()
-    backward: Callable[[], Mode] = JFB
-    precision: str = "fp32"
-    augment: str | None = None
+    settings: Settings
+    solver: Solver | None = None
+    backward: Mode | None = None
     evaluate_every: int = 1
-    epochs: int | None = None
-    subset: int | None = None
-    whole: bool = True
-    fast: bool = True
     after: Job | None = None
-
-    @property
-    def settings(self) -> Settings:
-        """The settings that `fit` gets."""
-        recipe = models.recipe(self.model, self.recipe)
-        names = "data model recipe subset whole augment batch_norm precision fast seed"
-        return Settings.of_recipe(
-            recipe,
-            **{name: getattr(self, name) for name in names.split()},
-            monitor=False,  # measured here, at fewer epochs and on more images
-            epochs=self.epochs or recipe.epochs,
-            max_steps=0 if self.explicit else recipe.max_steps,
-        )
 
     @property
     def released_augmentation(self) -> Augmentation | None:
         """What the released code also does to the test images: on CIFAR-10 it augments them."""
-        return self.settings.augmentation() if self.augment == "paper" else None
+        return self.settings.augmentation() if self.settings.augment == "paper" else None
 
     def build(self) -> nn.Module:
-        """Return the network with the initial weights of the seed; the global random state is kept."""
+        """Return the network with the initial weights of the seed; the global random state is kept.
+
+        Where steps are not captured anyway, adjoint equations are counted: a report needs the host.
+        """
         net = self.settings.build()
         if isinstance(net, ImplicitNetwork):
-            net.solver, net.backward = self.solver, self.backward()
+            net.solver, net.backward = self.solver or net.solver, self.backward or net.backward
+            if isinstance(net.backward, Implicit) and not self.settings.fast:
+                net.backward = replace(net.backward, report=Adjoints())
         return net
 
     def evaluates(self, epoch: int) -> bool:
@@ -84,11 +71,23 @@ class Job:
         return epoch in SNAPSHOTS or epoch == self.settings.epochs
 
 
+def settings(data: str, model: str | None = None, recipe: str | None = None, **changes: Any) -> Settings:
+    """Return the settings of a model's recipe, on all training images; `changes` replace some.
+
+    The model is by default the one named after the data. `epochs` leaves the milestones of a schedule where they
+    are. `max_steps=0` is the explicit twin S(R(0, Q(d))). The contraction is measured by `measure.py`, at fewer
+    epochs and on more images than the monitor of `fit`.
+    """
+    model = model or data
+    values = {"whole": True, "monitor": False, **changes}
+    return Settings.of_recipe(models.recipe(model, recipe), data=data, model=model, recipe=recipe, **values)
+
+
 def by_name() -> dict[str, Job]:
     """Return the jobs of all studies."""
-    from reproduction import accelerate, neumann, table1, table2
+    from reproduction import accelerate, neumann, rivals, table1, table2
 
-    studies = (table1, table2, neumann, accelerate)
+    studies = (table1, rivals, table2, neumann, accelerate)
     return {job.name: job for study in studies for job in (*study.JOBS, *study.QUICK)}
 
 

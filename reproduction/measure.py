@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
-from banach import ImplicitNetwork
+from banach import JFB, Implicit, ImplicitNetwork, Tolerance
 from banach.data import Augmentation, Images
-from banach.diagnose import measure_contraction
+from banach.diagnose import descent_check, measure_contraction
 from banach.fast import unchanged
 from banach.train import Scorer, Totals, evaluate
 from banach.train.evaluate import measure
@@ -26,6 +28,9 @@ from reproduction.jobs import Job
 BATCH = 400  # of the released code's evaluation: in training mode the scores depend on it
 WATCHED = 100  # training images on which the contraction is measured: as many as a training batch has
 FINE, FINE_STEPS = 1e-4, 500  # a second, tighter tolerance for the last epoch
+CLOSE = Tolerance(
+    atol=0, rtol=1e-3, max_steps=200
+)  # of the exact gradient: enough for a cosine, also of large networks
 
 
 class Measure:
@@ -33,23 +38,31 @@ class Measure:
 
     def __init__(self, job: Job, net: nn.Module, train: Images, test: Images) -> None:
         self.job, self.net, self.test = job, net, test
-        self.scorer = Scorer(net, job.precision)
+        self.scorer = Scorer(net, job.settings.precision)
         self.images = train.take(range(min(WATCHED, len(train)))).to(test.device)
 
     def both(self, epoch: int) -> dict[str, Any]:
         """Return the test set's totals by the clean and by the released protocol, in the training's precision."""
-        clean = evaluate(self.net, self.test, batch_size=BATCH, precision=self.job.precision, scorer=self.scorer)
+        clean = evaluate(
+            self.net, self.test, batch_size=BATCH, precision=self.job.settings.precision, scorer=self.scorer
+        )
         return {"epoch": epoch, "clean": asdict(clean), "released": self._released(epoch)}
 
     def contraction(self, epoch: int) -> dict[str, Any] | None:
         """Return sigma_max(dT/du), rate and residual on fixed training images; None for explicit networks.
 
         `eval`: the map as it predicts, per image. `train`: with batch statistics, one map for the whole batch.
+        `cosine`: that of the JFB gradient with the exact one, as the network predicts.
         """
         if not _solves(self.net):
             return None
         modes = {mode: self._contraction(mode) for mode in ("eval", "train")}
-        return {"epoch": epoch, "images": len(self.images), **modes}
+        x, loss = self._watched(), partial(cross_entropy, target=self.images.labels)
+        with _in_mode(self.net, False):
+            found = descent_check(
+                self.net, x, loss, backward=JFB(), exact=Implicit(tolerance=CLOSE), tolerance=CLOSE
+            )
+        return {"epoch": epoch, "images": len(self.images), "cosine": found.cosine, **modes}
 
     def final(self, epoch: int) -> dict[str, Any]:
         """Return the clean totals in fp32, at the settings' tolerance and at 1e-4, and the released ones."""
@@ -57,7 +70,8 @@ class Measure:
         scored = partial(evaluate, net, self.test, batch_size=BATCH, scorer=Scorer(net))
         names = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
         values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
-        values |= {"parameters": sum(p.numel() for p in net.parameters())}
+        values |= {"parameters": _count(net), "macs": self._macs()}
+        values |= {"parts": {part: _count(getattr(net, part)) for part in "QRS"} if names else None}
         values |= {"network": {name: repr(getattr(net, name)) for name in names}}
         values |= {"clean": asdict(scored()), "fine": None, "released": self._released(epoch)}
         if _solves(net):
@@ -69,13 +83,23 @@ class Measure:
                 net.tolerance = own
         return values
 
+    def _watched(self) -> Tensor:
+        return self.images.normalise(self.images.pixels)
+
+    def _macs(self) -> float:
+        """Return the multiplications of convolutions and matrix products for one test image, as torch counts."""
+        first = self.test.take(range(1))
+        with _in_mode(self.net, False), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self.net(first.normalise(first.pixels))
+        return counter.get_total_flops() / 2
+
     def _released(self, epoch: int) -> dict[str, Any]:
         augment = self.job.released_augmentation
         return asdict(released(self.net, self.test, self.scorer, augment=augment, epoch=epoch))
 
     def _contraction(self, mode: str) -> dict[str, Any]:
         with _in_mode(self.net, mode == "train"):
-            found = measure_contraction(self.net, self.images.normalise(self.images.pixels), rtol=1e-3, seed=0)
+            found = measure_contraction(self.net, self._watched(), rtol=1e-3, seed=0)
         shown = slice(1) if found.coupled else slice(None)  # coupled samples share one value
         values = {name: getattr(found, name)[shown] for name in ("sigma", "rate", "residual")}
         return {**values, "violations": found.violations, "coupled": found.coupled}
@@ -102,3 +126,7 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
 
 def _solves(net: nn.Module) -> bool:
     return isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

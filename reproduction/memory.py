@@ -20,7 +20,7 @@ from torch import Tensor
 
 from banach import JFB, Implicit, Mode, NormalCG, Tolerance, Unroll, fixed_point, models
 from banach.train.precision import arithmetic
-from reproduction.intervals import NOT_REPRODUCED, REPRODUCED
+from reproduction.intervals import NOT_REPRODUCED, REPRODUCED, Claim
 from reproduction.study import Options, panels, store, table
 
 RECORDS = "memory.jsonl"
@@ -60,14 +60,16 @@ def run(options: Options) -> list[Row]:
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the growth of memory from the least to the largest depth by scheme, and the table."""
+    """Return the growth of memory from the least to the largest depth by scheme, the claim on it, the table."""
     found: dict[str, Any] = {"table": table(rows), "depth": max(row.depth for row in rows)}
     for name in SCHEMES:
         mine = sorted((row for row in rows if row.scheme == name), key=lambda row: row.depth)
         key = name.lower().replace(", ", "_").replace("-", "_")
         found[f"{key}.growth"] = mine[-1].peak_bytes / mine[0].peak_bytes
         found[f"{key}.milliseconds"] = mine[-1].milliseconds
-    return found | {"verdict": REPRODUCED if found["jfb.growth"] <= GROWTH else NOT_REPRODUCED}
+    growth = found["jfb.growth"]
+    verdict = REPRODUCED if growth <= GROWTH else NOT_REPRODUCED
+    return found | {"claim": Claim("1", f"{growth:.2f}", 1, "one step", verdict)}
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:

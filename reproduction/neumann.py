@@ -9,15 +9,16 @@ with k > 0 evaluates T once more for its products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
 from typing import Any
 
 from banach import Implicit, Mode, Picard, Tolerance
-from reproduction.intervals import REPRODUCED, Interval, verdict
-from reproduction.jobs import Job
-from reproduction.study import Options, table
-from reproduction.trainings import Training, accuracy_figure, trained
+from reproduction.intervals import REPRODUCED, UNTESTED, Claim, Interval, verdict
+from reproduction.jobs import Job, settings
+from reproduction.study import Options, panels, table
+from reproduction.table1 import TITLES
+from reproduction.table2 import ratios
+from reproduction.trainings import Training, draw_curve, of_group, trained
 
 RECORDS = "neumann.jsonl"
 Row = Training
@@ -30,9 +31,9 @@ def mode(order: int) -> Mode:
     return Implicit(Picard(), Tolerance(atol=0, rtol=0, max_steps=order, check_every=0))
 
 
-def _job(name: str, order: int, seed: int, **fields: Any) -> Job:
-    job = f"neumann-{name}-k{order}-seed{seed}"
-    return Job(name=job, data=name, model=name, seed=seed, backward=partial(mode, order), **fields)
+def _job(data: str, order: int, seed: int, **changes: Any) -> Job:
+    chosen = settings(data, seed=seed, **changes)
+    return Job(name=f"neumann-{data}-k{order}-seed{seed}", settings=chosen, backward=mode(order))
 
 
 QUICK = [_job("digits", order, 0, epochs=2, subset=256) for order in ORDERS]
@@ -45,37 +46,41 @@ def run(options: Options) -> list[Training]:
     return trained(QUICK if options.quick else JOBS, options)
 
 
-def _runs(rows: Sequence[Training], name: str) -> dict[int, list[Training]]:
+def _runs(rows: Sequence[Training], data: str) -> dict[int, list[Training]]:
     """Return the runs on a data set by order k."""
-    found = {order: [row for row in rows if row.group == f"neumann-{name}-k{order}"] for order in ORDERS}
+    found = {order: of_group(rows, f"neumann-{data}-k{order}") for order in ORDERS}
     return {order: some for order, some in found.items() if some}
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
-    """Return times relative to k = 0 and accuracies by data set and order, verdicts and the table."""
+    """Return by data set the claim on the time of the highest order against k = 0, and the table."""
     found: dict[str, Any] = {}
     lines = []
-    for name in DATA:
-        runs, verdicts = _runs(rows, name), [REPRODUCED]
+    for data in DATA:
+        runs, verdicts = _runs(rows, data), []
+        found[data] = Claim("> 1", "-", 0, "-", UNTESTED)
         for order, some in runs.items():
-            ratio = Interval.of(a.seconds / b.seconds for a, b in zip(some, runs[0], strict=False))
-            clean = Interval.of(run.clean for run in some)
-            verdicts += [verdict(ratio, 1.0)] if order > 0 else []
-            length = f"{len(some[0].epochs)} epochs, {some[0].images:,} images"
-            found |= {f"{name}.k{order}.ratio": ratio, f"{name}.n": ratio.count, f"{name}.length": length}
-            last, seconds = [run.epochs[-1] for run in some], fmean(run.seconds for run in some)
-            losses, depth = fmean(one.loss for one in last), fmean(one.depth or 0.0 for one in last)
-            lines.append((name, order, length, clean, seconds, ratio, losses, depth))
-        found[f"{name}.verdict"] = next((one for one in verdicts if one != REPRODUCED), REPRODUCED)
-    columns = ("data", "order k", "length", "clean %", "s per epoch", "time against k = 0", "loss", "depth")
+            ratio, last = Interval.of(ratios(some, runs[0])), [run.epochs[-1] for run in some]
+            verdicts += [verdict(ratio, 1.0, strict=True)] if order else []
+            judged = next((one for one in verdicts if one != REPRODUCED), REPRODUCED)
+            found[data] = Claim("> 1", f"{ratio:.2f}", ratio.count, some[0].length, judged)
+            figures = fmean(one.loss for one in last), fmean(one.depth or 0.0 for one in last)
+            clean, seconds = Interval.of(run.clean for run in some), fmean(run.seconds for run in some)
+            lines.append((data, order, some[0].length, clean, seconds, ratio, *figures))
+    columns = "data|order k|length|clean %|s per epoch|time against k = 0|loss|depth"
     return found | {"table": table(lines, columns)}
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw test accuracy against epochs and against seconds of training, by order."""
-    runs = {name: _runs(rows, name) for name in DATA}
-    return {
-        f"neumann-{name}": accuracy_figure({f"k = {order}": one[0] for order, one in some.items()})
-        for name, some in runs.items()
-        if some
-    }
+    names = [data for data in DATA if _runs(rows, data)]
+    figure, axes = panels(2 * len(names), width=3.6)
+    for number, data in enumerate(names):
+        pair = axes[2 * number : 2 * number + 2]
+        for one, time in zip(pair, (False, True), strict=True):
+            for order, some in _runs(rows, data).items():
+                draw_curve(one, some, f"k = {order}", time=time)
+            one.set(title=TITLES[data], xlabel="seconds of training" if time else "epoch")
+        pair[0].set_ylabel("test accuracy, % (clean protocol)")
+        pair[0].legend(fontsize="small", loc="lower right")
+    return {"neumann": figure}

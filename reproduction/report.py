@@ -1,12 +1,14 @@
-"""The report: docs/reproduction.md, its appendix pages and figures, from records and templates.
+"""The report: docs/reproduction.md, its appendix pages, an HTML page and figures, from records and templates.
 
 Templates are hand-written Markdown in pages/. `{STUDY.KEY}` is replaced by a value of a study, `{STUDY.KEY:.2f}`
-by a formatted one; `values` of a study lists its keys. The same records give the same bytes.
+by a formatted one, `{STUDY.KEY.FIELD}` by a field of a value; `values` of a study lists its keys. The same records
+give the same bytes.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ from reproduction import codec
 from reproduction.study import Options, origins, table
 
 PAGES = Path(__file__).parent / "pages"
-MAIN = "reproduction.md"
+MAIN, HTML = "reproduction.md", "report.html"
 NOT_RUN = "not run"
+WIDTH = 150  # characters of a line of prose
 _PLACEHOLDER = re.compile(r"\{([a-z0-9]+)\.([A-Za-z0-9_.\-]+)(?::([^{}]*))?\}")
+_LINK = re.compile(r'(href|src)="(?:reproduction/)?([\w-]+)\.(md|svg)"')
 
 
 def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs")) -> Path:
-    """Write the main page, appendix pages and figures into `docs`.
+    """Write the main page, appendix pages, the HTML page and figures into `docs`.
 
     Args:
         studies: modules by name, as `study.py` describes them.
@@ -41,9 +45,11 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
     for name, some in rows.items():
         if some:
             draw(studies[name].figures(some), folder)
-    for name, text in _templates(options.quick, studies).items():
-        with whole_file(docs / name if name == MAIN else folder / name) as file:
-            file.write(fill(text, known))
+    pages = {name: wrap(fill(text, known)) for name, text in _templates(options.quick, studies).items()}
+    files = {docs / name if name == MAIN else folder / name: text for name, text in pages.items()}
+    for path, text in (files | {folder / HTML: html(pages)}).items():
+        with whole_file(path) as file:
+            file.write(text)
     return docs / MAIN
 
 
@@ -56,12 +62,45 @@ def fill(text: str, values: Mapping[str, Mapping[str, Any]]) -> str:
             return match.group()
         if not values[study]:
             return NOT_RUN
-        if key not in values[study]:
+        head, _, field = key.rpartition(".")
+        found = values[study].get(key, getattr(values[study].get(head), field, None))
+        if found is None:
             raise ValueError(f"a page names {study}.{key}; {study} has {', '.join(sorted(values[study]))}")
-        found = values[study][key]
         return found if isinstance(found, str) else format(found, spec or "")
 
     return _PLACEHOLDER.sub(value, text)
+
+
+def wrap(text: str) -> str:
+    """Break the lines of paragraphs and list items again, since values have changed their length."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and _is_prose(lines[-1]) and _is_prose(line) and not line.startswith("- "):
+            lines[-1] += " " + line.strip()
+        else:
+            lines.append(line)
+    options: dict[str, Any] = {"width": WIDTH, "break_long_words": False, "break_on_hyphens": False}
+    return "".join(
+        textwrap.fill(line, subsequent_indent="  " * line.startswith("- "), **options) + "\n"
+        if _is_prose(line)
+        else line + "\n"
+        for line in lines
+    )
+
+
+def _is_prose(line: str) -> bool:
+    return bool(line) and not line.startswith(("|", "#", "!", "    "))
+
+
+def html(pages: Mapping[str, str]) -> str:
+    """Return all pages as one HTML page, the main one first; links between pages become anchors."""
+    from markdown_it import MarkdownIt
+
+    names = sorted(pages, key=lambda name: (name != MAIN, name))
+    render = MarkdownIt("commonmark").enable("table").render
+    parts = [f'<section id="{Path(name).stem}">\n{render(pages[name])}</section>\n' for name in names]
+    body = _LINK.sub(lambda m: f'{m[1]}="#{m[2]}"' if m[3] == "md" else f'{m[1]}="{m[2]}.svg"', "".join(parts))
+    return (PAGES / HTML).read_text(encoding="utf-8").replace("{body}", body)
 
 
 def draw(figures: Mapping[str, Any], folder: Path) -> None:

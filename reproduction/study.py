@@ -84,15 +84,16 @@ def origins(path: Path) -> str:
     return "; ".join(f"{place} ({count} records)" for place, count in counts.items())
 
 
-def table(rows: Sequence[Any], columns: Sequence[str] = ()) -> str:
-    """Return dataclass rows, or sequences with their `columns`, as a Markdown table."""
+def table(rows: Sequence[Any], columns: str = "") -> str:
+    """Return dataclass rows, or sequences with their `columns` ("a|b"), as a Markdown table."""
     if not rows:
         return "(no records)"
+    names = columns.split("|")
     if dataclasses.is_dataclass(rows[0]):
-        names = [f.name for f in dataclasses.fields(rows[0])]
-        columns = columns or [name.replace("_", " ") for name in names]
-        rows = [[getattr(row, name) for name in names] for row in rows]
-    lines = [list(columns), ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
+        fields = [field.name for field in dataclasses.fields(rows[0])]
+        names = [name.replace("_", " ") for name in fields]
+        rows = [[getattr(row, name) for name in fields] for row in rows]
+    lines = [names, ["---"] * len(names), *([cell(value) for value in row] for row in rows)]
     return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
 
 

@@ -3,54 +3,93 @@
 The paper's first table. Settings are those of the released code, on all training images; CIFAR-10 and ResNet-56 in
 bf16. Clean protocol: eval mode, clean test images, last epoch, fp32. Released protocol: training mode, best
 evaluated epoch on the test set, on CIFAR-10 with augmented test images. Runs of one group and length count
-together, whenever they were made. Runs with our own settings ("decayed") are never a verdict on the paper.
+together, whenever they were made. Runs with our own settings ("decayed") are never a verdict on the paper. The
+jobs of the other implicit networks are in rivals.py.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from banach import models
-from reproduction.intervals import UNTESTED, Interval, verdict
-from reproduction.jobs import Job
+from reproduction.intervals import SEEDS, UNTESTED, Claim, Interval, percent, verdict
+from reproduction.jobs import Job, settings
 from reproduction.study import Options, panels, table
-from reproduction.trainings import Training, trained
+from reproduction.trainings import Training, draw_curve, runs_table, trained
 
 RECORDS = "trainings.jsonl"
 Row = Training
-KINDS = {"jfb": "JFB", "twin": "explicit twin"}
-PAPER = {"mnist-jfb": 99.4, "mnist-jfb-printed": 99.4, "mnist-twin": 99.4, "svhn-jfb": 94.1, "svhn-twin": 93.7}
-PAPER |= {"cifar10-jfb": 93.7, "resnet56": 93.0}
-OURS = [f"{data}-{kind}-decayed" for data in ("mnist", "svhn") for kind in KINDS]  # our settings
-GROUPS = [*PAPER, "cifar10-twin", *OURS, *(f"digits-{kind}" for kind in KINDS)]
-GAINS = {data: (f"{data}-jfb", f"{data}-twin") for data in ("mnist", "svhn")}
-GAINS |= {"cifar10": ("cifar10-jfb", "resnet56"), "cifar10-twin": ("cifar10-jfb", "cifar10-twin")}
-GAINS |= {f"{data}-decayed": (f"{data}-jfb-decayed", f"{data}-twin-decayed") for data in ("mnist", "svhn")}
+TITLES = {"mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR-10", "digits": "digits"}
 
 
-def _pair(name: str, seeds: int, ending: str = "", **fields: Any) -> list[Job]:
+@dataclass(frozen=True)
+class Entry:
+    """A row of the first table: a group of runs, and what the paper prints. `published`: elsewhere, final."""
+
+    group: str
+    data: str
+    network: str
+    parameters: int
+    paper: float | None
+    published: str = "-"
+
+
+ENTRIES = (
+    Entry("mnist-jfb", "mnist", "JFB", 54_352, 99.4),
+    Entry("mnist-jfb-printed", "mnist", "JFB, printed eps and rate", 54_352, 99.4),
+    Entry("mnist-twin", "mnist", "explicit twin", 54_352, 99.4),
+    Entry("mnist-node", "mnist", "Neural ODE", 85_316, 96.4, "94.2 to 95.6"),
+    Entry("mnist-anode", "mnist", "augmented Neural ODE", 85_462, 98.2, "97.3 to 98.0"),
+    Entry("mnist-mon-exact", "mnist", "monotone operator network", 84_460, 99.2, "99.1"),
+    Entry("svhn-jfb", "svhn", "JFB", 163_488, 94.1),
+    Entry("svhn-twin", "svhn", "explicit twin", 163_488, 93.7),
+    Entry("svhn-node", "svhn", "Neural ODE", 173_611, 81.0),
+    Entry("svhn-anode", "svhn", "augmented Neural ODE", 172_452, 83.5),
+    Entry("svhn-mon-tiers-exact", "svhn", "monotone operator network, tiers", 170_194, 92.3, "92.4"),
+    Entry("cifar10-jfb", "cifar10", "JFB", 843_430, 93.7),
+    Entry("cifar10-twin", "cifar10", "explicit twin", 843_430, None),
+    Entry("resnet56", "cifar10", "ResNet-56", 853_018, 93.0),
+    Entry("cifar10-mon-large-jfb", "cifar10", "monotone operator network, large tiers", 1_014_546, 89.7, "89.0"),
+    Entry("cifar10-mdeq-jfb", "cifar10", "multiscale DEQ", 11_098_398, 93.8, "93.5"),
+)
+PAPER = {entry.group: entry.paper for entry in ENTRIES}
+OURS = [f"{data}-{kind}-decayed" for data in ("mnist", "svhn") for kind in ("jfb", "twin")]  # our settings
+GROUPS = [*PAPER, *OURS, "digits-jfb", "digits-twin"]
+GAINS = {  # the difference of two rows
+    "mnist-gain": ("mnist-jfb", "mnist-twin"),
+    "svhn-gain": ("svhn-jfb", "svhn-twin"),
+    "cifar10-gain": ("cifar10-jfb", "resnet56"),
+    "cifar10-twin-gain": ("cifar10-jfb", "cifar10-twin"),
+    "mnist-mon-gain": ("mnist-jfb", "mnist-mon-exact"),
+    "svhn-mon-gain": ("svhn-jfb", "svhn-mon-tiers-exact"),
+    "cifar10-mon-gain": ("cifar10-jfb", "cifar10-mon-large-jfb"),
+    "mnist-decayed-gain": ("mnist-jfb-decayed", "mnist-twin-decayed"),
+    "svhn-decayed-gain": ("svhn-jfb-decayed", "svhn-twin-decayed"),
+}
+
+
+def _one(name: str, seed: int, every: int = 1, **changes: Any) -> Job:
+    return Job(name=f"{name}-seed{seed}", settings=settings(seed=seed, **changes), evaluate_every=every)
+
+
+def _pair(data: str, seeds: int, ending: str = "", every: int = 1, **changes: Any) -> list[Job]:
     """Return jobs for the JFB network and its explicit twin, for each seed."""
-    fields = {"data": name, "model": name, "recipe": "released", **fields}
-    return [
-        Job(name=f"{name}-{kind}{ending}-seed{seed}", seed=seed, explicit=kind == "twin", **fields)
-        for kind in KINDS
-        for seed in range(seeds)
-    ]
+    values: dict[str, Any] = {"data": data, "recipe": "released", **changes}
+    kinds = {"jfb": values, "twin": values | {"max_steps": 0}}
+    return [_one(f"{data}-{kind}{ending}", s, every, **some) for kind, some in kinds.items() for s in range(seeds)]
 
 
-_MNIST: dict[str, Any] = {"data": "mnist", "model": "mnist", "recipe": "paper"}
 _HE: dict[str, Any] = {"data": "cifar10", "model": "resnet56", "recipe": "he", "augment": "flip+crop:4"}
 QUICK = _pair("digits", 2, recipe=None, epochs=4)
 JOBS = [
-    *_pair("cifar10", 3, precision="bf16", augment="paper", evaluate_every=5),
-    *_pair("svhn", 3, evaluate_every=5),
+    *_pair("cifar10", 3, every=5, precision="bf16", augment="paper"),
+    *_pair("svhn", 3, every=5),
     *_pair("mnist", 5),
-    *(Job(name=f"mnist-jfb-printed-seed{seed}", seed=seed, **_MNIST) for seed in range(5)),
-    *(Job(name=f"resnet56-seed{s}", seed=s, precision="bf16", evaluate_every=5, **_HE) for s in range(3)),
+    *(_one("mnist-jfb-printed", seed, data="mnist", recipe="paper") for seed in range(5)),
+    *(_one("resnet56", seed, 5, precision="bf16", **_HE) for seed in range(3)),
     *_pair("mnist", 3, "-decayed", recipe="decayed"),
     *_pair("svhn", 3, "-decayed", recipe="decayed", augment="crop:2"),
 ]
@@ -63,23 +102,24 @@ def run(options: Options) -> list[Training]:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one group that have the same length."""
+    """The runs of one group that have reached the same epoch of the same schedule."""
 
     name: str
     runs: Sequence[Training]
 
     @property
-    def epochs(self) -> int:
-        return int(self.runs[0].settings["epochs"])
-
-    @property
     def recipe_epochs(self) -> int:
-        settings = self.runs[0].settings
-        return models.recipe(settings["model"], settings["recipe"]).epochs
+        values = self.runs[0].settings
+        return models.recipe(values["model"], values["recipe"]).epochs
 
     @property
     def full(self) -> bool:
-        return self.epochs >= self.recipe_epochs
+        return self.runs[0].final is not None and self.runs[0].reached >= self.recipe_epochs
+
+    @property
+    def length(self) -> str:
+        in_work = "" if self.runs[0].final else ", in work"
+        return f"{self.runs[0].reached} of {self.recipe_epochs} epochs{in_work}"
 
     @property
     def clean(self) -> Interval:
@@ -90,109 +130,113 @@ class Group:
         found = [run.released for run in self.runs if run.released is not None]
         return Interval.of(found) if found else None
 
-    def judge(self, ours: Interval | None, printed: float) -> str:
-        """Return the verdict on a printed value, and for a single full-length run that it is one."""
-        alone = self.full and ours is not None and ours.count == 1
-        return verdict(ours, printed, full=self.full) + (" (one seed, full length)" if alone else "")
+    @property
+    def protocols(self) -> Interval | None:
+        """The released accuracy minus the clean one, run by run."""
+        found = [run.released - run.clean for run in self.runs if run.released is not None]
+        return Interval.of(found) if found else None
+
+    @property
+    def peak(self) -> tuple[int, float]:
+        """The evaluated epoch after which the mean clean accuracy is largest, and that accuracy."""
+        common = set.intersection(*({point.epoch for point in run.test} for run in self.runs))
+        points = [point for run in self.runs for point in run.test if point.epoch in common]
+        means = {e: fmean(100 * p.clean.accuracy for p in points if p.epoch == e) for e in sorted(common)}
+        return max(means.items(), key=lambda pair: pair[1])
 
 
 def groups(rows: Sequence[Training]) -> list[Group]:
     """Return one entry per group and length, the shorter ones of a group first."""
-    found: dict[tuple[int, int], list[Training]] = {}
+    found: dict[tuple[int, int, bool, str], list[Training]] = {}
     for row in (row for row in rows if row.group in GROUPS):
-        found.setdefault((GROUPS.index(row.group), row.settings["epochs"]), []).append(row)
+        length = row.reached, row.final is not None, str(row.settings["schedule"])
+        found.setdefault((GROUPS.index(row.group), *length), []).append(row)
     return [Group(GROUPS[key[0]], found[key]) for key in sorted(found)]
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
-    """Return by group and gain: paper, clean, n, length and verdict of the longest runs; tables; the monitor."""
-    longest = {group.name: group for group in groups(rows)}
-    found: dict[str, Any] = {"table": _table(groups(rows)), "runs": _runs(rows), "count": len(rows)}
+    """Return a claim by group, by GROUP.released and by gain, of the longest runs; details; tables."""
+    every = groups(rows)
+    longest = {group.name: group for group in every}
+    found: dict[str, Any] = {"table": _table(every), "runs": runs_table(rows)}
     for name in GROUPS:
-        group, printed = longest.get(name), PAPER.get(name, math.nan)
-        found |= _shown(name, group, group.clean if group else None, printed)
-        released = group.released if group else None
-        found[f"{name}.released"] = released or "-"
-        found[f"{name}.released_verdict"] = group.judge(released, printed) if group else UNTESTED
-        found[f"{name}.depth"] = fmean(run.final.clean.depth or 0.0 for run in group.runs) if group else "-"
-    for name, (jfb, other) in GAINS.items():
-        a, b = longest.get(jfb), longest.get(other)
-        ours = a.clean.minus(b.clean) if a and b and a.full == b.full else None  # never short against full
-        printed = PAPER.get(jfb, math.nan) - PAPER.get(other, math.nan)
-        shorter = min((a, b), key=lambda one: one.epochs / one.recipe_epochs) if a and b else None
-        found |= _shown(f"{name}-gain", shorter, ours, round(printed, 1), "+")
-    return found | _monitor(rows)
+        group, printed = longest.get(name), PAPER.get(name)
+        found[name] = claim((group,), lambda one: one.clean, printed)
+        found[f"{name}.released"] = claim((group,), lambda one: one.released, printed)
+        found |= {f"{name}.{key}": value for key, value in _details(group).items()}
+    for name, pair in GAINS.items():
+        first, second = (PAPER.get(one) for one in pair)
+        printed = None if first is None or second is None else first - second
+        some = [longest.get(one) for one in pair]
+        found[name] = claim(some, lambda a, b: a.clean.minus(b.clean), printed, "+")
+    cells = {entry: (found[entry.group], found[f"{entry.group}.released"]) for entry in ENTRIES}
+    lines = [_line(entry, *some) for entry, some in cells.items()]
+    columns = "data|network|parameters|paper|published|clean %|released %|n|length|verdict, clean|released"
+    return found | {"first": table(lines, columns)}
 
 
-def _shown(key: str, group: Group | None, ours: Interval | None, printed: float, sign: str = "") -> dict[str, Any]:
-    return {
-        f"{key}.paper": "-" if math.isnan(printed) else f"{printed:{sign}.1f}",
-        f"{key}.clean": f"{ours:{sign}.2f}" if ours else "-",
-        f"{key}.n": ours.count if ours else 0,
-        f"{key}.length": f"{group.epochs} of {group.recipe_epochs}" if group else "-",
-        f"{key}.verdict": "-" if math.isnan(printed) else group.judge(ours, printed) if group else UNTESTED,
-    }
+def _details(group: Group | None) -> dict[str, Any]:
+    """Return what the text of the page mentions besides the claims."""
+    if group is None:
+        return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch"), "-")
+    depth, (epoch, peak) = fmean(run.scores.depth or 0.0 for run in group.runs), group.peak
+    protocols = f"{group.protocols:+.2f}" if group.protocols else "-"
+    return {"depth": depth, "protocols": protocols, "peak": peak, "peak_epoch": epoch}
 
 
-def _monitor(rows: Sequence[Training]) -> dict[str, Any]:
-    """Return how often the contraction monitor fires after full-length runs: images with sigma_max >= 1."""
-    last = [row.contraction[-1] for group in groups(rows) if group.full for row in group.runs if row.contraction]
-    fired, images = sum(one["eval"]["violations"] for one in last), sum(one["images"] for one in last)
-    return {"monitor.fired": fired, "monitor.images": images}
+def _line(entry: Entry, clean: Claim, released: Claim) -> tuple[Any, ...]:
+    start = TITLES[entry.data], entry.network, entry.parameters, clean.paper, entry.published
+    return *start, clean.ours, released.ours, clean.n, clean.length, clean.verdict, released.verdict
+
+
+def claim(
+    some: Sequence[Group | None], ours: Callable[..., Interval | None], printed: float | None, sign: str = ""
+) -> Claim:
+    """Return what groups say on a printed value; two are compared only if both are full, or equally long."""
+    paper, known = "-" if printed is None else f"{printed:{sign}.1f}", [group for group in some if group]
+    full = all(group.full for group in known)
+    comparable = len(known) == len(some) and (full or len({group.length for group in known}) == 1)
+    found = ours(*known) if comparable else None
+    if found is None:
+        return Claim(paper, "-", 0, "-", "-" if printed is None else UNTESTED)
+    seeds = min(len({run.seed for run in group.runs}) for group in known)
+    few = f" ({('one seed', 'two seeds')[seeds - 1]}, full length)" if full and seeds < SEEDS else ""
+    judged = "-" if printed is None else verdict(found, round(printed, 1), full=full and not few) + few
+    return Claim(paper, f"{found:{sign}.2f}", found.count, known[0].length, judged)
 
 
 def _table(made: Sequence[Group]) -> str:
-    columns = "group|data|parameters|epochs|paper|clean %|clean % at 1e-4|released %|missed eps|largest residual"
+    columns = "group|data|parameters|length|paper|clean %|clean % at 1e-4|released %|met eps|largest residual"
     lines = []
     for one in made:
-        finals, printed = [run.final for run in one.runs], PAPER.get(one.name)
-        fine = [100 * final.fine.accuracy for final in finals if final.fine]
-        met = [final.clean.converged for final in finals if final.clean.converged is not None]
-        residual = max((final.clean.max_residual or 0.0 for final in finals), default=0.0)
+        final, printed = one.runs[0].final, PAPER.get(one.name)
+        scores = [run.scores for run in one.runs]
+        fine = [100 * run.final.fine.accuracy for run in one.runs if run.final and run.final.fine]
         lines.append((
-            one.name, finals[0].test, finals[0].parameters, f"{one.epochs} of {one.recipe_epochs}",
-            printed, one.clean, Interval.of(fine) if fine else None, one.released,
-            f"{100 - 100 * min(met):.2g}%" if met else None, residual or None,
-            fmean(run.seconds for run in one.runs), one.judge(one.clean, printed) if printed else "-",
+            one.name, final and final.test, final and final.parameters, one.length, printed, one.clean,
+            Interval.of(fine) if fine else None, one.released, percent(score.converged for score in scores),
+            max(score.max_residual or 0.0 for score in scores) or None,
+            fmean(run.seconds for run in one.runs), claim((one,), lambda group: group.clean, printed).verdict,
         ))  # fmt: skip
-    return table(lines, [*columns.split("|"), "s per epoch", "verdict"])
-
-
-def _runs(rows: Sequence[Training]) -> str:
-    """Return one line per run: what the intervals are made of, and where it was trained."""
-    columns = ("run", "epochs", "clean %", "released %", "device", "torch", "commit", "segments")
-    lines = []
-    for row in sorted(rows, key=lambda row: row.job):
-        last, best = row.segments[-1], row.released
-        scores = f"{row.clean:.2f}", None if best is None else f"{best:.2f}"
-        place = last["device"], last["torch"], (last["commit"] or "unknown")[:7], len(row.segments)
-        lines.append((row.job, row.settings["epochs"], *scores, *place))
-    return table(lines, columns)
+    return table(lines, columns + "|s per epoch|verdict")
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw the learning curves of the longest runs: mean over runs, band from least to largest."""
     longest = {group.name: group for group in groups(rows)}
-    names = [name for name in ("mnist", "svhn", "cifar10", "digits") if f"{name}-jfb" in longest]
-    figure, axes = panels(len(names), width=4.2)
+    names = [name for name in TITLES if f"{name}-jfb" in longest]
+    figure, axes = panels(len(names), width=4.2, height=4.2)
     for one, name in zip(axes, names, strict=True):
-        for kind, label in KINDS.items():
-            if f"{name}-{kind}" in longest:
-                _curve(one, longest[f"{name}-{kind}"].runs, label)
-        if f"{name}-jfb" in PAPER:
-            one.axhline(
-                PAPER[f"{name}-jfb"], color="black", linewidth=0.8, linestyle=":", label="JFB in the paper"
-            )
-        one.set(title=name, xlabel="epoch", xscale="log")
-        one.legend(fontsize="small", loc="lower right")
+        kinds = {f"{name}-jfb": "JFB", f"{name}-twin": "explicit twin"}
+        kinds |= {"resnet56": "ResNet-56"} if name == "cifar10" else {}
+        drawn = {label: longest[group] for group, label in kinds.items() if group in longest}
+        for label, group in drawn.items():
+            draw_curve(one, group.runs, f"{label}, n = {len(group.runs)}, {group.length}")
+        if printed := PAPER.get(f"{name}-jfb"):
+            one.axhline(printed, color="black", linewidth=0.8, linestyle=":", label=f"JFB in the paper: {printed}")
+        ends = [run.clean for group in drawn.values() for run in group.runs]
+        low = min(*ends, printed or 100.0)
+        one.set(title=TITLES[name], xlabel="epoch", ylim=(low - 0.5 * (100 - low), None))
+        one.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[0].set_ylabel("test accuracy, % (clean protocol)")
     return {"table1": figure}
-
-
-def _curve(axes: Any, runs: Sequence[Training], label: str) -> None:
-    curves = [{point.epoch: 100 * point.clean.accuracy for point in run.test} for run in runs]
-    epochs = sorted(set.intersection(*(set(curve) for curve in curves)))
-    some = [[curve[epoch] for curve in curves] for epoch in epochs]
-    (line,) = axes.plot(epochs, [fmean(one) for one in some], linewidth=1, label=f"{label} ({len(runs)} runs)")
-    axes.fill_between(epochs, [min(o) for o in some], [max(o) for o in some], alpha=0.25, color=line.get_color())
-    axes.set_ylim(bottom=min(fmean(one) for one in some[len(some) // 5 :]) - 2)

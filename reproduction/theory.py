@@ -9,9 +9,9 @@ its last equality is off by a factor 2. A snapshot takes minutes on a CPU and is
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from banach import data
 from reproduction import codec, jobs
+from reproduction.intervals import NOT_REPRODUCED, REPRODUCED, Claim
 from reproduction.rundir import SNAPSHOTS, snapshot
 from reproduction.study import Options, panels, store, table
+from reproduction.table1 import TITLES
 from reproduction.theory_measure import DISTANCES, ROUNDING, Numbers, descent_bound, measure
 from reproduction.train import train
 
@@ -29,6 +31,7 @@ RECORDS = "theory.jsonl"
 RUNS = tuple(f"{name}-jfb-seed0" for name in ("mnist", "svhn", "cifar10"))
 QUICK, RANDOM, CPU = "digits-jfb-seed0", "random matrices", torch.device("cpu")
 Case = tuple[float, bool | None]  # a value, and whether it meets the condition; None: there is none
+Cases = dict[tuple[str, str, str], list[Case]]  # by key, text and condition of the statement
 Pick = Callable[[Any], Iterable[float]]
 N, C, P = 4, 2, 9  # latent numbers, outputs and weights of a random case
 
@@ -46,6 +49,24 @@ class Counted:
     descends: int
     error: float
     untransposed: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """On one statement: the mean at the last epoch; the range, and how many cases hold, after epoch 0."""
+
+    last: float
+    low: float
+    high: float
+    held: int
+    count: int
+
+    @staticmethod
+    def of(trained: Sequence[Case], last: Sequence[Case] = ()) -> Facts:
+        """Return the facts on cases of trained snapshots; NaN is not a value."""
+        known, judged = _known(trained), [holds for _, holds in trained if holds is not None]
+        low, high = min(known, default=math.nan), max(known, default=math.nan)
+        return Facts(fmean(_known(last) or [math.nan]), low, high, sum(judged), len(judged))
 
 
 @dataclass(frozen=True)
@@ -92,10 +113,10 @@ def _measured(job: jobs.Job, epoch: int, options: Options) -> Row:
     net = job.build()
     if epoch:
         net.load_state_dict(load_file(snapshot(options.runs / job.name, epoch)))
-    few = data.load(job.data, "train+validation", options.data_dir).take(range(images))
+    few = data.load(str(job.settings.data), "train+validation", options.data_dir).take(range(images))
     d, smoothing = few.normalise(few.pixels).double(), job.settings.label_smoothing
     numbers = measure(net, d, few.labels, dense=dense, smoothing=smoothing)
-    return Row(job.name, job.model, epoch, job.settings.epochs, images, numbers)
+    return Row(job.name, str(job.settings.model), epoch, job.settings.epochs, images, numbers)
 
 
 def count_random(cases: int, seed: int = 0) -> Counted:
@@ -133,20 +154,19 @@ def random_case(generator: torch.Generator) -> tuple[float, Tensor, Tensor, Tens
 
 
 def shown(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return for each model the rows of the run with the most epochs, by epoch."""
+    """Return for each network the rows of the run with the most epochs, by epoch; digits only if alone."""
     found: dict[str, list[Row]] = {}
-    for model in dict.fromkeys(row.model for row in rows if isinstance(row.measured, Numbers)):
+    for model in [model for model in TITLES if any(row.model == model for row in rows)]:
         name = max((row for row in rows if row.model == model), key=lambda row: row.epoch).run
         found[model] = sorted((row for row in rows if row.run == name), key=lambda row: row.epoch)
-    return found
+    return {model: some for model, some in found.items() if model != "digits" or len(found) == 1}
 
 
-def statements(m: Any) -> dict[tuple[str, str, str], list[Case]]:
-    """Return the cases of every statement by its key, its text and the paper's condition."""
+def statements(m: Any) -> Cases:
+    """Return the cases of every statement on one snapshot."""
     at, cosine = m.locals, "cosine of JFB with the exact gradient"
     near, beyond = ([x.lemma for x in at if (x.lemma.gamma < 1) == small] for small in (True, False))
     rates = [(x, found and x < 1) for found, x in zip(m.found, m.rate, strict=True) if not found or x == x]
-    kappas = [(x.conditioning.kappa, x.conditioning.holds) for x in at]
     dependent = [x.conditioning.columns - x.conditioning.rank for x in at]
     dependent_in_training = [x.conditioning.columns - x.statistics for x in at]
     return {
@@ -161,7 +181,9 @@ def statements(m: Any) -> dict[tuple[str, str, str], list[Case]]:
         ("image.cosine", f"{cosine}, single images", "> 0"): _above(x.cosine for x in at),
         ("lemma", "coercivity of I - J, gamma < 1", ">= 1 - gamma"): [(x.coercivity, x.holds) for x in near],
         ("beyond", "coercivity of I - J, gamma >= 1", "none"): _above(x.coercivity for x in beyond),
-        ("kappa", "kappa(M'M), at least", "<= 1/gamma"): kappas,
+        ("kappa", "kappa(M'M), at least", "<= 1/gamma"): [
+            (x.conditioning.kappa, x.conditioning.holds) for x in at
+        ],
         ("rank", "dependent columns of M, eval mode", "0"): _below(dependent, 1),
         ("training.rank", "dependent columns of M, R in training mode", "0"): _below(dependent_in_training, 1),
         ("own", "|u - u*| / |u*| where the solver stops", "none"): [(x.own, None) for x in at],
@@ -179,82 +201,71 @@ def _above(values: Iterable[float]) -> list[Case]:
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return facts on every statement by MODEL.STATEMENT and all.STATEMENT, on random cases, and the table.
-
-    `last` is the mean at the last epoch. Over all trained snapshots, values are between `low` and `high`, and
-    `held` of `count` cases meet the condition.
-    """
+    """Return `Facts` on every statement by MODEL.STATEMENT and all.STATEMENT, a claim, random cases, a table."""
     found: dict[str, Any] = {}
     cases: dict[str, list[Case]] = {}
     lines = []
     for model, mine in shown(rows).items():
         found |= {f"{model}.{key}": getattr(mine[-1], key) for key in ("run", "epoch", "length", "images")}
         for name in statements(mine[0].measured):
-            key, every = f"{model}.{name[0]}", f"all.{name[0]}"
             per_epoch = {row.epoch: statements(row.measured)[name] for row in mine}
             trained = [case for epoch, some in per_epoch.items() if epoch for case in some]
-            cases |= {key: trained, every: cases.get(every, []) + trained}
-            first, last = (_known(per_epoch.get(epoch, [])) for epoch in (0, mine[-1].epoch))
-            found[f"{key}.last"] = statistics.fmean(last) if last else math.nan
-            judged = [holds for _, holds in trained if holds is not None]
-            held = f"{sum(judged)} of {len(judged)}" if judged else None
-            lines += [[model, *name[1:], _range(first), _range(last), held]] if first or last else []
-    for key, some in cases.items():
-        known, judged = _known(some), [holds for _, holds in some if holds is not None]
-        found |= {f"{key}.low": min(known, default=math.nan), f"{key}.high": max(known, default=math.nan)}
-        found |= {f"{key}.held": sum(judged), f"{key}.count": len(judged)}
-    for row in rows:
-        if isinstance(row.measured, Counted):
-            found |= {f"random.{key}": value for key, value in vars(row.measured).items()}
-    columns = ["network", "statement", "condition", "epoch 0", "last epoch", "holds after training"]
-    return found | {"table": table(lines, columns)}
+            cases.setdefault(name[0], []).extend(trained)
+            first, last = (per_epoch.get(epoch, []) for epoch in (0, mine[-1].epoch))
+            facts = found[f"{model}.{name[0]}"] = Facts.of(trained, last)
+            held = f"{facts.held} of {facts.count}" if facts.count else None
+            lines += [[model, *name[1:], _range(first), _range(last), held]] if _known([*first, *last]) else []
+    found |= {f"all.{key}": Facts.of(some) for key, some in cases.items()}
+    found |= {"claim": _claim(found["all.cosine"])} if cases else {}
+    found["random"] = next((row.measured for row in rows if isinstance(row.measured, Counted)), None)
+    return found | {"table": table(lines, "network|statement|condition|epoch 0|last epoch|holds after training")}
+
+
+def _claim(facts: Facts) -> Claim:
+    """Return the claim that JFB descends on every batch: one counterexample is enough against it."""
+    verdict = REPRODUCED if facts.held == facts.count else NOT_REPRODUCED
+    return Claim("always", f"{facts.held} of {facts.count}", facts.count, "over training", verdict)
 
 
 def _known(cases: Iterable[Case]) -> list[float]:
     return [x for x, _ in cases if not math.isnan(x)]
 
 
-def _range(numbers: Sequence[float]) -> str | None:
+def _range(cases: Sequence[Case]) -> str | None:
+    numbers = _known(cases)
     if not numbers:
         return None
-    mean, low, high = (f"{f(numbers):.3g}" for f in (statistics.fmean, min, max))
+    mean, low, high = (f"{f(numbers):.3g}" for f in (fmean, min, max))
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """Draw contraction and cosine over training, the bounds over training, and the descent around u*."""
+    """Draw contraction and cosine over training, and the descent around u*."""
     runs = shown(rows)
-    training, axes = panels(len(runs), width=4)
-    bounds, pair = panels(2)
-    distance, around = panels(len(runs), width=4)
-    for number, (model, mine) in enumerate(runs.items()):
-        color, title = f"C{number}", f"{model}, {mine[-1].epoch} of {mine[-1].length} epochs"
-        _band(axes[number], mine, lambda m: m.sigma, "sigma_max(dT/du)", color="C0")
-        _band(axes[number], mine, lambda m: m.rate, "observed rate", color="C1")
-        _band(axes[number], mine, lambda m: [m.cosine], "cosine of JFB, batch", color="C2")
-        _band(axes[number], mine, lambda m: [x.cosine for x in m.locals], "cosine, single images", color="C3")
-        axes[number].axhline(1, color="black", linewidth=0.8)
-        axes[number].set(title=title, xlabel="epoch", ylabel="sigma_max, rate, cosine", ylim=(0, 1.8))
-        _band(pair[0], mine, lambda m: [x.lemma.coercivity for x in m.locals], model, color=color)
-        _band(pair[0], mine, lambda m: [1 - x.lemma.gamma for x in m.locals], None, color=color, linestyle="--")
-        _band(pair[1], mine, lambda m: [x.conditioning.kappa for x in m.locals], model, color=color)
-        _band(pair[1], mine, lambda m: [x.conditioning.limit for x in m.locals], None, color=color, linestyle="--")
-        _descent(around[number], mine[-1].measured)
-        around[number].set(title=title)
-    pair[0].set(xlabel="epoch", ylabel="coercivity of I - J; dashed: 1 - gamma")
-    pair[1].set(xlabel="epoch", ylabel="kappa(M'M), at least; dashed: 1 / gamma", yscale="log")
-    for one in (axes[0], *pair, around[0]):
-        one.legend(fontsize="small")
-    return {"theory": training, "theory-bounds": bounds, "theory-distance": distance}
+    (training, axes), (distance, around) = (panels(len(runs), width=4.2) for _ in range(2))
+    for one, near, (model, mine) in zip(axes, around, runs.items(), strict=True):
+        title = f"{TITLES[model]}, {mine[-1].epoch} of {mine[-1].length} epochs"
+        _band(one, mine, lambda m: m.sigma, "sigma_max(dT/du)", color="C3")
+        _band(one, mine, lambda m: m.rate, "observed rate", color="C0")
+        _band(one, mine, lambda m: [m.cosine], "cosine of JFB with the gradient", color="C2")
+        one.axhline(1, color="black", linewidth=0.8)
+        one.set(title=title, xlabel="epoch", ylim=(0, 2.1))
+        _descent(near, mine[-1].measured)
+        near.set(title=title)
+    axes[0].set_ylabel("mean over images, band: range")
+    around[0].set_ylabel("-<gradient, p(u)>, 1 at u*")
+    for first in (axes[0], around[0]):
+        first.legend(fontsize="small")
+    return {"theory": training, "theory-distance": distance}
 
 
-def _band(axes: Any, rows: Sequence[Row], pick: Pick, label: str | None, **style: Any) -> None:
+def _band(axes: Any, rows: Sequence[Row], pick: Pick, label: str, color: str) -> None:
     """Draw the mean over images as a line, and the range as a band."""
     known = {row.epoch: [x for x in pick(row.measured) if math.isfinite(x)] for row in rows}
     known = {epoch: numbers for epoch, numbers in known.items() if numbers}
-    low, mean, high = ([f(numbers) for numbers in known.values()] for f in (min, statistics.fmean, max))
-    axes.plot(list(known), mean, marker=".", label=label, **style)
-    axes.fill_between(list(known), low, high, color=style["color"], alpha=0.2)
+    low, mean, high = ([f(numbers) for numbers in known.values()] for f in (min, fmean, max))
+    axes.plot(list(known), mean, marker=".", label=label, color=color)
+    axes.fill_between(list(known), low, high, color=color, alpha=0.2)
     axes.set_xscale("symlog", linthresh=1)
 
 
@@ -265,4 +276,4 @@ def _descent(axes: Any, m: Any) -> None:
         axes.plot(DISTANCES, [-x for x in one.worst], "C3", label=labels[1])
         axes.axvline(one.own, color="0.6", linestyle=":", label=labels[2])
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="|u - u*| / |u*|", ylabel="-<gradient, p(u)>, 1 at u*", xscale="log", ylim=(-1, 1.5))
+    axes.set(xlabel="|u - u*| / |u*|", xscale="log", xlim=(None, 1), ylim=(-0.2, 1.3))

@@ -52,7 +52,7 @@ def values(rows: Sequence[Row]) -> dict[str, Any]:
     judged = [row.holds for row in rows if row.holds is not None and row.paper is not None]
     lines = [[row.what, row.paper, row.ours, row.holds] for row in rows]
     counts = {"checked": len(judged), "held": sum(judged), "points": POINTS}
-    tabled = table(lines, ["statement", "paper", "ours", "holds"])
+    tabled = table(lines, "statement|paper|ours|holds")
     return {row.key: row.ours for row in rows} | counts | {"table": tabled}
 
 

@@ -118,7 +118,7 @@ class Trainer:
     def _fit(self, run: Run, train: Images) -> str:
         """Train, and return why it stopped."""
         given = {"augment": self.settings.augmentation(), "run": run, "on_epoch": self._after}
-        validation = None if self.job.whole else self._load("validation")
+        validation = None if self.settings.whole else self._load("validation")
         try:
             history = fit(self.net, train, validation, self.settings, **given)  # type: ignore[arg-type]
         except OutOfTime:

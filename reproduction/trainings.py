@@ -1,12 +1,13 @@
-"""Trainings as typed records: read by the studies, written from finished run directories by `collect`.
+"""Trainings as typed records: read by the studies, written from run directories by `collect`.
 
 results/reproduction/trainings.jsonl holds one line per run; the runs of table2 and neumann are in files of those
-names. Lines hold everything that a run recorded, except weights.
+names. Lines hold everything that a run recorded, except weights. A run in work has no `final` yet.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,9 +19,10 @@ from banach import data
 from banach.provenance import unsigned
 from banach.train import Epoch, RunError
 from reproduction import codec
+from reproduction.intervals import percent
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options, panels
+from reproduction.study import Options, table
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
@@ -47,17 +49,22 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Final:
-    """After the last epoch, in fp32: the clean protocol at the settings' tolerance and at 1e-4 (`fine`)."""
+    """After the last epoch, in fp32: the clean protocol at the settings' tolerance and at 1e-4 (`fine`).
+
+    `parts`: parameters of Q, R and S. `macs`: multiplications of one test image that torch counts.
+    """
 
     test: str
     parameters: int
     clean: Totals
     fine: Totals | None = None
+    parts: dict[str, int] | None = None
+    macs: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One finished run. `segments`: one entry per process, with machine, versions, sources and warnings.
+    """One run. `segments`: one entry per process, with machine, versions, sources and warnings.
 
     `contraction`: sigma_max(dT/du) and rate after some epochs, as `measure.py` writes them.
     """
@@ -65,9 +72,9 @@ class Training:
     job: str
     settings: dict[str, Any]
     segments: tuple[dict[str, Any], ...]
-    final: Final
     test: tuple[Point, ...]
     epochs: tuple[Epoch, ...]
+    final: Final | None = None
     contraction: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -76,9 +83,23 @@ class Training:
         return self.job.removeprefix("table1-").rpartition("-seed")[0]
 
     @property
+    def seed(self) -> str:
+        return self.job.rpartition("-seed")[2]
+
+    @property
+    def reached(self) -> int:
+        """The epochs that are done and evaluated."""
+        return self.test[-1].epoch
+
+    @property
+    def scores(self) -> Totals:
+        """The test set by the clean protocol: eval mode, clean images, last epoch, fp32 once it is finished."""
+        return self.test[-1].clean if self.final is None else self.final.clean
+
+    @property
     def clean(self) -> float:
-        """Test accuracy in percent by the clean protocol: eval mode, clean images, last epoch."""
-        return 100 * self.final.clean.accuracy
+        """Test accuracy in percent by the clean protocol."""
+        return 100 * self.scores.accuracy
 
     @property
     def released(self) -> float | None:
@@ -102,24 +123,46 @@ class Training:
         """Seconds of training until the end of each epoch; one that warms up counts like the others."""
         return list(accumulate(self.seconds if epoch.warm_up else epoch.seconds for epoch in self.epochs))
 
-    def count(self, words: str) -> int:
-        """Return how often what begins with `words` was counted in training, such as "adjoint CONVERGED"."""
-        counts = (pair for segment in self.segments for pair in segment.get("counts", {}).items())
-        return sum(count for name, count in counts if name.startswith(words))
+    @property
+    def length(self) -> str:
+        return f"{len(self.epochs)} epochs, {self.images:,} images"
+
+    @property
+    def solved(self) -> float | None:
+        """The share of adjoint equations in training that met the tolerance, None where none was counted."""
+        counts: Counter[str] = sum((Counter(segment.get("counts", {})) for segment in self.segments), Counter())
+        ended = sum(count for name, count in counts.items() if name.startswith("adjoint "))
+        return counts["adjoint CONVERGED"] / ended if ended else None
 
 
-def accuracy_figure(curves: dict[str, Training]) -> Any:
-    """Return a figure of clean test accuracy against epochs and against seconds, one curve per training."""
-    figure, (by_epoch, by_second) = panels(2)
-    for name, one in curves.items():
-        accuracy = [100 * point.clean.accuracy for point in one.test]
-        by_epoch.plot([point.epoch for point in one.test], accuracy, marker=".", label=name)
-        elapsed = dict(zip((epoch.epoch for epoch in one.epochs), one.elapsed, strict=True))
-        by_second.plot([elapsed[point.epoch] for point in one.test], accuracy, marker=".")
-    by_epoch.set(xlabel="epoch", ylabel="test accuracy, % (clean protocol)")
-    by_second.set(xlabel="seconds of training")
-    by_epoch.legend(fontsize="small")
-    return figure
+def of_group(rows: Sequence[Training], name: str) -> list[Training]:
+    """Return the runs of one group."""
+    return [row for row in rows if row.group == name]
+
+
+def runs_table(rows: Sequence[Training]) -> str:
+    """Return one line per run: what the intervals are made of, and where it was trained."""
+    columns = "run|epochs|images|clean %|released %|s per epoch|J-products|adjoints solved|forward depth|met eps"
+    lines = []
+    for row in sorted(rows, key=lambda row: row.job):
+        best, last, made = row.released, row.epochs[-1], row.segments[-1]
+        lines.append((
+            row.job, row.reached, row.images, f"{row.clean:.2f}", best and f"{best:.2f}", row.seconds,
+            last.products / row.images, percent([row.solved]), last.depth, percent([last.converged]),
+            made["device"], made["torch"], (made["commit"] or "unknown")[:7], len(row.segments),
+        ))  # fmt: skip
+    return table(lines, columns + "|device|torch|commit|processes")
+
+
+def draw_curve(axes: Any, runs: Sequence[Training], label: str, *, time: bool = False, **style: Any) -> None:
+    """Draw clean test accuracy against epochs, or seconds: the mean over runs, and the band of their range."""
+    curves = [{point.epoch: 100 * point.clean.accuracy for point in run.test} for run in runs]
+    epochs = sorted(set.intersection(*(set(curve) for curve in curves)))
+    some = [[curve[epoch] for curve in curves] for epoch in epochs]
+    x = [fmean(run.elapsed[epoch - 1] for run in runs) for epoch in epochs] if time else epochs
+    marker = "." if len(epochs) < 25 else ""
+    (line,) = axes.plot(x, [fmean(one) for one in some], linewidth=1.2, marker=marker, label=label, **style)
+    axes.fill_between(x, [min(o) for o in some], [max(o) for o in some], alpha=0.25, color=line.get_color())
 
 
 def trained(jobs: Sequence[Job], options: Options) -> list[Training]:
@@ -139,8 +182,10 @@ def trained(jobs: Sequence[Job], options: Options) -> list[Training]:
 
 
 def _known(jobs: Sequence[Job], folder: Path) -> dict[str, Training]:
+    """Return the finished runs in the files of these jobs."""
     files = {file_of(job.name) for job in jobs}
-    return {one.job: one for name in sorted(files) for one in codec.read(Training, folder / name)}
+    rows = [row for name in sorted(files) for row in codec.read(Training, folder / name)]
+    return {row.job: row for row in rows if row.final is not None}
 
 
 def file_of(job: str) -> str:
@@ -150,31 +195,38 @@ def file_of(job: str) -> str:
 
 
 def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]:
-    """Write one line per finished run under `runs` to the records in `folder`; return the names of the runs.
+    """Write one line per run under `runs` to the records in `folder`; return the names of the finished runs.
 
-    Lines of other runs are kept. A finished run is never replaced by another one of the same name: a rerun is
-    another sample, so give it another name.
+    Lines of other runs are kept. A run in work replaces its own earlier line. A finished run is never replaced by
+    another one of the same name: a rerun is another sample, so give it another name.
     """
-    found = [line for line in _finished(runs) if only is None or line["job"] in only]
+    found = [line for line in _recorded(runs) if only is None or line["job"] in only]
     for name in sorted({file_of(line["job"]) for line in found}):
         out = folder / name
         kept = {line["job"]: line for line in codec.read_lines(out)}
         for line in (line for line in found if file_of(line["job"]) == name):
-            job = line["job"]
-            if job in kept and kept[job]["segments"] != line["segments"]:
-                raise RunError(f"{out} has another run of the name {job}; rename the folder of the new one")
-            kept[job] = line
+            _check_same(kept.get(line["job"], line), line, out)
+            kept[line["job"]] = line
         codec.write_lines(out, (kept[job] for job in sorted(kept)))
-    return [line["job"] for line in found]
+    return [line["job"] for line in found if line["final"]]
 
 
-def _finished(runs: Path) -> Iterator[dict[str, Any]]:
-    for folder in sorted(path.parent for path in runs.glob(f"*/{FINAL}")):
+def _check_same(before: dict[str, Any], line: dict[str, Any], out: Path) -> None:
+    """Refuse to replace a run by another one, or by an earlier state of itself."""
+    a, b = before["segments"], line["segments"]
+    if a != b if before["final"] else (a[0]["started"] != b[0]["started"] or len(a) > len(b)):
+        raise RunError(f"{out} has another run of the name {line['job']}; rename the folder of the new one")
+
+
+def _recorded(runs: Path) -> Iterator[dict[str, Any]]:
+    """Return the lines of runs that have been evaluated at least once."""
+    for folder in sorted(path.parent for path in runs.glob(f"*/{TEST}") if path.stat().st_size):
+        final = folder / FINAL
         yield {
             "job": folder.name,
             "settings": unsigned(json.loads((folder / "settings.json").read_text(encoding="utf-8"))),
             "segments": codec.read_lines(folder / SEGMENTS),
-            "final": json.loads((folder / FINAL).read_text(encoding="utf-8")),
+            "final": json.loads(final.read_text(encoding="utf-8")) if final.exists() else None,
             "test": _rounded(codec.read_lines(folder / TEST)),
             "contraction": _rounded(codec.read_lines(folder / CONTRACTION)),
             "epochs": _rounded([unsigned(line) for line in codec.read_lines(folder / "metrics.jsonl")]),

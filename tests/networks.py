@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,6 +52,29 @@ def linear_network(seed: int = 0, gamma: float = 0.7) -> banach.ImplicitNetwork:
     Q, S = nn.Linear(5, 6).double(), nn.Linear(6, 3).double()
     tight = banach.Tolerance(atol=1e-14, max_steps=500)
     return banach.ImplicitNetwork(Q, LinearR(gamma=gamma), S, tolerance=tight)
+
+
+def by_hand(net: Any, *d: Tensor, steps: int = 150) -> Tensor:
+    """The output of a plain loop, which autograd records whole."""
+    v = net.Q(*d)
+    u = torch.zeros_like(v)
+    for _ in range(steps):
+        u = net.R(u, v)
+    return net.S(u)
+
+
+class OnceSine(torch.autograd.Function):
+    """The sine, with a derivative that cannot be differentiated; without setup_context, which torch.func needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
 
 
 def images(batch: int = 5, seed: int = 1) -> Tensor:

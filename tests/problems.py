@@ -147,12 +147,6 @@ def nested(batch: int = 3, gamma: float = 0.7, dtype: torch.dtype = torch.float6
     return Problem("nested", T, pack(flat.z0), inputs, pack(flat.solution), flat.matrix)  # type: ignore[arg-type]
 
 
-def overflows(batch: int = 3, n: int = 4, dtype: torch.dtype = torch.float32) -> Problem:
-    """T(z) = z^2 + x, x > 1/4: no fixed point, and every sample leaves the finite numbers in a few steps."""
-    x = 1 + normal(batch, n, dtype=dtype, seed=8).abs()
-    return Problem("overflows", lambda z, x: z * z + x, torch.zeros_like(x), (x,), None)
-
-
 def turns_nan(
     batch: int = 6,
     n: int = 8,

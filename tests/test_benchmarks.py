@@ -7,18 +7,16 @@ import io
 import json
 import math
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import compare_commits, libraries, maps, onestep, per_sample
+from benchmarks import compare_results, libraries, maps, onestep, per_sample
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes, host_syncs
 from benchmarks.results import Figure, Result, Target
 from benchmarks.timer import interleaved, ratio, switches
-from benchmarks.training_step import alone, in_rounds
 from rich.console import Console
 
 from banach import Tolerance, solve
@@ -189,23 +187,6 @@ def test_actions_run_in_turn_and_figures_summarise_them() -> None:
         assert Target("x", measured, 1.0, at_least).met is met
 
 
-def test_jobs_run_in_rounds_and_a_failure_ends_none_of_the_others() -> None:
-    order: list[str] = []
-
-    def job(name: str, before: list[int]) -> int:
-        order.append(name)
-        if name == "x":
-            raise RuntimeError("no such kernel\nand more")
-        return len(before)
-
-    jobs: Any = {name: partial(job, name) for name in "axb"}
-    found, notes = in_rounds(jobs, 2)
-    assert found == {"a": [0, 1], "b": [0, 1]}
-    assert "".join(order) == "axbba"
-    assert notes == ["x failed: RuntimeError: no such kernel"]
-    assert alone(math.sqrt, 4.0) == 2.0
-
-
 def test_the_command_writes_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +203,9 @@ def test_the_command_writes_its_files(
         "memory --device cuda:99": "got cuda:99",
         "memory --data-dir /no/such": "expected a folder as --data-dir, got /no/such",
     }
-    for line, words in (wrong if torch.cuda.is_available() else wrong | {"mnist100": "needs a CUDA GPU"}).items():
+    for line, words in (
+        wrong if torch.cuda.is_available() else wrong | {"training-step": "needs a CUDA GPU"}
+    ).items():
         with pytest.raises(SystemExit):
             main(line.split())
         assert words in capsys.readouterr().err
@@ -230,23 +213,22 @@ def test_the_command_writes_its_files(
         pass
 
 
-def test_two_trees_are_compared_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = str(Path(compare_commits.__file__).parents[1] / "src")
-    out = tmp_path / "compare.json"
-    arguments = ["--quick", "--contender", "banach-eager", "--points", "mnist100", "--pairs", "1"]
-    assert compare_commits.main([source, source, *arguments, "--out", str(out)]) in (0, 1)
-    found = json.loads(out.read_text())
-    assert found["points"]["mnist100"]["pairs"] == 1
-    assert found["points"]["mnist100"]["ratio"] > 0
+def test_new_results_are_compared_with_committed_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def content(*values: float) -> dict[str, Any]:
+        rows = [
+            {"map": name, "T evals": "1 / 1", "ratio": value} for name, value in zip("ab", values, strict=True)
+        ]
+        return {"name": "onestep", "rows": [*rows, {"map": "TorchDEQ", "ratio": 1.0}]}
+
+    better = compare_results.compare(content(1.0, 2.0), content(1.1, 1.0), "ratio", 1)
+    assert (better["rows"], better["worst row"]) == (2, "a")
+    assert (better["mean"], better["worst"]) == (pytest.approx(0.55**0.5), pytest.approx(1.1))
+    worse = compare_results.compare(content(1.0, 2.0), content(1.1, 1.0), "ratio", -1)
+    assert worse["mean"] == pytest.approx(0.55**-0.5)
+    assert compare_results.compare(content(0.0, 1.0), content(1.0, 1.0), "ratio", 1)["mean"] == math.inf
+    results = Path(compare_results.__file__).parents[1] / "results"
+    assert compare_results.main(["--out", str(results)]) == 0
+    assert "onestep" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        compare_commits.main([str(tmp_path), source])
-    assert "expected a src folder that holds banach/" in capsys.readouterr().err
-
-
-def test_a_comparison_takes_the_ratio_within_each_pair() -> None:
-    pair = {"old": {"ms": [1.0, 2.0, 3.0], "depth": 4.0}, "new": {"ms": [3.0, 3.0, 9.0], "depth": 4.0}}
-    slow = {"old": {"ms": [4.0], "depth": 4.0}, "new": {"ms": [4.0], "depth": 4.0}}
-    found = compare_commits.summary([pair, slow])
-    assert (found["ratio"], found["range"], found["pairs"]) == (1.25, [1.0, 1.5], 2)
-    failed = {"old": {"error": "RuntimeError: no"}, "new": {"ms": [1.0]}}
-    assert compare_commits.summary([failed]) == {"errors": ["old: RuntimeError: no"]}
+        compare_results.main(["--out", str(tmp_path)])
+    assert "python -m benchmarks cpu --out" in capsys.readouterr().err

@@ -1,11 +1,17 @@
-"""The examples run, and say what they promise; the code of the README runs too."""
+"""The examples run, learn and print what they promise; the code of the documents runs too."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from examples import infinity_norm, transformer_deq
+
+from banach import GMRES, Implicit, Picard, Tolerance
+from networks import by_hand, gradients
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,10 +50,89 @@ def test_digits_ends_with_a_table_and_a_plot(tmp_path: Path) -> None:
     assert f"plot: {tmp_path}" in said
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md", "docs/convergence.md"])
+PAGES = ["README.md", "docs/choosing.md", "docs/convergence.md", "docs/rivals.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_the_documents_runs(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))
     run(str(script))
+
+
+# The paper's general cases: a DEQ with S the identity, and a model kept well-posed by projection.
+
+
+@pytest.mark.parametrize(("example", "steps", "least"), [(transformer_deq, 120, 0.9), (infinity_norm, 150, 0.75)])
+def test_they_learn_and_print_what_they_promise(
+    example: Any, steps: int, least: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, accuracy = example.train(steps)
+    assert accuracy > least
+    if example is transformer_deq:
+        tokens = torch.randint(transformer_deq.SYMBOLS, (16, transformer_deq.LENGTH))
+        with torch.no_grad():
+            u, found = net(tokens, solution=True)
+            torch.testing.assert_close(u, net.R(u, net.Q(tokens)), rtol=0, atol=5e-3)  # S is the identity
+        assert found.converged.all()
+    else:
+        assert float(net.R.A.detach().abs().sum(1).max()) <= infinity_norm.BOUND * (1 + 1e-5)
+        with torch.no_grad():
+            starts = [net.latent(infinity_norm.rings(50)[0], z0=torch.randn(50, 40))[1] for _ in range(2)]
+        assert all(found.converged.all() for found in starts)
+    monkeypatch.setattr(example, "train", lambda: (net, accuracy))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    example.main()
+    assert "evaluations:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", [transformer_deq, infinity_norm])
+def test_their_exact_gradients_are_those_of_unrolled_autograd(example: Any) -> None:
+    torch.manual_seed(0)
+    if example is transformer_deq:
+        net, d = example.transformer_deq().double().eval(), torch.randint(example.SYMBOLS, (2, example.LENGTH))
+    else:
+        net, d = example.implicit_model(2, 12, 3).double(), example.rings(4)[0].double()
+    net.tolerance, net.solver = Tolerance(atol=1e-13, max_steps=500), Picard()
+    net.backward = Implicit(GMRES(), Tolerance(atol=0, rtol=1e-11, max_steps=200))
+    # Not squares: their sum over a layer norm is constant.
+    wanted = gradients(net, by_hand(net, d, steps=500).pow(3).sum())
+    for a, b in zip(gradients(net, net(d).pow(3).sum()), wanted, strict=True):
+        assert float((a - b).norm()) <= 1e-6 * max(float(b.norm()), 1e-6)
+
+
+def test_the_transformer_is_causal() -> None:
+    """A later symbol changes nothing before it."""
+    torch.manual_seed(0)
+    net = transformer_deq.transformer_deq().double().eval()
+    net.tolerance = Tolerance(atol=1e-13, max_steps=500)
+    tokens = transformer_deq.sequences(3)[0]
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % transformer_deq.SYMBOLS
+    with torch.no_grad():
+        u, changed = net(tokens), net(other)
+        torch.testing.assert_close(u[:, :-1], changed[:, :-1], rtol=0, atol=1e-11)
+        assert float((u[:, -1] - changed[:, -1]).abs().max()) > 1e-3
+
+
+@pytest.mark.gpu
+def test_the_transformer_trains_captured_and_compiled() -> None:
+    assert transformer_deq.train(300, device="cuda")[1] > 0.9
+
+
+@pytest.mark.parametrize("bound", [0.3, 0.95, 50.0])
+def test_the_projection_is_the_nearest_row(bound: float) -> None:
+    """By bisection over the threshold, which is another way to find it."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, 9, dtype=torch.float64)
+    projected = infinity_norm.project_rows_(weight.clone(), bound)
+    low, high = torch.zeros(5, 1, dtype=torch.float64), weight.abs().amax(1, keepdim=True)
+    for _ in range(100):
+        middle = (low + high) / 2
+        above = (weight.abs() - middle).clamp(min=0).sum(1, keepdim=True) > bound
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    inside = weight.abs().sum(1, keepdim=True) <= bound
+    expected = torch.where(inside, weight, weight.sign() * (weight.abs() - low).clamp(min=0))
+    torch.testing.assert_close(projected, expected, rtol=0, atol=1e-12)

@@ -14,6 +14,7 @@ import banach
 from banach import ImplicitNetwork, Tolerance, contraction_factor, descent_check
 from banach.diagnose import measure_contraction, network_map
 from banach.fast import TrainStep
+from networks import by_hand
 
 
 class Part(nn.Module):
@@ -39,14 +40,6 @@ def batch(rows: int = 6) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(11, (rows, 5), generator=g)
     return tokens, (torch.rand(rows, 5, generator=g) < 0.7).float()
-
-
-def by_hand(net: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-    v = net.Q(tokens, mask)
-    u = torch.zeros_like(v)
-    for _ in range(200):
-        u = net.R(u, v)
-    return net.S(u)
 
 
 def test_a_network_calls_q_with_all_of_them() -> None:

@@ -61,23 +61,6 @@ def test_dictionaries_may_list_their_keys_in_any_order() -> None:
     assert parts[1] is B
 
 
-@pytest.mark.parametrize(
-    ("template", "nest", "message"),
-    [
-        (A, (A,), r"tensor became \(tensor\)"),
-        ((A,), A, r"\(tensor\) became tensor"),
-        ((A, B), (A,), r"\(tensor, tensor\) became \(tensor\)"),
-        ({"x": A}, {"y": A}, "{'x': tensor} became {'y': tensor}"),
-        ({"x": A}, (A,), r"{'x': tensor} became \(tensor\)"),
-        ((A,), {"x": A}, r"\(tensor\) became {'x': tensor}"),
-        (A, 3.0, "tensor became float"),
-    ],
-)
-def test_another_structure_is_refused(template: Any, nest: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=f"J must keep the structure of z0: .*{message}"):
-        leaves_like(template, nest, "J")
-
-
 def test_select_keeps_layout_and_order() -> None:
     image = normal(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     picked = select({"image": image, "number": torch.arange(4.0)}, torch.tensor([3, 1]))
@@ -117,35 +100,6 @@ def test_one_tensor_is_viewed_not_copied(dim: int, memory: torch.memory_format, 
     assert rows.data_ptr() == back.data_ptr() == z.data_ptr()
     assert back.stride() == z.stride()
     assert torch.equal(back, z)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_rows_are_in_at_least_float32(dtype: torch.dtype, autocast: bool) -> None:
-    z, long = torch.ones(2, 3, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        space = Space.of(z)
-    assert space.autocast is autocast
-    assert space.rows(z).dtype == long
-    assert space.nest(space.rows(z)).dtype == space.dtype == (long if autocast else dtype)
-
-
-def test_a_number_is_one_coupled_sample() -> None:
-    space = Space.of(torch.tensor(3.0))
-    assert (space.batch, space.samples, space.coupled) == (1, 1, True)
-    assert space.rows(torch.tensor(3.0)).shape == (1, 1)
-    assert space.nest(torch.full((1, 1), 4.0)).shape == ()
-    mixed = Space.of((torch.zeros(5, 2), torch.tensor(0.0)))
-    assert (mixed.batch, mixed.samples, mixed.sizes) == (5, 1, (10, 1))
-
-
-@pytest.mark.parametrize(("shape", "rows"), [((0,), (0, 1)), ((0, 3), (0, 3)), ((2, 0, 4), (2, 0))])
-@couplings
-def test_nothing_is_a_latent_too(shape: tuple[int, ...], rows: tuple[int, ...], coupled: bool) -> None:
-    z = torch.zeros(shape)
-    space = Space.of(z, coupled=coupled)
-    assert space.rows(z).shape == ((1, 0) if coupled else rows)
-    assert space.nest(space.rows(z)).shape == shape
 
 
 def test_resized_and_spread() -> None:

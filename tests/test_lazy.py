@@ -16,8 +16,9 @@ SOURCE = Path(banach.__file__).parents[1]
 
 
 def run(*arguments: str) -> str:
-    """Return what a new Python process prints."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    """Return what a new Python process prints, which coverage would slow down."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    environment = {**kept, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
@@ -69,3 +70,20 @@ def test_help_lists_every_command() -> None:
     for part in sorted((SOURCE / "banach" / "cli").glob("*.py")):
         if "EPILOG" in part.read_text() and part.stem != "app":
             assert f"  {part.stem} " in shown
+
+
+CODE = """
+import json, sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+from banach import ImplicitNetwork
+print(json.dumps([sorted(set(sys.modules) - before), time.perf_counter() - start]))
+"""
+
+
+def test_a_network_loads_few_modules_and_no_compiler_beyond_torchs() -> None:
+    loaded, seconds = json.loads(run("-c", CODE))
+    compilers = ("torch._dynamo", "torch._inductor", "triton", "sympy")
+    assert not [name for name in loaded if name.startswith(compilers)]
+    assert len([name for name in loaded if name.split(".")[0] == "banach"]) <= 45
+    assert seconds < 3  # 0.1 s on a free core; Dynamo alone takes 1 s there

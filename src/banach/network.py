@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics
+from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics, watch_over
 from banach.nn.passes import Pass, PlainPass, forward_pass
 from banach.solve import (
     ConvergenceWarning,
@@ -30,7 +29,6 @@ from banach.solve import (
 from banach.solve.mixing import probe
 from banach.solve.warning import warn_user
 
-_CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
 # An error about shapes says one of these words; that of a first evaluation may come from z0.
 _SHAPES = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
 _UNLIKE = (
@@ -71,7 +69,6 @@ def fixed_point(
     """
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
-    _clear_caches(found)
     if found.failures:
         warn_unconverged(found, T, tuple(inputs), coupled=coupled)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
@@ -165,24 +162,24 @@ class ImplicitNetwork(nn.Module):
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
         later, once = _evaluates_later(mode), type(mode) is JFB
-        with forward_pass(R, modules, special, later=later, once=once) as one:
-            found = self._solve(one, v, z0, coupled=coupled, compact=self.compact and not coupled, throw=throw)
-            _clear_caches(found)
+        with watch_over(R), forward_pass(R, modules, special, later=later, once=once) as this_pass:
+            compact = self.compact and not coupled
+            found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
             if found.failures:
-                warn_unconverged(found, one.iterate, (v,), coupled=coupled, owner=R)
-            u = mode.attach(one.evaluate, found.value, (v,), coupled=coupled)
+                warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
+            u = mode.attach(this_pass.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
     def _solve(
-        self, one: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
+        self, this_pass: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
     ) -> Solution:
         own = z0 is None and self.start is zeros
         try:
             z0 = self._start(v, z0)
             # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
-            inputs = (v, _numbers(z0)) if compact and one.masks is not None else (v,)
+            inputs = (v, _numbers(z0)) if compact and this_pass.masks is not None else (v,)
             return solve(
-                one.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
+                this_pass.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
             )
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             about_shapes = any(word in str(error) for word in _SHAPES)
@@ -231,20 +228,6 @@ def _check_mode(backward: Mode) -> None:
 def _evaluates_later(backward: Mode) -> bool:
     """May R be evaluated in the backward pass? Not by those that record it now."""
     return not (type(backward) in (JFB, Neumann) or (type(backward) is Unroll and not backward.checkpoint))
-
-
-def _clear_caches(found: Solution) -> None:
-    """Drop cached values that were computed from weights without autograd: R would get no gradient.
-
-    Autocast caches casts before torch 2.11; `parametrize.cached()` caches parametrised weights.
-    """
-    if not torch.is_grad_enabled():
-        return
-    if _CASTS_LAST and torch.is_autocast_enabled(found.steps.device.type):
-        torch.clear_autocast_cache()
-    if parametrize._cache:
-        known = parametrize._cache.items()
-        parametrize._cache = {key: kept for key, kept in known if kept is not None and kept.requires_grad}
 
 
 # R and T that were probed after a failed solve, and do not mix samples: they are not probed again.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from backward.maps_backward import Case
-from banach import GMRES, JFB, Anderson, Broyden, Implicit, Mode, Neumann, NormalCG, Picard, Tolerance, Unroll
+from backward.systems_backward import METHODS
+from banach import JFB, Implicit, Mode, Neumann, Tolerance, Unroll
 from banach.latent import Latent, leaves, leaves_like, map_leaves
 
 TIGHT = Tolerance(atol=0, rtol=1e-12, max_steps=2000)
-METHODS: list[Any] = [NormalCG(), GMRES(), GMRES(2), Picard(), Anderson(), Broyden()]
 EXACT = [Implicit(method, TIGHT) for method in METHODS]
 PLAIN: list[Mode] = [JFB(), Neumann(0), Neumann(1), Neumann(6), Unroll(1), Unroll(4), Unroll(3, damping=0.3)]
 CHECKPOINTED = [Unroll(3, checkpoint=True), Unroll(2, damping=0.4, checkpoint=True)]
@@ -121,16 +121,6 @@ def check_used_many_times(mode: Mode, case: Case) -> None:
     loss = torch.stack([v @ case.cotangent(s) for v, s in zip(values, seeds, strict=True)]).sum()
     expected = torch.stack([gradient(mode, case, case.cotangent(s)) for s in seeds]).sum(0)
     assert error(flat_grad(loss, theta), expected) <= 1e-12
-
-
-def check_func_grad(mode: Mode, case: Case) -> None:
-    """torch.func.grad, in theta, is torch.autograd's."""
-
-    def loss(theta: tuple[Tensor, ...]) -> Tensor:
-        return case.vector(attach(mode, case, theta)) @ case.cotangent()
-
-    found = torch.func.grad(loss)(case.theta)
-    assert error(torch.cat([part.reshape(-1) for part in found]), gradient(mode, case)) <= 1e-12
 
 
 def check_zero_cotangent(mode: Mode, case: Case) -> None:

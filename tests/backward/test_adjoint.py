@@ -38,6 +38,8 @@ from banach import (
     fixed_point,
 )
 from banach.latent import Space
+from banach.solve.context import loops_by
+from banach.solve.device import loop_eagerly
 from problems import contraction, normal
 
 every = pytest.mark.parametrize("method", METHODS, ids=str)
@@ -273,3 +275,21 @@ def test_an_iterate_that_overflows_is_never_called_stalled() -> None:
         with pytest.warns(AdjointWarning, match="missed its tolerance"):
             assert torch.equal(solve_adjoint(Picard(), J, g, log, max_steps=steps, rtol=1e-6), g)
         assert log.status[-1] == (Status.MAX_STEPS, Status.MAX_STEPS)
+
+
+# In a captured backward pass the loop runs on the device.
+
+CASES: list[tuple[Any, float]] = [(NormalCG(), -1.5), (Picard(), -1.5), (Anderson(6), -1.5)]
+CASES += [(method, 0.4) for method in (NormalCG(), Picard(), Anderson(3), Broyden(4))]
+
+
+@missed
+@pytest.mark.parametrize(("method", "slope"), CASES, ids=repr)
+def test_a_captured_adjoint_is_exact(method: Any, slope: float) -> None:
+    """Where Picard diverges, a captured one falls back to w = g too."""
+    A, g = normal(6, 6), cotangents(3, 6)
+    J = (slope * (A + A.T) / torch.linalg.matrix_norm(A + A.T, 2)).expand(3, 6, 6)
+    with loops_by(loop_eagerly):
+        w = solve_adjoint(method, J, g, rtol=1e-10, max_steps=500)
+    diverges = slope == -1.5 and isinstance(method, Picard)
+    torch.testing.assert_close(w, g if diverges else dense(J, g), rtol=1e-8, atol=1e-8)

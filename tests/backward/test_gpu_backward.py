@@ -14,10 +14,7 @@ from backward.systems_backward import Reports
 from banach import Implicit, Mode, Status, Tolerance
 from problems import contraction, normal
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = pytest.mark.gpu
 FIXED = Tolerance(atol=0, rtol=1e-6, max_steps=12, check_every=0)
 every = pytest.mark.parametrize("method", METHODS, ids=str)
 

@@ -28,6 +28,7 @@ from banach import (
     fixed_point,
 )
 from banach.backward import Mode
+from networks import OnceSine, by_hand
 from problems import normal
 
 TIGHT = Tolerance(atol=1e-13, max_steps=999)
@@ -60,17 +61,8 @@ def gradient(net: Any, x: Tensor = IMAGES, output: Tensor | None = None) -> Tens
     return torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
-def recorded(net: Any, x: Tensor = IMAGES) -> Tensor:
-    """The gradient of a plain loop, recorded whole."""
-    v = net.Q(x)
-    u = torch.zeros_like(v)
-    for _ in range(120):
-        u = net.R(u, v)
-    return gradient(net, output=net.S(u))
-
-
 def check_exact(net: Any, x: Tensor = IMAGES) -> None:
-    found, wanted = gradient(net, x), recorded(net, x)
+    found, wanted = gradient(net, x), gradient(net, output=by_hand(net, x))
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
 
 
@@ -94,7 +86,8 @@ def test_other_weights_than_the_modules_own(mode: Mode, how: str) -> None:
         pytest.skip("torch.func refuses saved tensor hooks, which checkpoints are")
     else:
         got = tuple(torch.func.grad(loss)({name: p.detach() for name, p in weights.items()}).values())
-    torch.testing.assert_close(torch.cat([g.flatten() for g in got]), recorded(other), rtol=1e-6, atol=1e-9)
+    wanted = gradient(other, output=by_hand(other, IMAGES))
+    torch.testing.assert_close(torch.cat([g.flatten() for g in got]), wanted, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("mode", [JFB(), *LATER], ids=str)
@@ -235,21 +228,12 @@ class Recurrent(nn.Module):
         return 0.5 * found
 
 
-class OldSine(torch.autograd.Function):
-    """Without setup_context, which torch.func asks for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
+class OldSine(OnceSine):
+    """Its derivative can be differentiated."""
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * ctx.saved_tensors[0].cos()
-
-
-class OnceSine(OldSine):
-    backward = staticmethod(torch.autograd.function.once_differentiable(OldSine.backward))  # type: ignore[assignment]
 
 
 class Sine(Cell):
@@ -303,8 +287,3 @@ def test_normal_cg_says_what_to_use_instead(make: Any, message: str, instead: Mo
         gradient(net)
     net.backward = instead
     check_exact(net)
-
-
-def test_vmap_is_refused_in_a_sentence() -> None:
-    with pytest.raises(RuntimeError, match=r"put what is mapped over on the first \(batch\) axis"):
-        torch.func.vmap(network(Cell, JFB()))(IMAGES[None].expand(2, 8, 3))

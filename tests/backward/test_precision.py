@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrizations, parametrize
 
 from backward.contracts_backward import PLAIN, error, name
 from backward.systems_backward import METHODS, Reports
-from banach import Implicit, Mode, Status, Tolerance, Unroll, solve
+from banach import Anderson, ConvergenceWarning, Implicit, ImplicitNetwork, Mode, Status, Tolerance, Unroll, solve
 from problems import contraction, normal
 
 UNREACHABLE = Tolerance(atol=0, rtol=1e-6, max_steps=500)
@@ -114,3 +115,13 @@ def test_a_part_of_T_that_is_kept_out_of_autocast_stays_out(method: Any) -> None
     with autocast():
         under = w()
     assert error(under, w()) <= 1e-5
+
+
+def test_weights_cached_in_a_failed_solve_keep_their_gradient() -> None:
+    """A solve that fails is probed without autograd. Found as weights without a gradient under `cached()`."""
+    layer = parametrizations.orthogonal(torch.nn.Linear(3, 3, bias=False))
+    net = ImplicitNetwork(torch.nn.Identity(), lambda u, v: 2 * layer(u) + v, torch.nn.Identity())
+    net.solver, net.tolerance = Anderson(), Tolerance(max_steps=2)
+    with parametrize.cached(), pytest.warns(ConvergenceWarning):
+        net(normal(4, 3, seed=76).float()).sum().backward()
+    assert layer.parametrizations.weight.original.grad is not None

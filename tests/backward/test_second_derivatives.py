@@ -144,12 +144,6 @@ def constant_cotangent(f: Value, theta: tuple[Tensor, ...]) -> None:
     torch.autograd.grad(first[0].sum() + first[1].sum(), theta)
 
 
-def by_backward(f: Value, theta: tuple[Tensor, ...]) -> None:
-    f(*theta).sum().backward(create_graph=True)
-    assert theta[0].grad is not None
-    theta[0].grad.sum().backward()
-
-
 def parameters_of_an_input_gradient(f: Value, theta: tuple[Tensor, ...]) -> None:
     (first,) = torch.autograd.grad(f(*theta).sum(), theta[-1], create_graph=True)
     torch.autograd.grad(first.square().sum(), theta[0])
@@ -169,16 +163,9 @@ def func_grad_of_autograd(f: Value, theta: tuple[Tensor, ...]) -> None:
     torch.autograd.grad(first.square().sum(), theta[0])
 
 
-WAYS = [
-    constant_cotangent,
-    by_backward,
-    parameters_of_an_input_gradient,
-    upstream_cotangent,
-    func_grad_of_autograd,
-]
+WAYS = [constant_cotangent, parameters_of_an_input_gradient, upstream_cotangent, func_grad_of_autograd]
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("ask", WAYS, ids=lambda way: way.__name__)
 def test_every_way_to_ask_is_refused_or_with_order_2_answered(ask: Callable[..., None]) -> None:
     case = layer()

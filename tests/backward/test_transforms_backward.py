@@ -6,24 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 from backward.contracts_backward import EXACT, METHODS, TIGHT, attach, error, name, sensitivity
 from backward.maps_backward import Case, all_cases, layer
 from backward.systems_backward import Reports
-from banach import (
-    JFB,
-    Anderson,
-    Implicit,
-    ImplicitNetwork,
-    Mode,
-    Neumann,
-    NormalCG,
-    Tolerance,
-    Unroll,
-    fixed_point,
-)
+from banach import JFB, Anderson, Implicit, Mode, Neumann, NormalCG, Tolerance, Unroll, fixed_point
+from networks import by_hand, linear_network
 from problems import contraction, normal
 
 # torch's own forward mode, when it is first used.
@@ -75,33 +65,16 @@ def test_one_linear_solve_each(method: Any) -> None:
     assert all(products % 3 == 0 for products in log.products)
 
 
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5, dtype=torch.float64)
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.7 * torch.tanh(self.linear(u) + v)
-
-
 def network(mode: Mode) -> Any:
-    torch.manual_seed(0)
-    Q, S = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
-    return ImplicitNetwork(Q, Cell(), S, tolerance=Tolerance(atol=1e-14, max_steps=500), backward=mode)
-
-
-def by_hand(net: Any, d: Tensor) -> Tensor:
-    v = net.Q(d)
-    u = torch.zeros_like(v)
-    for _ in range(150):
-        u = net.R(u, v)
-    return net.S(u)
+    net = linear_network()
+    net.backward = mode
+    return net
 
 
 @methods
 def test_a_network_forwards_and_backwards(method: Any) -> None:
     """Through the solve: z* is found without a derivative, whatever the transform."""
-    net, d, t = network(Implicit(method, TIGHT)), normal(4, 3, seed=141), normal(4, 3, seed=142)
+    net, d, t = network(Implicit(method, TIGHT)), normal(4, 5, seed=141), normal(4, 5, seed=142)
     assert error(jvp(net, (d,), (t,))[1], jvp(lambda d: by_hand(net, d), (d,), (t,))[1]) <= 1e-9
     assert error(jacrev(net)(d), jacrev(lambda d: by_hand(net, d))(d)) <= 1e-9
 
@@ -129,7 +102,7 @@ PER_SAMPLE: list[Mode] = [
 @pytest.mark.parametrize("mode", PER_SAMPLE, ids=str)
 def test_gradients_per_sample(mode: Mode) -> None:
     """Against one backward pass for every sample, and for Implicit against a loop that is recorded whole."""
-    net, d = network(mode), normal(6, 3, seed=143)
+    net, d = network(mode), normal(6, 5, seed=143)
     outputs = [by_hand(net, d[i : i + 1]) if isinstance(mode, Implicit) else net(d[i : i + 1]) for i in range(6)]
     wanted = [torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in outputs]
     z = found_first(net, d)
@@ -147,7 +120,7 @@ def test_gradients_per_sample(mode: Mode) -> None:
 @methods
 def test_jacobians_per_sample(method: Any) -> None:
     """Two vmaps in each other."""
-    net, d = network(Implicit(method, TIGHT)), normal(4, 3, seed=144)
+    net, d = network(Implicit(method, TIGHT)), normal(4, 5, seed=144)
     wanted = vmap(jacrev(lambda d: by_hand(net, d[None])[0]))(d)
     z = found_first(net, d)
     for way in (jacrev, jacfwd):
@@ -173,7 +146,7 @@ def test_the_recipe_for_fixed_point() -> None:
 @pytest.mark.parametrize("check_every", [0, 1])
 def test_vmap_of_grad_through_a_solve_is_refused_in_a_sentence(mode: Mode, check_every: int) -> None:
     """Found as "Cannot access data pointer of Tensor": grad hid from the loop that it was mapped over."""
-    net, d = network(mode), normal(4, 3, seed=146)
+    net, d = network(mode), normal(4, 5, seed=146)
     net.tolerance = Tolerance(check_every=check_every)
     says = r"solve first, then vmap\(grad\(...\)\) with z0=z\* and max_steps=0"
     with pytest.raises(RuntimeError, match=says):
@@ -183,7 +156,7 @@ def test_vmap_of_grad_through_a_solve_is_refused_in_a_sentence(mode: Mode, check
 
 
 def test_a_derivative_from_outside_of_a_vmap_is_refused_in_a_sentence() -> None:
-    net, d = network(Implicit()), normal(4, 3, seed=147)
+    net, d = network(Implicit()), normal(4, 5, seed=147)
     z = found_first(net, d)
 
     def values(d: Tensor) -> Tensor:

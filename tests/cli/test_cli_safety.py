@@ -18,7 +18,7 @@ from banach import data
 from banach.cli import entry
 from banach.cli.app import main
 from banach.train import Run
-from banach.train.validate import nonfinite
+from banach.train.checkpoint import nonfinite
 from cli.conftest import SMALL
 from cli.test_cli_train import same
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.diagnose import contraction_factor, is_coupled
+from diagnose.parts_diagnose import jacobian, unchanged
 from problems import normal
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "max_steps": 500}
@@ -59,7 +60,7 @@ def test_nested_latent(kind: str) -> None:
     )
 
 
-def test_coupled_is_one_value_for_the_batch(jacobian: Any) -> None:
+def test_coupled_is_one_value_for_the_batch() -> None:
     z = normal(5, 3, seed=7)
     sigma = contraction_factor(nn.BatchNorm1d(3).double(), z, coupled=True, **EXACT)
     dense = jacobian(nn.BatchNorm1d(3).double(), z)
@@ -68,25 +69,12 @@ def test_coupled_is_one_value_for_the_batch(jacobian: Any) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_module_and_the_random_state_are_kept(training: bool, unchanged: Any) -> None:
+def test_a_module_and_the_random_state_are_kept(training: bool) -> None:
     T = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double().train(training)
     with unchanged(T):
         contraction_factor(T, normal(4, 3), coupled=training)
         is_coupled(T, normal(4, 3))
         contraction_factor(lambda z: z * torch.rand(3, dtype=z.dtype), normal(4, 3))
-
-
-def test_inside_no_grad_and_inference_mode() -> None:
-    A = normal(2, 4, 4)
-    expected = torch.linalg.matrix_norm(A, 2)
-    with torch.no_grad():
-        first = contraction_factor(matrices, torch.zeros(2, 4, dtype=torch.float64), (A,), **EXACT)
-    with torch.inference_mode():
-        made_here = torch.zeros(2, 4, dtype=torch.float64)
-        second = contraction_factor(matrices, made_here, (A + 0,), **EXACT)
-    torch.testing.assert_close(first, expected)
-    torch.testing.assert_close(second, expected)
-    assert not first.requires_grad
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
@@ -95,16 +83,6 @@ def test_lower_precision(dtype: torch.dtype, rtol: float) -> None:
     sigma = contraction_factor(matrices, torch.zeros(4, 12, dtype=dtype), (A.to(dtype),))
     assert sigma.dtype == torch.float32
     torch.testing.assert_close(sigma.double(), torch.linalg.matrix_norm(A, 2), rtol=rtol, atol=0)
-
-
-def test_bf16_autocast() -> None:
-    layer = nn.Linear(32, 32, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(normal(32, 32, seed=10))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        sigma = contraction_factor(layer, torch.zeros(3, 32))
-    true = torch.linalg.matrix_norm(layer.weight.detach(), 2)
-    torch.testing.assert_close(sigma, true.expand(3), rtol=2e-2, atol=0)
 
 
 def test_small_corners() -> None:
@@ -153,7 +131,7 @@ def test_refusals() -> None:
         contraction_factor(lambda z: z[:, :1], z)
     with pytest.raises(TypeError, match="structure of z0"):
         contraction_factor(lambda z: (z, z), z)
-    with pytest.raises(ValueError, match="max_steps must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_steps must be a whole number, at least 1, got 0"):
         contraction_factor(torch.tanh, z, max_steps=0)
     bn = nn.BatchNorm1d(3)
     with pytest.raises(RuntimeError, match="give the module itself as T"):

@@ -104,7 +104,7 @@ def test_error_bound_without_contraction() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"trace must be \(steps, batch\), got shape \(3,\)"):
         observed_rate(torch.ones(3))
-    with pytest.raises(ValueError, match="last must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="last must be a whole number, at least 1, got 0"):
         observed_rate(torch.ones(3, 1), last=0)
     with pytest.raises(ValueError, match=r"gamma must be at least 0, got -0\.5"):
         error_bound(torch.ones(1), -0.5)

@@ -14,6 +14,7 @@ from banach import (
     RMS,
     Anderson,
     Broyden,
+    ConvergenceWarning,
     Euclidean,
     ImplicitNetwork,
     Neumann,
@@ -24,7 +25,7 @@ from banach import (
 )
 from banach.fast import FastNetwork, plan
 from banach.fast.iteration import Iteration
-from banach.fast.weights import frozen_copy
+from banach.models.blocks import LatentResNet
 from banach.nn import Dropout
 from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
@@ -59,8 +60,10 @@ def assert_same_step(own: Any, other: Any, d: Any) -> None:
 
 
 @pytest.mark.parametrize("max_steps", [60, 7, 1, 0])
-@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.3), Anderson(3), Broyden(2)])
-@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2)])
+@pytest.mark.parametrize(
+    ("solver", "mode"),
+    [(Picard(), JFB()), (Picard(damping=0.3), Neumann(2)), (Anderson(3), Unroll(2)), (Broyden(2), JFB())],
+)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")
 def test_output_steps_gradient_and_statistics_are_the_networks(
@@ -131,19 +134,6 @@ def test_damped_steps_of_nests_and_of_short_values() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         short = fast(net, d.bfloat16(), bf16=True)[0]
     torch.testing.assert_close(short.float(), net(d), rtol=5e-2, atol=5e-2)
-
-
-def test_a_frozen_copy_shares_weights_and_keeps_no_statistics() -> None:
-    R = paper_network().train().R
-    copy = frozen_copy(R)
-    assert all(a is b for a, b in zip(copy.parameters(), R.parameters(), strict=True))
-    before = {name: buffer.clone() for name, buffer in R.named_buffers()}
-    u = torch.randn(3, 24, 4, 4, dtype=torch.float64)
-    value = copy(u, u)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in R.named_buffers())
-    torch.testing.assert_close(value, R(u, u))
-    assert any(not torch.equal(buffer, before[name]) for name, buffer in R.named_buffers())
-    torch.testing.assert_close(frozen_copy(R.eval())(u, u), R(u, u))
 
 
 class Halved(JFB):
@@ -265,3 +255,122 @@ def test_solvers_and_weights_that_a_captured_loop_cannot_serve(monkeypatch: pyte
     assert "give it a `memory`" in plan(plain_network(solver=Momentum())).graph.why
     half = plain_network(solver=Picard(0.3)).bfloat16()
     assert "half precision" in plan(half).bare.why
+
+
+# A solve in one launch stands in for the loop; here its plain reference does, on the CPU.
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_gpu(monkeypatch, kernels=True)
+
+
+class OtherNorm(RMS):
+    pass
+
+
+def kernel_network(
+    tolerance: Tolerance = Tolerance(atol=1e-6, max_steps=100, norm=WorstPixel()), **options: Any
+) -> Any:
+    return digits(tolerance, **options).double()
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", [WorstPixel(), RMS(), Euclidean()])
+@pytest.mark.parametrize("rtol", [0.0, 1e-4])
+def test_a_kernel_computes_the_networks_step(training: bool, norm: Any, rtol: float) -> None:
+    tolerance = Tolerance(atol=0.0 if rtol else 1e-6, rtol=rtol, max_steps=100, norm=norm)
+    own, other = (kernel_network(tolerance).train(training) for _ in range(2))
+    assert plan(other).kernel
+    assert_same_step(own, other, images())
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_compiled_network_uses_the_kernel() -> None:
+    net = kernel_network().eval()
+    fast = banach.compile(net)
+    assert fast.plan.kernel
+    y, found = fast(images(), solution=True)
+    own, wanted = net(images(), solution=True)
+    torch.testing.assert_close(y, own)
+    torch.testing.assert_close(fast(images()), own)
+    assert torch.equal(found.steps, wanted.steps)
+    assert bool(found.converged.all())
+    again = fast(images(), z0=found.value, solution=True)[1]
+    assert int(again.steps.max()) <= 2
+    net.start = lambda v: found.value
+    trained: Any = FastNetwork(net)
+    assert int(trained(images())[1].steps.max()) <= 2
+
+
+def alone() -> Any:
+    """Samples that batch norm couples, called independent all the same."""
+    net = kernel_network().train()
+    net.coupled = False
+    return net
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize(
+    "net",
+    [
+        kernel_network(solver=Picard(damping=0.1)),
+        kernel_network(tolerance=Tolerance(max_steps=0)),
+        kernel_network(tolerance=Tolerance(norm=OtherNorm())),
+        alone(),
+        ImplicitNetwork(torch.nn.Identity(), torch.nn.Bilinear(2, 2, 2), torch.nn.Identity()),
+    ],
+    ids=["damped", "explicit", "another norm", "coupled otherwise", "another R"],
+)
+def test_what_the_kernel_does_not_compute_is_left_to_the_loop(net: Any) -> None:
+    assert not plan(net).kernel
+
+
+class OtherForward(LatentResNet):
+    """Inherits what its parent says of itself, and computes something else."""
+
+    def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(u, v) + 1
+
+
+class DoubledConv(torch.nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def altered(how: str) -> Any:
+    net = kernel_network().eval()
+    if how == "another forward":
+        net.R = OtherForward(24, 1, 0.5).double().eval()
+    elif how == "a hook":
+        net.R.blocks[0].conv1.register_forward_hook(lambda module, given, out: 2 * out)
+    elif how == "another convolution":
+        net.R.blocks[0].conv1 = DoubledConv(24, 24, 3, padding=1).double()
+    elif how == "a parametrisation":
+        torch.nn.utils.parametrizations.weight_norm(net.R.blocks[0].conv1)
+    return net.eval()
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("how", ["another forward", "a hook", "another convolution", "a parametrisation"])
+def test_an_R_that_computes_something_else_than_its_class_says_is_left_to_the_loop(how: str) -> None:
+    assert plan(altered("nothing")).kernel
+    net = altered(how)
+    assert not plan(net).kernel
+    torch.testing.assert_close(banach.compile(net)(images()), net(images()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_samples_that_leave_the_finite_numbers_are_told() -> None:
+    net = kernel_network().eval().float()
+    with torch.no_grad():
+        for p in net.R.parameters():
+            p.mul_(1e3)
+    with pytest.warns(ConvergenceWarning, match="NaN or infinity"):
+        wanted = net(images().float(), solution=True)[1]
+    assert bool(wanted.nonfinite.all())
+    found = banach.compile(net)(images().float(), solution=True)[1]
+    assert torch.equal(found.nonfinite, wanted.nonfinite)
+    reached: Any = FastNetwork(net)(images().float())[1]
+    assert torch.equal(reached.nonfinite, wanted.nonfinite)

@@ -11,10 +11,7 @@ import torch.nn.functional as F
 
 from banach.fast.capture import Graphs, Recording, unchanged
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 
 

@@ -1,7 +1,10 @@
-"""compile(net) answers as the network does, at least as converged, independent of the rest of the batch."""
+"""compile(net) answers as the network does, sample by sample, also where samples diverge; what it refuses."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,26 +12,67 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import JFB, Anderson, Broyden, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll, models
-from banach.fast import CompiledNetwork
+from banach import (
+    JFB,
+    Anderson,
+    Broyden,
+    ConvergenceWarning,
+    ImplicitNetwork,
+    Neumann,
+    Picard,
+    Solution,
+    Status,
+    Tolerance,
+    Unroll,
+    models,
+)
+from banach.fast import FastNetwork
 from banach.fast.capture import bucket, filled
 from fast.simulated import simulate_gpu
-
-
-class Slope(nn.Module):
-    """T(u) = s u + 1 with a slope of the sample's own: u* = 1 / (1 - s)."""
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return v * u + 1
-
-
-def sloped(**options: Any) -> ImplicitNetwork:
-    return ImplicitNetwork(nn.Identity(), Slope(), nn.Identity(), **options).eval()
-
+from problems import normal, symmetric
 
 SLOPES = (
     torch.tensor([0.1, 0.5, 0.9, 0.95, 0.3, -0.6, 0.0], dtype=torch.float64)[:, None].expand(-1, 3).contiguous()
 )
+TIGHT, RELATIVE = Tolerance(atol=1e-8, max_steps=1000), Tolerance(atol=0, rtol=1e-3, max_steps=500)
+Map = Callable[[Any, Any], Any]
+
+
+def slope(u: Tensor, v: Tensor) -> Tensor:
+    """T(u) = s u + 1 with a slope of the sample's own: u* = 1 / (1 - s)."""
+    return v * u + 1
+
+
+def halves(u: Any, v: Any) -> Any:
+    return 0.5 * u + v
+
+
+class Applied(nn.Module):
+    """R as a module, which a plan takes apart, unlike a function."""
+
+    def __init__(self, function: Map) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, u: Any, v: Any) -> Any:
+        return self.function(u, v)
+
+
+def network(R: Map = slope, Q: Any = nn.Identity(), S: Any = nn.Identity(), **options: Any) -> ImplicitNetwork:
+    return ImplicitNetwork(Q, Applied(R), S, **options).eval()
+
+
+def check_same(net: ImplicitNetwork, d: Tensor, z0: Tensor | None = None) -> tuple[Tensor, Solution]:
+    """Return the answer of compile(net), which is the network's own, and no less converged."""
+    y, found = banach.compile(net)(d, z0=z0, solution=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        own, wanted = net(d, z0=z0, solution=True)
+    torch.testing.assert_close(y, own, equal_nan=True)
+    for name in ("value", "residual", "converged", "steps", "nonfinite"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), check_dtype=False, msg=name)
+    assert found.status == wanted.status
+    return y, found
 
 
 @pytest.fixture(params=["CPU", "simulated GPU"])
@@ -39,67 +83,40 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
 
 
+SOLVERS, LOOSE = (Picard(), Picard(damping=0.25), Anderson(3), Broyden(4)), Tolerance(atol=0.07)
+MODES = (JFB(), Neumann(3), Unroll(3), Unroll(2, damping=0.5))
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{str(solver): {"solver": solver, "tolerance": TIGHT} for solver in SOLVERS},
+    **{str(mode): {"backward": mode, "tolerance": LOOSE} for mode in MODES},
+    "explicit twin": {"tolerance": Tolerance(max_steps=0)},
+    "explicit twin, Anderson": {"solver": Anderson(3), "tolerance": Tolerance(max_steps=0)},
+    "few steps": {"tolerance": Tolerance(atol=1e-12, max_steps=10)},
+}
+
+
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("solver", [Picard(), Picard(damping=0.25), Anderson(3), Broyden(4)])
-def test_every_sample_takes_its_own_steps_to_its_fixed_point(solver: Any) -> None:
-    net = sloped(solver=solver, tolerance=Tolerance(atol=1e-8, max_steps=1000))
-    y, found = banach.compile(net)(SLOPES, solution=True)
-    own, wanted = net(SLOPES, solution=True)
-    torch.testing.assert_close(y, 1 / (1 - SLOPES), rtol=1e-6, atol=0)
-    torch.testing.assert_close(y, own)
-    for name in ("residual", "converged", "steps", "nonfinite"):
-        torch.testing.assert_close(getattr(found, name), getattr(wanted, name))
-
-
-class Turning(nn.Module):
-    """R(u, v) = A u + v, A symmetric with eigenvalues all over [-.98, .98]: no few steps tell the fixed point."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-        Q = torch.linalg.qr(torch.randn(20, 20, generator=draw, dtype=torch.float64))[0]
-        self.A = Q @ torch.diag(torch.linspace(-0.98, 0.98, 20, dtype=torch.float64)) @ Q.T
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return u @ self.A + v
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_sample_takes_its_own_steps(name: str) -> None:
+    y, _ = check_same(network(**OPTIONS[name]), SLOPES)
+    if OPTIONS[name]["tolerance"] == TIGHT:
+        torch.testing.assert_close(y, 1 / (1 - SLOPES), rtol=1e-6, atol=0)
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("solver", [Anderson(10), Anderson(3), Broyden(10)])
 def test_other_solvers_are_run(solver: Any) -> None:
-    tolerance = Tolerance(atol=1e-6, max_steps=300)
-    net = ImplicitNetwork(nn.Identity(), Turning(), nn.Identity(), solver=solver, tolerance=tolerance).eval()
-    d = torch.randn(5, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    y, found = banach.compile(net)(d, solution=True)
-    own, wanted = net(d, solution=True)
-    assert torch.equal(found.steps, wanted.steps)
-    assert torch.equal(found.converged, wanted.converged)
-    torch.testing.assert_close(found.residual, wanted.residual)
-    torch.testing.assert_close(y, own)
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("mode", [JFB(), Neumann(3), Unroll(3), Unroll(2, damping=0.5)])
-def test_the_value_is_that_of_the_backward_mode(mode: Any) -> None:
-    """Unrolled steps lie further on from the fixed point that was found."""
-    net = sloped(backward=mode, tolerance=Tolerance(atol=0.07, max_steps=100))
-    torch.testing.assert_close(banach.compile(net)(SLOPES), net(SLOPES))
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("solver", [Picard(), Anderson(3)])
-def test_the_explicit_twin_has_no_residual(solver: Any) -> None:
-    net = sloped(solver=solver, tolerance=Tolerance(max_steps=0))
-    y, found = banach.compile(net)(SLOPES, solution=True)
-    torch.testing.assert_close(y, net(SLOPES))
-    wanted = net(SLOPES, solution=True)[1]
-    for name in ("residual", "converged", "nonfinite", "steps"):
-        assert torch.equal(getattr(found, name).double(), getattr(wanted, name).double()), name
+    """Eigenvalues all over [0, .98]: a few steps do not find the fixed point."""
+    A = symmetric(n=20, top=0.98).matrix
+    assert A is not None
+    check_same(
+        network(lambda u, v: u @ A + v, solver=solver, tolerance=Tolerance(atol=1e-6, max_steps=300)),
+        normal(5, 20),
+    )
 
 
 @pytest.mark.usefixtures("device")
 def test_alone_and_in_a_batch_it_is_the_same_answer() -> None:
-    fast = CompiledNetwork(sloped(tolerance=Tolerance(atol=1e-6, max_steps=200)))
+    fast = banach.compile(network(tolerance=Tolerance(atol=1e-6, max_steps=200)))
     together, found = fast(SLOPES, solution=True)
     for i in range(len(SLOPES)):
         alone, own = fast(SLOPES[i : i + 1], solution=True)
@@ -108,55 +125,97 @@ def test_alone_and_in_a_batch_it_is_the_same_answer() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_max_steps_is_kept_to_the_step() -> None:
-    net = sloped(tolerance=Tolerance(atol=1e-12, max_steps=10))
-    y, found = CompiledNetwork(net)(SLOPES, solution=True)
-    assert int(found.steps.max()) == 10
-    assert not bool(found.converged.all())
-    net.tolerance = Tolerance(atol=0.0, max_steps=10, check_every=0)
-    late = found.steps == 10
-    torch.testing.assert_close(y[late], net(SLOPES)[late])
-
-
-@pytest.mark.usefixtures("device")
-def test_a_start_near_the_answer_is_used() -> None:
-    fast = CompiledNetwork(sloped(tolerance=Tolerance(atol=1e-8, max_steps=1000)))
-    y, found = fast(SLOPES, solution=True)
-    again, warm = fast(SLOPES, z0=found.value, solution=True)
-    assert int(warm.steps.max()) <= 2 < int(found.steps.max())
-    torch.testing.assert_close(again, y, rtol=1e-6, atol=0)
-
-
-@pytest.mark.usefixtures("device")
-def test_a_later_tolerance_and_solver_are_used() -> None:
-    net = sloped(tolerance=Tolerance(atol=1e-2, max_steps=500))
+def test_a_start_and_later_settings_are_used() -> None:
+    net = network(tolerance=Tolerance(atol=1e-2, max_steps=500))
     fast = banach.compile(net)
     fast(SLOPES)
-    for name, value in {"tolerance": Tolerance(atol=1e-8, max_steps=500), "solver": Anderson(3)}.items():
+    for name, value in {"tolerance": TIGHT, "solver": Anderson(3)}.items():
         setattr(net, name, value)
         found = fast(SLOPES, solution=True)[1]
         assert torch.equal(found.steps, net(SLOPES, solution=True)[1].steps)
+    warm = fast(SLOPES, z0=found.value, solution=True)[1]
+    assert int(warm.steps.max()) <= 2 < int(found.steps.max())
+
+
+def grows(number: float) -> Tensor:
+    return torch.tensor([[number], [0.5]]).expand(2, 8).contiguous()
+
+
+def countdown(u: Tensor, v: Tensor) -> Tensor:
+    """T(u) = u - 1, except T(1), which is infinite: 4, 3, 2, 1, and no further."""
+    return torch.where(u == 1, torch.inf, u - v)
+
+
+BAD, STOPPED, GOOD = Status.NONFINITE, Status.MAX_STEPS, Status.CONVERGED
+DIVERGING: dict[str, tuple[Map, dict[str, Any], Tensor, Any, tuple[Status, ...]]] = {
+    # The norm of T(z) overflows before z does: then all residuals are below rtol times infinity.
+    **{f"grows by {by}": (slope, {"tolerance": RELATIVE}, grows(by), 0.0, (BAD, GOOD)) for by in (1.2, 3.0, -2.5)},
+    "grows, damped": (slope, {"tolerance": RELATIVE, "solver": Picard(0.2)}, grows(3.0), 0.0, (BAD, GOOD)),
+    "overflows": (lambda u, v: u * u + v, {}, torch.tensor([[9.0, 9.0], [0.1, 0.2]]), 0.0, (BAD, GOOD)),
+    "infinite at the end": (
+        countdown,
+        {"tolerance": Tolerance(max_steps=9)},
+        torch.ones(2, 3),
+        4.0,
+        (BAD, STOPPED),
+    ),
+    "finite nowhere": (slope, {}, torch.tensor([[torch.nan], [0.5]]), 0.0, (BAD, GOOD)),
+    # 1.2^50 is finite, and not an answer.
+    "to the last step": (slope, {}, torch.tensor([[-1.5], [1.2], [0.1]]), 0.0, (STOPPED, STOPPED, GOOD)),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+def test_diverging_samples_are_reported_and_keep_their_best_iterate(name: str) -> None:
+    R, options, d, start, status = DIVERGING[name]
+    z0 = torch.tensor([[4.0], [40.0]]).expand(2, 3).contiguous() if start else None
+    found = check_same(network(R, **options), d, z0)[1]
+    assert found.status == status
+    assert (found.value[0] == start).all()
+    assert name != "finite nowhere" or found.residual[0].item() == math.inf
+
+
+def test_a_captured_step_reports_them_too() -> None:
+    """And keeps what is not finite, so that the loss shows it."""
+    y, found = FastNetwork(network(tolerance=RELATIVE))(grows(1.2))
+    assert found is not None
+    assert (found.nonfinite.tolist(), found.converged.tolist()) == ([True, False], [False, True])
+    torch.testing.assert_close(y[1], torch.full((8,), 2.0), rtol=5e-3, atol=0)
+
+
+def test_few_steps_warn_at_the_users_line_and_a_fixed_depth_does_not() -> None:
+    net = network(tolerance=Tolerance(max_steps=9))
+    fast, d = banach.compile(net), torch.full((2, 3), 1.5)
+    with pytest.warns(ConvergenceWarning, match="stopped at max_steps above the tolerance; print") as caught:
+        fast(d)
+    assert caught[0].filename == __file__
+    for net.tolerance in (Tolerance(max_steps=9, check_every=0), Tolerance(max_steps=0)):
+        fast(d)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_float64_is_judged_in_float64(size: float) -> None:
+    """In float32 the square of 1e-25 is nothing, and that of 1e25 is infinite."""
+    net = network(halves, tolerance=Tolerance(atol=0, rtol=1e-6, max_steps=200))
+    d = size * torch.ones(1, 4, dtype=torch.float64)
+    y, found = check_same(net, d)
+    assert (found.status, int(found.steps)) == ((GOOD,), 20)
+    torch.testing.assert_close(y, 2 * d, rtol=1e-6, atol=0)
+    reached: Any = FastNetwork(net)(d)[1]
+    assert (reached.converged.tolist(), reached.steps.tolist()) == ([True], [20])
+    assert reached.residual.dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist"])
-def test_real_networks_answer_as_they_do(name: str) -> None:
+def test_real_networks_answer_as_they_do_and_changed_weights_are_seen(name: str) -> None:
     torch.manual_seed(0)
     net: Any = models.build(name, tolerance=Tolerance(atol=1e-10, max_steps=500)).double().eval()
-    d = torch.randn(5, *models.get(name).image, dtype=torch.float64)
-    y = banach.compile(net)(d)
-    torch.testing.assert_close(y, net(d), rtol=1e-7, atol=1e-8)
-    assert not y.requires_grad
-
-
-def test_changed_weights_are_seen() -> None:
-    torch.manual_seed(0)
-    net: Any = models.build("digits").eval()
-    fast, d = banach.compile(net), torch.randn(3, 1, 8, 8)
-    before = fast(d)
-    with torch.no_grad():
-        net.S.linear.weight.mul_(2)
-        net.S.linear.bias.mul_(2)
-    torch.testing.assert_close(fast(d), 2 * before)
+    fast, d = banach.compile(net), torch.randn(5, *models.get(name).image, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(fast(d), net(d), rtol=1e-7, atol=1e-8)
+        with torch.no_grad():
+            net.S.linear.weight.mul_(2)
+    assert not fast(d).requires_grad
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
@@ -169,8 +228,64 @@ def test_buckets_are_powers_of_two(count: int, size: int) -> None:
     assert torch.equal(padded[count:], x[:1].expand(size - count, 2, 3, 4))
 
 
+# What it does not take. The network itself takes all of these.
+
+D = torch.ones(2, 3, 4)
+REFUSED: dict[str, tuple[ImplicitNetwork, Any, type[Exception]]] = {
+    r"whose Q\(d\) is one tensor, got a tuple": (
+        network(lambda u, v: (halves(u[0], v[0]), u[1]), lambda d: (d, d), lambda u: u[0]),
+        D,
+        TypeError,
+    ),
+    r"whose S\(u\) is one tensor, got a dict": (network(halves, S=lambda u: {"a": u}), D, TypeError),
+    r"whose d is one tensor, got a dict": (network(halves, lambda d: d["x"]), {"x": D}, TypeError),
+    r"whose Q\(d\) has a row for each of 2": (network(halves, lambda d: d.flatten(0, 1)), D, ValueError),
+    r"whose S\(u\) has a row .* shape \(3, 4\)": (network(halves, S=lambda u: u.mean(0)), D, ValueError),
+    r"whose S\(u\) has a row .* shape \(\)": (network(halves, S=lambda u: u.mean()), D, ValueError),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_parts_that_are_no_tensor_with_a_row_for_every_sample_are_refused(words: str) -> None:
+    net, d, error = REFUSED[words]
+    net(d)
+    with pytest.raises(error, match=words):
+        banach.compile(net)(d)
+
+
+def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
+    for wrong, name in ((nn.Linear(2, 2), "Linear"), (None, "NoneType"), (ImplicitNetwork, "ImplicitNetwork")):
+        with pytest.raises(TypeError, match=f"compile takes an ImplicitNetwork, got {name}"):
+            banach.compile(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="coupled=True"):
+        banach.compile(network(coupled=True))
+    with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
+        banach.compile(network().train())(torch.ones(2, 3))
+    for count in (1.5, True, -1):
+        with pytest.raises(ValueError, match="must be a whole number, at least"):
+            banach.compile(network(), neighbours=count)  # type: ignore[arg-type]
+    fast, d = banach.compile(network(halves)), torch.ones(2, 3)
+    with pytest.raises(TypeError, match="z0 must be a tensor, such as the value of a Solution, got a Solution"):
+        fast(d, z0=fast(d, solution=True)[1])
+    with pytest.raises(ValueError, match="got a tensor without dimensions"):
+        fast(torch.tensor(1.0))
+
+
+def test_an_empty_batch_has_an_empty_answer() -> None:
+    for fast in (banach.compile(network(halves)), banach.compile(network(halves), neighbours=4)):
+        assert fast(torch.ones(0, 3)).shape == (0, 3)
+        assert fast(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_an_r_that_mixes_samples_is_refused() -> None:
+    """Late samples went on as a smaller batch, and others were marked converged at values of the larger one."""
+    fast = banach.compile(network(lambda u, v: 0.4 * u + 0.3 * u.mean(0) + v))
+    assert fast(torch.ones(1, 3)).shape == (1, 3), "one sample has nothing to mix with"
+    with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
+        fast(torch.ones(4, 3))
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("batch", [1, 3, 64])
 def test_captured_it_is_the_same(batch: int) -> None:
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import banach
@@ -93,7 +92,6 @@ def test_predictions_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_real_gpu_the_papers_network_has_everything() -> None:
     net = build("cifar10").cuda()
     made = plan(net, precision="bf16")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+import networks
 from banach import ImplicitNetwork, Tolerance, WorstPixel, models
 from banach.fast import FastNetwork, channels_last, plan
 from banach.fast.plan import convolves_in_tf32
@@ -23,6 +25,7 @@ from banach.fast.weights import (
     with_windows,
 )
 from fast.simulated import digits, images
+from problems import normal
 
 
 def stacks_of(part: nn.Module) -> list[FusedStack]:
@@ -84,31 +87,44 @@ def latent_map() -> Any:
     return net.R.double().train()
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    u, v = (torch.randn(2, 35, 4, 4, generator=draw, dtype=torch.float64) for _ in range(2))
-    return u, v
+def data_part(name: str) -> Any:
+    torch.manual_seed(0)
+    Q: Any = models.build(name).double().eval().Q
+    if name == "cifar10":
+        Q.stage1, Q.stage2 = Q.stage1[:1], Q.stage2[:1]
+    return Q
 
 
-def test_the_same_value_gradient_and_statistics() -> None:
-    own, other = latent_map(), latent_map()
-    fused = with_fused_blocks(other)
-    u, v = inputs()
-    expected, value = own(u, v), fused(u, v)
+LATENT = normal(2, 35, 4, 4, seed=1), normal(2, 35, 4, 4, seed=2)
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Tensor, ...]]] = {
+    "fused blocks": (latent_map, with_fused_blocks, LATENT),
+    "fused blocks, compiled around them": (
+        lambda: data_part("cifar10"),
+        lambda Q: torch.compile(with_fused_blocks(Q), backend="aot_eager"),
+        (normal(1, 3, 8, 8),),
+    ),
+    "window convolutions": (lambda: data_part("mnist"), with_windows, (normal(2, 1, 28, 28),)),
+    "window convolutions, strided": (lambda: data_part("svhn"), with_windows, (normal(2, 3, 32, 32),)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where a graph goes on
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_same_value_gradient_and_statistics(name: str) -> None:
+    make, change, inputs = CHANGES[name]
+    own, other = make(), make()
+    value, expected = change(other)(*inputs), own(*inputs)
     torch.testing.assert_close(value, expected)
-    expected.square().sum().backward()
-    value.square().sum().backward()
-    for (name, a), b in zip(own.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, msg=name)
-    for (name, a), b in zip(own.named_buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(b, a, msg=name)
+    got, wanted = networks.gradients(other, value.square().sum()), networks.gradients(own, expected.square().sum())
+    for a, b in (*zip(got, wanted, strict=True), *zip(other.buffers(), own.buffers(), strict=True)):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_frozen_stack_keeps_no_statistics_and_packs_once() -> None:
     R = latent_map()
     before = copy.deepcopy(R.state_dict())
     twin = frozen_copy(with_fused_blocks(R))
-    u, v = inputs()
+    u, v = LATENT
     with torch.no_grad():
         value = twin(u, v)
         torch.testing.assert_close(value, latent_map()(u, v))
@@ -141,23 +157,7 @@ def test_other_networks_have_nothing_to_fuse() -> None:
     assert isinstance(with_fused_blocks(net.Q.stage1), FusedStack)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where a graph goes on
-def test_what_is_around_a_stack_compiles() -> None:
-    """A stack is called as it is between compiled pieces."""
-    torch.manual_seed(0)
-    Q: Any = models.build("cifar10").Q.double().eval()  # type: ignore[union-attr]
-    Q.stage1, Q.stage2 = Q.stage1[:1], Q.stage2[:1]
-    d = torch.randn(1, 3, 8, 8, dtype=torch.float64)
-    compiled = torch.compile(with_fused_blocks(Q), backend="aot_eager")
-    value = compiled(d)
-    torch.testing.assert_close(value, Q(d))
-    gradients = torch.autograd.grad(Q(d).square().sum(), list(Q.parameters()))
-    for a, b in zip(torch.autograd.grad(value.square().sum(), list(Q.parameters())), gradients, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_gpu_a_fused_step_is_near_the_plain_one() -> None:
     """The first loss and the gradients of a bf16 step, against the network itself in fp32."""
     torch.manual_seed(0)
@@ -189,21 +189,12 @@ def windows(part: nn.Module) -> list[nn.Module]:
     return [layer for layer in part.modules() if isinstance(layer, WindowConv2d)]
 
 
-@pytest.mark.parametrize(("name", "image"), [("mnist", (1, 28, 28)), ("svhn", (3, 32, 32))])
-def test_the_same_value_and_gradients(name: str, image: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    Q: Any = models.build(name).double().eval().Q
+def test_only_convolutions_that_fit_are_replaced_and_weights_are_shared() -> None:
+    Q = data_part("mnist")
     other = with_windows(Q)
     assert windows(other)
     assert not windows(Q)
     assert all(a is b for a, b in zip(Q.parameters(), other.parameters(), strict=True))
-    d = torch.randn(2, *image, dtype=torch.float64)
-    wanted = Q(d)
-    value = other(d)
-    torch.testing.assert_close(value, wanted)
-    gradients = torch.autograd.grad(wanted.square().sum(), list(Q.parameters()))
-    for a, b in zip(torch.autograd.grad(value.square().sum(), list(Q.parameters())), gradients, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_windows_have_bf16_weights_and_their_gradients_are_collected() -> None:

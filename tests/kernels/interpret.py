@@ -22,10 +22,10 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from banach import RMS, Euclidean, Solution, Tolerance
-from banach.kernels import conv2d, host, latent, latent_kernel, residual_stack, stack, window
+from banach.kernels import host, latent, latent_kernel, residual_stack, stack, window
 from banach.kernels.latent import LatentMap, kernel_solve, latent_map, reference_solve
 from kernels.cases import answer, modules, stack_of, tiny, tolerance, worst
-from kernels.window_cases import CASES, errors, made
+from kernels.window_cases import CASES, made, worst_error
 
 Differences = dict[str, float]
 
@@ -76,15 +76,11 @@ def _stack_errors(train: bool, tile: dict[str, Any], dtype: torch.dtype) -> Diff
     return worst(got, exact)
 
 
-def windows() -> dict[str, Differences]:
+def windows() -> dict[str, float]:
     window.has_kernel = lambda x, weight: True
     window.TILES |= {"fewest": 16, "few": 16, "weights": 16, "parts": 27}  # several parts of several tiles each
-    found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for case in CASES:
-            inputs = made(case, dtype)
-            found[f"{case}, {dtype}"] = errors(case, lambda *of, c=case: conv2d(*of, c.stride, c.padding), *inputs)
-    return found
+    dtypes = (torch.float32, torch.bfloat16)
+    return {f"{case}, {dtype}": worst_error(case, *made(case, dtype)) for dtype in dtypes for case in CASES}
 
 
 class Together:

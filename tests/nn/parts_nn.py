@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from banach import JFB, Implicit, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
 from banach.nn import Dropout
+from problems import normal  # noqa: F401  the tests of this room take it from here
 
 TIGHT = Tolerance(atol=1e-13, max_steps=300)
 EXACT = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=200))
@@ -33,10 +34,6 @@ def matrix(function: Callable[[Tensor], Tensor], *shape: int, dtype: torch.dtype
 
 def largest(A: Tensor) -> float:
     return float(torch.linalg.svdvals(A.detach())[0])
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def network(R: Any, width: int = 6, inputs: int = 4, **options: Any) -> Any:

@@ -1,7 +1,5 @@
 """Dropout inside R: one mask per pass, in every mode, against a network whose mask is written out."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -161,16 +159,6 @@ def test_device_and_dtype_are_those_of_the_input(dtype: torch.dtype, device: str
     assert device == "meta" or set(value.unique().tolist()) == {0.0, 2.0}
 
 
-def test_a_mask_drawn_inside_a_transform_outlives_it() -> None:
-    R, u, v = DropR(), normal(3, 6), normal(3, 6, seed=1)
-    one = Pass(R)
-    J = torch.func.jacrev(lambda z: one.evaluate(z, v))(u)
-    R.seen.clear()
-    one.evaluate(u, v)
-    written = Written(R.linear, R.seen[0])
-    assert torch.allclose(J, torch.autograd.functional.jacobian(lambda z: written(z, v), u), atol=1e-13)
-
-
 # Compacted batches, functions, networks inside networks, checkpoints inside R.
 
 SPREAD = normal(12, 4) * torch.logspace(-3, 1, 12, dtype=torch.float64)[:, None]  # ready at very different steps
@@ -264,14 +252,3 @@ def test_a_checkpoint_inside_r_is_refused_rather_than_wrong() -> None:
     net.R(u, u)  # outside a pass, and outside a backward pass, nothing is refused
     Inner()(u, u).sum().backward()  # outside a pass the checkpoint restores the generator, as ever
     assert u.grad is not None
-
-
-def test_copies() -> None:
-    net = network(DropR(0.3))
-    net(normal(5, 4)).sum().backward()
-    twin: Any = pickle.loads(pickle.dumps(copy.deepcopy(net)))
-    values = []
-    for one in (net, twin):
-        torch.manual_seed(0)
-        values.append(one(normal(5, 4)))
-    assert torch.equal(*values)

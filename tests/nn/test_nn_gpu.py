@@ -8,7 +8,7 @@ import banach
 from banach import JFB, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
 from banach.nn import Lipschitz, TwoStream, operator_norm
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = pytest.mark.gpu
 
 
 class Everything(nn.Module):

@@ -58,38 +58,6 @@ def test_one_update_at_the_last_evaluation_and_none_in_backward(
         assert same(state(R.norm), after)
 
 
-LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "1d": (nn.BatchNorm1d(3), (3, 4)),
-    "2d": (nn.BatchNorm2d(3, affine=False), (3, 4, 2)),
-    "3d": (nn.BatchNorm3d(3, momentum=0.3), (3, 2, 2, 2)),
-}
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_every_batch_norm(kind: str) -> None:
-    class Plain(nn.Module):
-        def __init__(self, norm: nn.Module) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Identity(), nn.ModuleDict({"deep": norm})["deep"])
-
-        def forward(self, u: Tensor, v: Tensor) -> Tensor:
-            return 0.3 * self.inner(u) + v
-
-    norm, shape = LAYERS[kind]
-    norm = copy.deepcopy(norm).double()
-    net = ImplicitNetwork(nn.Identity(), Plain(norm), nn.Identity(), tolerance=Tolerance(atol=1e-13))
-    assert uses_batch_statistics(net.R)
-    d = normal(5, *shape)
-    _, found = net.latent(d)
-    axes = [0, *range(2, len(shape) + 1)]
-    weight = norm.momentum
-    mean = weight * found.value.mean(axes)
-    var = 1 - weight + weight * found.value.transpose(0, 1).flatten(1).var(1)
-    assert torch.allclose(norm.running_mean, mean, atol=1e-12)
-    assert torch.allclose(norm.running_var, var, atol=1e-12)
-    assert int(norm.num_batches_tracked) == 1
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_written_in_eval_mode(mode: str) -> None:
     net = network(NormR(), backward=MODES[mode]).eval()

@@ -27,4 +27,4 @@ def test_one_more_step_keeps_what_autograd_saves(tmp_path: Path) -> None:
     assert (products["Jacobian-based"] or 0) >= 4
     found = memory.values(rows)
     assert found["unrolled.growth"] == peak["unrolled", 16] / peak["unrolled", 1]
-    assert found["verdict"] == "reproduced"
+    assert found["claim"].verdict == "reproduced"

@@ -104,16 +104,34 @@ def test_the_four_verdicts(mean: float, half: float, count: int, full: bool, wan
     assert verdict(None, 99.4) == "untested"
 
 
+@pytest.mark.parametrize(("mean", "wanted"), [(1.3, "reproduced"), (1.1, "undecided"), (0.7, "not reproduced")])
+def test_a_claim_of_more_is_undecided_where_the_interval_contains_the_limit(mean: float, wanted: str) -> None:
+    assert verdict(Interval(mean, 0.2, 3), 1.0, strict=True) == wanted
+
+
 def test_pages_show_values_and_name_those_that_are_missing() -> None:
     values = {"a": {"x.y": 1.234, "i": Interval(2.0, 0.5, 3), "s": "text"}, "empty": {}}
-    text = "{a.x.y:.1f} {a.i} {a.i:.1f} {a.s:.2f} {empty.z} {other.z} {not a placeholder}"
-    assert report.fill(text, values) == "1.2 2.00 ± 0.50 2.0 ± 0.5 text not run {other.z} {not a placeholder}"
+    text = "{a.x.y:.1f} {a.i} {a.i:.1f} {a.i.count} {a.s:.2f} {empty.z} {other.z} {not a placeholder}"
+    assert report.fill(text, values) == "1.2 2.00 ± 0.50 2.0 ± 0.5 3 text not run {other.z} {not a placeholder}"
     with pytest.raises(ValueError, match=r"names a\.q"):
         report.fill("{a.q}", values)
+
+
+def test_paragraphs_are_wrapped_and_tables_are_not() -> None:
+    words, rest = "word " * 60, "- one\n  item\n- two\n\n| a |\n| - |\n\n    code\n    code\n"
+    text = f"# A title\n\n{words}\nand more\n\n{rest}"
+    made = report.wrap(text).splitlines()
+    assert max(len(line) for line in made) <= report.WIDTH
+    assert made[-8:] == ["- one item", "- two", "", "| a |", "| - |", "", "    code", "    code"]
+    assert "and more" in " ".join(made)
+    page = report.html({"reproduction.md": "[x](reproduction/b.md) ![y](reproduction/c.svg)", "b.md": "# B"})
+    assert 'href="#b"' in page
+    assert '<section id="b">' in page
+    assert 'src="c.svg"' in page
 
 
 def test_tables_show_numbers_dashes_and_bars() -> None:
     shown = table([Inner("a|b", 0.123456), Inner("c")])
     assert shown.splitlines() == ["| name | value |", "| --- | --- |", "| a\\|b | 0.1235 |", "| c | - |"]
     assert table([]) == "(no records)"
-    assert "| 1,000 | yes | 1.00e+06 |" in table([(1000, True, 1e6)], ("a", "b", "c"))
+    assert "| 1,000 | yes | 1.00e+06 |" in table([(1000, True, 1e6)], "a|b|c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 
 from banach import Neumann, Tolerance, models
 from banach.train import Epoch
-from reproduction import accelerate, codec, figures, neumann, rundir, table1, table2, train
+from reproduction import accelerate, codec, contraction, jobs, neumann, rivals, rundir, table1, table2, train
 from reproduction.__main__ import _modules, main
+from reproduction.intervals import percent
 from reproduction.study import Options
 from reproduction.trainings import Final, Point, Totals, Training
 
@@ -21,10 +23,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def training(job: str, accuracy: float, seconds: float = 1.0, **changes: Any) -> Training:
-    """A training of three epochs; the first one warms up, and the released protocol is two points worse."""
-    data = job.removeprefix("table2-").partition("-")[0]
+    """A training that evaluated its last three of 100 epochs; the released protocol is two points worse."""
+    data = next(name for name in ("mnist", "svhn", "cifar10", "digits") if name in job)
     settings = {"data": data, "model": data, "recipe": "released", "epochs": 100, "subset": None}
-    points = [Point(epoch=k, clean=Totals(accuracy=accuracy - (3 - k) / 10)) for k in (1, 2, 3)]
+    settings |= {"batch_size": 100, "schedule": "constant"}
+    points = [Point(epoch=97 + k, clean=Totals(accuracy=accuracy - (3 - k) / 10)) for k in (1, 2, 3)]
     points = [replace(p, released=Totals(accuracy=p.clean.accuracy - 0.02)) for p in points]
     times = (9.0, seconds, seconds)
     blank = {field.name: None for field in fields(Epoch)} | {"loss": 1.0, "products": 0, "converged": 1.0}
@@ -40,57 +43,93 @@ def training(job: str, accuracy: float, seconds: float = 1.0, **changes: Any) ->
     return replace(made, **changes)
 
 
-def short(one: Training, epochs: int) -> Training:
-    return replace(one, settings={**one.settings, "epochs": epochs})
+def reaching(one: Training, epochs: int, **changes: Any) -> Training:
+    """The same training with a last epoch of that number."""
+    points = [replace(p, epoch=p.epoch - one.reached + epochs) for p in one.test]
+    return replace(one, test=tuple(points), **changes)
 
 
 def test_the_longest_runs_of_a_group_are_judged_and_reruns_count() -> None:
     rows = [training(f"mnist-jfb-seed{s}", 0.993 + s / 1000) for s in range(3)]
-    rows += [training("table1-mnist-jfb-seed0", 0.994), short(training("mnist-jfb-seed9", 0.5), 40)]
+    rows += [training("table1-mnist-jfb-seed0", 0.994), reaching(training("mnist-jfb-seed9", 0.5), 40)]
     rows += [training(f"mnist-twin-seed{s}", 0.99 + s / 1000) for s in range(3)]
     found = table1.values(rows)
-    assert found["mnist-jfb.n"] == 4
-    assert found["mnist-jfb.clean"] == "99.40 ± 0.13"
-    assert found["mnist-jfb.verdict"] == "reproduced"
-    assert found["mnist-jfb.released_verdict"] == "not reproduced"
-    assert found["mnist-gain.clean"].startswith("+0.30 ± ")
-    assert found["svhn-jfb.verdict"] == "untested"
-    assert "| 40 of 100 | 99.4 | 50.00 (n = 1) |" in found["table"]
-    assert table1.values([*rows[:4], short(rows[-1], 40)])["mnist-gain.clean"] == "-", "never short against full"
-    alone = table1.values(rows[:1])
-    assert alone["mnist-jfb.verdict"] == "untested (one seed, full length)"
-    assert table1.values([short(row, 40) for row in rows])["mnist-jfb.verdict"] == "untested"
+    assert str(found["mnist-jfb"]) == "99.4 | 99.40 ± 0.13 | 4 | 100 of 100 epochs | reproduced"
+    assert found["mnist-jfb.released"].verdict == "not reproduced"
+    assert found["mnist-gain"].ours.startswith("+0.30 ± ")
+    assert found["mnist-gain"].verdict == "reproduced"
+    assert (found["mnist-jfb.peak_epoch"], found["mnist-jfb.protocols"]) == (100, "-2.00 ± 0.00")
+    assert found["svhn-jfb"].verdict == "untested"
+    assert "| 40 of 100 epochs | 99.4 | 50.00 (n = 1) |" in found["table"]
+    assert "| MNIST | JFB | 54,352 | 99.4 | - | 99.40 ± 0.13 | 97.40 ± 0.13 | 4 |" in found["first"]
+    assert table1.values([*rows[:4], reaching(rows[-1], 40)])["mnist-gain"].ours == "-", "never short against full"
+    assert table1.values([reaching(row, 40) for row in rows])["mnist-jfb"].verdict == "untested"
     ours = table1.values([training(f"svhn-jfb-decayed-seed{s}", 0.96) for s in range(3)])
-    assert (ours["svhn-jfb-decayed.verdict"], ours["svhn-jfb.verdict"]) == ("-", "untested"), "not the paper's"
+    assert (ours["svhn-jfb-decayed"].verdict, ours["svhn-jfb"].verdict) == ("-", "untested"), "not the paper's"
+
+
+def test_few_seeds_and_runs_in_work_decide_nothing() -> None:
+    rows = [training("mnist-jfb-seed0", 0.994), training("table1-mnist-jfb-seed0", 0.994)]
+    rows.append(replace(rows[0], job="mnist-jfb-seed1"))
+    assert table1.values(rows[:1])["mnist-jfb"].verdict == "untested (one seed, full length)"
+    assert table1.values(rows)["mnist-jfb"].verdict == "untested (two seeds, full length)", "three runs"
+    in_work = [reaching(training(f"mnist-jfb-seed{s}", 0.994), 60, final=None) for s in range(3)]
+    found = table1.values([*in_work, *(training(f"mnist-twin-seed{s}", 0.99) for s in range(3))])
+    assert found["mnist-jfb"].length == "60 of 100 epochs, in work"
+    assert (found["mnist-jfb"].verdict, found["mnist-gain"].verdict) == ("untested", "untested")
 
 
 def test_the_pair_of_the_second_table_by_hand() -> None:
-    rows = [training(f"table2-mnist-jfb-pair-seed{s}", 0.99, 2.0) for s in range(3)]
-    rows += [training(f"table2-mnist-cg-pair-seed{s}", 0.98 + s / 1000, 6.0 + s) for s in range(3)]
+    rows = [training(f"table2-mnist-jfb-pair-seed{s}", 0.99, 2.0) for s in (2, 1, 0)]
+    rows += [training(f"table2-mnist-cg-pair-seed{s}", 0.98 + s / 1000, 6.0 + s) for s in range(4)]
     found = table2.values(rows)
-    assert found["mnist.ratio"].mean == pytest.approx(3.5)
-    assert found["mnist.range"] == "3.00 to 4.00"
-    assert found["mnist.n"] == 3
-    assert found["mnist.gain_verdict"] == "untested"  # a short training decides nothing about accuracy
-    assert found["mnist.ratio_verdict"] == "undecided"  # half-width 1.24
-    assert found["svhn.ratio_verdict"] == "untested"
+    assert str(found["mnist"]) == "1.6 | 3.50 ± 1.24 | 3 | 3 epochs, 60,000 images | undecided"
+    assert found["mnist.gain"].verdict == "untested"  # a short training decides nothing about accuracy
+    assert "| MNIST | 1.6 | 3.50 ± 1.24 | 3.00 to 4.00 | 3 | 99.00 ± 0.00 |" in found["table"]
+    assert found["svhn"].verdict == "untested"
     assert table2.PAPER["cifar10"] == pytest.approx(3.62, abs=0.01)
 
 
 def test_shares_and_seconds_of_a_training() -> None:
-    assert table2._percent([1.0, 0.99999]) == "99.99%", "a share below one is never shown as all"
-    assert table2._percent([1.0, None]) == "100%"
+    assert percent([1.0, 0.99999]) == "99.99%", "a share below one is never shown as all"
+    assert (percent([1.0, None]), percent([])) == ("100%", "-")
     one = training("table2-mnist-cg-pair-seed0", 0.9, 2.0)
     counts = {"adjoint CONVERGED": 20, "adjoint MAX_STEPS": 10}, {"adjoint CONVERGED": 10}
-    segments = *({"counts": some} for some in counts), {}
-    assert table2._solved(replace(one, segments=segments)) == pytest.approx(0.75)  # over all segments
-    assert table2._solved(replace(one, segments=())) is None
+    segments = *({"counts": some} for some in counts), one.segments[0]
+    found = table2.values([replace(one, job="table2-svhn-cg-trained-bn-seed0", segments=segments), one])
+    assert (found["svhn.trained-bn"], found["mnist.trained-bn"]) == ("75.00%", "untested")  # over all segments
     assert one.elapsed == [2.0, 4.0, 6.0]  # the first epoch counts like the others
-    assert (figures.seconds_to(0.75, one), figures.seconds_to(0.95, one)) == (4.0, None)
     reached = zip(one.epochs, (0.5, 0.7, 0.9), (10.0, 8.0, 6.0), strict=True)
     epochs = tuple(replace(epoch, validation_accuracy=a, depth=depth) for epoch, a, depth in reached)
     spent = accelerate.spent("mnist", "Picard", replace(one, epochs=epochs), 0.7)
     assert (spent.iterations, spent.seconds) == (18.0, 4.0)
+
+
+def test_the_monitor_counts_images_and_batches() -> None:
+    def line(epoch: int, sigma: list[float]) -> dict[str, Any]:
+        over = sum(x >= 1 for x in sigma)
+        found = {"sigma": sigma, "rate": [0.5, "nan"], "violations": over}
+        return {"epoch": epoch, "images": 2, "eval": found, "train": {"sigma": [max(sigma)]}}
+
+    measured = training("svhn-jfb-seed0", 0.9, contraction=(line(1, [0.5, 0.9]), line(3, [0.9, 1.2])))
+    found = contraction.values([measured, training("svhn-jfb-seed1", 0.9)])
+    assert str(found["claim"]) == "always | 3 of 4 | 1 | over training | not reproduced"
+    assert (found["highest"], found["rate"], found["batches_fired"], found["batches"]) == (1.2, 0.5, 1, 2)
+
+
+def test_a_ratio_whose_interval_contains_one_is_not_faster() -> None:
+    rows = [training(f"neumann-mnist-k{k}-seed{s}", 0.99, 1 + k * s / 100) for k in (0, 1) for s in range(3)]
+    assert str(neumann.values(rows)["mnist"]) == "> 1 | 1.01 ± 0.02 | 3 | 3 epochs, 60,000 images | undecided"
+    rows = [training(f"neumann-mnist-k{k}-seed{s}", 0.99, 1 + k) for k in (0, 1) for s in range(3)]
+    assert neumann.values(rows)["mnist"].verdict == "reproduced"
+
+
+def test_rows_of_the_other_networks_come_with_their_runs() -> None:
+    assert "(no records)" in rivals.values([])["table"]
+    rows = [training(f"mnist-mon-{kind}-seed{s}", 0.99) for kind in ("jfb", "exact") for s in range(3)]
+    found = rivals.values(rows)
+    assert "| MNIST | mon | exact | 3 | 100 | 99.00 ± 0.00 (n = 3) | 99.2 | 99.1 |" in found["table"]
+    assert table1.values(rows)["mnist-mon-exact"].ours == "99.00 ± 0.00"
 
 
 @pytest.mark.parametrize("order", [0, 1, 5])
@@ -113,17 +152,32 @@ def test_picards_count_is_the_known_one() -> None:
 
 
 def test_jobs_differ_in_what_their_names_say() -> None:
-    jobs = {job.name: job for job in table2.JOBS}
-    jfb, cg = (jobs[f"table2-svhn-{kind}-pair-seed1"] for kind in ("jfb", "cg"))
+    known = jobs.by_name()
+    jfb, cg = (known[f"table2-svhn-{kind}-pair-seed1"] for kind in ("jfb", "cg"))
     assert replace(cg, name=jfb.name, backward=jfb.backward) == jfb
-    assert jfb.settings == cg.settings
-    assert (cg.epochs, cg.batch_norm, cg.subset) == (5, False, None)
-    mode: Any = jobs["table2-mnist-cg-pair-seed0"].backward()
+    assert (cg.settings.epochs, cg.settings.batch_norm, cg.settings.subset) == (5, False, None)
+    mode: Any = known["table2-mnist-cg-pair-seed0"].backward
     assert (mode.tolerance.rtol, mode.tolerance.max_steps) == (1e-3, 50)  # the cap of the forward pass
-    late = jobs["table2-cifar10-cg-trained-bn-seed0"]
+    assert not mode.syncs_with_host, "a report would keep the step from being captured"
+    late = known["table2-cifar10-cg-trained-bn-seed0"]
     assert late.after is not None
     assert late.after.name == "cifar10-jfb-seed0"
-    assert late.batch_norm
+    assert late.settings.batch_norm
+    counting: Any = known["table2-digits-cg-trained-bn-seed0"].build()
+    assert isinstance(counting.backward.report, jobs.Adjoints)
+    for name, wanted in (
+        ("mnist-mon-exact-seed0", ("implicit:picard:1e-2:300", None, 40)),
+        ("mnist-mon-jfb-seed2", ("jfb", None, 40)),
+        ("cifar10-mdeq-tiny-exact-seed0", ("implicit:broyden:1e-3:20", "none", 50)),
+        ("cifar10-mon-large-jfb-seed0", ("jfb", "flip+crop:4", 65)),
+        ("mnist-mnist-twin-common-seed0", (None, None, 20)),
+    ):
+        chosen = known[name].settings
+        assert (chosen.backward, chosen.augment, chosen.epochs) == wanted, name
+
+
+def shortened(job: jobs.Job, name: str) -> jobs.Job:
+    return replace(job, name=name, settings=replace(job.settings, epochs=1, subset=64))
 
 
 def test_a_study_trains_what_is_missing_and_reads_the_rest(
@@ -131,18 +185,18 @@ def test_a_study_trains_what_is_missing_and_reads_the_rest(
 ) -> None:
     said: list[str] = []
     options = Options(quick=True, device="cpu", records=tmp_path, runs=tmp_path / "runs", say=said.append)
-    monkeypatch.setattr(neumann, "QUICK", [replace(job, epochs=1, subset=64) for job in neumann.QUICK[:2]])
+    monkeypatch.setattr(neumann, "QUICK", [shortened(job, job.name) for job in neumann.QUICK[:2]])
     rows = neumann.run(options)
     assert [row.group for row in rows] == ["neumann-digits-k0", "neumann-digits-k1"]
     said.clear()
     assert neumann.run(options) == rows
     assert not said, "nothing is trained again"
     assert codec.read(Training, tmp_path / "neumann.jsonl") == rows
-    assert set(neumann.figures(rows)) == {"neumann-digits"}
+    assert set(neumann.figures(rows)) == {"neumann"}
 
 
 def test_a_job_goes_on_from_the_weights_of_another(tmp_path: Path) -> None:
-    before = replace(neumann.QUICK[0], name="before-seed0", epochs=1, subset=64)
+    before = shortened(neumann.QUICK[0], "before-seed0")
     after = replace(before, name="after-seed0", after=before)
     trainer = train.Trainer(after, Options(device="cpu", runs=tmp_path, say=lambda line: None))
     trainer.net = after.build()
@@ -176,7 +230,10 @@ def test_the_committed_pages_are_what_the_records_give(tmp_path: Path, monkeypat
     assert set(made) == {path.relative_to(ROOT / "docs") for path in kept}
     for path in kept:
         assert made[path.relative_to(ROOT / "docs")] == path.read_bytes(), path.name
-    text = made[Path("reproduction.md")].decode()
+    text, page = made[Path("reproduction.md")].decode(), made[Path("reproduction/report.html")].decode()
     assert len(text.splitlines()) <= 150
     assert len(text.split()) <= 4000
     assert "{" not in text
+    named = set(re.findall(r'src="([^"]+)"', page))
+    assert named == {path.name for path in made if path.suffix == ".svg"}, "every figure is shown, and exists"
+    assert all(f'<section id="{name}">' in page for name in re.findall(r'href="#([^"]+)"', page))

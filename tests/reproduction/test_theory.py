@@ -178,33 +178,37 @@ def test_the_printed_bound_fails_and_the_corrected_one_holds() -> None:
     assert found.error < 1e-10 < 0.1 < found.untransposed
 
 
-def row(epoch: int, **changes: Any) -> theory.Row:
+def row(epoch: int, model: str = "svhn", **changes: Any) -> theory.Row:
     plain = Numbers((True, True), (0.8, 1.2), (0.7, 0.9), (), 0.9, 0.95, 0.9, 0.8, 0.9, ())
-    return theory.Row("net", "net", epoch, 10, 2, replace(plain, **changes))
+    return theory.Row("net", model, epoch, 10, 2, replace(plain, **changes))
 
 
 def test_verdicts_are_counted_over_trained_snapshots(one: Local) -> None:
     found = theory.values([row(0), row(2, sigma=(1.5, 0.9)), row(4, cosine=-0.1)])
-    assert (found["net.sigma.held"], found["net.sigma.count"], found["net.sigma.high"]) == (2, 4, 1.5)
-    assert (found["net.cosine.held"], found["net.cosine.count"], found["net.cosine.last"]) == (1, 2, -0.1)
-    assert found["all.rate.held"] == 4
-    line = "| net | sigma_max(dT/du), eval mode | < 1 | 1 (0.8 to 1.2) | 1 (0.8 to 1.2) | 2 of 4 |"
+    sigma, cosine = found["svhn.sigma"], found["svhn.cosine"]
+    assert (sigma.held, sigma.count, sigma.high) == (2, 4, 1.5)
+    assert (cosine.held, cosine.count, cosine.last) == (1, 2, -0.1)
+    assert found["all.rate"].held == 4
+    assert str(found["claim"]) == "always | 1 of 2 | 2 | over training | not reproduced"
+    line = "| svhn | sigma_max(dT/du), eval mode | < 1 | 1 (0.8 to 1.2) | 1 (0.8 to 1.2) | 2 of 4 |"
     assert line in found["table"]
     # An image without a fixed point counts against the rate only.
     lost = row(3, found=(True, False), sigma=(0.5, math.nan), rate=(0.6, math.nan), cosine=math.nan)
     found = theory.values([row(0), lost])
-    assert (found["net.rate.held"], found["net.rate.count"], found["net.rate.high"]) == (1, 2, 0.6)
-    assert (found["net.sigma.held"], found["net.sigma.count"]) == (1, 1)
-    assert found["net.cosine.count"] == 0
+    rate, sigma = found["svhn.rate"], found["svhn.sigma"]
+    assert (rate.held, rate.count, rate.high, sigma.held, sigma.count) == (1, 2, 0.6, 1, 1)
+    assert found["svhn.cosine"].count == 0
     # A lemma beyond its premise is not judged.
     beyond = replace(one, lemma=replace(one.lemma, gamma=1.2, coercivity=-0.3))
     found = theory.values([row(1, locals=(one, beyond))])
-    assert (found["net.lemma.held"], found["net.lemma.count"]) == (1, 1)
-    assert (found["net.beyond.held"], found["net.beyond.count"], found["net.beyond.low"]) == (0, 1, -0.3)
-    assert (found["net.kappa.held"], found["net.kappa.count"]) == (0, 2)
-    # Of a model the longest run is shown.
-    shown = theory.shown([replace(row(5), run="short"), row(7), row(0)])
-    assert [(r.run, r.epoch) for r in shown["net"]] == [("net", 0), ("net", 7)]
+    lemma, far, kappa = (found[f"svhn.{key}"] for key in ("lemma", "beyond", "kappa"))
+    assert (lemma.held, lemma.count) == (1, 1)
+    assert (far.held, far.count, far.low) == (0, 1, -0.3)
+    assert (kappa.held, kappa.count) == (0, 2)
+    # Of a network the longest run is shown, and digits only if there is no other.
+    shown = theory.shown([replace(row(5), run="short"), row(7), row(0), replace(row(9, "digits"), run="other")])
+    assert [(r.run, r.epoch) for r in shown["svhn"]] == [("net", 0), ("net", 7)]
+    assert list(shown) == ["svhn"]
 
 
 def test_quick_study_measures_once(tmp_path: Path) -> None:
@@ -214,9 +218,9 @@ def test_quick_study_measures_once(tmp_path: Path) -> None:
     assert [(r.run, r.epoch) for r in rows[:-1]] == [(theory.QUICK, epoch) for epoch in (0, 4)]
     assert isinstance(rows[-1].measured, theory.Counted)
     found = theory.values(rows)
-    assert found["digits.image.cosine.held"] == found["digits.image.cosine.count"] == 1
-    assert found["digits.training.rank.low"] == 1
-    assert found["digits.kappa.held"] == 0
+    assert found["digits.image.cosine"].held == found["digits.image.cosine"].count == 1
+    assert found["digits.training.rank"].low == 1
+    assert found["digits.kappa"].held == 0
     said.clear()
     assert repr(theory.run(options)) == repr(rows)
     assert not any("measuring" in line for line in said)

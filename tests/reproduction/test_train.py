@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import tarfile
 import time
@@ -70,11 +71,13 @@ def test_what_is_recorded(whole: Path, tmp_path: Path) -> None:
     assert points[-1]["clean"]["accuracy"] > 0.95
     assert points[-1]["clean"]["residual"] < 1e-4
     final = json.loads((whole / rundir.FINAL).read_text())
+    assert final["parts"] == {"Q": 3_720, "R": 10_416, "S": 3_850}
     assert final["clean"]["accuracy"] == points[-1]["clean"]["accuracy"]  # fp32 both
     contraction = codec.read_lines(whole / rundir.CONTRACTION)
     assert [line["epoch"] for line in contraction] == [1, 3, 4]
     assert [len(contraction[0][mode]["sigma"]) for mode in ("eval", "train")] == [100, 1]
     assert contraction[0]["train"]["coupled"]
+    assert all(0.5 < line["cosine"] < 1 for line in contraction)
     snapshots = sorted(path.name for path in (whole / rundir.SNAPSHOTS).iterdir())
     assert snapshots == [f"epoch-0000{number}.safetensors" for number in (1, 3, 4)]
     latest: Any = Run.open(whole).latest()
@@ -215,19 +218,24 @@ def test_the_jobs_have_the_released_settings() -> None:
     assert evaluated[-10:] == list(range(991, 1001))
 
 
-def test_finished_runs_become_one_line_each_and_none_is_replaced(
+def test_runs_become_one_line_each_and_no_other_run_replaces_them(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "trainings.jsonl"
+    out, work = tmp_path / "trainings.jsonl", tmp_path / "work"
 
     def collect(runs: Path) -> int:
         return main(["collect", str(runs), "--records", str(tmp_path)])
 
+    shutil.copytree(whole, work / NAME)
+    (work / NAME / rundir.FINAL).unlink()
     (tmp_path / "empty").mkdir()
+    assert collect(work) == 0
+    (row,) = codec.read(Training, out)
+    assert (row.final, row.reached) == (None, 4)
     assert [collect(runs) for runs in (whole.parent, tmp_path / "no-runs", tmp_path / "empty")] == [0, 2, 0]
     (line,), (row,) = codec.read_lines(out), codec.read(Training, out)
     assert line["final"] == json.loads((whole / rundir.FINAL).read_text())
-    assert (row.job, row.group, row.images) == (NAME, "digits-jfb", 1437)
+    assert (row.job, row.group, row.seed, row.images) == (NAME, "digits-jfb", "0", 1437)
     assert row.clean == pytest.approx(100 * line["final"]["clean"]["accuracy"])
     assert row.released == pytest.approx(max(100 * point["released"]["accuracy"] for point in line["test"]))
     losses = [epoch.loss for epoch in Run.open(whole).metrics()]
@@ -236,13 +244,15 @@ def test_finished_runs_become_one_line_each_and_none_is_replaced(
     codec.write_lines(out, [line])
     assert collect(whole.parent) == 2
     assert "has another run of the name" in capsys.readouterr().err
+    codec.write_lines(out, [line | {"final": None}])
+    assert collect(work) == 2, "the run in work is another one"
 
 
 @pytest.mark.parametrize("name", ["trainings", "table2", "neumann"])
 def test_the_committed_trainings_are_whole(name: str) -> None:
-    """Every run was trained to its last epoch, from the sources of one commit."""
+    """Every run was trained without a gap, from the sources of one commit; a finished one to its last epoch."""
     for row in codec.read(Training, Path(__file__).parents[2] / f"results/reproduction/{name}.jsonl"):
-        epochs = row.settings["epochs"]
-        assert [epoch.epoch for epoch in row.epochs] == list(range(1, epochs + 1))
-        assert row.test[-1].epoch == row.segments[-1]["last_epoch"] == epochs
+        assert [epoch.epoch for epoch in row.epochs] == list(range(1, len(row.epochs) + 1))
+        assert row.reached == row.segments[-1]["last_epoch"]
+        assert row.final is None or row.reached == row.settings["epochs"]
         assert len({segment["sources"] for segment in row.segments}) == 1

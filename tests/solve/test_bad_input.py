@@ -1,8 +1,7 @@
-"""Bad input: one sentence each, saying what was got, what was expected, what to do; and the signatures."""
+"""Bad input: one sentence each, saying what was got, what was expected, what to do."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from banach import RMS, Anderson, Broyden, Euclidean, ImplicitNetwork, Picard, Tolerance, solve
+from banach import RMS, Anderson, Broyden, ImplicitNetwork, Picard, Tolerance, solve
 
 Z = torch.zeros(2, 3)
 NEST = {"a": Z, "b": (Z,)}
@@ -144,40 +143,3 @@ def test_an_R_that_writes_to_v(mode: Any, training: bool) -> None:
     net = ImplicitNetwork(nn.Linear(3, 4), R(), nn.Identity()).train(training)
     with mode(), pytest.raises(ValueError, match=OF_INPUTS):
         net(torch.ones(2, 3))
-
-
-def parameters(function: Any) -> list[tuple[str, Any, bool]]:
-    """Return (name, default, keyword-only) of every parameter."""
-    return [
-        (name, p.default, p.kind is p.KEYWORD_ONLY) for name, p in inspect.signature(function).parameters.items()
-    ]
-
-
-def test_signatures() -> None:
-    required, options = inspect.Parameter.empty, {"inputs": (), "tolerance": Tolerance(), "coupled": False}
-    options |= {"compact": False, "record": False, "on_step": None, "throw": False}
-    positional = [("T", required, False), ("z0", required, False), ("solver", Picard(), False)]
-    assert parameters(solve) == [*positional, *((name, value, True) for name, value in options.items())]
-    settings = {"atol": 1e-4, "rtol": 0.0, "max_steps": 50, "norm": RMS(), "check_every": None}
-    assert parameters(Tolerance) == [(name, value, True) for name, value in settings.items()]
-    assert parameters(Picard) == [("damping", 0.0, False)]
-    assert parameters(Anderson)[0] == ("memory", 5, False)
-    assert Anderson(3).memory == Broyden(3).memory == 3
-
-
-@pytest.mark.parametrize(
-    "thing", [Tolerance(), Picard(0.1), Anderson(memory=3), Broyden(memory=4), RMS()], ids=repr
-)
-def test_settings_are_values(thing: Any) -> None:
-    """Frozen, comparable, hashable: a setting, not a state."""
-    twin = type(thing)(**vars(thing))
-    assert thing == twin
-    assert hash(thing) == hash(twin)
-    assert thing != Euclidean()
-    with pytest.raises(AttributeError):
-        thing.memory = 9
-
-
-def test_results_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        solve(half, Z).value = Z  # type: ignore[misc]

@@ -17,7 +17,6 @@ from problems import Problem, affine, distance, mixed_rates, nested, tanh_networ
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 

@@ -14,11 +14,11 @@ from banach import RMS, Anderson, Broyden, Picard, Solution, Solver, Status, Tol
 from banach.solve import Norm, loop
 from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
+from contracts import same
 
 SOLVERS: list[Solver] = [Picard(), Picard(0.3), Anderson(3), Broyden(4)]
 solvers = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 rtols = pytest.mark.parametrize("rtol", [0.0, 1e-3])
-NUMBERS = ("value", "residual", "converged", "steps", "stalled", "nonfinite", "diverged")
 
 
 def kinds(z: Tensor, rate: Tensor, x: Tensor) -> Tensor:
@@ -66,20 +66,9 @@ def check(
     patch.setattr(torch.compiler, "disable", lambda function: function)
     device, seen_there = once()
     same(host, device)
-    equal(host.trace, device.trace)
-    for here, there in zip(seen, seen_there, strict=True):
-        equal(here, there)
+    assert (host.failures, host.fault) == (device.failures, device.fault)
+    torch.testing.assert_close((host.trace, seen), (device.trace, seen_there), rtol=0, atol=0, equal_nan=True)
     return host
-
-
-def same(a: Solution, b: Solution) -> None:
-    for name in NUMBERS:
-        equal(getattr(a, name), getattr(b, name))
-    assert (a.failures, a.fault) == (b.failures, b.fault)
-
-
-def equal(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,8 +121,9 @@ def test_the_short_loop_finds_what_the_long_one_does(late: str, damping: float, 
         T = lambda z, rate, x: LATE[late](z, rate * z + x)  # noqa: E731
         return solve(T, z0, Picard(damping), inputs=inputs, tolerance=tolerance, record=record)
 
-    short = once(False)
-    same(short, once(True))
+    short, long = once(False), once(True)
+    same(short, long)
+    assert (short.failures, short.fault) == (long.failures, long.fault)
     assert max_steps < 100 or (short.fault is not None) is (late == "mixes")
 
 
@@ -173,5 +163,4 @@ def test_a_solve_that_is_captured_is_the_same_solve(solver: Solver, rtol: float,
     for context in (nullcontext(), loops_by(in_place)):
         with context:
             found.append(solve(slow, torch.zeros_like(v), solver, inputs=(v,), tolerance=tolerance))
-    for name in NUMBERS:  # `failures` are those that the host saw
-        equal(getattr(found[0], name), getattr(found[1], name))
+    same(*found)

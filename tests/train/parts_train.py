@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance, data, models
 from banach.data import Images
 from banach.train import Epoch, History, Settings
+from fast.simulated import simulate_gpu
 
 
 def images(count: int = 96, split: str = "train") -> Images:
@@ -20,6 +22,20 @@ def network(seed: int = 0, **options: Any) -> nn.Module:
     """The network for digits: batch norm in Q and R, dropout in S."""
     torch.manual_seed(seed)
     return models.build("digits", **options)
+
+
+def capture_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture training steps on a simulated GPU: their learning rates are tensors."""
+    make = Settings.make_optimizer
+
+    def with_tensors(made: Settings, net: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(made, net)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        return optimizer
+
+    simulate_gpu(monkeypatch, kernels=False)
+    monkeypatch.setattr(Settings, "make_optimizer", with_tensors)
 
 
 class Double(nn.Module):

@@ -18,10 +18,8 @@ from banach import ConvergenceWarning, ImplicitNetwork, Tolerance
 from banach.data import Batches, Images
 from banach.models import Steps
 from banach.train import CheckpointError, DivergenceError, Position, Run, Settings, evaluate, finite, fit
-from banach.train.checkpoint import checkpoints, read_checkpoint
-from banach.train.validate import nonfinite
-from fast.simulated import simulate_gpu
-from train.parts_train import Contraction, Double, images, plain_network, same_weights, settings
+from banach.train.checkpoint import checkpoints, nonfinite, read_checkpoint
+from train.parts_train import Contraction, Double, capture_steps, images, plain_network, same_weights, settings
 
 HELD = images(20, "validation")
 SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "lr": 0.05}
@@ -80,17 +78,8 @@ def bad_step(made: Settings, epoch: int = 0) -> int:
 
 
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture steps on a simulated GPU: their learning rates are tensors, and they are read seldom."""
-    make = Settings.make_optimizer
-
-    def with_tensors(made: Settings, net: nn.Module) -> torch.optim.Optimizer:
-        optimizer = make(made, net)
-        for group in optimizer.param_groups:
-            group["lr"] = torch.tensor(group["lr"])
-        return optimizer
-
-    simulate_gpu(monkeypatch, kernels=False)
-    monkeypatch.setattr(Settings, "make_optimizer", with_tensors)
+    """Capture steps on a simulated GPU, which are read seldom."""
+    capture_steps(monkeypatch)
     monkeypatch.setitem(finite._EVERY, "cpu", 100)
 
 

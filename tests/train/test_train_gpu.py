@@ -15,6 +15,7 @@ from banach import (
     JFB,
     Anderson,
     Implicit,
+    ImplicitNetwork,
     Mode,
     Neumann,
     NormalCG,
@@ -28,7 +29,8 @@ from banach import (
 from banach.data import Batches, Chain, Crop, Flip, Images
 from banach.fast import plan
 from banach.models import Cosine
-from banach.train import DivergenceError, Run, Scorer, evaluate, fit
+from banach.models.mdeq import Sizes, multiscale
+from banach.train import DivergenceError, Run, Scorer, evaluate, fit, words
 from banach.train.evaluate import measure
 from banach.train.state import TrainState
 from banach.train.steps import Steps
@@ -173,6 +175,43 @@ def test_captured_steps_draw_what_plain_ones_draw() -> None:
         trained.append(net.state_dict())
     for name, value in trained[0].items():
         torch.testing.assert_close(value, trained[1][name], rtol=2e-3, atol=2e-3)
+
+
+def rival(name: str) -> ImplicitNetwork:
+    """A small one with fresh weights."""
+    torch.manual_seed(0)
+    if name == "mdeq":
+        net = multiscale((1, 8, 8), 10, Sizes((8, 16), (2, 4), 8, 0.25))
+        net.tolerance = Tolerance(max_steps=6, check_every=0)
+        return net
+    parts = models.mon((1, 8, 8), channels=8, alpha=2.0)
+    if name == "mon-tiers":
+        parts = models.mon_tiers((1, 8, 8), channels=(4, 8, 8), alpha=2.0)
+    return ImplicitNetwork(*parts, tolerance=Tolerance(atol=1e-5, max_steps=300))
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [(name, mode) for name in ("mon", "mon-tiers") for mode in ("jfb", "neumann:2", "implicit:picard:1e-4")]
+    + [("mdeq", "jfb"), ("mdeq", "unroll:3:0.5")],
+)
+@pytest.mark.parametrize("halved", [False, True])
+def test_captured_steps_of_rivals_learn_what_plain_ones_learn(
+    name: str, backward: str, halved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inverses and FFTs, nested latents, dropout in R, unrolled first steps, a step size that is tuned."""
+    if halved:  # late samples are iterated as a smaller batch
+        monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
+    trained = []
+    for fast in (True, False):
+        net, plans = rival(name), list[Any]()
+        net.backward = words.backward(backward)
+        made = settings(device="cuda", optimizer="sgd", lr=1e-2, fast=fast, tune=name != "mdeq", pretrain=4)
+        history = fit(net, images(96), HELD, made, on_plan=plans.append)
+        assert bool(plans[0].graph) == fast
+        assert (history.last.products > 96) == (backward != "jfb")
+        trained.append(net)
+    assert_close(*trained, rtol=5e-3, atol=5e-4)
 
 
 class Syncing(nn.Module):

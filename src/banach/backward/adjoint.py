@@ -42,7 +42,12 @@ class Adjoint:
     @cached_property
     def every(self) -> int:
         """Steps between two host checks; 0: no checks, as in a captured solve."""
-        return 0 if device_loop() else self.tolerance.checks(self.g.device)
+        return 0 if self.on_device else self.tolerance.checks(self.g.device)
+
+    @cached_property
+    def on_device(self) -> bool:
+        """True if the loop of a solver runs on the device."""
+        return loops_on_device(self.tolerance, self.g.device)
 
     @cached_property
     def threshold(self) -> Tensor:
@@ -126,6 +131,11 @@ class Adjoint:
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()
         return tuple(_ENDS[i] for i in to_list(torch.where(size < torch.inf, code, 3)))
+
+
+def loops_on_device(tolerance: Tolerance, device: torch.device) -> bool:
+    """Return True in a capture and its warm-up: the device ends loops there, unless their length is fixed."""
+    return device_loop() is not None and tolerance.checks(device) > 0
 
 
 def units(cotangent: Tensor) -> Tensor:

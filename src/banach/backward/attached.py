@@ -47,12 +47,16 @@ class Outside(torch.autograd.Function):
 
 
 class Inverse(torch.autograd.Function):
-    """(I - J)^-1 g, or with the transpose, found before. It is linear in g; the linear map itself is a constant.
+    """Return w, the known solution of (I - J) w = g or of (I - J') w = g, and differentiate it in g.
 
-    Tangents are solved with I - J, cotangents with I - J'; of the transpose the other way round. `depth` is the
-    order of the derivative that it is part of, 0 for the value. Beyond `problem.order` none is exact, so none is
-    given: the result is tied to the parts, on which J depends too, so that no derivative passes it by unnoticed.
-    (`once_differentiable` would not do: where the cotangent is a constant it takes the result for one too.)
+    Called as apply(problem, tangent, depth, *w, *g, *parts); w and g have as many tensors as T(z*) has parts. w is
+    linear in g: a tangent of g needs a solve with the same matrix, and a cotangent of w one with the transpose.
+    `tangent` says which matrix is that of w: True for I - J.
+
+    `depth` is the order of the derivative that w belongs to, 0 for the value. A derivative beyond `problem.order`
+    is refused. It would not be exact, because J depends on z* too. w is tied to the parts, so that every request
+    for such a derivative is noticed. (`once_differentiable` returns a wrong result where the cotangent is a
+    constant.)
     """
 
     @staticmethod

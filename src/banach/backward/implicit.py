@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from banach import checks
 from banach.backward.attached import attached
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import Unchanged, check_count, is_differentiated, parameters_of
+from banach.backward.mode import Unchanged, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
 from banach.backward.problem import Problem, Report
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
@@ -47,15 +48,18 @@ class Implicit:
         order: derivatives up to this order are exact, in every mixture of forward and reverse mode; higher ones
             are refused. Each order above 1 costs the memory of one more evaluation of T and one more linear
             solve in every derivative.
+        count: an integer tensor on the device, to which J-products are added without a host sync, also in a
+            captured training step.
     """
 
     method: LinearSolver | Solver = NormalCG()
     tolerance: Tolerance | None = None
     report: Report | None = None
     order: int = 1
+    count: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_count("order", self.order, 1)
+        checks.whole("order", self.order, 1)
         if isinstance(self.method, type) or not (hasattr(self.method, "solve") or hasattr(self.method, "step")):
             raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or Anderson(), got {self.method!r}")
         if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):
@@ -113,6 +117,7 @@ class Implicit:
                 computed_in=_type_of(space),
                 unchanged=_unchanged(T, inputs),
                 order=self.order,
+                count=self.count,
             )
             parts = self._corrected(T, problem, attached(self._inner(problem, 1), parts))
         return rebuild(z_star, parts)

@@ -22,10 +22,11 @@ _REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
 class Jacobian:
     """J = df/dx at x, as products with rows: one evaluation of f, then none.
 
-    `products` counts one for every sample of a batched product. J' is the pullback of f, and J the pullback
-    of that: J' is linear, so one recorded product with it is enough, at any vector. (Forward mode would
-    evaluate f again for every product.) Rows are in units of their own, `unit` (samples, 1), and f sees them in
-    common ones. They are plain; f sees them with the axes that vmap put on x or on a cotangent.
+    `products` counts one for every sample of a batched product; so does `count`, a tensor, also in a CUDA graph.
+    J' is the pullback of f, and J the pullback of that: J' is linear, so one recorded product with it is enough,
+    at any vector. (Forward mode would evaluate f again for every product.) Rows are in units of their own, `unit`
+    (samples, 1), and f sees them in common ones. They are plain; f sees them with the axes that vmap put on x or
+    on a cotangent.
 
     Pullbacks come from torch.func; from plain autograd where f holds what torch.func refuses, such as an LSTM or a
     full backward hook, which is then called once per product. Torch's fast attentions have no second derivative:
@@ -41,9 +42,10 @@ class Jacobian:
         *,
         unit: Tensor | float = 1.0,
         axes: Axes = Axes(),
+        count: Tensor | None = None,
     ) -> None:
         self.source, self.target = source, (space := source if target is None else target)
-        self.unit, self.axes, self.products = unit, axes, 0
+        self.unit, self.axes, self.products, self.count = unit, axes, 0, count
         self._f, self._x = lambda x: _typed(f(x), space), x  # no cycle by way of self
         self._vjp: Callable[..., Any] = torch.func.vjp
         self._push: Callable[..., Any] | None = None
@@ -65,6 +67,8 @@ class Jacobian:
 
     def _to_nest(self, rows: Tensor, space: Space) -> Latent:
         self.products += space.batch * self.axes.count
+        if self.count is not None:
+            self.count += space.batch * self.axes.count
         return space.nest(self.axes.mapped(rows * self.unit))
 
     def _to_rows(self, product: Latent, space: Space, what: str) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from banach import checks
 from banach.backward.adjoint import Adjoint
-from banach.backward.mode import check_count
 from banach.solve.context import device_loop
 
 # From a residual, who is active and how many steps there are: the update of w, and how many were taken.
@@ -61,7 +61,7 @@ class NormalCG:
     def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
         zero = torch.zeros_like(r)
         now, step = self._step(equation, zero, r, zero, torch.ones_like(equation.threshold), active), 1
-        if device_loop() and equation.tolerance.check_every != 0:
+        if equation.on_device:
             return self._loop(equation, now, room), room
         while step < room and not equation.idle(now[-1], step):
             now, step = self._step(equation, *now), step + 1
@@ -101,7 +101,7 @@ class GMRES:
     restart: int = 20
 
     def __post_init__(self) -> None:
-        check_count("restart", self.restart, 1)
+        checks.whole("restart", self.restart, 1)
 
     def solve(self, equation: Adjoint) -> Tensor:
         return in_cycles(equation, self._cycle)

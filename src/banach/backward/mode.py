@@ -27,12 +27,6 @@ class Mode(Protocol):
         ...
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
 class Unchanged:
     """Refuses tensors that were written to in place since this was made: the backward pass reads them again."""
 

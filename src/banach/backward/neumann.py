@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from banach.backward.mode import carries_tangent, check_count
+from banach import checks
+from banach.backward.mode import carries_tangent
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.solve import Map
 
@@ -25,7 +26,7 @@ class Neumann:
     order: int = 5
 
     def __post_init__(self) -> None:
-        check_count("order", self.order, 0)
+        checks.whole("order", self.order, 0)
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)

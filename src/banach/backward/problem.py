@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from banach.backward.adjoint import Adjoint, units
+from banach.backward.adjoint import Adjoint, loops_on_device, units
 from banach.backward.jacobian import Jacobian
 from banach.backward.krylov import LinearSolver
 from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Solver, Status, Tolerance, solve
-from banach.solve.context import device_loop, to_list, without_tangents
+from banach.solve.context import to_list, without_autocast, without_tangents
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
 
@@ -40,12 +40,14 @@ class Problem:
     unchanged: Unchanged
     order: int = 1  # derivatives beyond this one are refused
     zero: bool = False  # w must not be worse than zero, instead of g
+    count: Tensor | None = None  # J-products are added to it
 
     def solve(
         self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...], *, tangent: bool = False
     ) -> tuple[Tensor, ...]:
         """Return w = (I - J')^-1 g for the cotangent g of the parts T(z*), or (I - J)^-1 g for a tangent g."""
-        autocast = _without_autocast(self.space.device.type)
+        # The backward pass may run under an autocast that the forward pass did not have: T keeps its own.
+        autocast = without_autocast(self.space.device)
         with torch.no_grad(), without_tangents(), autocast, present(leaves(self.z_star)) as now:
             axes = Axes.of((*g, *parts))
             given = [part.detach().to(self.space.dtype) for part in g]
@@ -56,7 +58,7 @@ class Problem:
         return tuple(map(now.see, found))
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
-        captured = device_loop() is not None and self.tolerance.checks(g.device) > 0
+        captured = loops_on_device(self.tolerance, g.device)
         checked = self.tolerance.checks(g.device) > 0 and not captured
         reported = checked or self.report is not None
         if not self.tolerance.max_steps and not reported:
@@ -67,7 +69,9 @@ class Problem:
         unit = units(right)
         common = unit.amax() if len(unit) else 1.0
         scale = (unit / common)[:, None]
-        jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, unit=scale, axes=axes)
+        jacobian = Jacobian(
+            lambda z: self.T(z, *self.inputs), self.z_star, self.space, unit=scale, axes=axes, count=self.count
+        )
         equation = Adjoint(
             *(jacobian, self.tolerance, self.eps, right / unit[:, None], unit), tangent=tangent, zero=self.zero
         )
@@ -87,7 +91,7 @@ class Problem:
         tolerance = Tolerance(atol=1.0, max_steps=limits.max_steps, norm=norm, check_every=limits.check_every)
 
         def step(w: Tensor) -> Tensor:
-            with _without_autocast(kind):
+            with without_autocast(self.space.device):
                 Tw = equation.g + equation.product(w)
                 equation.observe(w, Tw - w, first=equation.start is None)
                 return Tw
@@ -148,8 +152,3 @@ class _InThresholds:
 
     def scale(self, space: Space) -> float:
         return 1.0
-
-
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """The backward pass may run under an autocast that the forward pass did not: T keeps that of its own."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

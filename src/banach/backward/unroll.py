@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from banach import checks
-from banach.backward.mode import Unchanged, check_count, parameters_of
+from banach.backward.mode import Unchanged, parameters_of
 from banach.latent import Latent, detach, map_leaves
 from banach.solve import Map
 
@@ -28,7 +28,7 @@ class Unroll:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps, 1)
+        checks.whole("steps", self.steps, 1)
         checks.number("damping", self.damping, below=1)
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:

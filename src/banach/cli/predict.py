@@ -96,7 +96,7 @@ def classify(opened: Opened, pixels: Tensor, top: int) -> list[list[Any]]:
         None if the network has no fixed point.
     """
     labels = torch.zeros(len(pixels), dtype=torch.int64)  # not used: Images normalises the pixels
-    images = opened.dataset.images(pixels, labels, split="given").to(opened.device)
+    images = opened.settings.scaled(opened.dataset.images(pixels, labels, split="given")).to(opened.device)
     with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says which images did not converge
         parts = images.pixels.split(BATCH)

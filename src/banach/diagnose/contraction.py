@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from banach import checks
 from banach.backward.jacobian import Jacobian
-from banach.backward.mode import check_count
-from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, undisturbed
+from banach.diagnose.frozen import NetworkMap, network_map, undisturbed
 from banach.diagnose.jacobian import jacobian, largest_singular_value, random_rows
 from banach.latent import Latent, Space
 from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
 from banach.solve.context import rounding
+from banach.solve.tolerance import residual_of
 
 LEFT = 10  # so many times its floor is a residual that is not rounding, whatever came before it
 STILL = 0.9999  # an observed rate from which on an iteration is not said to converge
@@ -47,7 +48,7 @@ def contraction_factor(
         (batch,): one value per sample; NaN where J is not finite.
     """
     with undisturbed(T, z, inputs):
-        J = _jacobian(T, z, inputs, coupled=coupled)
+        J = jacobian(T, z, inputs, coupled=coupled)
         return J.source.spread(largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
 
 
@@ -58,17 +59,11 @@ def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0
     with J and one with J'.
     """
     with undisturbed(T, z, inputs), torch.no_grad():
-        J = _jacobian(T, z, inputs)
+        J = jacobian(T, z, inputs)
         probe = random_rows(J.source, seed).abs() + 0.5
         number = torch.arange(len(probe), device=probe.device)
         digits = max(len(probe) - 1, 0).bit_length()
         return any(_crosses(J, probe, number >> digit & 1 == 1) for digit in range(digits))
-
-
-def _jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool = False) -> Jacobian:
-    held = unchanging(T) if isinstance(T, nn.Module) else T
-    fixed = [plain(part) for part in inputs]
-    return jacobian(lambda x: held(x, *fixed), z, coupled=coupled)
 
 
 def _crosses(J: Jacobian, probe: Tensor, group: Tensor) -> bool:
@@ -141,25 +136,20 @@ def measure_contraction(
         sigma = contraction_factor(
             held.T, held.u, held.inputs, coupled=held.coupled, max_steps=max_steps, rtol=rtol, seed=seed
         )
-        residual = _residual(held, net.tolerance.norm)
-        rate = _rate(held, net.tolerance.norm, steps)
+        space = Space.of(held.u, coupled=held.coupled)
+        moved = held.T(held.u, *held.inputs)
+        residual = space.spread(residual_of(space, net.tolerance, held.u, moved))
+        rate = _rate(held, space, net.tolerance.norm, steps)
     return Contraction(sigma, rate, residual, error_bound(residual, sigma), held.coupled, held.solution)
 
 
-def _residual(held: NetworkMap, norm: Norm) -> Tensor:
-    """(batch,): the norm of T(u) - u."""
-    space = Space.of(held.u, coupled=held.coupled)
-    return _size(space.rows(held.T(held.u, *held.inputs)) - space.rows(held.u), space, norm)
-
-
-def _rate(held: NetworkMap, norm: Norm, steps: int) -> Tensor:
+def _rate(held: NetworkMap, space: Space, norm: Norm, steps: int) -> Tensor:
     """Return the rate of undamped Picard from z0, without residuals near the rounding of T(u) at their own u."""
     tolerance = Tolerance(atol=0.0, max_steps=steps, norm=norm)
-    space = Space.of(held.u, coupled=held.coupled)
     sizes: list[Tensor] = []
 
     def note(k: int, u: Latent) -> None:  # of undamped Picard the next u is T(u)
-        sizes.append(_size(space.rows(u), space, norm))
+        sizes.append(space.spread(norm.measure(space.rows(u), space) * norm.scale(space)))
 
     seen: dict[str, Any] = {"inputs": held.inputs, "coupled": held.coupled, "record": True, "on_step": note}
     found = solve(held.T, held.z0, Picard(), tolerance=tolerance, **seen)
@@ -169,11 +159,6 @@ def _rate(held: NetworkMap, norm: Norm, steps: int) -> Tensor:
     # A size that overflows tells of no rounding.
     floor = 8 * rounding(space) * torch.stack(sizes[: len(found.trace)]).nan_to_num(posinf=0.0)
     return observed_rate(found.trace, found.steps, floor=floor)
-
-
-def _size(rows: Tensor, space: Space, norm: Norm) -> Tensor:
-    """(batch,): the norm of every sample."""
-    return space.spread(norm.measure(rows, space) * norm.scale(space))
 
 
 def observed_rate(
@@ -193,7 +178,7 @@ def observed_rate(
     """
     if trace.dim() != 2:
         raise ValueError(f"trace must be (steps, batch), got shape {tuple(trace.shape)}; give Solution.trace")
-    check_count("last", last, 1)
+    checks.whole("last", last, 1)
     if len(trace) < 2:
         return trace.new_full((trace.shape[1],), torch.nan)
     if floor is None:

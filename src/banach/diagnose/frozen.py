@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from banach.latent import Latent, Space, detach
 from banach.network import as_inputs
+from banach.nn.buffers import on_copies
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import uses_batch_statistics
+from banach.nn.observe import check_network
 from banach.nn.passes import Pass
 from banach.solve import Map, Solution, Tolerance, solve
 from banach.solve.context import rounding
@@ -98,10 +100,7 @@ def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         with _forked(part, arguments):
-            if not isinstance(part, nn.Module):
-                return part(*arguments)
-            buffers = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
-            return torch.func.functional_call(part, buffers, arguments)
+            return on_copies(part, *arguments)
 
     return call
 
@@ -126,15 +125,6 @@ def plain(nest: Any) -> Any:
     return tree_map_only(
         Tensor, lambda leaf: leaf.detach().clone() if leaf.is_inference() else leaf.detach(), nest
     )
-
-
-def check_network(net: Any) -> None:
-    """Refuse what has no Q, R and S."""
-    if not all(hasattr(net, name) for name in ("Q", "R", "S", "solver", "tolerance", "backward")):
-        raise TypeError(
-            f"net must be an ImplicitNetwork, got {type(net).__name__}; of a wrapped network give the inner one "
-            "(net.module)"
-        )
 
 
 def _forked(*owners: Any) -> Any:

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from banach import checks
 from banach.backward.jacobian import Jacobian
-from banach.backward.mode import check_count
-from banach.diagnose.frozen import plain
-from banach.latent import Latent, Space, detach
+from banach.diagnose.frozen import plain, unchanging
+from banach.latent import Latent, Space
+from banach.solve import Map
 from banach.solve.context import rounding, with_autocast_of, without_autocast
 
-CYCLE = 24  # vectors kept of each sample before the iteration starts again from their best combination
+VECTORS = 24  # kept of each sample before the iteration starts again from their best combination
 QUIET = 5
 
 
-def jacobian(f: Callable[[Any], Latent], x: Latent, *, coupled: bool = False) -> Jacobian:
-    """Return df/dx at x, where f keeps the shape of x. f is evaluated once."""
-    x = plain(x)
-    space = Space.of(x, coupled=coupled)
-    under = with_autocast_of(space, f)
+def jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool = False) -> Jacobian:
+    """Return dT/dz at z, where T keeps the shape of z. T is evaluated once, a module on copies of its buffers."""
+    z, fixed = plain(z), plain(inputs)
+    space = Space.of(z, coupled=coupled)
+    under = with_autocast_of(space, unchanging(T) if isinstance(T, nn.Module) else T)
 
     def checked(x: Latent) -> Latent:
-        value = under(x)
-        space.rows(detach(value))  # refuses another structure, shape or dtype
+        value = under(x, *fixed)
+        space.check(value)
         return value
 
-    with without_autocast(space):
-        return Jacobian(checked, x, space)
+    with without_autocast(space.device):
+        return Jacobian(checked, z, space)
 
 
 @torch.no_grad()
@@ -38,25 +38,25 @@ def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: in
     """(samples,): sigma_max of every row's Jacobian: power iteration on J'J, accelerated by Lanczos.
 
     A step is one product with J and one with J', as in plain power iteration, which was measured to need five
-    to ten times as many: it looks at the last vector alone, this at the best combination of the last CYCLE.
+    to ten times as many: it looks at the last vector alone, this at the best combination of the last VECTORS.
     (The recurrences that keep no vectors were measured too: with bfloat16 products they drift upwards.) The
     estimate is |J v| of a unit vector v, so it grows from below. A sample is done when its growth, continued
     as a geometric series, added less than rtol for QUIET steps in a row: from an unlucky start it rests at the
     second singular value for a while. The first v is drawn from a generator of its own.
     """
-    check_count("max_steps", max_steps, 1)
+    checks.whole("max_steps", max_steps, 1)
     rtol = max(rtol, rounding(J.source))
     krylov = _Krylov(J, _unit(random_rows(J.source, seed)))
     history = [torch.zeros(J.source.samples, dtype=torch.float64)] * 2
     quiet = torch.zeros(J.source.samples, dtype=torch.long)
-    with without_autocast(J.source):
+    with without_autocast(J.source.device):
         for step in range(1, max_steps + 1):
             history.append(krylov.sigma())
             grew = _to_come(history[-3:]) > rtol * history[-1]
             quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
             if bool((quiet >= QUIET).all()):
                 break
-            if step % CYCLE:
+            if step % VECTORS:
                 krylov.extend()
             else:
                 krylov = _Krylov(J, krylov.best())

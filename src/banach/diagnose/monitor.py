@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from banach.backward.mode import check_count
+from banach import checks
 from banach.diagnose.contraction import Contraction, measure_contraction, worst
 from banach.diagnose.summary import verdict
 
@@ -39,9 +39,9 @@ class ContractionMonitor:
     """
 
     def __init__(self, *, samples: int | None = 8, every: int = 1, once: bool = True, seed: int = 0) -> None:
-        check_count("every", every, 1)
+        checks.whole("every", every, 1)
         if samples is not None:
-            check_count("samples", samples, 1)
+            checks.whole("samples", samples, 1)
         self.samples, self.every, self.once, self.seed = samples, every, once, seed
         self.calls = 0
         self.warned = False

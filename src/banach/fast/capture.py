@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -70,49 +71,49 @@ class Recording:
     """A captured program: CUDA graphs that run one after the other. Each loop in it is a while node.
 
     A loop ends the graph that is being captured, and another one begins after it. So loops may be anywhere in the
-    program, in the middle of a backward pass too.
+    program, in the middle of a backward pass or in another loop too.
     """
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
-        self.parts: list[torch.cuda.CUDAGraph | WhileNode] = []
+        self.parts: list[torch.cuda.CUDAGraph | WhileNode] = []  # of the innermost loop
         self.open: torch.cuda.CUDAGraph | None = None
-        self.in_loop = False
+        self.depth = 0  # of the loop that is being captured
 
     def replay(self) -> None:
         """Launch all parts on the current stream."""
         for part in self.parts:
             part.replay()
 
-    def begin(self, **options: Any) -> None:
+    def begin(self) -> None:
         """Begin to capture a graph on the current stream."""
-        self.open = torch.cuda.CUDAGraph(**options)
+        self.open = torch.cuda.CUDAGraph(keep_graph=True) if self.depth else torch.cuda.CUDAGraph()
         # Other threads, such as a progress bar, may call CUDA meanwhile: only this thread is restricted.
         self.open.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
-    def end(self) -> torch.cuda.CUDAGraph:
+    def end(self) -> None:
         """End the graph that is being captured."""
         graph, self.open = self.open, None
         if graph is None:
             raise RuntimeError("no graph is being captured")
-        graph.capture_end()
+        with warnings.catch_warnings():  # between two loops there may be nothing
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
         self.parts.append(graph)
-        return graph
 
     def loop(self, body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
         """Capture a loop, as `banach.solve.device.loop_eagerly` runs it."""
-        if self.in_loop:
-            raise RuntimeError(
-                "R contains a fixed point with host checks, and a loop in a loop cannot be captured; give the "
-                "inner one check_every=0"
-            )
-        self.in_loop = True
         self.end()
-        self.begin(keep_graph=True)
+        outer, self.parts = self.parts, []
+        self.depth += 1
+        self.begin()
         body()
-        inner = self.end()
-        self.parts[-1] = WhileNode(inner, active, steps, **limits)
-        self.in_loop = False
+        self.end()
+        self.depth -= 1
+        node = WhileNode(self.parts, active, steps, **limits)
+        if not self.depth:
+            node.instantiate()
+        self.parts = [*outer, node]
         self.begin()
 
 

@@ -114,26 +114,26 @@ class Iteration:
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
             halves = self._halves(everyone, space) if cycle == 1 and everyone.memory is None else []
-            self._go_on(everyone, taken, halves, cycle)
+            self._go_on(everyone, everyone, taken, halves, cycle)
         return self._solution(everyone, space)
 
-    def _go_on(self, everyone: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
-        """Iterate until all samples are done, the late ones as smaller batches."""
-        samples = everyone
-        for stop_at in (*halves, 0):
-            self._loop(samples, taken, stop_at, cycle)
-            if samples is not everyone:
-                everyone.put(samples)
-            if stop_at:
-                samples = everyone.late(stop_at)
+    def _go_on(self, everyone: Samples, samples: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
+        """Iterate these samples until all are done, the late ones as smaller batches."""
+        loop, most = device_loop() or loop_eagerly, self.tolerance.max_steps
+        stop_at = halves[0] if halves else 0
 
-    def _loop(self, samples: Samples, taken: Tensor, stop_at: int, cycle: int) -> None:
-        def body() -> None:
+        def steps() -> None:
             for _ in range(cycle):
                 self._step(samples)
 
-        loop = device_loop() or loop_eagerly
-        loop(body, samples.active, taken, cycle=cycle, max_steps=self.tolerance.max_steps, stop_at=stop_at)
+        def rest() -> None:
+            self._go_on(everyone, everyone.late(stop_at), taken, halves[1:], cycle)
+
+        loop(steps, samples.active, taken, cycle=cycle, max_steps=most, stop_at=stop_at)
+        if samples is not everyone:
+            everyone.put(samples)
+        if halves:  # a loop that is run at most once: where no sample is late, nothing is copied
+            loop(rest, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
 
     def _step(self, samples: Samples) -> None:
         self._move(samples, self.R(samples.z, samples.v))

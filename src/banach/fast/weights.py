@@ -155,7 +155,8 @@ class WindowConv2d(nn.Conv2d):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         bias = None if self.bias is None else self.bias.to(dtype)
-        out: Tensor = conv2d(x.to(dtype), self.weight.to(dtype), bias, self.stride[0], int(self.padding[0]))
+        x = x.to(dtype, memory_format=torch.channels_last)  # here, where a compiler joins it with what made x
+        out: Tensor = conv2d(x, self.weight.to(dtype), bias, self.stride[0], int(self.padding[0]))
         return out
 
 

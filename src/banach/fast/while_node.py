@@ -52,54 +52,83 @@ def missing() -> str:
 
 
 class WhileNode:
-    """Replay `body` while more than `stop_at` samples are active and fewer than `max_steps` steps were taken.
+    """Run `parts` one after the other while more than `stop_at` samples are active and steps are left.
 
     Args:
-        body: the captured graph, made with keep_graph=True. Each run of it takes `cycle` steps.
-        active: (samples,) of bool, contiguous. The body writes to it.
-        steps: int32 without axes: how many steps were taken. Every run of the body adds `cycle` to it.
-        cycle, max_steps, stop_at: see above.
+        parts: captured graphs, made with keep_graph=True, and loops within this one. A run of them takes `cycle`
+            steps.
+        active: (samples,) of bool, contiguous. The parts write to it.
+        steps: int32 without axes: how many steps were taken. Every run of the parts adds `cycle` to it.
+        cycle, max_steps, stop_at: see above; at most `max_steps` steps are taken.
     """
 
     def __init__(
         self,
-        body: torch.cuda.CUDAGraph,
+        parts: list[torch.cuda.CUDAGraph | WhileNode],
         active: Tensor,
         steps: Tensor,
         *,
         cycle: int,
         max_steps: int,
-        stop_at: int,
+        stop_at: int = 0,
     ) -> None:
+        self.parts, self.active, self.steps = parts, active, steps  # the graph holds their addresses
+        self.cycle, self.max_steps, self.stop_at = cycle, max_steps, stop_at
+
+    def instantiate(self) -> None:
+        """Make the loop a graph of its own, which `replay` launches."""
         from cuda.bindings import driver
 
-        self.kept = body, active, steps  # the graph holds their addresses
-        self.graph = graph = _done(driver.cuGraphCreate(0))
-        context = _done(driver.cuCtxGetCurrent())
-        handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
-
-        def decide(where: Any, after: list[Any], added: int) -> Any:
-            values = int(handle), active.data_ptr(), active.numel(), stop_at, steps.data_ptr(), added, max_steps
-            return _done(driver.cuGraphAddKernelNode(where, after, len(after), _launch(values)))
-
-        first = decide(graph, [], 0)
-        parameters = driver.CUgraphNodeParams()
-        parameters.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-        parameters.conditional.handle = handle
-        parameters.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
-        parameters.conditional.size = 1
-        parameters.conditional.ctx = context
-        _add_node(driver, graph, first, parameters)
-        inner = parameters.conditional.phGraph_out[0]
-        once = _done(driver.cuGraphAddChildGraphNode(inner, [], 0, driver.CUgraph(int(body.raw_cuda_graph()))))
-        decide(inner, [once], cycle)
-        self.executable = _done(driver.cuGraphInstantiate(graph, 0))
+        self.graph = _done(driver.cuGraphCreate(0))
+        self._add_to(self.graph, [])
+        self.executable = _done(driver.cuGraphInstantiate(self.graph, 0))
 
     def replay(self) -> None:
         """Launch it on the current stream."""
         from cuda.bindings import driver
 
         _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
+
+    def _add_to(self, graph: Any, after: list[Any]) -> Any:
+        """Add the loop to a graph, after other nodes, and return its node."""
+        from cuda.bindings import driver
+
+        context = _done(driver.cuCtxGetCurrent())
+        handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
+        first = self._decide(graph, after, handle, 0)
+        parameters = driver.CUgraphNodeParams()
+        parameters.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        parameters.conditional.handle = handle
+        parameters.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        parameters.conditional.size = 1
+        parameters.conditional.ctx = context
+        node = _add_node(driver, graph, first, parameters)
+        body = parameters.conditional.phGraph_out[0]
+        last: list[Any] = []
+        for part in self.parts:
+            if isinstance(part, WhileNode):
+                last = [part._add_to(body, last)]
+            else:
+                child = driver.CUgraph(int(part.raw_cuda_graph()))
+                last = [_done(driver.cuGraphAddChildGraphNode(body, last, len(last), child))]
+        self._decide(body, last, handle, self.cycle)
+        return node
+
+    def _decide(self, graph: Any, after: list[Any], handle: Any, added: int) -> Any:
+        """Add the kernel that counts steps and sets the condition."""
+        from cuda.bindings import driver
+
+        active, steps = self.active, self.steps
+        values = (
+            int(handle),
+            active.data_ptr(),
+            active.numel(),
+            self.stop_at,
+            steps.data_ptr(),
+            added,
+            self.max_steps,
+        )
+        return _done(driver.cuGraphAddKernelNode(graph, after, len(after), _launch(values)))
 
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "executable"):
@@ -110,12 +139,12 @@ class WhileNode:
         driver.cuGraphDestroy(self.graph)
 
 
-def _add_node(driver: Any, graph: Any, after: Any, parameters: Any) -> None:
+def _add_node(driver: Any, graph: Any, after: Any, parameters: Any) -> Any:
     """Add a node after another one; since CUDA 13 the call also takes the data of the edge."""
     try:
-        _done(driver.cuGraphAddNode(graph, [after], None, 1, parameters))
+        return _done(driver.cuGraphAddNode(graph, [after], None, 1, parameters))
     except TypeError:
-        _done(driver.cuGraphAddNode(graph, [after], 1, parameters))
+        return _done(driver.cuGraphAddNode(graph, [after], 1, parameters))
 
 
 def _launch(values: tuple[int, ...]) -> Any:

@@ -12,7 +12,8 @@ from torch import Tensor
 from banach.kernels.host import multiprocessors, power_of_two
 from banach.solve import RMS, Anderson, Tolerance
 
-_BLOCK = 2048  # numbers that a program reads at a time
+# Numbers that a program reads at a time. `products` reads as many of every difference, so that it has fewer.
+_PRODUCTS, _MIX = 512, 2048
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,13 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
     if z.stride() != Tz.stride():
         Tz = torch.empty_like(z, dtype=Tz.dtype).copy_(Tz)
     count, width, m = max(len(z), 1), max(z[:1].numel(), 1), solver.memory
-    split = min(-(-width // _BLOCK), max(1, 4 * multiprocessors(z.device) // count))
+    split = min(-(-width // _MIX), max(1, 4 * multiprocessors(z.device) // count))
     sums = memory.c.new_empty(count, split, 2 * m + 2)
-    shape = {"M": m, "BLOCK": min(power_of_two(width), _BLOCK), "SPLIT": split}
-    warps = max(1, min(8, shape["BLOCK"] // 256))
-    grid = (count, split)
-    products[grid](
+    products[(count, split)](
         *(z, Tz, samples.active, samples.steps, memory.before, memory.dR, memory.dG, sums),
         *(width, 1 - solver.damping),
-        **shape,
-        num_warps=warps,
+        **_shape(m, width, split, _PRODUCTS, numbers_per_thread=4),
+        PADDED=power_of_two(m),
     )
     scale = 1 / math.sqrt(width) if type(tolerance.norm) is RMS else 1.0
     ridge = 10 * torch.finfo(sums.dtype).eps if solver.ridge is None else solver.ridge
@@ -82,4 +80,13 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
         PADDED_SPLIT=power_of_two(split),
         num_warps=1,
     )
-    mix[grid](*(z, Tz, memory.moves, memory.c, memory.dG, width, solver.damping), **shape, num_warps=warps)
+    mix[(count, split)](
+        *(z, Tz, memory.moves, memory.c, memory.dG, width, solver.damping),
+        **_shape(m, width, split, _MIX, numbers_per_thread=8),
+    )
+
+
+def _shape(memory: int, width: int, split: int, most: int, numbers_per_thread: int) -> dict[str, int]:
+    block = min(power_of_two(width), most)
+    warps = max(1, block // (32 * numbers_per_thread))
+    return {"M": memory, "BLOCK": block, "SPLIT": split, "num_warps": warps}

@@ -11,7 +11,7 @@ import triton.language as tl
 @triton.jit
 def products(
     z, Tz, active, steps, before, dR, dG, sums, width, undamped,
-    M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Write the new differences. Sum their products with the other ones, and those of r = T(z) - z."""
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -22,40 +22,36 @@ def products(
         row = sample * width
         whole = tl.num_programs(0).to(tl.int64) * width
         length = tl.cdiv(tl.cdiv(width, BLOCK), SPLIT) * BLOCK
-        mine = sums + (sample * SPLIT + part) * (2 * M + 2)
-        end = tl.minimum((part + 1) * length, width)
+        i = tl.arange(0, PADDED)
         norm = tl.zeros((BLOCK,), kind)
         size = tl.zeros((BLOCK,), kind)
-        for begin in range(part * length, end, BLOCK):
+        with_new = tl.zeros((PADDED, BLOCK), kind)
+        with_r = tl.zeros((PADDED, BLOCK), kind)
+        for begin in range(part * length, tl.minimum((part + 1) * length, width), BLOCK):
             at = begin + tl.arange(0, BLOCK)
             inside = at < width
+            known = inside & (taken > 0)
             old = tl.load(z + row + at, mask=inside, other=0.0).to(kind)
             new = tl.load(Tz + row + at, mask=inside, other=0.0).to(kind)
             r = new - old
             norm += r * r
             size += new * new
-            if taken > 0:
-                change = r - tl.load(before + whole + row + at, mask=inside, other=0.0)
-                move = old - tl.load(before + row + at, mask=inside, other=0.0)
-                tl.store(dR + slot * whole + row + at, change, mask=inside)
-                tl.store(dG + slot * whole + row + at, move + undamped * change, mask=inside)
+            change = r - tl.load(before + whole + row + at, mask=known, other=0.0)
+            move = old - tl.load(before + row + at, mask=known, other=0.0)
+            others = (i < M)[:, None] & (i != slot)[:, None] & known[None, :]
+            dRs = tl.load(dR + i[:, None] * whole + (row + at)[None, :], mask=others, other=0.0)
+            dRs = tl.where((i == slot)[:, None], change[None, :], dRs)
+            with_new += dRs * change[None, :]
+            with_r += dRs * r[None, :]
+            tl.store(dR + slot * whole + row + at, change, mask=known)
+            tl.store(dG + slot * whole + row + at, move + undamped * change, mask=known)
             tl.store(before + row + at, old, mask=inside)
             tl.store(before + whole + row + at, r, mask=inside)
+        mine = sums + (sample * SPLIT + part) * (2 * M + 2)
+        tl.store(mine + i, tl.sum(with_new, 1), mask=i < M)
+        tl.store(mine + M + i, tl.sum(with_r, 1), mask=i < M)
         tl.store(mine + 2 * M, tl.sum(norm, 0))
         tl.store(mine + 2 * M + 1, tl.sum(size, 0))
-        tl.debug_barrier()  # the differences are read again below
-        if taken > 0:
-            for i in tl.static_range(M):
-                with_new = tl.zeros((BLOCK,), kind)
-                with_r = tl.zeros((BLOCK,), kind)
-                for begin in range(part * length, end, BLOCK):
-                    at = begin + tl.arange(0, BLOCK)
-                    inside = at < width
-                    other = tl.load(dR + i * whole + row + at, mask=inside, other=0.0)
-                    with_new += other * tl.load(dR + slot * whole + row + at, mask=inside, other=0.0)
-                    with_r += other * tl.load(before + whole + row + at, mask=inside, other=0.0)
-                tl.store(mine + i, tl.sum(with_new, 0))
-                tl.store(mine + M + i, tl.sum(with_r, 0))
 
 
 @triton.jit

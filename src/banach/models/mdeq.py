@@ -202,6 +202,9 @@ def multiscale(image: Image, classes: int, sizes: Sizes) -> ImplicitNetwork:
         for module in part.modules():
             if isinstance(module, nn.Conv2d):  # not those with weight norm, as in the authors' code
                 nn.init.normal_(module.weight, std=0.01)
+            elif isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
+                # Of such weights the variances are about .003: an average that starts at 1 is wrong for 60 steps.
+                nn.init.zeros_(module.running_var)
     return ImplicitNetwork(Q, R, S, solver=Picard(damping=0.5), tolerance=OWN.tolerance)
 
 
@@ -236,25 +239,36 @@ def unrolled(net: ImplicitNetwork, steps: int = 10) -> Iterator[None]:
         net.tolerance, net.backward = tolerance, backward
 
 
-# The authors' cap on forward evaluations, 18; the tolerance is in effect never met.
-OWN = Recipe(lr=1e-3, epochs=220, batch_size=128, schedule=Cosine(), eps=1e-3, max_steps=18)
-COMMON_18 = replace(COMMON, max_steps=18)
+# The authors' caps on evaluations, 18 forward and 20 backward; the tolerance is in effect never met.
+OWN = Recipe(
+    lr=1e-3,
+    epochs=220,
+    batch_size=128,
+    schedule=Cosine(),
+    eps=0.0,
+    rtol=1e-3,
+    max_steps=18,
+    solver="broyden:18",
+    backward="implicit:broyden:1e-3:20",
+    augment="flip+crop:4",
+    pretrain=20_000,
+)
+TINY_OWN = replace(OWN, epochs=50, weight_decay=2.5e-6, max_steps=22, augment="none", pretrain=3_000)
+# Five damped steps are recorded, from the answer on. (The authors also leave out dropout.)
+PHANTOM = replace(OWN, lr=0.1, momentum=0.9, weight_decay=1e-4, backward="unroll:5:0.5", pretrain=0)
+COMMON_18 = replace(COMMON, max_steps=18, solver="picard:0.5")
 
 register(
     "mdeq-tiny",
     mdeq_tiny,
     description="multiscale DEQ, two branches: 158,986 parameters on CIFAR-10",
     image=(3, 32, 32),
-    recipes={"own": replace(OWN, epochs=50, weight_decay=2.5e-6, max_steps=22), "common": COMMON_18},
+    recipes={"own": TINY_OWN, "common": COMMON_18},
 )
 register(
     "mdeq",
     mdeq,
     description="multiscale DEQ, four branches: 11,098,398 parameters on CIFAR-10",
     image=(3, 32, 32),
-    recipes={
-        "own": OWN,
-        "phantom": replace(OWN, lr=0.1, momentum=0.9, weight_decay=1e-4),
-        "common": COMMON_18,
-    },
+    recipes={"own": OWN, "phantom": PHANTOM, "common": COMMON_18},
 )

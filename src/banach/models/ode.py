@@ -18,6 +18,10 @@ class ODEFailure(RuntimeError):
     """The ODE solver gave up: too many steps, a step size that underflows, or a state that is not finite."""
 
 
+# What a training step of an ODENet may raise: in an adjoint pass torchdiffeq's own error leaves `backward()`.
+ODE_FAILURES = (ODEFailure, AssertionError)
+
+
 @dataclass(frozen=True)
 class Evaluations:
     """How often f was evaluated in the last pass. `backward` grows while an adjoint pass runs."""
@@ -61,7 +65,7 @@ class ODENet(nn.Module):
         max_steps: attempted steps of an adaptive method, at most.
     Raises:
         ODEFailure: if the solver gives up in the forward pass. (In an adjoint pass torchdiffeq's AssertionError
-            reaches the caller of `backward()`.)
+            reaches the caller of `backward()`.) `fit` reports either as a DivergenceError, or rewinds.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ def anode(image: Image = (1, 28, 28), classes: int = 10, **options: Any) -> ODEN
     return ODENet(image, classes, **{"filters": 64, "extra": 5 if image[0] == 1 else 10, **options})
 
 
-OWN = Recipe(lr=1e-3, epochs=20, batch_size=256, max_steps=0)
+OWN = Recipe(lr=1e-3, epochs=20, batch_size=256, max_steps=0, augment="none", normalise=False)
 RECIPES = {"own": OWN, "common": replace(COMMON, max_steps=0)}
 
 register(

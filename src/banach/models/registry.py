@@ -91,10 +91,12 @@ def _half_cosine(first: float, last: float, share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a network is solved (eps, max_steps, norm) and trained (the rest), with cross entropy.
+    """How a network is solved and trained, with cross entropy. Words are those of the flags of `banach train`.
 
     `momentum=None` is Adam; a number is SGD with that momentum. In both cases the weight decay is added to the
-    gradient (`torch.optim.Adam`, not `AdamW`).
+    gradient (`torch.optim.Adam`, not `AdamW`). Solver and backward mode are Picard and JFB if None. `augment`
+    applies to CIFAR-10; other data are not augmented. Without `normalise`, pixels are in [0, 1]. The first
+    `pretrain` steps unroll R. `tune` lets R choose its step size during training, see `banach.nn.tune_alpha`.
     """
 
     lr: float
@@ -105,12 +107,19 @@ class Recipe:
     label_smoothing: float = 0.0
     schedule: Schedule = Constant()
     eps: float = 1e-4
+    rtol: float | None = None
     max_steps: int = 50
     norm: Norm = RMS()
+    solver: str | None = None
+    backward: str | None = None
+    augment: str = "paper"
+    normalise: bool = True
+    pretrain: int = 0
+    tune: bool = False
 
     @property
     def tolerance(self) -> Tolerance:
-        return Tolerance(atol=self.eps, max_steps=self.max_steps, norm=self.norm)
+        return Tolerance(atol=self.eps, rtol=self.rtol or 0.0, max_steps=self.max_steps, norm=self.norm)
 
 
 @dataclass(frozen=True)

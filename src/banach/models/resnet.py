@@ -50,6 +50,7 @@ HE = Recipe(
     batch_size=128,
     schedule=Steps(at=(91, 136), factor=0.1),
     max_steps=0,
+    augment="flip+crop:4",
 )
 
 register(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from banach.solve.context import without_autocast
 
 AffineLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -43,13 +43,13 @@ class Operator:
 
     def stretch(self, x: Tensor) -> Tensor:
         """Return |A x| / |x|. At the leading x this is |A|, and so is its derivative in the weight."""
-        with _without_autocast(x):
+        with without_autocast(x.device):
             x = x.to(self.weight.dtype)
             return torch.linalg.vector_norm(self.forward(x)) / torch.linalg.vector_norm(x)
 
     def power(self, x: Tensor, steps: int) -> Tensor:
         """Return x after some steps x <- A'A x, normalised. Costs no host sync."""
-        with torch.no_grad(), _without_autocast(x):
+        with torch.no_grad(), without_autocast(x.device):
             x = x.to(self.weight.dtype)
             for _ in range(steps):
                 y = _unit(self.forward(x))  # normalised twice, so that a large A does not overflow
@@ -65,7 +65,7 @@ class Operator:
         """
         scale = self.weight.abs().amax()  # the direction is the same at every scale, and A'A could overflow
         scaled = Operator(self.layer, torch.where(scale > 0, self.weight / scale, self.weight), self.shape)
-        with _without_autocast(x):
+        with without_autocast(x.device):
             x = x.to(self.weight.dtype)
             for _ in range(rounds):
                 basis, images = _krylov(scaled, x, width)
@@ -128,12 +128,6 @@ def _krylov(operator: Operator, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
         kept = torch.linalg.vector_norm(v) > 1e3 * torch.finfo(v.dtype).eps * torch.linalg.vector_norm(before)
         basis.append(torch.where(kept, _unit(v), 0.0))
     return torch.stack(basis[:-1]), torch.stack(images)
-
-
-def _without_autocast(like: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off: a norm is measured in the type of the weight. (The meta device has no autocast.)"""
-    kind = like.device.type
-    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def _unit(x: Tensor, otherwise: Tensor | None = None) -> Tensor:

@@ -76,6 +76,14 @@ class Buffers:
         self.latest = self.scratch = None
 
 
+def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:
+    """Return part(*arguments); a module runs on copies of its buffers, which stay as they are."""
+    if not isinstance(part, nn.Module):
+        return part(*arguments)
+    buffers = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
+    return torch.func.functional_call(part, buffers, arguments)
+
+
 def _batch_norms(modules: list[nn.Module], buffers: Named) -> list[nn.Module]:
     """Return the batch norms that track, if all buffers are theirs; else an empty list."""
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from banach import checks
 from banach.latent import Latent, map_leaves
 from banach.nn.lipschitz import Lipschitz
 
@@ -17,7 +18,7 @@ Affine = Callable[[int, float], nn.Module]  # makes one affine map: features in,
 class _Scaled(nn.Module):
     def __init__(self, R: nn.Module, gamma: float) -> None:
         super().__init__()
-        self.R, self.gamma = R, checked_gamma(gamma)
+        self.R, self.gamma = R, checks.number("gamma", gamma, below=1)
 
     def _times_gamma(self, nest: Latent) -> Latent:
         return map_leaves(lambda leaf: self.gamma * leaf, nest)
@@ -42,13 +43,6 @@ class ScaledInput(_Scaled):
         return self.R(self._times_gamma(u), v)
 
 
-def checked_gamma(gamma: float) -> float:
-    """Refuse a contraction factor outside [0, 1)."""
-    if not 0.0 <= gamma < 1.0:
-        raise ValueError(f"gamma must be at least 0 and below 1, got {gamma}")
-    return float(gamma)
-
-
 class TwoStream(nn.Module):
     """R(u, v) = F(gamma L(u) + D(v)):  |dR/du| <= gamma,  |dR/dv| <= l^k.
 
@@ -65,7 +59,7 @@ class TwoStream(nn.Module):
     ) -> None:
         super().__init__()
         self.latent, self.data, self.final = latent, data, nn.Identity() if final is None else final
-        self.gamma = checked_gamma(gamma)
+        self.gamma = checks.number("gamma", gamma, below=1)
 
     @staticmethod
     def linear(

@@ -120,5 +120,7 @@ def _advice(module: nn.Module) -> str | None:
         return None
     if isinstance(module, nn.RReLU) and module.lower < module.upper:
         return "use nn.LeakyReLU"
-    rows = (row for row in _RANDOM if isinstance(module, row[0]) and getattr(module, row[1]) > 0)
-    return next((advice for _, _, advice in rows), None)
+    for kind, probability, advice in _RANDOM:  # Dynamo of torch 2.6 does not trace next(..., None)
+        if isinstance(module, kind) and getattr(module, probability) > 0:
+            return advice
+    return None

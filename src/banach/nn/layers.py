@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -180,14 +180,14 @@ class Watch(TorchFunctionMode):
             )
 
 
-def watch_over(R: Any) -> Watch | None:
+def watch_over(R: Any) -> AbstractContextManager[Any]:
     """Return the watch over the first train-mode pass of a module R.
 
-    None for later passes, in eval mode, and if Dynamo compiles some of R, because it would compile the watch too.
+    Nothing is watched later, in eval mode, or if Dynamo compiles some of R: it would compile the watch too.
     """
-    if torch.compiler.is_compiling() or not isinstance(R, nn.Module):
-        return None
-    return Watch(R) if R.training and R not in _quiet and not is_compiled(R.modules()) else None
+    if torch.compiler.is_compiling() or not isinstance(R, nn.Module) or not R.training or R in _quiet:
+        return nullcontext()
+    return nullcontext() if is_compiled(R.modules()) else Watch(R)
 
 
 def watched(R: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from banach.backward.mode import check_count
+from banach import checks
 from banach.nn.affine import AffineLayer, Operator, applied, first_direction, input_shape
 from banach.nn.layers import in_modes
 from banach.nn.passes import once_per_pass
@@ -41,7 +41,7 @@ class Lipschitz(nn.Module):
         super().__init__()
         if not 0 < bound < float("inf"):
             raise ValueError(f"bound must be above 0 and finite, got {bound}")
-        check_count("steps", steps, 0)
+        checks.whole("steps", steps, 0)
         self.shape = input_shape(layer, size)
         self.layer, self.bound, self.steps = layer, float(bound), steps
         self.register_buffer("direction", first_direction(self.shape, layer.weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent, leaves, map_leaves
-from banach.solve import solve
+from banach.solve import Tolerance, solve
+from banach.solve.context import device_loop
 from banach.solve.warning import warn_user
 
 
@@ -78,7 +80,7 @@ class MonotoneLinear(nn.Module):
     def inverse(self, matrices: Tensor, alpha: float, like: Tensor) -> Tensor:
         W = at_least_float32(matrices)
         eye = torch.eye(len(W), dtype=W.dtype, device=W.device)
-        return torch.linalg.inv_ex((1 + alpha) * eye - alpha * W).inverse.to(matrices.dtype)
+        return inverse_of((1 + alpha) * eye - alpha * W).to(matrices.dtype)
 
     def invert(self, inverse: Tensor, h: Tensor) -> Tensor:
         return F.linear(h, inverse)
@@ -126,14 +128,17 @@ class Splitting(nn.Module):
         self._kept = None
         return super().train(mode)
 
+    def tune(self, net: Any, *d: Any) -> bool:
+        """Tune alpha on a batch, see `tune_alpha`; `fit` calls this. Return True if alpha has changed."""
+        before = self.alpha
+        return tune_alpha(net, *d) != before
+
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
-        """Return make(), or what it gave earlier for this v and these weights; never recorded."""
+        """Return make(), or what it gave earlier in this pass or capture for these weights; never recorded."""
         first = leaves(v)[0]
-        # What was computed eagerly must not enter a CUDA graph, which is replayed with other weights.
-        captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
         try:
             weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
-            known = (first.data_ptr(), first.shape, self.alpha, captured, weights)
+            known = (_place(first), first.shape[1:], self.alpha, weights)
             key = None if torch.compiler.is_compiling() else known
         except RuntimeError:  # tensors of torch.func have no address
             key = None
@@ -206,6 +211,17 @@ class PeacemanRachford(Splitting):
         return map_leaves(lambda a, b: 2 * a - b, y, h)
 
 
+def _place(v: Tensor) -> Any:
+    """Return what tells a pass from others: the capture that it is part of, else the address of v.
+
+    What was computed outside of a capture must not enter a CUDA graph, which is replayed with other weights. Parts
+    of a batch in one capture share it.
+    """
+    captured = v.is_cuda and torch.cuda.is_current_stream_capturing()
+    recording = getattr(device_loop(), "__self__", None) if captured else None
+    return (v.data_ptr(), v.shape[0], captured) if recording is None else weakref.ref(recording)
+
+
 def _step(z: Latent, Wz: Latent, v: Latent, alpha: float) -> Latent:
     """(1 - alpha) z + alpha (W z + v)."""
     return map_leaves(lambda a, b, c: torch.lerp(a, (b + c).to(a.dtype), alpha), z, Wz, v)
@@ -251,6 +267,33 @@ def _unit(x: Latent) -> Latent:
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x, in float32 if its type is shorter: neither FFTs nor inverses exist in bfloat16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def inverse_of(M: Tensor) -> Tensor:
+    """Return the inverse of every matrix of a batch (..., n, n).
+
+    In a capture by Newton's iteration X <- X (2 I - M X), since the routines of LAPACK allocate memory.
+    """
+    if device_loop() is None:
+        return torch.linalg.inv_ex(M).inverse
+    A = M.reshape(-1, *M.shape[-2:])
+    twice = 2 * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    size = A.abs().sum(-1).amax(-1) * A.abs().sum(-2).amax(-1)  # at least the square of the largest singular value
+    start = (A.mH / size[:, None, None]).contiguous()
+    pair, join = (torch.view_as_real, torch.view_as_complex) if A.is_complex() else (_same, _same)
+    tolerance = Tolerance(
+        atol=0, rtol=torch.finfo(A.dtype).eps ** 0.5 / 4, max_steps=100
+    )  # the error is its square
+
+    def newton(x: Tensor) -> Tensor:
+        return pair(join(x) @ (twice - A @ join(x)))
+
+    found: Any = solve(newton, pair(start), tolerance=tolerance).value
+    return join(found.contiguous()).reshape(M.shape)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def checked_m(m: float) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent
-from banach.nn.monotone import at_least_float32, checked_m
+from banach.nn.monotone import at_least_float32, checked_m, inverse_of
 
 _ONE = math.log(math.e - 1)  # softplus of this is 1
 
@@ -182,7 +182,7 @@ def _inverse_tier(diagonal: Tensor, down: Tensor | None, alpha: float, size: int
         raise ValueError(f"a tier that is followed by another needs an even size, border included, got {size}")
     response = _response(diagonal, size, half=down is None)
     eye = torch.eye(response.shape[-1], dtype=response.dtype, device=response.device)
-    single = torch.linalg.inv_ex((1 + alpha) * eye - alpha * response).inverse
+    single = inverse_of((1 + alpha) * eye - alpha * response)
     if down is None:
         return Tier(single, None, None)
     P = _response(down, size, half=False)
@@ -190,7 +190,7 @@ def _inverse_tier(diagonal: Tensor, down: Tensor | None, alpha: float, size: int
     n = size // 2
     joined = (P @ back).unflatten(1, (2, n)).unflatten(0, (2, n)).sum((0, 2))
     eye = torch.eye(joined.shape[-1], dtype=joined.dtype, device=joined.device)
-    inner = torch.linalg.inv_ex(eye + joined).inverse.repeat(2, 2, 1, 1)
+    inner = inverse_of(eye + joined).repeat(2, 2, 1, 1)
     return Tier(single, inner @ forth, back)
 
 

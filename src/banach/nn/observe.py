@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from banach import checks
 from banach.backward import Mode
 from banach.latent import Latent, Space, leaves
+from banach.nn.buffers import on_copies
 from banach.solve import Map, Solver
 from banach.solve.solver import Memory, Point
 
@@ -59,10 +59,7 @@ def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
         net: the ImplicitNetwork; of a wrapped one the inner network (`ddp.module`), and call the wrapper.
         steps: numbers of iterates to keep, z_k after k steps. Those that a solve does not reach are left out.
     """
-    if not all(hasattr(net, name) for name in ("R", "S", "solver", "backward")):
-        raise TypeError(
-            f"net must be an ImplicitNetwork, got {type(net).__name__}; of a wrapped one give the inner"
-        )
+    check_network(net)
     for step in steps:
         checks.whole("every step", step, 1)
     if steps and net.compact:
@@ -84,7 +81,8 @@ def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gam
         sum_i gamma^(n + 1 - i) loss(S(T(z_i))),   to be added to loss(S(u*)), which has the weight 1
 
     Each has the gradient of its one evaluation of T, as JFB. It teaches T to be near the answer after few steps.
-    S runs on copies of its buffers; its dropout draws masks for every iterate. (Bai et al., CVPR 2022.)
+    S runs on copies of its buffers, which the pass itself has updated once; its dropout draws masks for every
+    iterate. (Bai et al., CVPR 2022.)
 
     Args:
         seen: a pass observed with `steps`.
@@ -99,7 +97,7 @@ def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gam
     iterates = seen.iterates
     total = leaves(seen.z)[0].new_zeros(())
     for distance, z in zip(range(len(iterates), 0, -1), iterates, strict=True):
-        total = total + gamma**distance * loss(_on_copies(seen.S, seen.T(z, *seen.inputs)))
+        total = total + gamma**distance * loss(on_copies(seen.S, seen.T(z, *seen.inputs)))
     return total
 
 
@@ -141,7 +139,10 @@ class _Recorded:
         return self.solver.step(memory, at)
 
 
-def _on_copies(S: Callable[..., Any], u: Latent) -> Any:
-    """S(u), leaving the buffers of S as they are: the pass itself has updated them once."""
-    buffers = {name: part.clone() for name, part in S.named_buffers()} if isinstance(S, nn.Module) else {}
-    return torch.func.functional_call(S, buffers, (u,)) if buffers else S(u)  # type: ignore[arg-type]
+def check_network(net: Any) -> None:
+    """Refuse what has no Q, R and S."""
+    if not all(hasattr(net, name) for name in ("Q", "R", "S", "solver", "tolerance", "backward")):
+        raise TypeError(
+            f"net must be an ImplicitNetwork, got {type(net).__name__}; of a wrapped network give the inner one "
+            "(net.module)"
+        )

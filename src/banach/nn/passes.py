@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.buffers import Buffers
-from banach.nn.layers import draws_masks, in_modes, is_hooked, modules_of, special_layers, watch_over, watched
+from banach.nn.layers import draws_masks, in_modes, is_hooked, modules_of, special_layers, watched
 
 Result = TypeVar("Result")
 
@@ -44,8 +44,8 @@ class Pass:
     own, in the mode it was in. (R may not checkpoint itself: what it recomputes, it recomputes outside the
     pass.) `once=True` promises one evaluation after the iteration, see `Buffers`.
 
-    `with Pass(R) as one:` is the forward pass; `one.evaluate` is R, then and later. A pass that is never entered
-    writes nothing at all.
+    `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. A pass that is
+    never entered writes nothing at all.
     """
 
     def __init__(
@@ -65,11 +65,8 @@ class Pass:
         self.index: Tensor | None = None
         self.open = False
         self.outer: Pass | None = None
-        self.watch = watch_over(R)
 
     def __enter__(self) -> Pass:
-        if self.watch is not None:
-            self.watch.__enter__()
         self.open, self.outer, _current.running = True, _running(), self
         if self.masks is not None and self.outer is not None and self.outer.masks is not None:
             # R of the outer pass holds this network: its masks must last as long as the outer pass.
@@ -78,8 +75,6 @@ class Pass:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self.watch is not None:
-            self.watch.__exit__(kind, error, trace)
         self.open, _current.running = False, self.outer
         self.buffers.finish(failed=error is not None)
         self.made = {}
@@ -139,16 +134,12 @@ class PlainPass:
 
     def __init__(self, R: Any) -> None:
         self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
-        self.watch = watch_over(R)
 
     def __enter__(self) -> PlainPass:
-        if self.watch is not None:
-            self.watch.__enter__()
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self.watch is not None:
-            self.watch.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        pass
 
 
 def _calls_forward(R: nn.Module) -> bool:

@@ -11,11 +11,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from banach.latent import Space
 
 F = TypeVar("F", bound=Callable[..., Any])
 TF32_EPS = 2.0**-10
+_CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)  # beyond torch.no_grad()
 
 # Names of torch that some versions lack: is_exporting is new in 2.7, the others are private.
 _exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -54,7 +56,8 @@ def without_derivatives(function: F) -> F:
     """Make the function run without recording gradients and without carrying tangents.
 
     The same as `torch.no_grad()` and `without_tangents()`, at a fraction of their time. No derivative is taken
-    through a solve: `attach` gives the derivative of z*.
+    through a solve: `attach` gives the derivative of z*, from an evaluation that must not find weights which torch
+    has cached without a gradient.
     """
 
     @functools.wraps(function)
@@ -70,8 +73,19 @@ def without_derivatives(function: F) -> F:
         finally:
             torch._C._set_grad_enabled(recorded)
             torch._C._set_fwd_grad_enabled(carried)
+            if recorded:
+                _drop_cached_weights()
 
     return cast(F, run)
+
+
+def _drop_cached_weights() -> None:
+    """Drop weights that `parametrize.cached()` holds without a gradient; before torch 2.11 autocast's too."""
+    if parametrize._cache:
+        known = parametrize._cache.items()
+        parametrize._cache = {key: kept for key, kept in known if kept is not None and kept.requires_grad}
+    if _CASTS_LAST:
+        torch.clear_autocast_cache()
 
 
 def without_tangents() -> AbstractContextManager[Any]:
@@ -88,9 +102,11 @@ def rounding(space: Space) -> float:
     return float(torch.finfo(space.dtype).eps)
 
 
-def without_autocast(space: Space) -> AbstractContextManager[Any]:
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Turn autocast off: norms, histories and Gram matrices are computed in the type of the rows."""
-    return torch.autocast(space.device.type, enabled=False) if space.autocast else nullcontext()
+    kind = device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)  # meta tensors have none
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 def with_autocast_of(space: Space, function: Callable[..., Any]) -> Callable[..., Any]:

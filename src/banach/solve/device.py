@@ -12,7 +12,7 @@ from banach.solve.context import Loop
 from banach.solve.run import Run
 from banach.solve.state import State
 
-CYCLE = 2  # steps between two tests of a while node, for solvers without memory
+STEPS_PER_TEST = 2  # of a while node, for solvers without memory
 
 
 def loop_eagerly(
@@ -45,7 +45,7 @@ def run_on_device(run: Run, state: State, loop: Loop) -> State:
     The slots of a solver's memory repeat every `memory` steps, and a captured body has them as constants: so it is
     one whole cycle. Its tensors stay in place from one run to the next.
     """
-    most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", CYCLE)
+    most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", STEPS_PER_TEST)
     first = steps_before_loop(most, cycle, getattr(run.solver, "watched", 0))
     for k in range(1, first + 1):
         run.step(state, k, k)

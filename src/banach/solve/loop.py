@@ -26,6 +26,7 @@ from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
+from banach.solve.sprint import can_sprint, sprint
 from banach.solve.state import on_device, to_numpy
 from banach.solve.tolerance import Tolerance, measure
 
@@ -92,14 +93,17 @@ def solve(
     if compiling and every:
         check, finish = map(torch.compiler.disable, (check, finish))  # what the host decides is not traced
     trace: list[Tensor] | None = [] if record else None
-    with without_autocast(space):
+    with without_autocast(space.device):
         if is_exporting():
             state = run_exported(run, state)
         elif loop and trace is None and on_step is None:
             state = run_on_device(run, state, loop)
         else:
-            k = run.sprint(state, compact=compact) if on_host and trace is None and on_step is None else 0
+            k, sprints = 0, can_sprint(run) and trace is None and on_step is None
             while run.busy and k < tolerance.max_steps:
+                k = sprint(run, state, k, compact=compact) if sprints else k
+                if not run.busy or k == tolerance.max_steps:
+                    break
                 k += 1
                 run.step(state, k, k)
                 if trace is not None:
@@ -110,7 +114,7 @@ def solve(
                     state = check(state, k, compact=compact)
         found = finish(state, trace, shown=on_step is not None)
     if run.whole is not None:  # samples have left the batch, and were not evaluated since
-        run.risen = _risen(run, found, inputs)
+        run.risen = _risen_in_other_company(run, found, inputs)
     if run.risen is not None and not space.coupled:
         found = _probed(run, T, found, inputs)
     if throw and not bool(found.converged.all()):
@@ -132,7 +136,7 @@ def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     )
 
 
-def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+def _risen_in_other_company(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
     """Return the numbers of converged samples that are above the tolerance in other company, or None.
 
     A few samples are evaluated together: if T mixes samples, their values are others than in the batches in which
@@ -149,7 +153,7 @@ def _risen(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | N
 
 def _residual(run: Run, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Return the residual at z, and what is allowed of it, per sample."""
-    with without_autocast(space):
+    with without_autocast(space.device):
         return measure(space, run.tolerance, z, run.T(z, *inputs))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach
-from banach.solve.context import rounding
+from banach.solve.context import rounding, without_derivatives
 
 if TYPE_CHECKING:
     from banach.solve.run import Map
@@ -40,7 +40,7 @@ def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
     return probe(T, z, inputs) is Fault.MIXES
 
 
-@torch.no_grad()
+@without_derivatives
 def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = None) -> Fault | None:
     """Return what keeps the samples of T from being independent, None if nothing was found.
 

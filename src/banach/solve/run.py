@@ -11,12 +11,26 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, select
-from banach.solve.context import is_transformed, rounding, with_autocast_of
+from banach.solve.context import rounding, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
 from banach.solve.solver import Point, Solver
-from banach.solve.state import DIVERGED, IDLE, Array, State, count_nonzero, on_device, to_numpy
-from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
+from banach.solve.state import (
+    BEST,
+    DIVERGED,
+    IDLE,
+    LIMIT,
+    NOW,
+    REACHED,
+    RESIDUAL,
+    STEP,
+    Array,
+    State,
+    count_nonzero,
+    on_device,
+    to_numpy,
+)
+from banach.solve.tolerance import Tolerance
 
 Map = Callable[..., Latent]
 
@@ -58,52 +72,6 @@ class Run:
         rows = self.space.rows(z0, "start").contiguous()
         memory = () if type(self.solver) is Picard else self.solver.start(rows)
         return State.start(rows, memory, self.atol, relative=self.tolerance.rtol > 0, on_host=self.on_host)
-
-    def sprint(self, state: State, *, compact: bool) -> int:
-        """Take Picard steps while all residuals fall, and return how many.
-
-        The common case of `step` and `check` in a few lines, for small networks on a CPU: every active sample is
-        better than before, and every frozen one stays converged. `step` finishes the evaluation that ended it.
-        """
-        # These norms give new memory each time, in the type of the rows; not inside a torch.func transform.
-        known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
-        if type(self.solver) is not Picard or not known or self.tolerance.rtol:
-            return 0
-        z, now, count, damping = state.z, state.least, state.count, self.solver.damping
-        evaluate, measure, space, counted = self.evaluate, self.measure, self.space, count_nonzero
-        atol = np.array(self.atol, now.dtype)  # compared faster than a float
-        most, k, left, below = self.tolerance.max_steps, 0, count, now
-        read = Tensor.numpy if z.is_cpu else to_numpy
-        while left and k < most:
-            Tz = state.Tz = evaluate(z, first=not k)
-            seen = read(measure(Tz - z, space))
-            active, frozen = seen > atol, left < count
-            here = counted(active)
-            if counted(seen < below) < count or (compact and here < count):
-                state.pending = Tz - z, seen
-                break
-            state.best_z, now, k, left = z, seen, k + 1, here
-            # A copy of T(z), since T may write its next value into the same memory.
-            moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
-            z = torch.where(state.mask, moved, z) if frozen else moved
-            below = seen
-            if left < count:
-                state.record(k, seen, active)
-                below = np.maximum(seen, atol)
-        state.z = z
-        if k:
-            self._sprinted(state, now, k)
-        return k
-
-    def _sprinted(self, state: State, now: np.ndarray, k: int) -> None:
-        """Note what the last of k evaluations saw, which is what a check sees: every residual is the least one."""
-        stats = self.seen = state.stats
-        self.busy = bool(state.count)
-        if state.count == len(now):
-            stats[:3, 0], stats[:3, 1] = now, k
-        elif self.busy:
-            stats[1] = stats[0]
-            self.after = np.where(stats[0, 1] < k, now, np.nan)
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -177,15 +145,15 @@ class Run:
     def check(self, state: State, k: int, *, compact: bool) -> State:
         """Find which samples are done; judge stalling; let done samples leave the batch. Syncs with the host."""
         stats = self.seen = to_numpy(state.stats)
-        test, limit = stats[0, state.tested], stats[3, 0]
+        test, limit = stats[REACHED, state.tested], stats[LIMIT, RESIDUAL]
         if k > IDLE:
-            self._stall(state, (test > limit) & (stats[1, 1] <= k - IDLE), stats)
+            self._stall(state, (test > limit) & (stats[BEST, STEP] <= k - IDLE), stats)
         active = test > limit
         count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            self.earlier = self.after
-            self.after = np.where(np.isnan(self.after) & (stats[0, 1] < k), stats[2, 0], self.after)
+            self.earlier, frozen = self.after, stats[REACHED, STEP] < k
+            self.after = np.where(np.isnan(self.after) & frozen, stats[NOW, RESIDUAL], self.after)
             nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
@@ -200,12 +168,12 @@ class Run:
         if not count_nonzero(idle):
             return
         size = to_numpy(self.measure(cast(Tensor, state.Tz), self.space))
-        flat = idle & (stats[0, 0] <= rounding(self.space) * size) & (size < np.inf)
+        flat = idle & (stats[REACHED, RESIDUAL] <= rounding(self.space) * size) & (size < np.inf)
         if flat.any():
-            stats[3, 0, flat] = np.inf
+            stats[LIMIT, RESIDUAL, flat] = np.inf
             state.stall(flat)
 
-    def _risen(self, state: State) -> np.ndarray | None:
+    def _risen_since_frozen(self, state: State) -> np.ndarray | None:
         """Return the numbers of samples that converged and froze, but are above the tolerance now; None if none.
 
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
@@ -213,7 +181,8 @@ class Run:
         """
         if self.seen is None or self.whole is not None or isinstance(self.after, float):  # none was seen frozen
             return None
-        test, now, now_test = self.seen[0, state.tested], self.seen[2, 0], self.seen[2, state.tested]
+        test, now = self.seen[REACHED, state.tested], self.seen[NOW, RESIDUAL]
+        now_test = self.seen[NOW, state.tested]
         risen = (test <= self.atol) & ~(now_test <= self.atol)
         if not count_nonzero(risen):
             return None
@@ -255,14 +224,14 @@ class Run:
         If the host keeps the numbers, they become tensors when they are read, which most passes never do.
         `shown`: `on_step` may hold the iterates, so the value needs memory of its own.
         """
-        self.risen = self._risen(state)
+        self.risen = self._risen_since_frozen(state)
         state, space = self.everyone(state), self.space_of_all
         found: dict[str, Any] = {"solver": self.solver, "tolerance": self.tolerance}
         if trace is not None:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
         met = state.test <= self.atol
         if self.on_host and not state.tested and count_nonzero(met) == len(met):  # most passes
-            value, columns = state.z.clone() if shown else state.z, (state.residual, state.reached[1], met)
+            value, columns = state.z.clone() if shown else state.z, (state.residual, state.reached[STEP], met)
         else:
             value, columns = self._judge(state)
             found["failures"] = self._failures(state)
@@ -272,10 +241,12 @@ class Run:
 
     def _ends(self, stats: Array, tested: int) -> tuple[Array, Array, Array]:
         """Return which samples converged, stalled (only checks judge that) and are nonfinite."""
-        test = stats[0, tested]
+        test = stats[REACHED, tested]
         nonfinite = ~(test > -np.inf)
         met = (test <= self.atol) & ~nonfinite
-        return met, met ^ met if self.seen is None else (test > self.atol) & ~(test > stats[3, 0]), nonfinite
+        above = test > self.atol
+        stalled = above & ~above if self.seen is None else above & ~(test > stats[LIMIT, RESIDUAL])
+        return met, stalled, nonfinite
 
     def _judge(self, state: State) -> tuple[Tensor, tuple[Array, ...]]:
         """Return the last iterate or the best one, sample by sample, and the columns of `_numbers`."""
@@ -284,7 +255,7 @@ class Run:
         best = nonfinite | diverged
         residual = (np.where if self.on_host else torch.where)(best, state.least, state.residual)
         value = torch.where(state.column(best), state.best_z, state.z).detach()
-        return value, (residual, state.reached[1], met, stalled, nonfinite, diverged)
+        return value, (residual, state.reached[STEP], met, stalled, nonfinite, diverged)
 
     def _failures(self, state: State) -> frozenset[Status]:
         """Return how samples failed, from what the last check has seen, for warnings that need no host sync."""

@@ -22,7 +22,12 @@ Array = Any  # np.ndarray on the host, Tensor on the device
 # np.count_nonzero without its dispatch in Python, which takes longer than the count.
 count_nonzero: Callable[[np.ndarray], int] = (getattr(np, "_core", None) or np.core).multiarray.count_nonzero
 
+# `State.stats` holds, for every kind of evaluation, these numbers; of the last kind only the first is used.
+REACHED, BEST, NOW, LIMIT = range(4)
+RESIDUAL, STEP, EXCESS = range(3)
+
 DIVERGED = 10  # times its least residual: the end of an iteration that diverges
+_STAGED = 1 << 15  # bytes; CUDA takes up to 64 KiB of pageable memory without waiting
 IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
 
 
@@ -30,8 +35,8 @@ IDLE = 10  # evaluations without a new least residual before a sample may be cal
 class State:
     """One row per sample. Arrays of numbers are written in place.
 
-    `reached`, `best` and `now` have rows (residual, step) and, with a relative tolerance, (excess): residual minus
-    its relative part. `reached` stops changing when a sample freezes. `best` is the evaluation with the least
+    `reached`, `best` and `now` hold RESIDUAL, STEP and, with a relative tolerance, EXCESS: the residual minus its
+    relative part. `reached` stops changing when a sample freezes. `best` is the evaluation with the least
     residual. `now` is the last evaluation, of frozen samples too. Residuals are in the units of `norm.measure`,
     and NaN if they are not finite: then `<=`, `<` and `>` are all False. A sample is active while its number in
     row `tested` is above its `limit`: the absolute tolerance, or infinity once it has stalled.
@@ -40,17 +45,17 @@ class State:
     z: Tensor  # (samples, width)
     best_z: Tensor  # the iterate whose own residual is least, of samples that may still need it
     active: Array  # (samples,)
-    stats: Array  # (4, 2 or 3, samples): reached, best, now; limit is the first row of the last
+    stats: Array  # (4, 2 or 3, samples): REACHED, BEST, NOW and LIMIT, of each RESIDUAL, STEP and EXCESS
     memory: Memory
     Tz: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.on_host = isinstance(self.stats, np.ndarray)
-        self.reached, self.best, self.now = self.stats[0], self.stats[1], self.stats[2]
-        self.residual, self.least, self.least_at = self.reached[0], self.best[0], self.best[1]
-        self.tested = 2 if self.stats.shape[1] == 3 else 0
-        self.test, self.limit = self.reached[self.tested], self.stats[3, 0]
-        self.pending: tuple[Tensor, np.ndarray] | None = None  # T(z) - z and its norm, if T is known at z already
+        self.reached, self.best, self.now = self.stats[REACHED], self.stats[BEST], self.stats[NOW]
+        self.residual, self.least, self.least_at = self.reached[RESIDUAL], self.best[RESIDUAL], self.best[STEP]
+        self.tested = EXCESS if self.stats.shape[1] > EXCESS else RESIDUAL
+        self.test, self.limit = self.reached[self.tested], self.stats[LIMIT, RESIDUAL]
+        self.pending: tuple[Tensor, Tensor] | None = None  # T(z) - z and its norm, if T is known at z already
         self._mask: Tensor | None = None
         # The number of active samples, if the host knows it.
         self.count = count_nonzero(self.active) if self.on_host else -1
@@ -62,8 +67,8 @@ class State:
             unknown, everyone = _at_start(shape, limit, np.float64 if z.dtype == torch.float64 else np.float32)
             return State(z, z, everyone.copy(), unknown.copy(), memory)
         stats = z.new_full(shape, torch.inf)
-        stats[:, 1], stats[3] = 0, limit
-        return State(z, z.clone(), stats[1, 0] > 0, stats, memory)
+        stats[:, STEP], stats[LIMIT] = 0, limit
+        return State(z, z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
 
     @property
     def nonfinite(self) -> Array:
@@ -94,9 +99,16 @@ class State:
         _put(self.best, self.reached, better)
         self._keep_best(better)
 
-    def record(self, step: int, residual: np.ndarray, active: np.ndarray) -> None:
-        """Record residuals on the host, all of them finite, and set which samples are active from now on."""
-        self.now[0], self.now[1] = residual, step
+    def record(
+        self, step: int, residual: np.ndarray, test: np.ndarray, active: np.ndarray, *, of_frozen: bool = True
+    ) -> None:
+        """Record residuals on the host, all of them finite, and set which samples are active from now on.
+
+        of_frozen: those of frozen samples were measured where they froze.
+        """
+        where = True if of_frozen else self.active
+        for row, values in ((self.tested, test), (RESIDUAL, residual), (STEP, step)):
+            np.copyto(self.now[row], values, where=where)
         np.copyto(self.reached, self.now, where=self.active)
         self.active = active
         self._recount()
@@ -104,18 +116,19 @@ class State:
     def _write_on_host(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         now = self.now
         if relative is None:
-            now[0] = to_numpy(residual)
+            now[RESIDUAL] = to_numpy(residual)
         else:
-            now[::2] = to_numpy(torch.stack((residual, torch.sub(residual, relative[0], alpha=relative[1]))))
-        now[1] = step
+            excess = torch.sub(residual, relative[0], alpha=relative[1])
+            now[RESIDUAL], now[EXCESS] = to_numpy(torch.stack((residual, excess)))
+        now[STEP] = step
         np.copyto(now, np.nan, where=now == np.inf)
 
     def _write_on_device(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         now = self.now
-        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[0])
-        now[1].fill_(step)
+        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[RESIDUAL])
+        now[STEP].fill_(step)
         if relative is not None:
-            torch.sub(now[0], relative[0], alpha=relative[1], out=now[2])
+            torch.sub(now[RESIDUAL], relative[0], alpha=relative[1], out=now[EXCESS])
 
     def _keep_best(self, better: Array) -> None:
         """By reference where it can be: samples that froze at a finite residual do not need their best iterate."""
@@ -132,8 +145,8 @@ class State:
         """Return residual, least residual and the evaluation that gave it, as tensors on the device."""
         if not self.on_host:
             return self.residual, self.least, self.least_at
-        stats = on_device(self.stats[:2].copy(), self.z)  # a solver may keep them; `stats` is written in place
-        return stats[0, 0], stats[1, 0], stats[1, 1]
+        stats = on_device(self.stats[: BEST + 1].copy(), self.z)  # a copy: a solver may keep it
+        return stats[REACHED, RESIDUAL], stats[BEST, RESIDUAL], stats[BEST, STEP]
 
     def advance(self, proposal: Tensor) -> None:
         """Move the active samples."""
@@ -199,7 +212,7 @@ class State:
 def _at_start(shape: tuple[int, ...], limit: float, kind: type) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
     stats: np.ndarray = np.full(shape, np.inf, kind)
-    stats[:, 1], stats[3] = 0, limit
+    stats[:, STEP], stats[LIMIT] = 0, limit
     return stats, np.ones(shape[2], bool)
 
 
@@ -216,9 +229,9 @@ def on_device(values: np.ndarray, like: Tensor) -> Tensor:
     tensor = torch.from_numpy(values)
     if like.is_cpu:
         return tensor
-    if like.is_cuda:  # from pinned memory, so that the host does not wait for the copy
-        return tensor.pin_memory().to(like.device, non_blocking=True)
-    return tensor.to(like.device)
+    small = tensor.nbytes <= _STAGED or not like.is_cuda
+    # From pinned memory the host does not wait for the copy. The driver stages small ones, which is faster.
+    return (tensor if small else tensor.pin_memory()).to(like.device, non_blocking=like.is_cuda)
 
 
 def to_numpy(values: Array) -> np.ndarray:

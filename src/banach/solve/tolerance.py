@@ -93,7 +93,7 @@ class Tolerance:
             raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")
 
     def checks(self, device: torch.device) -> int:
-        """Return the steps between two host checks, 0 for none. By default 1 on every device so far."""
+        """Return the steps between two host checks, 0 for none; by default 1, on a GPU several for Picard."""
         return 1 if self.check_every is None else self.check_every
 
 

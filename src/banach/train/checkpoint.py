@@ -15,12 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
+from banach import checks
 from banach.provenance import naming, sync, write_bytes
-from banach.train.shards import are_sharded, read_shards, write_shards
-from banach.train.validate import check_state, nonfinite
+from banach.train.metrics import Epoch
+from banach.train.shards import are_sharded, local, read_shards, write_shards
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF = "epoch-", ".half-"
+KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a complete state
+_LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
 
 
 class CheckpointError(RuntimeError):
@@ -147,6 +150,55 @@ def read_finite(path: Path) -> Checkpoint:
     if name := nonfinite(checkpoint.tensors):
         raise CheckpointError(f"the checkpoint {path} holds NaN or infinity in {name}: its training had diverged")
     return checkpoint
+
+
+def check_state(state: Any) -> dict[str, Any]:
+    """Return the state of a checkpoint with the keys of `KEYS` and `_LATER`.
+
+    Raises:
+        ValueError: if a key is missing or a value has the wrong type.
+    """
+    if not isinstance(state, dict):
+        raise ValueError(f"the state must be a table, got {short(state)}")
+    if missing := [key for key in KEYS if key not in state]:
+        raise ValueError(f"state.json has no {', '.join(missing)}")
+    state = {**_LATER, **state}
+    if unknown := sorted({*state} - {*KEYS, *_LATER}):
+        raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
+    for key in ("epoch", "step", "products", "rewinds"):
+        checks.whole(key, state[key])
+    checks.number("seconds", state["seconds"])
+    if not isinstance(state["warned"], bool):
+        raise ValueError(f"warned must be true or false, got {short(state['warned'])}")
+    if state["tensors"] is not None:
+        checks.whole("tensors", state["tensors"])
+    named = state["identity"]
+    if not isinstance(named, dict) or not all(isinstance(value, str) for value in named.values()):
+        raise ValueError(f"identity must be a table of strings, got {short(named)}")
+    _check_epochs(state["done"], state["epoch"])
+    return state
+
+
+def _check_epochs(done: Any, count: int) -> None:
+    if not isinstance(done, list) or not all(isinstance(values, dict) for values in done):
+        raise ValueError(f"done must be a list of tables, got {short(done)}")
+    numbers = [Epoch.from_dict(values).epoch for values in done]
+    if len(done) != count or numbers != list(range(1, count + 1)):
+        raise ValueError(f"done must hold the epochs 1 to {short(count)}, got {short(numbers)}")
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of a weight, buffer or optimizer state that is NaN or infinite, None if all are finite."""
+    for name, tensor in ((name, local(tensor)) for name, tensor in tensors.items()):
+        if not name.startswith("tally.") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return name
+    return None
+
+
+def short(value: Any) -> str:
+    """Return the repr of a value, at most 60 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _compare(name: str, got: str, expected: str) -> None:

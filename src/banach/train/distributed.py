@@ -72,6 +72,8 @@ class Ranks:
         """
         if self.count == 1:
             return
+        if settings.tune:  # each rank would choose its own step size
+            raise ValueError(f"tune needs one process, got {self.count} ranks; pass --no-tune")
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
         if settings.sharded and not can_shard(settings.torch_device):
@@ -129,6 +131,7 @@ class Ranks:
         if self.count == 1:
             return
         self.add(state.metrics)
+        state.collect_products()
         state.products = int(_reduced(torch.tensor(state.products)))
         for buffer in state.net.buffers():
             dist.broadcast(buffer, 0)
@@ -137,6 +140,7 @@ class Ranks:
         """After `pool`, in the middle of an epoch: the first rank keeps the sums, others start at zero."""
         if not self.first:
             state.metrics.reset()
+            state.counted.zero_()
             state.products = 0
 
 

@@ -197,6 +197,7 @@ def _once(scorer: Scorer, images: Images, batch_size: int, augment: Augmentation
         for x, y in _batches(images, size, scorer.ranks, augment).epoch(epoch):
             output, found = scorer(x)
             sums.add(F.cross_entropy(output, y), output, y, found)
+            sums.add_evaluations(scorer.net, len(y))
     scorer.ranks.add(sums)
     released(scorer.net)
     return sums
@@ -215,6 +216,6 @@ def _state(net: Any) -> tuple[Any, ...]:
     return (
         *(net.tolerance, net.solver, net.backward, net.start, net.coupled),
         *(id(part) for part in (net.Q, net.R, net.S)),
-        *((id(module), module.training) for module in net.modules()),
+        *((id(module), module.training, getattr(module, "alpha", None)) for module in net.modules()),
         *((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in (*net.parameters(), *net.buffers())),
     )

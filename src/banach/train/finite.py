@@ -21,7 +21,7 @@ _EVERY = {"cpu": 1, "cuda": 100}  # steps between two reads; on a GPU each one i
 
 @dataclass(frozen=True)
 class Fault:
-    """The first step of an epoch that was not finite (from 1), how many there were, and what was not finite."""
+    """The first bad step of an epoch (from 1), how many there were, and what happened."""
 
     step: int
     count: int
@@ -46,6 +46,11 @@ class Watch:
         self.first = torch.zeros(2, dtype=torch.float64, device=state.device)  # bad step (0: none), count
         self.sizes = self.first[:0]  # at that step: the largest entry of everything watched
         self._before: dict[int, Tensor] = {}
+        self.failure: Fault | None = None  # a step that raised an error
+
+    def failed(self, error: Exception) -> None:
+        """Record that a solver raised an error in the next step of the state."""
+        self.failure = Fault(self.state.step + 1, 1, f"the solver failed ({error})")
 
     def begin(self) -> None:
         """Keep what the step will change, if it may have to be undone."""
@@ -79,7 +84,7 @@ class Watch:
         (step, count), sizes = self.first.tolist(), self.sizes.tolist()
         names = ["the loss", *(name for name, _ in self._watched())]
         bad = [name for name, size in zip(names, sizes, strict=False) if not math.isfinite(size)]
-        return Fault(int(step), int(count), bad[0] if bad else "a tensor")
+        return Fault(int(step), int(count), f"{bad[0] if bad else 'a tensor'} became NaN or infinite")
 
     def reset(self) -> None:
         """Forget all bad steps."""
@@ -133,6 +138,9 @@ class Divergence:
             DivergenceError: if the policy is to stop, or cannot help.
         """
         state = self.state
+        if watch.failure is not None:  # such a batch has no answer, and is not skipped
+            self._rewind(watch.failure)
+            return True
         last = state.step == len(state.batches)
         often = self.policy != "skip" and state.step % _EVERY[state.device.type] == 0
         if not (now or last or often) or (fault := watch.read()) is None:
@@ -141,16 +149,14 @@ class Divergence:
             if last:
                 self._report_skipped(watch, fault)
             return False
-        if self.policy == "stop" or state.rewinds >= REWINDS:
-            raise DivergenceError(self._sentence(fault))
         self._rewind(fault)
         return True
 
     def _rewind(self, fault: Fault) -> None:
-        """Return to the newest checkpoint and lower the rate."""
+        """Return to the newest checkpoint and lower the rate, or raise a DivergenceError."""
         state, run = self.state, self.run
-        checkpoint = None if run is None else run.latest()
-        if checkpoint is None:
+        checkpoint = None if run is None or self.policy != "rewind" else run.latest()
+        if checkpoint is None or state.rewinds >= REWINDS:
             raise DivergenceError(self._sentence(fault))
         rewinds, text = state.rewinds + 1, self._place(fault)
         rate = f"the learning rate times {LOWER**rewinds:g}"
@@ -169,7 +175,7 @@ class Divergence:
         )
 
     def _place(self, fault: Fault) -> str:
-        return f"{fault.cause} became NaN or infinite in step {fault.step} of epoch {self.state.epoch + 1}"
+        return f"{fault.cause} in step {fault.step} of epoch {self.state.epoch + 1}"
 
     def _sentence(self, fault: Fault) -> str:
         checkpoint: Any = None if self.run is None else self.run.latest()

@@ -57,7 +57,7 @@ def fit(
         run: a run directory. Training goes on from its last checkpoint, on a CPU bit by bit as if it had never
             stopped. SIGINT, SIGTERM and SIGHUP make it checkpoint and return.
         on_epoch, on_step: called after every epoch and step.
-        on_plan: called once, before the first step, with the `Plan` that says how steps run.
+        on_plan: called with the `Plan` that says how steps run, before the first step and when it changes.
     Returns:
         History, the epochs that are done.
     Raises:
@@ -88,6 +88,12 @@ def fit(
             write_shards(tensors)
         ranks.go_on(state)
 
+    def show(plan: Plan) -> None:
+        if run is not None and ranks.first:
+            run.write_plan(plan.to_dict())
+        if on_plan is not None:
+            on_plan(plan)
+
     with ExitStack() as stack:
         if run is not None:
             if ranks.first:
@@ -99,13 +105,9 @@ def fit(
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         stack.enter_context(counted_products(state))
         signals = stack.enter_context(noted_signals(run is not None))
-        steps = Steps(state)
+        steps = Steps(state, show)
         if state.epoch < settings.epochs:
             steps.prepare()
-            if run is not None and ranks.first:
-                run.write_plan(steps.plan.to_dict())
-            if on_plan is not None:
-                on_plan(steps.plan)
         # A capture that failed in training is not tried again: one warning is enough.
         scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed, ranks=ranks)
         stopped = ranks.agree(signals)
@@ -118,7 +120,7 @@ def fit(
                     on_step(state.position)
                 stopped, due = ranks.agree(signals), _is_due(state)
                 if divergence.found(steps.watch, now=stopped > 0 or due):
-                    steps = Steps(state)  # captured steps point to the old state of the optimizer
+                    steps = Steps(state, show)  # captured steps point to the old state of the optimizer
                     break
                 if due:
                     save()
@@ -147,6 +149,7 @@ def fit(
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
     state.ranks.pool(state)
+    state.collect_products()
     figures: dict[str, Any] = {
         **vars(state.metrics.read()),
         "lr": state.rate(state.step - 1),

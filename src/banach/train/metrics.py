@@ -17,7 +17,10 @@ from banach.solve import Solution
 
 @dataclass(frozen=True)
 class Totals:
-    """Means and maxima over samples; the last five are None if no fixed point was computed."""
+    """Means and maxima over samples; the last five are None if no fixed point was computed.
+
+    A network that counts `evaluations` has a depth without a fixed point: those of its forward pass.
+    """
 
     loss: float
     accuracy: float
@@ -55,6 +58,19 @@ class MetricSums:
             torch.maximum(self.most, most, out=self.most)
         self.sums[: len(parts)] += torch.stack([part.detach().double() for part in parts])
 
+    def add_evaluations(self, net: Any, samples: int) -> int:
+        """Add the depth of a batch for a network that counts its `evaluations`, such as an `ODENet`.
+
+        Returns:
+            The evaluations of its backward pass, each of which is one J-product per sample.
+        """
+        made = getattr(net, "evaluations", None)
+        if made is None:
+            return 0
+        self.sums[4] += samples * made.forward
+        self.most[0].clamp_(min=made.forward)
+        return int(made.backward)
+
     def read(self) -> Totals:
         """Return the means, with one host sync."""
         figures = torch.cat([self.sums, self.most]).tolist()
@@ -64,7 +80,8 @@ class MetricSums:
             raise ValueError("cannot average over no samples; add a batch first")
         shares = (loss / count, hits / count)
         if not solved:
-            return Totals(*shares, None, None, None, None, None)
+            depths = (depth / count, int(most[0])) if depth else (None, None)
+            return Totals(*shares, depths[0], depths[1], None, None, None)
         if not most[0]:  # the explicit twin takes no step, so it has no residual and meets no tolerance
             return Totals(*shares, 0.0, 0, None, None, None)
         share = converged / solved if math.isfinite(loss) else math.nan  # a NaN output is no answer

@@ -22,13 +22,13 @@ from banach.train.checkpoint import (
     CheckpointError,
     Position,
     checkpoints,
+    nonfinite,
     read_finite,
     remove_halves,
     write_checkpoint,
 )
 from banach.train.metrics import Epoch, Totals
 from banach.train.settings import FREE, Settings
-from banach.train.validate import nonfinite
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
 TEST, PLOT, LOCK = "test.json", "training.png", ".lock"

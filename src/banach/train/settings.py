@@ -27,7 +27,8 @@ OPTIMIZERS, PRECISIONS = ("adam", "adamw", "sgd"), ("fp32", "tf32", "bf16")
 POLICIES = ("stop", "skip", "rewind")
 FREE = ("device", "on_nonfinite", "keep", "sharded")  # these may change when a run is resumed
 FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
-PENALTIES = ("jacobian_penalty", "finite_difference", "correction", "correction_steps")
+# These, too, need a network with a fixed point.
+IMPLICIT = ("jacobian_penalty", "finite_difference", "correction", "correction_steps", "pretrain", "tune")
 _TOML_BYTES = 2**20
 _COUNT = 10**9  # at most, of epochs, steps and images
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
@@ -39,6 +40,7 @@ class Settings:
 
     The first group describes the data and the network, which `load`, `augmentation` and `build` make; leave it
     None if you pass your own to `fit`. `whole` trains on the validation images too, so nothing is validated.
+    Without `normalise`, pixels are in [0, 1].
 
     `batch_size` images make one step of the optimizer; `accumulate` parts of a batch go through the network one
     after the other, for less memory and the same gradient (but batch norm sees the parts). `weight_decay` is
@@ -49,6 +51,10 @@ class Settings:
     the Jacobian or, with `finite_difference`, by a difference, for an R without second derivatives. `correction`
     times the losses at the iterates of `correction_steps` is added, see `banach.nn.fixed_point_correction`. The
     reported loss is without them.
+
+    The first `pretrain` steps do not solve: they unroll R ten times from the start, by plain backpropagation. With
+    `tune`, modules of the network that have a method `tune(net, *d)` are called with a batch at step 30 and in the
+    middle of every epoch; it returns True if it changed something, such as a step size.
 
     A run is checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. The last `keep`
     checkpoints and the best one on the validation images are kept. A step that is not finite ends the training
@@ -66,6 +72,7 @@ class Settings:
     subset: int | None = None
     whole: bool = False
     augment: str | None = None
+    normalise: bool = True
     model: str | None = None
     recipe: str | None = None
     batch_norm: bool = True
@@ -88,6 +95,8 @@ class Settings:
     finite_difference: bool = False
     correction: float = 0.0
     correction_steps: tuple[int, ...] = (2, 5)
+    pretrain: int = 0
+    tune: bool = False
     clip: float | None = None
     ema: float | None = None
     precision: str = "fp32"
@@ -130,14 +139,17 @@ class Settings:
         defaults: dict[str, Any] = {
             "data": name,
             "model": model,
-            "augment": _own_augment(name, model),
+            "augment": recipe.augment if name == "cifar10" else "none",
             "threads": 1 if dataset.shape[1] * dataset.shape[2] < _SMALL else torch.get_num_threads(),
         }
         with torch.random.fork_rng([]):
             implicit = isinstance(_fresh(model, dataset), ImplicitNetwork)  # only the built network tells
         if implicit:
-            defaults |= {"solver": "picard", "backward": "jfb", "norm": words.name_of_norm(recipe.norm)}
-        elif wrong := [key for key in (*FIXED_POINT, *PENALTIES) if key in given]:
+            solver, backward = recipe.solver or "picard", recipe.backward or "jfb"
+            defaults |= {"solver": solver, "backward": backward, "norm": words.name_of_norm(recipe.norm)}
+            if given.get("max_steps") == 0:  # the explicit twin
+                defaults |= {"backward": "jfb", "pretrain": 0, "tune": False}
+        elif wrong := [key for key in (*FIXED_POINT, *IMPLICIT) if key in given]:
             raise ValueError(f"{model} has no fixed point; leave out {wrong[0].replace('_', '-')}")
         else:
             defaults |= dict.fromkeys(FIXED_POINT)
@@ -152,8 +164,8 @@ class Settings:
     @staticmethod
     def of_recipe(recipe: Recipe, /, **others: Any) -> Settings:
         """Return the settings a network was tuned with; `others` replace some of them."""
-        same = ("lr", "epochs", "batch_size", "weight_decay", "label_smoothing", "schedule", "eps", "max_steps")
-        values = {name: getattr(recipe, name) for name in same}
+        values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+        del values["augment"]  # it depends on the data
         values |= {"optimizer": "adam" if recipe.momentum is None else "sgd", "momentum": recipe.momentum or 0.0}
         return Settings(**{**values, "norm": str(recipe.norm), **others})
 
@@ -171,12 +183,18 @@ class Settings:
     def load(self, split: str = "train", data_dir: Path | None = None) -> Images:
         """Return a split of the data, on the CPU; `subset` and `whole` apply to "train" alone."""
         wanted = "train+validation" if split == "train" and self.whole else split
-        images = data.load(str(self.data), wanted, data_dir)
+        images = self.scaled(data.load(str(self.data), wanted, data_dir))
         if split != "train" or self.subset is None:
             return images
         if self.subset > len(images):
             raise ValueError(f"subset must be at most the {len(images):,} training images, got {self.subset:,}")
         return images.subset(self.subset)
+
+    def scaled(self, images: Images) -> Images:
+        """Return the images, to be normalised as these settings say."""
+        if self.normalise:
+            return images
+        return replace(images, mean=(0.0,) * len(images.mean), std=(1.0,) * len(images.std))
 
     def augmentation(self) -> Augmentation | None:
         """Return the augmentation of the training images."""
@@ -248,6 +266,8 @@ class Settings:
             return
         if self.jacobian_penalty or self.correction:
             raise ValueError("max-steps 0 is the explicit twin, without a fixed point to penalise; leave that out")
+        if self.pretrain or self.tune:
+            raise ValueError("max-steps 0 is the explicit twin, which does not solve; leave out pretrain and tune")
         if self.backward != "jfb":
             text = "max-steps 0 is the explicit twin, whose gradient is exact by jfb, got backward"
             raise ValueError(f"{text} {self.backward}; leave that out")
@@ -300,13 +320,6 @@ def _own_model(name: str) -> str:
     return name
 
 
-def _own_augment(name: str, model: str) -> str:
-    """Return what the papers did: JFB's authors and He et al. augment CIFAR-10, and nothing else is augmented."""
-    if name != "cifar10":
-        return "none"
-    return "flip+crop:4" if model == "resnet56" else "paper"
-
-
 def _is_a(kind: Any, wanted: str) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kind):
@@ -341,9 +354,10 @@ _SWITCH = _is_a(bool, "true or false")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("data", "augment", "model", "recipe", "solver", "backward", "norm"), _NAME),
     **dict.fromkeys(
-        ("whole", "batch_norm", "finite_difference", "monitor", "fast", "compile", "sharded"), _SWITCH
+        ("whole", "normalise", "batch_norm", "finite_difference", "tune", "monitor", "fast", "compile", "sharded"),
+        _SWITCH,
     ),
-    **dict.fromkeys(("epochs", "checkpoint_every"), partial(checks.whole, most=_COUNT)),
+    **dict.fromkeys(("epochs", "pretrain", "checkpoint_every"), partial(checks.whole, most=_COUNT)),
     **dict.fromkeys(("batch_size", "accumulate", "keep"), partial(checks.whole, least=1, most=_COUNT)),
     **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32
     **dict.fromkeys(("jacobian_penalty", "correction"), checks.number),

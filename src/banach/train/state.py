@@ -16,14 +16,14 @@ from banach.data import Batches, Images
 from banach.diagnose import ContractionMonitor
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
-from banach.train.checkpoint import Checkpoint, CheckpointError, Position
+from banach.train.checkpoint import Checkpoint, CheckpointError, Position, short
 from banach.train.distributed import Ranks, placed
 from banach.train.metrics import Epoch, MetricSums
 from banach.train.settings import FREE, Settings
-from banach.train.validate import check_tally, check_tensors, optimizer_tensors
 
 LOWER = 0.1  # times the learning rate, after every rewind
 _OPTIMIZER = ("step", "exp_avg", "exp_avg_sq")
+_COUNTS = [0, 2, 3, 4, 6, 7]  # entries of tally.sums that count
 
 
 class Average:
@@ -77,6 +77,7 @@ class TrainState:
         self.implicit = isinstance(net, ImplicitNetwork)
         self.optimizer = settings.make_optimizer(net)
         self.metrics = MetricSums(self.device)
+        self.counted = torch.zeros((), dtype=torch.int64, device=self.device)  # J-products not in `products` yet
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
         parts = {"train": batches.images, "validation": validation, "augment": batches.augment}
@@ -104,8 +105,14 @@ class TrainState:
     def begin_epoch(self) -> None:
         """Reset the sums, the counts and the clock."""
         self.metrics.reset()
+        self.counted.zero_()
         self.products, self.spent = 0, 0.0
         self.begin_clock()
+
+    def collect_products(self) -> None:
+        """Add the J-products that were counted on the device, with a host sync."""
+        self.products += int(self.counted)
+        self.counted.zero_()
 
     def begin_clock(self) -> None:
         """Measure time and peak memory from now on."""
@@ -133,6 +140,7 @@ class TrainState:
 
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint, as plain values."""
+        self.collect_products()
         kept = {name: getattr(self, name) for name in ("epoch", "step", "products", "seconds", "rewinds")}
         kept |= {"warned": self.monitor.warned, "tensors": len(self.tensors())}
         return {**kept, "done": [epoch.to_dict() for epoch in self.done], "identity": self.identity}
@@ -159,6 +167,7 @@ class TrainState:
         self.metrics.most.copy_(tensors["tally.most"])
         for name in ("epoch", "step", "products", "rewinds"):
             setattr(self, name, state[name])
+        self.counted.zero_()
         self.spent, self.since = state["seconds"], time.perf_counter()
         self.monitor.warned, self.begun_at = state["warned"], self.step
         self.done = [Epoch.from_dict(values) for values in state["done"]]
@@ -201,6 +210,45 @@ def load_weights(net: nn.Module, checkpoint: Checkpoint, *, averaged: bool = Fal
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
     net.load_state_dict({**weights, **(average if averaged else {})})
+
+
+def check_tensors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse other names, shapes or dtypes than those of `wanted`.
+
+    Raises:
+        ValueError: if something differs.
+    """
+    for name in sorted({*got, *wanted}):
+        if name not in got or name not in wanted:
+            raise ValueError(f"{short(name)} is {'missing' if name in wanted else 'not expected'}")
+        here, own = (f"{tuple(t.shape)} of {t.dtype}" for t in (got[name], wanted[name]))
+        if here != own:
+            raise ValueError(f"{name} has the shape {here}, expected {own}")
+
+
+def optimizer_tensors(
+    got: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, keys: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Return tensors as the optimizer's state must have them, by "INDEX.KEY", for the weights that `got` names.
+
+    A weight that never had a gradient has no state, so not every index needs to occur.
+    """
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    step = torch.zeros((), dtype=torch.get_default_dtype())
+    indices = {name.partition(".")[0] for name in got}
+    found = [index for index in range(len(weights)) if str(index) in indices]
+    return {f"{index}.{key}": step if key == "step" else weights[index] for index in found for key in keys}
+
+
+def check_tally(sums: Tensor, most: Tensor) -> None:
+    """Refuse counts that no epoch can have.
+
+    Raises:
+        ValueError: if a count is negative or not finite.
+    """
+    counts = torch.cat([sums[_COUNTS], most[:1]])
+    if not bool((counts.isfinite() & (counts >= 0)).all()):
+        raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 
 
 def described(net: Any, settings: Settings) -> dict[str, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,47 +14,62 @@ from torch import Tensor
 
 from banach.backward import Implicit, Neumann, Unroll
 from banach.data import counter
+from banach.fast import unchanged
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep
+from banach.models import ODENet, unrolled
+from banach.models.ode import ODE_FAILURES
+from banach.network import ImplicitNetwork
 from banach.train.distributed import Parallel
 from banach.train.finite import Watch
 from banach.train.penalties import Penalties
+from banach.train.precision import autocast
 from banach.train.state import TrainState
 
 _DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1
+_TUNED = 30  # the step of an epoch at which modules tune themselves, and once more in its middle
 
 
 class Steps:
-    """`take()` is the next training step of the state; `plan` says how it runs."""
+    """`take()` is the next training step of the state; `show` gets the plan of how it runs, when that changes."""
 
-    def __init__(self, state: TrainState) -> None:
-        self.state, self.feed = state, _EpochFeed(state)
+    def __init__(self, state: TrainState, show: Callable[[Plan], None] = lambda plan: None) -> None:
+        self.state, self.feed, self.show = state, _EpochFeed(state), show
+        self._shown: Plan | None = None
+        self.watch = Watch(state, self.feed.place)
+        self._make()
+
+    def _make(self) -> None:
+        """Plan a step for the network as it is now, and make it."""
+        state = self.state
         net, settings = state.net.train(), state.settings
-        self.penalties = Penalties.of(settings)
+        self.penalties = None if self._pretrain else Penalties.of(settings)
         refused = None if self.feed.full else "there is no whole batch"
+        if isinstance(net, ODENet):
+            refused = "the ODE solver chooses its steps on the host"
         if (ranks := state.ranks.count) > 1:
             refused = f"{ranks} ranks exchange gradients within a step"
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
-        how = plan(
-            net,
-            state.device,
-            settings.precision,
-            compile=settings.compile,
-            observed=self.penalties is not None,
-            refused=refused if settings.fast else "fast is off",
-        )
+        with self._phase():
+            how = plan(
+                net,
+                state.device,
+                settings.precision,
+                compile=settings.compile,
+                observed=self.penalties is not None,
+                refused=refused if settings.fast else "fast is off",
+            )
         if how.graph and how.channels_last:
             from banach.fast.weights import align_state, channels_last
 
             channels_last(net)
             align_state(state.optimizer)
-        self.watch = Watch(state, self.feed.place)
         more: Any = {"metrics": state.metrics, "watch": self.watch, "parallel": state.parallel}
         extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, **more)
         loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-        self._planned = bool(how.graph)
+        self._planned, self._pretrains = bool(how.graph), self._pretrain
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
 
@@ -67,13 +82,40 @@ class Steps:
         """A capture was planned, and failed."""
         return self._planned and not self.plan.graph
 
+    @property
+    def _pretrain(self) -> bool:
+        """The next step is one of those that unroll R."""
+        state = self.state
+        return state.epoch * len(state.batches) + state.step < state.settings.pretrain
+
+    def _phase(self) -> AbstractContextManager[None]:
+        """Unroll R in the block, if the next step is to."""
+        return unrolled(cast(ImplicitNetwork, self.state.net)) if self._pretrain else nullcontext()
+
     def prepare(self) -> None:
-        """Capture the step, if that is planned."""
+        """Capture the step, if that is planned; again if the network is used in another way than before."""
+        if self._pretrains != self._pretrain or self._tuned():
+            self._make()
         if self.plan.graph:
             self.feed.begin_epoch()
             if not self.step.prepared:
-                self.step.prepare()
-                self.watch.reset()  # the warm-up was undone
+                with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
+                    self.step.prepare()
+        if self.plan is not self._shown:
+            if self.plan != self._shown:
+                self.show(self.plan)
+            self._shown = self.plan
+
+    def _tuned(self) -> bool:
+        """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
+        state, steps = self.state, len(self.state.batches)
+        if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrain:
+            return False
+        images, _ = self.feed.batch()
+        able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
+        with autocast(state.settings.precision, state.device), torch.no_grad():
+            changed = [module.tune(state.net, images) for module in able]  # all of them, before any() looks
+        return any(changed)
 
     def take(self) -> None:
         """Take the next step. The caller advances the state's counters."""
@@ -81,10 +123,19 @@ class Steps:
         self.prepare()  # before the seed: a capture draws random numbers
         rank = () if state.ranks.first else (state.ranks.rank,)  # every rank draws other dropout masks
         _seed(counter.key(settings.seed, _DRAWS, state.epoch, state.step, *rank), state.device)
-        self.step.run()
+        with self._phase():
+            products = _products_per_sample(state.net)
+            try:
+                self.step.run()
+            except ODE_FAILURES as error:
+                if not isinstance(state.net, ODENet) or state.ranks.count > 1:
+                    raise
+                self.watch.failed(error)
+                return
         own = state.batches.own(self.feed.count(), state.ranks.rank)
-        added = 0 if self.penalties is None else self.penalties.products
-        state.products += (own.stop - own.start) * (_products_per_sample(state.net) + added)
+        products += 0 if self.penalties is None else self.penalties.products
+        products += state.metrics.add_evaluations(state.net, own.stop - own.start)
+        state.products += (own.stop - own.start) * products
 
 
 class _EpochFeed:
@@ -125,14 +176,18 @@ class _EpochFeed:
         self.place.fill_(state.step)
 
     def eager(self) -> tuple[tuple[Tensor], Tensor]:
-        state, batches = self.state, self.state.batches
+        state = self.state
         rate = state.rate(state.step)
         self.place.fill_(state.step + 1)
         for group in state.optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        index = batches.index(self._order(), state.step)
-        images, labels = batches.make(index, batches.key(state.epoch, state.step))
+        images, labels = self.batch()
         return (images,), labels
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Return the next batch."""
+        state, batches = self.state, self.state.batches
+        return batches.make(batches.index(self._order(), state.step), batches.key(state.epoch, state.step))
 
     def captured(self) -> tuple[tuple[Tensor], Tensor]:
         state = self.state
@@ -144,7 +199,7 @@ class _EpochFeed:
         return (images,), labels
 
     def changing(self) -> Iterator[Tensor]:
-        yield from (self.place, self.state.metrics.sums, self.state.metrics.most)
+        yield from (self.place, self.state.metrics.sums, self.state.metrics.most, self.state.counted)
         if self.state.average is not None:
             yield from self.state.average.weights.values()
 
@@ -165,10 +220,8 @@ def _seed(number: int, device: torch.device) -> None:
 
 
 def _products_per_sample(net: Any) -> int:
-    """Return the J-products that follow from the mode alone; `Implicit` with host checks reports its own."""
+    """Return the J-products that follow from the mode alone; see `counted_products` for others."""
     mode = getattr(net, "backward", None)
-    if isinstance(mode, Implicit):
-        return mode.products or 0
     if isinstance(mode, Neumann):
         return mode.order
     return mode.steps - 1 if isinstance(mode, Unroll) else 0
@@ -176,22 +229,13 @@ def _products_per_sample(net: Any) -> int:
 
 @contextmanager
 def counted_products(state: TrainState) -> Iterator[None]:
-    """Count the J-products that `Implicit` reports, and keep calling the user's `report`.
-
-    Not with check_every=0, where a report would sync with the host at every step.
-    """
+    """Count the J-products of `Implicit` on the device."""
     net: Any = state.net
     mode = getattr(net, "backward", None)
-    if not isinstance(mode, Implicit) or not mode.checked:
+    if not isinstance(mode, Implicit):
         yield
         return
-
-    def report(products: int, residual: Tensor, status: Any) -> None:
-        state.products += products
-        if mode.report is not None:
-            mode.report(products, residual, status)
-
-    net.backward = replace(mode, report=report)
+    net.backward = replace(mode, count=state.counted)
     try:
         yield
     finally:

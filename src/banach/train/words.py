@@ -13,7 +13,9 @@ from banach.models import Constant, Cosine, OneCycle, Schedule, Steps
 from banach.solve import RMS, Anderson, Broyden, Euclidean, Norm, Picard, Solver, Tolerance, WorstPixel
 
 SOLVERS = "picard[:DAMPING] | anderson[:MEMORY] | broyden[:MEMORY]"
-BACKWARDS = "jfb | neumann:ORDER | unroll:STEPS | implicit:cg|gmres|picard|anderson|broyden[:RTOL]"
+BACKWARDS = (
+    "jfb | neumann:ORDER | unroll:STEPS[:DAMPING] | implicit:cg|gmres|picard|anderson|broyden[:RTOL[:STEPS]]"
+)
 NORMS = "rms | euclidean | worst-pixel"
 SCHEDULES = "constant | cosine | one-cycle | steps:EPOCH,EPOCH,..:FACTOR"
 AUGMENTS = "none | paper | flip | crop:PIXELS | erase | affine, joined by +"
@@ -88,12 +90,16 @@ def integers(given: Any) -> Any:
 READERS: dict[str, Callable[[Any], Any]] = {"schedule": schedule, "correction_steps": integers}
 
 
-def _implicit(method: str = "cg", rtol: float = 1e-3) -> Implicit:
+def _implicit(method: str = "cg", rtol: float = 1e-3, steps: int = 500) -> Implicit:
     """In training three digits of the adjoint are enough: fp32 cannot always do better, and bf16 never does."""
     made: Any = _METHODS[nearest("method of implicit", method, _METHODS)]()
     if not 0 < rtol < 1:
         raise ValueError(f"the relative tolerance of implicit must be between 0 and 1, got {rtol:g}")
-    return Implicit(made, Tolerance(atol=0, rtol=rtol, max_steps=500))
+    return Implicit(made, Tolerance(atol=0, rtol=rtol, max_steps=whole("steps", steps, 1)))
+
+
+def _unroll(steps: int = 1, damping: float = 0.0) -> Unroll:
+    return Unroll(whole("steps", steps, 1, RECORDED), damping)
 
 
 # What KIND:ARGUMENT:.. calls, and one reader per argument.
@@ -106,8 +112,8 @@ _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "backward": {
         "jfb": (JFB,),
         "neumann": (lambda order=5: Neumann(whole("order", order, 0, RECORDED)), int),
-        "unroll": (lambda steps=1: Unroll(whole("steps", steps, 1, RECORDED)), int),
-        "implicit": (_implicit, str, float),
+        "unroll": (_unroll, int, float),
+        "implicit": (_implicit, str, float, int),
     },
     "norm": {name: (made,) for name, made in _NORMS.items()},
     "augment": {

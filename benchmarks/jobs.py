@@ -1,0 +1,181 @@
+"""The jobs of the training-step benchmark, in the order in which they are run, and what a job needs to know.
+
+A job is one process: one contender at one point in one precision. The first process of a contender tries every
+precision of the point; the others use the fastest that met the tolerance. A job that has a record is not repeated,
+unless it failed at another commit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import CONTENDERS, Setting
+from benchmarks.points import OWN_POINTS, PAPER_POINTS, POINTS, Point
+from benchmarks.processes import Record
+
+ENOUGH = 0.95  # the share of steps that must meet the tolerance for a precision to count
+MAIN = ("banach-fast", "explicit-fast", "plain", "torchdeq", "banach-eager", "plain-tuned", "torchdeq-tuned")
+ALL = (*MAIN, "plain-graphs")
+EAGER_AND_CAPTURED = ("banach-eager", "banach-captured")
+# Study, points, contenders, processes (of a curve: seeds).
+PLAN: tuple[tuple[str, tuple[str, ...], tuple[str, ...], int], ...] = (
+    *(("step", (name,), ALL, 3) for name in OWN_POINTS),
+    ("step", ("transformer-8",), ("banach-fast", "explicit-fast"), 3),
+    ("per-step", ("transformer",), ("banach-fast",), 3),
+    ("prediction", ("transformer",), ("banach-fast", "plain", "plain-tuned", "plain-graphs"), 3),
+    ("depth", OWN_POINTS, ("banach-captured",), 1),
+    *(("step", (name,), ALL, 3) for name in PAPER_POINTS),
+    ("step", ("svhn100-trained",), ALL, 3),
+    (
+        "gradients",
+        (*OWN_POINTS, "mnist100", "svhn100", "cifar100"),
+        ("plain", "torchdeq", "banach-eager", "banach-fast"),
+        1,
+    ),
+    ("curve", ("transformer", "cifar100"), EAGER_AND_CAPTURED, 3),
+    ("prediction", ("cifar512",), ("banach-fast", "explicit-fast", "plain", "plain-tuned"), 3),
+    ("step", ("svhn100-relative",), ("banach-fast", "explicit-fast", "banach-eager"), 3),
+    ("step", PAPER_POINTS, ("authors", "banach-captured", "banach-general", "banach-modules"), 3),
+)
+TIMED = ("step", "per-step", "prediction")  # these take turns on the device
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the jobs are run.
+
+    Attributes:
+        seconds: start no wave of processes that would end after this.
+        only: beginnings of job names, such as step/mlp; empty: all.
+        processes: per contender, at most as many as PLAN says.
+        at_once: processes that prepare at the same time.
+        steps: timed steps per process, fewer if they take more than `most` seconds.
+        out: folder of the records.
+        work: folder of trained weights and of what was compiled.
+    """
+
+    seconds: float = 500.0
+    only: tuple[str, ...] = ()
+    processes: int = 3
+    at_once: int = 16
+    steps: int = 50
+    most: float = 2.5
+    settle: int = 8  # steps before the first timed one
+    depth_steps: int = 500
+    curve_steps: int = 300
+    batches: tuple[int, ...] = (1, 64, 1024)  # of predictions
+    compile: bool = True
+    quick: bool = False
+    device: str = "cuda"
+    data_dir: Path | None = None
+    out: Path = Path("results/gpu")
+    work: Path = Path("build/benchmarks")
+
+    @property
+    def records(self) -> Path:
+        return self.out / "training-step.jsonl"
+
+    def point(self, name: str) -> Point:
+        return POINTS[name].tiny() if self.quick else POINTS[name]
+
+    def start(self, point: str) -> Path:
+        """Return the file of the weights from which all contenders go on."""
+        return self.work / f"start-{point}{'-quick' if self.quick else ''}.pt"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process of a study. `number` is that of the process, or the seed of a curve."""
+
+    study: str
+    point: str
+    contender: str
+    precision: str
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return "/".join(map(str, (self.study, self.point, self.contender, self.precision, self.number)))
+
+    def setting(self, settings: Settings, **changes: Any) -> Setting:
+        given = {"compile": settings.compile, **changes}
+        return Setting(settings.point(self.point), self.precision, torch.device(settings.device), **given)
+
+    def command(self, settings: Settings) -> list[str]:
+        """Return the command of the process; its locks are added as further arguments."""
+        given = json.dumps([asdict(self), asdict(settings)], default=str)
+        return [sys.executable, "-m", "benchmarks.training_step", given]
+
+
+def read_job(given: str) -> tuple[Job, Settings]:
+    """Return what `Job.command` was given."""
+    job, found = json.loads(given)
+    paths = {name: Path(found[name]) for name in ("out", "work", "data_dir") if found[name] is not None}
+    tuples = {name: tuple(found[name]) for name in ("only", "batches")}
+    return Job(**job), Settings(**(found | paths | tuples))
+
+
+def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> list[Job]:
+    """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both."""
+    failed = {one["job"] for one in records if "error" in one and one["commit"] == commit}
+    done = {one["job"] for one in records if "error" not in one} | failed
+    pending = [job for job in _jobs(records, settings) if job.name not in done]
+    starts = {job: _start_of(job, settings) for job in pending}
+    # A start is its file, which a fresh machine does not have, and not its record.
+    missing = [one for one in dict.fromkeys(starts.values()) if not settings.start(one.point).exists()]
+    lost = [one for one in missing if one.name in failed]
+    wave = [one for one in missing if one not in lost] or [job for job in pending if starts[job] not in lost]
+    return [job for job in wave if (job.study in TIMED) == (wave[0].study in TIMED)][: settings.at_once]
+
+
+def _start_of(job: Job, settings: Settings) -> Job:
+    return Job("start", job.point, "banach-eager", settings.point(job.point).precision or "fp32")
+
+
+def _jobs(records: list[Record], settings: Settings) -> Iterator[Job]:
+    """Yield all jobs that can run now."""
+    for study, points, contenders, processes in PLAN:
+        for point in points:
+            for number in range(min(processes, settings.processes)):
+                for name in contenders:
+                    for precision in _precisions(study, point, name, number, records, settings):
+                        job = Job(study, point, name, precision, number)
+                        if not settings.only or job.name.startswith(settings.only):
+                            yield job
+
+
+def _precisions(
+    study: str, point: str, name: str, number: int, records: list[Record], settings: Settings
+) -> tuple[str, ...]:
+    where, contender = settings.point(point), CONTENDERS[name]
+    if contender.missing(where) is not None:
+        return ()
+    if study == "depth":
+        return ("fp32",)  # the arithmetic of the eager solve that it is compared with
+    if study not in TIMED:
+        return (where.precision or "bf16",)
+    tried = contender.precisions(where)
+    best = _best(_first(records, study, point, name), len(tried))
+    return tried if number == 0 else (best,) if best else ()
+
+
+def _first(records: list[Record], study: str, point: str, contender: str) -> list[Record]:
+    """Return the records of a contender's first processes, one for each precision."""
+    key = study, point, contender, 0
+    return [one for one in records if (one["study"], one["point"], one["contender"], one["number"]) == key]
+
+
+def _best(first: list[Record], tried: int) -> str | None:
+    """Return the fastest precision that met the tolerance, else the fastest; None if some are missing."""
+    measured = {one["precision"]: one for one in first if "error" not in one}
+    if not measured or len({one["precision"] for one in first}) < tried:
+        return None
+    met = {name: one["met"] is None or one["met"] >= ENOUGH for name, one in measured.items()}
+    return min(measured, key=lambda name: (not met[name], measured[name]["ms"]))

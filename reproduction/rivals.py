@@ -1,0 +1,130 @@
+"""Neural ODEs, monotone operator networks (MON) and multiscale DEQs, by their own recipes and by a common one.
+
+The other implicit networks of the first table, trained by the same command as ours. MON and multiscale DEQ are
+also trained by JFB, which their authors did not do. "exact" solves the adjoint equation, for MON by the network's
+splitting, for the multiscale DEQ by Broyden's method as its authors did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from banach import models
+from reproduction.intervals import Interval, percent
+from reproduction.jobs import Job, settings
+from reproduction.study import Options, panels, table
+from reproduction.table1 import ENTRIES, TITLES
+from reproduction.trainings import Training, draw_curve, of_group, trained
+
+RECORDS = "trainings.jsonl"
+Row = Training
+EXACT = "implicit:picard:1e-2:300"  # as MON's own recipe
+DAMPED = {"solver": "picard:0.5", "precision": "tf32"}
+LARGE = {**DAMPED, "precision": "bf16", "epochs": 40, "pretrain": 3_000}  # what 25 minutes allow
+OWN: dict[tuple[str, str, str], dict[str, Any]] = {  # data, model, gradient -> changes of the model's own recipe
+    ("mnist", "mon", "jfb"): {"backward": "jfb"},
+    ("mnist", "mon", "exact"): {},
+    ("svhn", "mon-tiers", "jfb"): {"backward": "jfb"},
+    ("svhn", "mon-tiers", "neumann2"): {"backward": "neumann:2"},
+    ("svhn", "mon-tiers", "exact"): {},
+    ("mnist", "anode", ""): {},
+    ("mnist", "node", ""): {},
+    ("svhn", "anode", ""): {},
+    ("svhn", "node", ""): {},
+    ("cifar10", "mdeq-tiny", "jfb"): {"backward": "jfb", **DAMPED},
+    ("cifar10", "mdeq-tiny", "exact"): {"precision": "tf32"},
+    ("cifar10", "mon-large", "jfb"): {"backward": "jfb", "precision": "tf32"},
+    ("cifar10", "mdeq", "jfb"): {"backward": "jfb", **LARGE},
+}
+COMMON: dict[tuple[str, str, str], dict[str, Any]] = {  # changes of the recipe for all; our networks come first
+    ("mnist", "mnist", "jfb"): {},
+    ("mnist", "mnist", "twin"): {"max_steps": 0},
+    ("mnist", "mon", "jfb"): {},
+    ("mnist", "mon", "exact"): {"backward": EXACT},
+    ("mnist", "anode", ""): {},
+    ("svhn", "svhn", "jfb"): {},
+    ("svhn", "svhn", "twin"): {"max_steps": 0},
+    ("svhn", "mon-tiers", "jfb"): {},
+    ("svhn", "mon-tiers", "exact"): {"backward": EXACT},
+    ("svhn", "anode", ""): {},
+}
+PAIRED = {"mnist": "mnist-mon", "svhn": "svhn-mon-tiers", "cifar10": "cifar10-mdeq-tiny"}  # JFB against exact
+
+COLUMNS = "data|model|gradient|n|epochs|clean %|paper|published|Q / R / S|MACs|evaluations|J-products|met eps"
+COLUMNS += "|largest residual|cosine of JFB|ms per step|peak MB|warnings"
+
+
+def _name(data: str, model: str, gradient: str, recipe: str) -> str:
+    return "-".join(part for part in (data, model, gradient, recipe.removeprefix("own")) if part)
+
+
+def _job(key: tuple[str, str, str], recipe: str, seed: int, **changes: Any) -> Job:
+    """Return a job. The paper's networks have no common recipe of their own: they take that of MON."""
+    data, model, _ = key
+    known = models.get(model).recipes
+    augment = known[recipe].augment if data == "cifar10" else None
+    made = settings(data, model if recipe in known else "mon", recipe, augment=augment, seed=seed, **changes)
+    return Job(name=f"{_name(*key, recipe)}-seed{seed}", settings=replace(made, model=model))
+
+
+QUICK = [_job(("digits", "mon", "jfb"), "common", 0, epochs=1, subset=256)]
+JOBS = [_job(key, "own", seed, **changes) for key, changes in OWN.items() for seed in range(3)]
+JOBS += [_job(key, "common", seed, **changes) for key, changes in COMMON.items() for seed in range(3)]
+
+
+def run(options: Options) -> list[Training]:
+    """Train what the records lack."""
+    return trained(QUICK if options.quick else JOBS, options)
+
+
+def values(rows: Sequence[Training]) -> dict[str, Any]:
+    """Return tables of the models' own recipes, of the common one and of both, and the figure if there is one."""
+    own = [line for key in OWN for line in _lines(rows, *key, "own")]
+    common = [line for key in [*COMMON, ("digits", "mon", "jfb")] for line in _lines(rows, *key, "common")]
+    shown = "![JFB against the exact gradient](rivals.svg)" if _pairs(rows) else "No pair is trained yet."
+    tables = {"table": [*own, *common], "own": own, "common": common}
+    return {name: table(lines, COLUMNS) for name, lines in tables.items()} | {"figure": shown}
+
+
+def _lines(rows: Sequence[Training], data: str, model: str, gradient: str, recipe: str) -> list[tuple[Any, ...]]:
+    """Return the line of one group, an empty list without runs."""
+    name = _name(data, model, gradient, recipe)
+    runs = [run for run in of_group(rows, name) if run.final]
+    if not runs:
+        return []
+    entry = next((entry for entry in ENTRIES if entry.group == name), None)
+    one, last = runs[0], runs[0].epochs[-1]
+    parts = one.final.parts if one.final else None
+    steps = math.ceil(one.images / one.settings["batch_size"])
+    said = sum(sum(part.get("warnings", {}).values()) for run in runs for part in run.segments)
+    return [(
+        TITLES[data], model, gradient or "adjoint", len(runs), one.reached, Interval.of(run.clean for run in runs),
+        entry and entry.paper, entry and entry.published,
+        " / ".join(f"{count:,}" for count in parts.values()) if parts else None,
+        one.final and one.final.macs, last.depth, last.products / one.images,
+        percent(run.scores.converged for run in runs), max(run.scores.max_residual or 0.0 for run in runs) or None,
+        one.contraction[-1].get("cosine") if one.contraction else None, 1e3 * one.seconds / steps,
+        last.memory and last.memory / 1e6, said,
+    )]  # fmt: skip
+
+
+def _pairs(rows: Sequence[Training]) -> dict[str, list[list[Training]]]:
+    """Return by data set the runs by JFB and by the exact gradient, where there are both."""
+    found = {d: [of_group(rows, f"{name}-{kind}") for kind in ("jfb", "exact")] for d, name in PAIRED.items()}
+    return {data: pair for data, pair in found.items() if all(pair)}
+
+
+def figures(rows: Sequence[Training]) -> dict[str, Any]:
+    """Draw accuracy against time for JFB and the exact gradient, where both are trained."""
+    pairs = _pairs(rows)
+    figure, axes = panels(len(pairs) or 1, width=4.2)
+    for one, (data, pair) in zip(axes, pairs.items(), strict=False):
+        for runs, label in zip(pair, ("JFB", "exact gradient"), strict=True):
+            draw_curve(one, runs, f"{label} (n = {len(runs)})", time=True)
+        one.set(title=f"{TITLES[data]}, {PAIRED[data].removeprefix(f'{data}-')}", xlabel="seconds of training")
+        one.legend(fontsize="small", loc="lower right")
+    axes[0].set_ylabel("test accuracy, % (clean protocol)")
+    return {"rivals": figure} if pairs else {}

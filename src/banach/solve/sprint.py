@@ -1,0 +1,203 @@
+"""Picard's loop in few operations: on a CPU Python costs more than a small T, on a GPU a host check does.
+
+Both functions do what `Run.step` and `Run.check` do, as long as nothing unusual happens: residuals are finite, no
+sample may have stalled. Then the general loop takes one step, and they go on after it.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banach.solve.context import is_transformed, rounding
+from banach.solve.picard import Picard
+from banach.solve.run import Run
+from banach.solve.state import (
+    BEST,
+    IDLE,
+    NOW,
+    REACHED,
+    RESIDUAL,
+    STEP,
+    Array,
+    State,
+    count_nonzero,
+    to_numpy,
+)
+from banach.solve.tolerance import RMS, Euclidean, WorstPixel
+
+BETWEEN_CHECKS = 4  # steps on a GPU
+
+
+def can_sprint(run: Run) -> bool:
+    """Return True for Picard and norms that give new memory in the type of the rows, outside torch.func."""
+    known = type(run.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
+    return run.on_host and known and type(run.solver) is Picard
+
+
+def sprint(run: Run, state: State, k: int, *, compact: bool) -> int:
+    """Take Picard steps after k evaluations, and return the evaluations then."""
+    if state.z.is_cuda and run.tolerance.check_every is None and not compact:
+        return stride(run, state, k)
+    z, count, left = state.z, len(state.z), state.count
+    atol = np.array(run.atol, state.least.dtype)  # compared faster than a float
+    evaluate, counted, read = run.evaluate, count_nonzero, Tensor.numpy if z.is_cpu else to_numpy
+    damping, rtol, most, first = cast(Picard, run.solver).damping, run.tolerance.rtol, run.tolerance.max_steps, k
+    least, least_at, fresh = _at_start(run, state)
+    now = test = least
+    while left and k < most:
+        Tz = state.Tz = evaluate(z, first=not k)
+        r = Tz - z
+        measured = _measured(run, r, Tz) if rtol else run.measure(r, run.space)
+        numbers = read(measured)
+        residual, excess = numbers if rtol else (numbers, numbers)
+        active, better, frozen = excess > atol, residual < least, left < count
+        if frozen:
+            active &= state.active
+        here, fell = counted(active), counted(better)
+        if (
+            (compact and here < count)
+            or (rtol and counted(excess > -np.inf) < count)
+            or (fell < count and counted(better | (residual < np.inf)) < count)
+            or (fell < count and _stalls(run, active & (k + 1 >= least_at + IDLE), residual, excess, Tz))
+        ):
+            state.pending = r, measured[0] if rtol else measured
+            break
+        k, now, test = k + 1, residual, excess
+        if fell == count:
+            state.best_z, least, least_at = z, residual, k
+        else:
+            least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
+            if fell:
+                state.best_z = torch.where(state.column(better), z, state.best_z)
+        # A copy of T(z), since T may write its next value into the same memory.
+        moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
+        z = torch.where(state.mask, moved, z) if frozen else moved
+        if here < count:
+            _note_frozen(run, fresh, residual)
+            fresh = state.active & ~active if here < left else None
+            state.record(k, residual, excess, active)
+            least = np.where(active, least, np.inf)
+        left = here
+    state.z = z
+    if k > first:
+        _note(run, state, k, (now, test), (least, least_at))
+    return k
+
+
+def stride(run: Run, state: State, k: int) -> int:
+    """Take several Picard steps between two host checks, at which samples go back to where they met the tolerance.
+
+    Until then they move on. So T is evaluated up to BETWEEN_CHECKS - 1 times more than there are steps.
+    """
+    count, first, most, rtol = len(state.z), k, run.tolerance.max_steps, run.tolerance.rtol
+    atol = np.array(run.atol, state.least.dtype)
+    least, least_at, fresh = _at_start(run, state)
+    now = test = least
+    usual = True
+    while usual and state.count and k < most:
+        iterates, numbers = _steps(run, state.z, k, min(BETWEEN_CHECKS, most - k))
+        before, frozen_at, best_at = state.active, np.full(count, -1), np.full(count, -1)
+        last = 0
+        for j, row in enumerate(numbers):
+            residual, excess = row if rtol else (row, row)
+            better, active = residual < least, (excess > atol) & state.active
+            idle = active & ~better & (k + 1 >= least_at + IDLE)
+            usual = count_nonzero((residual < np.inf) & (excess > -np.inf) | ~state.active) == count
+            usual = usual and not _stalls(run, idle, residual, excess, iterates[j + 1])
+            if not usual:
+                break
+            k, now, test, last = k + 1, residual, excess, j + 1
+            better &= state.active
+            best_at[better], frozen_at[state.active & ~active] = j, j
+            least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
+            if count_nonzero(active) < count:
+                if not j:
+                    _note_frozen(run, fresh, residual)
+                state.record(k, residual, excess, active, of_frozen=not j)
+            if not state.count:
+                break
+        fresh = before & ~state.active
+        _move(state, iterates, before, last, frozen_at, best_at)
+    if k > first:
+        _note(run, state, k, (now, test), (least, least_at))
+    return k
+
+
+def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.ndarray]:
+    """Return z and the next iterates, and (steps, ..., samples): what `_measured` gives of each."""
+    damping, iterates, measured = cast(Picard, run.solver).damping, [z], []
+    for j in range(steps):
+        Tz = run.evaluate(z, first=not k and not j)
+        measured.append(_measured(run, Tz - z, Tz))
+        z = (
+            torch.lerp(Tz, z, damping) if damping else Tz.clone()
+        )  # T may write its next value into the same memory
+        iterates.append(z)
+    return iterates, to_numpy(torch.stack(measured))
+
+
+def _move(
+    state: State, iterates: list[Tensor], before: np.ndarray, last: int, frozen_at: np.ndarray, best_at: np.ndarray
+) -> None:
+    """Give every sample the iterate at which it froze, else the last one; and keep its best one."""
+    z = iterates[last]
+    if not before.all():
+        z = torch.where(state.column(before), z, iterates[0])
+    for j in set(frozen_at[frozen_at >= 0].tolist()) - {last - 1}:
+        z = torch.where(state.column(frozen_at == j), iterates[j + 1], z)
+    state.z = z
+    best_at[~state.active] = -1  # frozen samples keep what they have
+    places = set(best_at.tolist())
+    if len(places) == 1 and best_at[0] >= 0:
+        state.best_z = iterates[best_at[0]]
+        return
+    for j in places - {-1}:
+        state.best_z = torch.where(state.column(best_at == j), iterates[j], state.best_z)
+
+
+def _at_start(run: Run, state: State) -> tuple[Array, Array, np.ndarray | None]:
+    """Return the least residuals, infinity for frozen samples, their steps, and the samples that froze last."""
+    if state.count == len(state.z):
+        return state.least, state.least_at, None
+    return np.where(state.active, state.least, np.inf), state.least_at, ~state.active & np.isnan(run.after)
+
+
+def _measured(run: Run, r: Tensor, Tz: Tensor) -> Tensor:
+    """Return the residual, with a relative tolerance (2, samples): also the residual minus its relative part."""
+    residual, rtol = run.measure(r, run.space), run.tolerance.rtol
+    if not rtol:
+        return residual
+    return torch.stack((residual, torch.sub(residual, run.measure(Tz, run.space), alpha=rtol)))
+
+
+def _stalls(run: Run, idle: np.ndarray, residual: np.ndarray, excess: np.ndarray, Tz: Tensor) -> bool:
+    """Return True if the residual of an idle sample may be no more than rounding."""
+    if not count_nonzero(idle):
+        return False
+    rtol = run.tolerance.rtol
+    size = (residual - excess) / rtol if rtol else to_numpy(run.measure(Tz, run.space))
+    return bool(count_nonzero(idle & (residual <= rounding(run.space) * size)))
+
+
+def _note_frozen(run: Run, fresh: np.ndarray | None, residual: np.ndarray) -> None:
+    """Note the residuals of samples at the first evaluation after they froze."""
+    run.earlier = run.after
+    if fresh is not None:
+        run.after = np.where(fresh, residual, run.after)
+
+
+def _note(run: Run, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
+    """Note what a check would see after the k-th evaluation."""
+    stats = run.seen = state.stats
+    run.busy = bool(state.count)
+    if state.count == len(state.z):
+        for row in (REACHED, NOW):
+            stats[row, state.tested], stats[row, RESIDUAL], stats[row, STEP] = last[1], last[0], k
+        stats[BEST, RESIDUAL], stats[BEST, STEP] = best
+    elif run.busy:
+        for row, value in zip((RESIDUAL, STEP), best, strict=True):
+            np.copyto(stats[BEST, row], value, where=state.active)

@@ -1,0 +1,73 @@
+"""Picard's short loops against the general one, which `record=True` asks for: same numbers, bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from banach import RMS, Euclidean, Picard, Tolerance, WorstPixel, solve
+from banach.solve.solution import DEFERRED
+
+LOOP, SPRINT = (importlib.import_module(f"banach.solve.{name}") for name in ("loop", "sprint"))
+
+
+def problems() -> list[tuple[Callable[..., Tensor], Tensor, Tensor, Picard, Tolerance]]:
+    """Return random maps: some contract, some expand until they overflow, some never get better for long."""
+    made = []
+    draw = torch.Generator().manual_seed(0)
+    for case in range(90):
+        dtype = torch.float64 if case % 3 else torch.float32
+        n, w = (int(torch.randint(1, most, (), generator=draw)) for most in (9, 6))
+        A = torch.randn(n, w, w, generator=draw, dtype=torch.float64)
+        A *= (0.2 + 1.1 * torch.rand(n, generator=draw))[:, None, None] / torch.linalg.matrix_norm(A, 2)[
+            :, None, None
+        ]
+        b = torch.randn(n, w, generator=draw, dtype=torch.float64)
+        if case % 7 == 5:
+            b[0] = (1e30, torch.inf)[case % 2]
+
+        def T(z: Tensor, A: Tensor, b: Tensor, bend: bool = case % 4 == 1) -> Tensor:
+            value = (A @ z[..., None])[..., 0] + b
+            return torch.sin(value) if bend else value
+
+        rtol = (0, 1e-3, 1e-6, 1e-12)[case % 4]
+        tolerance = Tolerance(
+            atol=(0 if rtol else 1e-3, 1e-4, 1e-9)[case % 3], rtol=rtol, max_steps=(3, 25, 60)[case // 5 % 3],
+            norm=(RMS(), Euclidean(), WorstPixel())[case // 7 % 3],
+        )  # fmt: skip
+        made.append((T, A.to(dtype), b.to(dtype), Picard(damping=(0, 0, 0.3)[case // 2 % 3]), tolerance))
+    return made
+
+
+@pytest.mark.parametrize("way", ["sprint", "stride", "compact"])
+def test_short_loops_are_the_general_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stride` is for a GPU: several steps between two host checks."""
+    if way == "stride":
+        monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+    ends: set[str] = set()
+    for T, A, b, solver, tolerance in problems():
+        start = torch.ones_like(b)
+        options: dict[str, Any] = {"inputs": (A, b), "tolerance": tolerance}
+        found = solve(T, start, solver, **options, compact=way == "compact")
+        wanted = solve(T, start, solver, **options, record=True)
+        torch.testing.assert_close(found.value, wanted.value, rtol=0, atol=0, equal_nan=True)
+        for name in DEFERRED:
+            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True)
+        assert found.failures == wanted.failures
+        ends |= {status.name for status in found.status}
+    assert ends >= {"CONVERGED", "MAX_STEPS", "NONFINITE"}
+
+
+def test_strides_find_a_map_that_mixes_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+    rates = torch.tensor([[0.1], [0.9]], dtype=torch.float64)
+
+    def T(z: Tensor) -> Tensor:
+        return rates * z + 1 + 0.5 * z.flip(0) * torch.tensor([[1.0], [0.0]])
+
+    assert solve(T, torch.zeros(2, 3, dtype=torch.float64), tolerance=Tolerance(max_steps=200)).fault is not None
