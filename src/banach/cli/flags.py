@@ -12,9 +12,8 @@ import typer
 from banach.cli.opened import lenient
 from banach.train import Settings, words
 
-IMPLICIT = (
-    "implicit:cg | implicit:gmres | implicit:picard | implicit:anderson | implicit:broyden, each [:RTOL[:STEPS]]"
-)
+METHODS = ("cg", "gmres", "picard", "anderson", "broyden")
+IMPLICIT = " | ".join(f"implicit:{method}" for method in METHODS) + ", each [:RTOL[:STEPS]]"
 # Every setting is a flag: in groups, what it means, and the name of its value.
 FLAGS: dict[str, dict[str, tuple[str, str | None]]] = {
     "Data": {
