@@ -344,6 +344,16 @@ REFUSED: dict[str, tuple[ImplicitNetwork, Any, type[Exception]]] = {
         D,
         ValueError,
     ),
+    r"whose latent has a row .* shape \(\)": (
+        network(lambda u, v: (halves(u[0], v), u[1]), S=lambda u: u[0], start=lambda v: (v, v.new_zeros(()))),
+        D,
+        ValueError,
+    ),
+    r"S\(u\) of a compiled network must hold at least one tensor, got an empty tuple": (
+        network(halves, S=lambda u: ()),
+        D,
+        ValueError,
+    ),
     r"S\(u\) of a compiled network must be a tensor or .* dict of tensors, got float": (
         network(halves, S=lambda u: (u, 1.0)),
         D,
@@ -356,6 +366,7 @@ REFUSED: dict[str, tuple[ImplicitNetwork, Any, type[Exception]]] = {
 }
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("words", REFUSED)
 def test_parts_that_are_no_tensor_with_a_row_for_every_sample_are_refused(words: str) -> None:
     net, d, error = REFUSED[words]
@@ -386,10 +397,12 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
         fast(torch.tensor(1.0))
 
 
+@pytest.mark.usefixtures("device")
 def test_an_empty_batch_has_an_empty_answer() -> None:
-    for fast in (banach.compile(network(halves)), banach.compile(network(halves), neighbours=4)):
+    net = network(halves)
+    for fast in (banach.compile(net), banach.compile(net, neighbours=4), banach.compile(nested(scales))):
         assert fast(torch.ones(0, 3)).shape == (0, 3)
-        assert fast(torch.ones(2, 3)).shape == (2, 3)
+        assert fast(torch.zeros(2, 3)).shape == (2, 3)
 
 
 def test_an_r_that_mixes_samples_is_refused() -> None:

@@ -94,7 +94,7 @@ class CompiledNetwork:
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
         _check_start(z0, batch)
-        if not batch and d[0].is_cuda:  # there is no sample to pad a batch with
+        if not batch and self.plan.graph:  # there is no sample to pad a batch with
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
@@ -154,9 +154,9 @@ class CompiledNetwork:
         return _Answer(kept, y, z, *(getattr(found, name) for name in DEFERRED)), found
 
     def _solve(self, v: Latent, z0: Latent | None) -> Solution:
-        net = self.net
-        z = promoted(net.start(v) if z0 is None else z0)
-        compact = bool(len(leaves(v)[0])) and not self.plan.graph and net.tolerance.check_every != 0
+        net, first = self.net, leaves(v)[0]
+        z = promoted(_per_sample("latent", net.start(v) if z0 is None else z0, first))
+        compact = bool(len(first)) and not self.plan.graph and net.tolerance.check_every != 0
         return solve(self.fast.R, z, net.solver, inputs=(v,), tolerance=net.tolerance, compact=compact)
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
@@ -209,7 +209,7 @@ def _batch_of(d: tuple[Any, ...]) -> int:
 
 
 def _check_start(z0: Any, batch: int) -> None:
-    for leaf in [] if z0 is None else leaves(z0, "z0, such as the value of a Solution,"):
+    for leaf in [] if z0 is None else _tensors("z0, such as the value of a Solution,", z0):
         if leaf.shape[:1] != (batch,):
             got = tuple(leaf.shape)
             raise ValueError(f"z0 must hold one latent for each of {batch} inputs, got a tensor of shape {got}")
@@ -217,13 +217,21 @@ def _check_start(z0: Any, batch: int) -> None:
 
 def _per_sample(name: str, value: Latent, batch: Tensor) -> Latent:
     """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
-    for leaf in leaves(value, f"{name} of a compiled network"):
+    for leaf in _tensors(f"{name} of a compiled network", value):
         if leaf.shape[:1] != batch.shape[:1]:
             raise ValueError(
                 f"compile takes networks whose {name} has a row for each of {len(batch)} samples, got a tensor of "
                 f"shape {tuple(leaf.shape)}; call the network itself"
             )
     return value
+
+
+def _tensors(name: str, value: Latent) -> list[Tensor]:
+    """Return the tensors of a nest, which must not be empty."""
+    parts = leaves(value, name)
+    if not parts:
+        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
+    return parts
 
 
 def _name(value: Any) -> str:
