@@ -18,8 +18,8 @@ help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      measure against TorchDEQ and a plain loop; writes results/*.json"
-	@echo "make bench-gpu  training steps and predictions against peers, memory, kernels on a GPU; writes results/gpu/*.json"
+	@echo "make bench      measure against TorchDEQ (6 minutes); writes results/*.json and compares them with the committed ones"
+	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
@@ -85,6 +85,7 @@ lint: setup
 
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks cpu
+	$(BIN)/python -m benchmarks.compare_results
 
 bench-gpu:
 	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || { echo "bench-gpu needs a Python that has torch with CUDA, got $(GPU_PYTHON); run: make bench-gpu GPU_PYTHON=..." >&2; exit 2; }

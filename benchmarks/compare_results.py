@@ -84,7 +84,7 @@ def _values(content: dict[str, Any], column: str) -> dict[tuple[str, ...], float
         name = tuple(
             f"{row[key]}"
             for key in row
-            if (isinstance(row[key], str) and key != "T evals") or key in ("eps", "depth")
+            if (isinstance(row[key], str) and key != "T evals") or key in ("eps", "depth", "batch")
         )
         if isinstance(value, (int, float)) and not any("TorchDEQ" in part for part in name):
             found[name] = float(value)

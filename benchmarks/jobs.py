@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,13 @@ def read_job(given: str) -> tuple[Job, Settings]:
 
 
 def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> list[Job]:
-    """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both."""
+    """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both.
+
+    Args:
+        records: what was measured so far.
+        settings: which jobs, and how many at once.
+        commit: of the code; a job that failed at another one is tried again.
+    """
     failed = {one["job"] for one in records if "error" in one and one["commit"] == commit}
     done = {one["job"] for one in records if "error" not in one} | failed
     pending = [job for job in _jobs(records, settings) if job.name not in done]
@@ -133,6 +139,12 @@ def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> 
     lost = [one for one in missing if one.name in failed]
     wave = [one for one in missing if one not in lost] or [job for job in pending if starts[job] not in lost]
     return [job for job in wave if (job.study in TIMED) == (wave[0].study in TIMED)][: settings.at_once]
+
+
+def unknown_name(settings: Settings) -> str | None:
+    """Return an entry of `only` with which no job begins, None if there is none."""
+    names = [job.name for job in _jobs([], replace(settings, only=()))]
+    return next((one for one in settings.only if not any(name.startswith(one) for name in names)), None)
 
 
 def _start_of(job: Job, settings: Settings) -> Job:

@@ -326,6 +326,14 @@ STUDIES: dict[str, Callable[[Job, Settings, Gate], Record]] = {
 
 
 def measure(job: Job, settings: Settings, gate: Gate) -> Record:
-    """Return the record of a job, without where and when it was measured."""
+    """Measure one job in this process.
+
+    Args:
+        job: study, point, contender and precision.
+        settings: sizes, device and folders.
+        gate: turns on the device; `Gate()` if there are no other processes.
+    Returns:
+        the fields of a record, without where and when it was measured.
+    """
     with switches(job.precision, torch.device(settings.device)):
         return STUDIES[job.study](job, settings, gate)

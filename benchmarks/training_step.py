@@ -16,7 +16,7 @@ from pathlib import Path
 
 from banach.provenance import provenance, source_commit
 from benchmarks import summary
-from benchmarks.jobs import Job, Settings, next_jobs, read_job
+from benchmarks.jobs import Job, Settings, next_jobs, read_job, unknown_name
 from benchmarks.processes import Gate, Record, append, read, run_wave
 from benchmarks.results import Benchmark, Report
 
@@ -25,6 +25,11 @@ RESERVE = 5.0  # seconds for the summary
 
 def run(settings: Settings) -> Report:
     """Run the jobs that have no record, as many as there is time for, and summarise all records."""
+    if (name := unknown_name(settings)) is not None:
+        print(
+            f"no job begins with {name}; expected STUDY/POINT/CONTENDER, such as step/mlp/plain", file=sys.stderr
+        )
+        raise SystemExit(2)
     ends, longest = time.monotonic() + settings.seconds - RESERVE, 0.0
     while jobs := next_jobs(read(settings.records), settings, source_commit()[0]):
         began = time.monotonic()

@@ -97,7 +97,7 @@ def html(pages: Mapping[str, str]) -> str:
     from markdown_it import MarkdownIt
 
     names = sorted(pages, key=lambda name: (name != MAIN, name))
-    render = MarkdownIt("commonmark").enable("table").render
+    render = MarkdownIt("commonmark", {"html": False}).enable("table").render
     parts = [f'<section id="{Path(name).stem}">\n{render(pages[name])}</section>\n' for name in names]
     body = _LINK.sub(lambda m: f'{m[1]}="#{m[2]}"' if m[3] == "md" else f'{m[1]}="{m[2]}.svg"', "".join(parts))
     return (PAGES / HTML).read_text(encoding="utf-8").replace("{body}", body)

@@ -6,11 +6,12 @@ It offers:
     RECORDS: str                file of its records in results/reproduction, one line of JSON per row
     Row                         frozen dataclass: one line of that file, and one row of its table
     run(options) -> list[Row]   compute or train what is missing, write the records, return all rows
-    values(rows) -> dict        numbers, strings and Markdown tables for the placeholders of pages
+    values(rows) -> dict        numbers, claims (intervals.py) and Markdown tables for the placeholders of pages
     figures(rows) -> dict       matplotlib figures by name; the report writes docs/reproduction/NAME.svg
 
 `values` and `figures` get the rows that the file holds, and compute nothing that needs a network or data. A page
-(pages/*.md) shows a value by `{STUDY.KEY}` or `{STUDY.KEY:.2f}`. Numbers stay numbers until there.
+(pages/*.md) shows a value by `{STUDY.KEY}`, `{STUDY.KEY:.2f}` or `{STUDY.KEY.FIELD}`. Until there numbers stay
+numbers.
 With `options.quick` a study runs on digits, on a CPU, in seconds, and writes below runs/quick.
 """
 

@@ -215,6 +215,9 @@ def test_processes_write_records_and_a_second_call_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = replace(QUICK, only=("step/mlp/plain/",), out=tmp_path, work=tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        training_step.run(replace(settings, only=("step/mpl",)))
+    assert "no job begins with step/mpl" in capsys.readouterr().err
     late = replace(settings, seconds=training_step.RESERVE)  # no time for a single process
     assert "some jobs are left: run the command again" in training_step.run(late).notes
     assert training_step.run(settings).rows[0]["contender"] == "plain"

@@ -55,9 +55,12 @@ def test_no_arguments_show_the_help_and_version_the_version(capsys: Any) -> None
 
 
 @pytest.mark.parametrize(("words", "expected"), [("banach tr", "train"), ("banach train --back", "--backward")])
-def test_shells_complete(words: str, expected: str) -> None:
+def test_shells_complete(words: str, expected: str, tmp_path: Path) -> None:
+    """The name of a command at once: this torch cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    paths = [str(Path(app.__file__).parents[2]), *([] if "--" in words else [str(tmp_path)])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(reversed(paths))}
     position = str(len(words.split()) - 1)
-    environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
     environment |= {"_BANACH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": position}
     done = subprocess.run(
         [sys.executable, "-m", "banach"], env=environment, capture_output=True, text=True, check=False, timeout=120

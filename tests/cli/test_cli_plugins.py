@@ -65,7 +65,6 @@ def test_import_is_recorded_and_found_again(capsys: Any) -> None:
     assert main([*SMALL, *flags]) == 0
     settings = Run.open("runs/mine-data-1").settings
     assert (settings.model, settings.data) == ("mine_package:mine", "mine_package:mine-data")
-    in_a_new_process("evaluate", "runs/mine-data-1", "--device", "cpu")
     in_a_new_process("train", "--resume", "runs/mine-data-1")
     capsys.readouterr()
     assert main(["models", "--import", "theirs_package"]) == 0

@@ -44,12 +44,16 @@ class _Command(TyperCommand):
 class _Commands(TyperGroup):
     """The sub-commands, each imported when it is called, so that `banach --help` does not import torch."""
 
+    completing = False
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_SHORT)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _SHORT:
             return None
+        if self.completing:
+            return TyperCommand(cmd_name, help=_SHORT[cmd_name])
         part = import_module(f"banach.cli.{cmd_name}")
         import_module("banach.cli.plugins").load_entry_points()
         if cmd_name == "data":
@@ -57,6 +61,11 @@ class _Commands(TyperGroup):
         alone = typer.Typer(**PLAIN)
         alone.command(cmd_name, cls=_Command, epilog=part.EPILOG)(getattr(part, cmd_name))
         return typer.main.get_command(alone)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete the name of a command, without importing it."""
+        self.completing = True
+        return super().shell_complete(ctx, incomplete)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

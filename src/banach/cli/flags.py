@@ -12,7 +12,8 @@ import typer
 from banach.cli.opened import lenient
 from banach.train import Settings, words
 
-IMPLICIT = "implicit:cg | implicit:gmres | implicit:picard | implicit:anderson | implicit:broyden, each [:RTOL]"
+METHODS = ("cg", "gmres", "picard", "anderson", "broyden")
+IMPLICIT = " | ".join(f"implicit:{method}" for method in METHODS) + ", each [:RTOL[:STEPS]]"
 # Every setting is a flag: in groups, what it means, and the name of its value.
 FLAGS: dict[str, dict[str, tuple[str, str | None]]] = {
     "Data": {
@@ -20,13 +21,14 @@ FLAGS: dict[str, dict[str, tuple[str, str | None]]] = {
         "subset": ("Train on N images, stratified by class.", "N"),
         "whole": ("Train on the validation images too; nothing is validated.", None),
         "augment": (f"{words.AUGMENTS}.", None),
+        "normalise": ("Scale pixels to mean 0 and deviation 1; without it to [0, 1].  [on]", None),
     },
     "Network": {
         "model": ("See: banach models.  [the model named like the data]", "NAME"),
         "recipe": ("Settings the model was tuned with; see: banach models NAME.", "NAME"),
         "batch_norm": ("Batch norm in R; without it for Jacobian-based modes.", None),
         "solver": (f"{words.SOLVERS}.  [picard]", None),
-        "backward": (f"jfb | neumann:ORDER | unroll:STEPS | {IMPLICIT}.  [jfb]", None),
+        "backward": (f"jfb | neumann:ORDER | unroll:STEPS[:DAMPING] | {IMPLICIT}.  [jfb]", None),
         "eps": ("Stop a solve at a residual of X.", "X"),
         "rtol": ("The residual may also be X times the norm of T(u).  [0]", "X"),
         "norm": (f"Norm of the residual: {words.NORMS}.", None),
@@ -45,6 +47,8 @@ FLAGS: dict[str, dict[str, tuple[str, str | None]]] = {
         "clip": ("Bound on the norm of the gradient.", "X"),
         "ema": ("Decay of averaged weights, which are then evaluated.", "X"),
         "precision": ("fp32 | tf32 | bf16.  [fp32]", None),
+        "pretrain": ("The first N steps unroll R ten times instead of solving.  [0]", "N"),
+        "tune": ("Let modules choose their step size during training.", None),
         "seed": ("For weights, order and dropout.  [0]", "N"),
     },
     "Penalties": {

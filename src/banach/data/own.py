@@ -32,16 +32,18 @@ def own(name: str) -> DataSet | None:
     Raises:
         DataError: if there is nothing to read, or more than fits into memory.
     """
-    kind, _, path = name.partition(":")
-    if kind == "folder" and path:
-        return _folder(path)
-    if (kind == "npz" and path) or name.endswith(".npz"):
-        return _npz(Path(path or name).expanduser().resolve())
+    if name.startswith("folder:"):
+        return _folder(name.removeprefix("folder:"))
+    if name.startswith("npz:") or name.endswith(".npz"):
+        return _npz(Path(name.removeprefix("npz:")).expanduser().resolve())
     return None
 
 
 def _folder(text: str) -> DataSet:
-    """PATH/CLASS/image, or PATH/train/CLASS/image and PATH/test/CLASS/image."""
+    """Return the images PATH/CLASS/image, or PATH/train/CLASS/image and PATH/test/CLASS/image.
+
+    The first one decides whether all are grey or RGB and, without @SIZE, which size they must have.
+    """
     path, _, side = text.rpartition("@") if re.search(r"@[1-9]\d{0,3}$", text) else (text, "", "")
     root = Path(path).expanduser().resolve()
     if not root.is_dir():
@@ -76,7 +78,7 @@ def _images_by_class(folder: Path) -> list[Path]:
 
 
 def _npz(path: Path) -> DataSet:
-    """x_train, y_train, x_test and y_test, or images and labels: uint8 images, whole numbers as labels."""
+    """Return the arrays x_train, y_train, x_test and y_test, or images and labels."""
     with _opened(path) as file:
         there = {name.removesuffix(".npy") for name in file.namelist()}
         names = SPLIT if set(SPLIT) <= there else WHOLE

@@ -29,7 +29,7 @@ from banach.solve.state import (
 )
 from banach.solve.tolerance import RMS, Euclidean, WorstPixel
 
-BETWEEN_CHECKS = 4  # steps on a GPU
+FIRST_CHECK, MOST_AHEAD = 3, 8  # steps on a GPU to the first check, and at most to the next
 
 
 def can_sprint(run: Run) -> bool:
@@ -91,19 +91,18 @@ def sprint(run: Run, state: State, k: int, *, compact: bool) -> int:
 def stride(run: Run, state: State, k: int) -> int:
     """Take several Picard steps between two host checks, at which samples go back to where they met the tolerance.
 
-    Until then they move on. So T is evaluated up to BETWEEN_CHECKS - 1 times more than there are steps.
+    Until then they move on. The next check comes when the last sample is expected to meet the tolerance.
     """
-    count, first, most, rtol = len(state.z), k, run.tolerance.max_steps, run.tolerance.rtol
+    count, first, most = len(state.z), k, run.tolerance.max_steps
     atol = np.array(run.atol, state.least.dtype)
     least, least_at, fresh = _at_start(run, state)
-    now = test = least
-    usual = True
+    now = test = earlier = least
+    usual, ahead = True, FIRST_CHECK
     while usual and state.count and k < most:
-        iterates, numbers = _steps(run, state.z, k, min(BETWEEN_CHECKS, most - k))
+        iterates, numbers = _steps(run, state.z, k, min(ahead, most - k))
         before, frozen_at, best_at = state.active, np.full(count, -1), np.full(count, -1)
         last = 0
-        for j, row in enumerate(numbers):
-            residual, excess = row if rtol else (row, row)
+        for j, (residual, excess) in enumerate(numbers):
             better, active = residual < least, (excess > atol) & state.active
             idle = active & ~better & (k + 1 >= least_at + IDLE)
             usual = count_nonzero((residual < np.inf) & (excess > -np.inf) | ~state.active) == count
@@ -122,22 +121,42 @@ def stride(run: Run, state: State, k: int) -> int:
                 break
         fresh = before & ~state.active
         _move(state, iterates, before, last, frozen_at, best_at)
+        earlier = numbers[-2][0] if len(numbers) > 1 else earlier
+        residual, excess = numbers[-1]
+        here = state.active
+        ahead = _steps_ahead(earlier[here], residual[here], excess[here], atol)
+        earlier = residual
     if k > first:
         _note(run, state, k, (now, test), (least, least_at))
     return k
 
 
-def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.ndarray]:
-    """Return z and the next iterates, and (steps, ..., samples): what `_measured` gives of each."""
-    damping, iterates, measured = cast(Picard, run.solver).damping, [z], []
+def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
+    """Return z and the next iterates; and of every step the residual, and the same minus its relative part."""
+    damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
+    iterates, measured = [z], []
     for j in range(steps):
         Tz = run.evaluate(z, first=not k and not j)
-        measured.append(_measured(run, Tz - z, Tz))
-        z = (
-            torch.lerp(Tz, z, damping) if damping else Tz.clone()
-        )  # T may write its next value into the same memory
+        measured += [run.measure(part, run.space) for part in ((Tz - z, Tz) if rtol else (Tz - z,))]
+        z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write to it again
         iterates.append(z)
-    return iterates, to_numpy(torch.stack(measured))
+    numbers = to_numpy(torch.stack(measured))
+    if not rtol:
+        return iterates, [(residual, residual) for residual in numbers]
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        return iterates, [
+            (residual, residual - numbers.dtype.type(rtol) * size)
+            for residual, size in zip(numbers[::2], numbers[1::2], strict=True)
+        ]
+
+
+def _steps_ahead(before: np.ndarray, residual: np.ndarray, excess: np.ndarray, atol: np.ndarray) -> int:
+    """Return how many steps the slowest of these samples needs, from the last two of its residuals."""
+    with np.errstate(all="ignore"):
+        left = np.log((residual - excess + atol) / residual) / np.log(residual / before)
+    known = np.isfinite(left) & (left > 0)
+    slowest = left.max() if len(left) and known.all() else MOST_AHEAD
+    return int(min(max(slowest, 1), MOST_AHEAD))
 
 
 def _move(
