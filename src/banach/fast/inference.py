@@ -98,7 +98,7 @@ class CompiledNetwork:
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
-        everyone, failures = self._run(d, z0)
+        everyone, failures = self._run(d, z0, whole=solution or self.neighbours is not None)
         if self.neighbours is not None:
             self.neighbours.remember(everyone.v, everyone.value, everyone.converged)
         if solution:
@@ -108,8 +108,11 @@ class CompiledNetwork:
             warn_unconverged(found, self.fast.R, (), coupled=True)
         return everyone.y
 
-    def _run(self, d: tuple[Tensor, ...], z0: Latent | None) -> tuple[_Answer, frozenset[Status]]:
-        """Return the answer, and how samples failed if the network would warn of them."""
+    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[_Answer, frozenset[Status]]:
+        """Return the answer, and how samples failed if the network would warn of them.
+
+        The answer of a graph is a copy, or, unless `whole`, its y alone: the next call overwrites the others.
+        """
         tolerance = self.net.tolerance
         if not self.plan.graph:
             made, found = self._answer(d, z0, eager=True)
@@ -119,23 +122,24 @@ class CompiledNetwork:
         def program(*padded: Tensor) -> _Answer:
             return self._answer(*rebuild(given, padded))[0]
 
+        def copy(part: Tensor) -> Tensor:
+            return part[:batch].clone()
+
         batch, parts = len(d[0]), leaves(given)
         size = bucket(batch)
         structure = None if z0 is None else outline(z0)  # dictionaries may list their keys in another order
         key = (tolerance, size, structure, *((x.shape[1:], x.dtype) for x in parts))
-        answer = self._calls(key, program, parts, size)
-        # Copies: the next call overwrites the tensors of a graph.
-        everyone: _Answer = map_leaves(lambda part: part[:batch].clone(), answer)
-        if self.plan.kernel or not tolerance.max_steps or tolerance.check_every == 0:
-            return everyone, frozenset()
-        met, lost, diverged = torch.stack((everyone.converged, everyone.nonfinite, everyone.diverged)).cpu()
-        kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
-        again = (lost | diverged).nonzero()[:, 0].to(everyone.converged.device)
-        if len(again) and self.fast.can_solve:  # an `Iteration` keeps no best iterate
-            better = self._answer(*select(given, again), eager=True)[0]
-            for mine, other in zip(leaves(everyone), leaves(better), strict=True):
-                mine[again] = other.to(mine.dtype)
-        return everyone, frozenset(status for status, some in kinds.items() if some)
+        answer: _Answer = self._calls(key, program, parts, size)
+        failures, again = frozenset[Status](), None
+        if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
+            failures, again = _failed(answer, batch)
+        if again is None or not self.fast.can_solve:  # an `Iteration` keeps no best iterate
+            return map_leaves(copy, answer) if whole else answer._replace(y=map_leaves(copy, answer.y)), failures
+        everyone: _Answer = map_leaves(copy, answer)
+        better = self._answer(*select(given, again), eager=True)[0]
+        for mine, other in zip(leaves(everyone), leaves(better), strict=True):
+            mine[again] = other.to(mine.dtype)
+        return everyone, failures
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
@@ -176,6 +180,14 @@ class CompiledNetwork:
     def _check_mode(self) -> None:
         if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
+
+
+def _failed(answer: _Answer, batch: int) -> tuple[frozenset[Status], Tensor | None]:
+    """Return how samples failed, and which ones diverged, None if none did. Syncs with the host."""
+    met, lost, diverged = torch.stack((answer.converged, answer.nonfinite, answer.diverged))[:, :batch].cpu()
+    kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
+    again = (lost | diverged).nonzero()[:, 0].to(answer.converged.device)
+    return frozenset(status for status, some in kinds.items() if some), again if len(again) else None
 
 
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`
