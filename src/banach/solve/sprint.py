@@ -30,6 +30,7 @@ from banach.solve.state import (
 from banach.solve.tolerance import RMS, Euclidean, WorstPixel
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps on a GPU to the first check, and at most to the next
+ROOM = 1 << 26  # bytes that the iterates between two checks may take
 
 
 def can_sprint(run: Run) -> bool:
@@ -97,9 +98,9 @@ def stride(run: Run, state: State, k: int) -> int:
     atol = np.array(run.atol, state.least.dtype)
     least, least_at, fresh = _at_start(run, state)
     now = test = earlier = least
-    usual, ahead = True, FIRST_CHECK
+    usual, ahead, room = True, FIRST_CHECK, max(1, ROOM // max(state.z.nbytes, 1))
     while usual and state.count and k < most:
-        iterates, numbers = _steps(run, state.z, k, min(ahead, most - k))
+        iterates, numbers = _steps(run, state.z, k, min(ahead, most - k, room))
         before, frozen_at, best_at = state.active, np.full(count, -1), np.full(count, -1)
         last = 0
         for j, (residual, excess) in enumerate(numbers):
