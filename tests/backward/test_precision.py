@@ -13,7 +13,18 @@ from torch.nn.utils import parametrizations, parametrize
 
 from backward.contracts_backward import PLAIN, error, name
 from backward.systems_backward import METHODS, Reports
-from banach import Anderson, ConvergenceWarning, Implicit, ImplicitNetwork, Mode, Status, Tolerance, Unroll, solve
+from banach import (
+    AdjointWarning,
+    Anderson,
+    ConvergenceWarning,
+    Implicit,
+    ImplicitNetwork,
+    Mode,
+    Status,
+    Tolerance,
+    Unroll,
+    solve,
+)
 from problems import contraction, normal
 
 UNREACHABLE = Tolerance(atol=0, rtol=1e-6, max_steps=500)
@@ -115,6 +126,14 @@ def test_a_part_of_T_that_is_kept_out_of_autocast_stays_out(method: Any) -> None
     with autocast():
         under = w()
     assert error(under, w()) <= 1e-5
+
+
+def test_an_adjoint_that_fails_is_probed_under_the_autocast_of_the_forward_pass() -> None:
+    """T gives bfloat16 there. Found as a TypeError in the backward pass."""
+    W, x = layer(torch.float32)
+    short = x.detach().bfloat16().requires_grad_()
+    with pytest.warns(AdjointWarning, match="allow more max_steps"):
+        run(Implicit(tolerance=Tolerance(atol=0, rtol=1e-3, max_steps=1)), W, short, forward=True)
 
 
 def test_weights_cached_in_a_failed_solve_keep_their_gradient() -> None:

@@ -378,3 +378,18 @@ def test_inverses_in_a_capture_need_no_lapack(dtype: torch.dtype) -> None:
     with loops_by(loop_eagerly):
         made = inverse_of(M)
     torch.testing.assert_close(made, torch.linalg.inv(M), atol=1e-5 if dtype == torch.complex64 else 1e-12, rtol=0)
+
+
+def test_inverses_in_a_capture_are_as_exact_under_autocast() -> None:
+    """Found as products in bfloat16, up to a hundred of them, and an inverse that was wrong by 0.4 percent."""
+    draw, ends = torch.Generator().manual_seed(0), []
+    M = 3 * torch.eye(9) + torch.randn(5, 9, 9, generator=draw) / 2
+
+    def loop(body: Any, active: Tensor, steps: Tensor, **limits: int) -> None:
+        loop_eagerly(body, active, steps, **limits)
+        ends.append(int(steps))
+
+    with loops_by(loop), torch.autocast("cpu", torch.bfloat16):
+        made = inverse_of(M)
+    torch.testing.assert_close(made.double(), torch.linalg.inv(M.double()), atol=1e-5, rtol=0)
+    assert max(ends) < 20

@@ -71,3 +71,21 @@ def test_strides_find_a_map_that_mixes_samples(monkeypatch: pytest.MonkeyPatch) 
         return rates * z + 1 + 0.5 * z.flip(0) * torch.tensor([[1.0], [0.0]])
 
     assert solve(T, torch.zeros(2, 3, dtype=torch.float64), tolerance=Tolerance(max_steps=200)).fault is not None
+
+
+def test_strides_keep_no_answer_that_other_samples_have_moved_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that froze between the same two checks. Found as residuals of 100 times the tolerance."""
+    monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+    draw, found = torch.Generator().manual_seed(0), 0
+    for _ in range(150):
+        M, b = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((8, 8), (8,)))
+        M *= (0.1 + 0.7 * torch.rand((), generator=draw)) / torch.linalg.eigvals(M).abs().max()
+
+        def T(z: Tensor, M: Tensor = M, b: Tensor = b) -> Tensor:
+            return (M @ z.flatten() + b).view(z.shape)
+
+        solution = solve(T, torch.zeros(4, 2, dtype=torch.float64), tolerance=Tolerance(max_steps=200))
+        found += solution.fault is not None
+        residual = (T(solution.value) - solution.value).square().mean(1).sqrt()
+        assert solution.fault is not None or residual.max() <= 5e-4
+    assert found > 20

@@ -22,6 +22,7 @@ from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
 
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
+_SHORT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Problem:
                 return Tw
 
         # The loop calls a sample stalled by the rounding of T, and sees a short type by autocast alone.
-        short = self.computed_in in (torch.bfloat16, torch.float16)
+        short = self.computed_in in _SHORT
         with torch.autocast(kind, dtype=self.computed_in) if short else nullcontext():
             return solve(step, equation.g, method, tolerance=tolerance).value
 
@@ -122,13 +123,19 @@ class Problem:
         if set(missed) == {Status.STALLED}:
             return "the rounding of T allows no better, so loosen rtol or compute T in higher precision"
         single = self.space.coupled or equation.jacobian.axes.levels  # what vmap maps over cannot be looked at
-        if not single and mixes_samples(self.T, self.z_star, self.inputs):
+        if not single and self._mixes_samples():
             return "T mixes samples: pass coupled=True"
         if Status.NONFINITE in missed:
             return "check that T and its derivative are finite at z*"
         if hasattr(self.method, "solve"):
             return "allow more max_steps, loosen rtol, or check that T contracts (banach.contraction_factor)"
         return "allow more max_steps, or use GMRES() or NormalCG(), which do not need a T that contracts"
+
+    def _mixes_samples(self) -> bool:
+        """Probe T. Under autocast its value may be of a shorter type than z*, which the probe takes there only."""
+        short = self.space.autocast and self.computed_in in _SHORT
+        with torch.autocast(self.space.device.type, self.computed_in) if short else nullcontext():
+            return mixes_samples(self.T, self.z_star, self.inputs)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from banach.latent import Latent, leaves, map_leaves
+from banach.latent import Latent, Space, leaves, map_leaves
 from banach.solve import Tolerance, solve
-from banach.solve.context import device_loop
+from banach.solve.context import device_loop, rounding, without_autocast
 from banach.solve.warning import warn_user
 
 
@@ -276,20 +276,23 @@ def inverse_of(M: Tensor) -> Tensor:
     """
     if device_loop() is None:
         return torch.linalg.inv_ex(M).inverse
-    A = M.reshape(-1, *M.shape[-2:])
+    with without_autocast(M.device):  # it would multiply in bfloat16
+        return _inverse_by_newton(M.reshape(-1, *M.shape[-2:])).reshape(M.shape)
+
+
+def _inverse_by_newton(A: Tensor) -> Tensor:
     twice = 2 * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     size = A.abs().sum(-1).amax(-1) * A.abs().sum(-2).amax(-1)  # at least the square of the largest singular value
-    start = (A.mH / size[:, None, None]).contiguous()
     pair, join = (torch.view_as_real, torch.view_as_complex) if A.is_complex() else (_same, _same)
-    tolerance = Tolerance(
-        atol=0, rtol=torch.finfo(A.dtype).eps ** 0.5 / 4, max_steps=100
-    )  # the error is its square
+    start = pair((A.mH / size[:, None, None]).contiguous())
+    # The error is the square of it. Less than the rounding of products, as of TF32, cannot be met.
+    rtol = max(torch.finfo(A.dtype).eps ** 0.5 / 4, rounding(Space.of(start)))
 
     def newton(x: Tensor) -> Tensor:
         return pair(join(x) @ (twice - A @ join(x)))
 
-    found: Any = solve(newton, pair(start), tolerance=tolerance).value
-    return join(found.contiguous()).reshape(M.shape)
+    found: Any = solve(newton, start, tolerance=Tolerance(atol=0, rtol=rtol, max_steps=100)).value
+    return join(found.contiguous())
 
 
 def _same(x: Tensor) -> Tensor:

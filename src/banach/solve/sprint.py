@@ -101,11 +101,11 @@ def stride(run: Run, state: State, k: int) -> int:
     atol = np.array(run.atol, state.least.dtype)
     least, least_at, fresh = _at_start(run, state)
     now = test = earlier = least
-    usual, ahead, room = True, FIRST_CHECK, max(1, ROOM // max(state.z.nbytes, 1))
+    usual, risen, ahead, room = True, False, FIRST_CHECK, max(1, ROOM // max(state.z.nbytes, 1))
     while usual and state.count and k < most:
         iterates, numbers = _steps(run, state.z, k, min(ahead, most - k, room))
         before, frozen_at, best_at = state.active, np.full(count, -1), np.full(count, -1)
-        last = 0
+        last, risen = 0, False
         for j, (residual, excess) in enumerate(numbers):
             better, active = residual < least, (excess > atol) & state.active
             idle = active & ~better & (k + 1 >= least_at + IDLE)
@@ -114,6 +114,7 @@ def stride(run: Run, state: State, k: int) -> int:
             if not usual:
                 break
             k, now, test, last = k + 1, residual, excess, j + 1
+            risen = risen or bool(count_nonzero(before & ~state.active & (excess > atol)))
             better &= state.active
             best_at[better], frozen_at[state.active & ~active] = j, j
             least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
@@ -132,7 +133,16 @@ def stride(run: Run, state: State, k: int) -> int:
         earlier = residual
     if k > first:
         _note(run, state, k, (now, test), (least, least_at))
+    if risen and (k == most or not state.count):
+        _look_again(run, state, k)
     return k
+
+
+def _look_again(run: Run, state: State, k: int) -> None:
+    """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
+    residual, excess = _steps(run, state.z, k, 1)[1][0]
+    state.now[state.tested], state.now[RESIDUAL] = excess, residual
+    _note_frozen(run, ~state.active & np.isnan(run.after), residual)
 
 
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
