@@ -191,3 +191,14 @@ def test_after_kill_9(where: str, count: int, tmp_path: Path, whole: Any) -> Non
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2]
     assert not list(path.glob("checkpoints/.half-*"))
+
+
+def test_a_run_of_an_older_version_has_the_same_identity() -> None:
+    """It has no rtol, which was 0 for every named model, and its backward mode did not count."""
+    words = {"solver": "picard", "backward": "implicit:cg", "norm": "rms", "eps": 1e-3, "max_steps": 18}
+    older = Settings.from_dict({"data": "cifar10", "model": "mdeq-tiny", **words, "rtol": None})
+    found = described(older.build(), older)
+    rest = "norm=RMS(), check_every=None)"
+    assert found["tolerance"] == f"Tolerance(atol=0.001, rtol=0.0, max_steps=18, {rest}"
+    adjoint = f"Tolerance(atol=0, rtol=0.001, max_steps=500, {rest}"
+    assert found["backward"] == f"Implicit(method=NormalCG(), tolerance={adjoint}, report=None, order=1)"

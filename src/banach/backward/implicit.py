@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Implicit:
     tolerance: Tolerance | None = None
     report: Report | None = None
     order: int = 1
-    count: Tensor | None = None
+    count: Tensor | None = field(default=None, repr=False)  # a run stores the repr, and may be older
 
     def __post_init__(self) -> None:
         checks.whole("order", self.order, 1)

@@ -220,9 +220,10 @@ class Settings:
         net.tolerance = self.tolerance(net.tolerance)
 
     def tolerance(self, default: Tolerance) -> Tolerance:
-        """Return the tolerance, with the parts of `default` that are not set."""
+        """Return the tolerance, with the parts of `default` that are not set; `eps` alone is without `rtol`."""
         norm = None if self.norm is None else words.norm(self.norm)
-        given: dict[str, Any] = {"atol": self.eps, "rtol": self.rtol, "max_steps": self.max_steps, "norm": norm}
+        rtol = 0.0 if self.rtol is None and self.eps is not None else self.rtol
+        given: dict[str, Any] = {"atol": self.eps, "rtol": rtol, "max_steps": self.max_steps, "norm": norm}
         return replace(default, **{key: value for key, value in given.items() if value is not None})
 
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
