@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.bench-installed
+DOCS   := $(VENV)/.docs-installed
 JOBS   ?= 2
 OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
@@ -12,12 +13,13 @@ OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/b
 OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
 
-.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint bench bench-gpu paper clean help
+.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint docs bench bench-gpu paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       build the docs site into build/site, without warnings and without network access"
 	@echo "make bench      measure against TorchDEQ (6 minutes); writes results/*.json and compares them with the committed ones"
 	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
@@ -35,6 +37,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(BENCH): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 setup: $(STAMP)
@@ -82,6 +88,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(DOCS)
+	$(BIN)/zensical build --strict --clean
+	$(BIN)/python -m pytest -m slow tests/test_docs.py
+	@echo "open build/site/index.html; for its search run: $(BIN)/zensical serve"
 
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks cpu
