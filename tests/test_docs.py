@@ -79,6 +79,8 @@ def documented() -> dict[tuple[str, str], Path]:
     found = {}
     for page in DOCS.glob("reference/*.md"):
         for module, member in re.findall(r"^::: ([\w.]+)\.(\w+)$", page.read_text(), re.MULTILINE):
+            same = ROOT / "src" / module.replace(".", "/") / f"{member}.py"
+            assert not same.exists(), f"{member} is a module; write ::: {module}.{member}.{member} in {name(page)}"
             found[module, member] = page
     return found
 
