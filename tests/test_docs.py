@@ -47,13 +47,11 @@ def blocks(page: Path, *, gpu: bool = False) -> list[str]:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory, and registries of models and data sets that are restored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dataset, "_registry", dict(dataset._registry))
     monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
-    yield
-    torch.set_grad_enabled(True)
 
 
 def run(page: Path, codes: list[str]) -> None:
@@ -110,10 +108,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "reproduction" not in str(page)], ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_is_short(page: Path) -> None:
-    """At most 1,500 words of text and tables."""
-    assert len(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split()) <= 1500
+    """At most 1,500 words of text and tables, 4,000 where the paper's results are."""
+    most = 4000 if name(page).startswith("docs/reproduction") else 1500
+    assert len(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split()) <= most
 
 
 @pytest.mark.slow
