@@ -1,9 +1,8 @@
-"""Checks of arguments that several rooms share: counts, numbers, names, and modules that register names."""
+"""Checks of arguments that several rooms share: counts, numbers, names."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import sys
 from collections.abc import Iterable
 from numbers import Real
@@ -53,22 +52,17 @@ def nearest(what: str, name: Any, known: Iterable[str]) -> str:
     raise ValueError(f"unknown {what}: {name!r}; {advice}choose from {', '.join(known) or 'none'}")
 
 
-def imported(name: str) -> str:
-    """Import the modules of "package.module:name" (several are joined by commas), and return the name.
+def own_name(name: str) -> str:
+    """Return the name in "package.module:name" (several modules are joined by commas), if they have been imported.
+
+    A file of a run can name them. It does not make us import them: the user does, by --import.
 
     Raises:
-        ValueError: if a module cannot be imported.
+        ValueError: if a module has not been imported.
     """
     modules, found, own = name.partition(":")
-    if not found:
-        return name
-    for module in modules.split(","):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # whatever a module raises
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(
-                f"{name!r} needs the module {module!r}, which cannot be imported ({said}); install it, or run the "
-                "command in its folder"
-            ) from error
-    return own
+    missing = [module for module in modules.split(",") if module not in sys.modules] if found else []
+    if missing:
+        flags = " ".join(f"--import {module}" for module in missing)
+        raise ValueError(f"{own!r} comes from {', '.join(missing)}, which is not imported by itself; add {flags}")
+    return own if found else name

@@ -48,7 +48,7 @@ def leaves_like(template: Latent, nest: Latent, what: str) -> list[Tensor]:
     elif isinstance(nest, (tuple, list)) and len(nest) == len(template):
         pairs = zip(template, nest, strict=True)
         return [leaf for a, b in pairs for leaf in leaves_like(a, b, what)]
-    raise TypeError(f"{what} must keep the structure of z0: {_outline(template)} became {_outline(nest)}")
+    raise TypeError(f"{what} must keep the structure of z0: {outline(template)} became {outline(nest)}")
 
 
 def rebuild(template: Latent, parts: Iterable[Tensor]) -> Latent:
@@ -84,11 +84,12 @@ def select(nest: Latent, index: Tensor) -> Latent:
     return map_leaves(lambda leaf: leaf[index], nest)
 
 
-def _outline(nest: Latent) -> str:
+def outline(nest: Latent) -> str:
+    """Return the structure of a nest as text."""
     if isinstance(nest, dict):
-        return "{" + ", ".join(f"{key!r}: {_outline(part)}" for key, part in nest.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {outline(part)}" for key, part in nest.items()) + "}"
     if isinstance(nest, (tuple, list)):
-        return "(" + ", ".join(_outline(part) for part in nest) + ")"
+        return "(" + ", ".join(outline(part) for part in nest) + ")"
     return "tensor" if isinstance(nest, Tensor) else type(nest).__name__
 
 

@@ -42,11 +42,8 @@ def refused(arguments: list[str], capsys: Any, *words: str) -> None:
         (["train", "--lr", "fast"], "lr must be a number, at least 0 and at most 1e+30, got 'fast'"),
         (["train", "--data", "nowhere.npz"], "nowhere.npz cannot be read (No such file or directory)"),
         (["train", "--data", "folder:nowhere"], "nowhere is not a folder"),
-        (
-            ["train", "--data", "no_such_module:mine"],
-            "module 'no_such_module', which cannot be imported",
-        ),
-        (["models", "--import", "no_such_module"], "needs the module 'no_such_module'"),
+        (["train", "--data", "no_such_module:mine"], "add --import no_such_module"),
+        (["models", "--import", "no_such_module"], "the module 'no_such_module' cannot be imported"),
         (["train", "--epochs", "-1"], "epochs must be a whole number"),
         (["train", "--modle", "digits"], "--model"),
         (["train", "--data", "mnits"], "did you mean 'mnist'"),

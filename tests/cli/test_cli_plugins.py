@@ -43,13 +43,13 @@ def packages(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def in_a_new_process(*arguments: str) -> None:
+def in_a_new_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the installed entry point, whose path does not hold the working directory."""
     code = (
         "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; from banach.cli.entry import main"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", f"{code}; sys.exit(main())", *arguments],
         env=environment,
         capture_output=True,
@@ -57,7 +57,6 @@ def in_a_new_process(*arguments: str) -> None:
         check=False,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_import_is_recorded_and_found_again(capsys: Any) -> None:
@@ -65,7 +64,13 @@ def test_import_is_recorded_and_found_again(capsys: Any) -> None:
     assert main([*SMALL, *flags]) == 0
     settings = Run.open("runs/mine-data-1").settings
     assert (settings.model, settings.data) == ("mine_package:mine", "mine_package:mine-data")
-    in_a_new_process("train", "--resume", "runs/mine-data-1")
+    # A run directory does not make us import a module: it may be somebody else's.
+    refused = in_a_new_process("train", "--resume", "runs/mine-data-1")
+    assert refused.returncode == 2
+    assert "'mine-data' comes from mine_package" in refused.stderr
+    assert "add --import mine_package" in " ".join(refused.stderr.split())
+    done = in_a_new_process("train", "--resume", "runs/mine-data-1", "--import", "mine_package")
+    assert done.returncode == 0, done.stderr
     capsys.readouterr()
     assert main(["models", "--import", "theirs_package"]) == 0
     assert "theirs" in capsys.readouterr().out

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,16 @@ def test_files_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-def test_a_module_is_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Callable) -> None:
+def test_names_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of modules that the user has imported: a file of a run may name any."""
     code = "from dataclasses import replace\nfrom banach import data\n"
     (tmp_path / "my_data.py").write_text(code + "data.register(replace(data.DIGITS, name='mine'), replace=True)\n")
     monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        DataError, match="'mine' comes from my_data, which is not imported by itself; add --import"
+    ):
+        get("my_data:mine")
+    importlib.import_module("my_data")
     assert len(load("my_data:mine", "test")) == 360
-    with pytest.raises(DataError, match="'no_such:x' needs the module 'no_such', which cannot be imported"):
-        get("no_such:x")
     with pytest.raises(DataError, match="unknown data set: 'other'"):
         get("my_data:other")

@@ -33,6 +33,10 @@ def test_against_dense_matrices() -> None:
     A = V @ torch.diag(torch.tensor([1.3, 1.3 - 1e-9, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1], dtype=torch.float64)) @ V.T
     sigma = contraction_factor(lambda z: z @ A.T, torch.zeros(2, 8, dtype=torch.float64))
     torch.testing.assert_close(sigma, torch.full_like(sigma, 1.3), rtol=1e-6, atol=0)
+    # Many values near the largest: the search starts again from its best vector.
+    values = torch.linspace(0.9, 1, 200, dtype=torch.float64)
+    sigma = contraction_factor(lambda z: z * values, torch.zeros(2, 200, dtype=torch.float64), **EXACT)
+    torch.testing.assert_close(sigma, torch.ones_like(sigma), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("seed", [59, 88, 148])

@@ -115,6 +115,7 @@ def test_no_step_at_all(solver: Solver) -> None:
     assert not found.converged.any()
     assert found.trace is not None
     assert found.trace.shape == (0, 3)
+    assert solve(T, z0, solver, tolerance=Tolerance(max_steps=0)).trace is None
 
 
 def test_throw_says_why_and_keeps_the_solution() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from banach import checks, data, models
+from banach import data, models
 from banach.data.own import own
 from banach.train import Settings
 
@@ -20,7 +21,12 @@ GROUP = "banach"
 def import_modules(modules: Sequence[str] | None) -> list[str]:
     """Import modules, which register their models and data sets. Older versions of typer need a list back."""
     for module in modules or ():
-        checks.imported(f"{module}:")
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a module raises
+            said = f"{type(error).__name__}: {error}"
+            advice = "install it, or run the command in its folder"
+            raise ValueError(f"--import: the module {module!r} cannot be imported ({said}); {advice}") from error
     return list(modules or ())
 
 
@@ -48,7 +54,7 @@ def load_entry_points() -> frozenset[str]:
 
 
 def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
-    """Return the settings as a run stores them: enough to find its data and its modules again.
+    """Return the settings as a run stores them: enough to find its data again, and to say which modules it needs.
 
     Names that --import registered become MODULE:NAME, and paths of your data absolute.
     """

@@ -135,7 +135,7 @@ def get(name: str) -> DataSet:
     if found := own(name):
         return found
     try:
-        return _registry[checks.nearest("data set", checks.imported(name), _registry)]
+        return _registry[checks.nearest("data set", checks.own_name(name), _registry)]
     except ValueError as error:
         raise DataError(str(error)) from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from banach.fast.body import FastNetwork, promoted
 from banach.fast.capture import CapturedCalls, bucket
 from banach.fast.plan import is_as_written, plan
 from banach.fast.starts import Neighbours
+from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples, solve
@@ -22,11 +23,11 @@ from banach.solve.solution import DEFERRED
 
 
 class _Answer(NamedTuple):
-    """One row per sample: v = Q(d), the output, the fixed point, and the numbers of a `Solution`."""
+    """One row per sample: v = Q(d) if neighbours need it, the output, and what a `Solution` holds."""
 
-    v: Tensor
-    y: Tensor
-    value: Tensor
+    v: Latent
+    y: Any
+    value: Latent
     residual: Tensor
     converged: Tensor
     steps: Tensor
@@ -48,11 +49,12 @@ class CompiledNetwork:
     of the weights in place are seen.
 
     Args:
-        net: a network in eval mode whose Q, R and S treat each sample by itself: they see parts of the batch.
+        net: a network in eval mode whose Q, R and S treat each sample by itself: they see parts of the batch. What
+            they return is a tensor or a nest (tuple, list, dict) of tensors, all with one row per sample.
         bf16: compute under autocast.
         compile: compile Q, R and S by torch.compile.
         neighbours: remember the fixed points of so many samples and start from that of the nearest one. An answer
-            may then depend, within the tolerance, on earlier calls.
+            may then depend, within the tolerance, on earlier calls. Q(d) and the latent must be one tensor each.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class CompiledNetwork:
         self._calls = CapturedCalls()
 
     @torch.no_grad()
-    def __call__(self, *inputs: Any, z0: Tensor | None = None, solution: bool = False) -> Any:
+    def __call__(self, *inputs: Any, z0: Latent | None = None, solution: bool = False) -> Any:
         """Return the output, or (output, Solution).
 
         Args:
@@ -92,11 +94,11 @@ class CompiledNetwork:
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
         _check_start(z0, batch)
-        if not batch and d[0].is_cuda:  # there is no sample to pad a batch with
+        if not batch and self.plan.graph:  # there is no sample to pad a batch with
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
-        everyone, failures = self._run(d, z0)
+        everyone, failures = self._run(d, z0, whole=solution or self.neighbours is not None)
         if self.neighbours is not None:
             self.neighbours.remember(everyone.v, everyone.value, everyone.converged)
         if solution:
@@ -106,36 +108,41 @@ class CompiledNetwork:
             warn_unconverged(found, self.fast.R, (), coupled=True)
         return everyone.y
 
-    def _run(self, d: tuple[Tensor, ...], z0: Tensor | None) -> tuple[_Answer, frozenset[Status]]:
-        """Return the answer, and how samples failed if the network would warn of them."""
+    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[_Answer, frozenset[Status]]:
+        """Return the answer, and how samples failed if the network would warn of them.
+
+        The answer of a graph is a copy, or, unless `whole`, its y alone: the next call overwrites the others.
+        """
         tolerance = self.net.tolerance
         if not self.plan.graph:
             made, found = self._answer(d, z0, eager=True)
             return made, found.failures
-        given = d if z0 is None else (*d, z0)
+        given = (d,) if z0 is None else (d, z0)
 
         def program(*padded: Tensor) -> _Answer:
-            return self._answer(padded[: len(d)], None if z0 is None else padded[-1])[0]
+            return self._answer(*rebuild(given, padded))[0]
 
-        size = bucket(len(d[0]))
-        key = (z0 is None, tolerance, size, *((x.shape[1:], x.dtype) for x in given))
-        answer: _Answer = self._calls(key, program, given, size)
-        # Copies: the next call overwrites the tensors of a graph.
-        everyone = _Answer(*(part[: len(d[0])].clone() for part in answer))
-        if self.plan.kernel or not tolerance.max_steps or tolerance.check_every == 0:
-            return everyone, frozenset()
-        met, lost, diverged = torch.stack((everyone.converged, everyone.nonfinite, everyone.diverged)).cpu()
-        kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
-        again = (lost | diverged).nonzero()[:, 0].to(everyone.y.device)
-        if len(again) and self.fast.can_solve:  # an `Iteration` keeps no best iterate
-            start = None if z0 is None else z0[again]
-            better = self._answer(tuple(x[again] for x in d), start, eager=True)[0]
-            for mine, other in zip(everyone, better, strict=True):
-                mine[again] = other.to(mine.dtype)
-        return everyone, frozenset(status for status, some in kinds.items() if some)
+        def copy(part: Tensor) -> Tensor:
+            return part[:batch].clone()
+
+        batch, parts = len(d[0]), leaves(given)
+        size = bucket(batch)
+        structure = None if z0 is None else outline(z0)  # dictionaries may list their keys in another order
+        key = (tolerance, size, structure, *((x.shape[1:], x.dtype) for x in parts))
+        answer: _Answer = self._calls(key, program, parts, size)
+        failures, again = frozenset[Status](), None
+        if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
+            failures, again = _failed(answer, batch)
+        if again is None or not self.fast.can_solve:  # an `Iteration` keeps no best iterate
+            return map_leaves(copy, answer) if whole else answer._replace(y=map_leaves(copy, answer.y)), failures
+        everyone: _Answer = map_leaves(copy, answer)
+        better = self._answer(*select(given, again), eager=True)[0]
+        for mine, other in zip(leaves(everyone), leaves(better), strict=True):
+            mine[again] = other.to(mine.dtype)
+        return everyone, failures
 
     def _answer(
-        self, d: tuple[Tensor, ...], z0: Tensor | None, *, eager: bool = False
+        self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
     ) -> tuple[_Answer, Solution]:
         """Return N(d), with the fixed point. `eager`: by `solve`, with host checks."""
         fast, mode = self.fast, self.net.backward
@@ -144,16 +151,16 @@ class CompiledNetwork:
             if self.neighbours is not None and z0 is None:
                 z0 = self.neighbours(v, promoted(self.net.start(v)))
             found = self._solve(v, z0) if eager or not fast.can_solve else fast.solve(v, z0)
-            one = self.plan.graph or self.neighbours is not None
-            z: Any = _one_tensor("latent", found.value) if one else found.value
+            z = _per_sample("latent", found.value, d[0])
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
-            y = _per_sample("S(u)", fast.S(u), v)
-        return _Answer(v, y, z, *(getattr(found, name) for name in DEFERRED)), found
+            y = _per_sample("S(u)", fast.S(u), d[0])
+        kept = () if self.neighbours is None else v
+        return _Answer(kept, y, z, *(getattr(found, name) for name in DEFERRED)), found
 
-    def _solve(self, v: Tensor, z0: Tensor | None) -> Solution:
-        net = self.net
-        z = promoted(net.start(v) if z0 is None else z0)
-        compact = bool(len(v)) and not self.plan.graph and net.tolerance.check_every != 0
+    def _solve(self, v: Latent, z0: Latent | None) -> Solution:
+        net, first = self.net, leaves(v)[0]
+        z = promoted(_per_sample("latent", net.start(v) if z0 is None else z0, first))
+        compact = bool(len(first)) and not self.plan.graph and net.tolerance.check_every != 0
         return solve(self.fast.R, z, net.solver, inputs=(v,), tolerance=net.tolerance, compact=compact)
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
@@ -173,6 +180,14 @@ class CompiledNetwork:
     def _check_mode(self) -> None:
         if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
+
+
+def _failed(answer: _Answer, batch: int) -> tuple[frozenset[Status], Tensor | None]:
+    """Return how samples failed, and which ones diverged, None if none did. Syncs with the host."""
+    met, lost, diverged = torch.stack((answer.converged, answer.nonfinite, answer.diverged))[:, :batch].cpu()
+    kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
+    again = (lost | diverged).nonzero()[:, 0].to(answer.converged.device)
+    return frozenset(status for status, some in kinds.items() if some), again if len(again) else None
 
 
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`
@@ -195,7 +210,10 @@ def _batch_of(d: tuple[Any, ...]) -> int:
     if not d:
         raise TypeError("a compiled network takes the inputs of Q, got none")
     for one in d:
-        if not _one_tensor("d", one).dim():
+        if not isinstance(one, Tensor):
+            got = type(one).__name__
+            raise TypeError(f"compile takes networks whose d is one tensor, got a {got}; call the network itself")
+        if not one.dim():
             raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
         if len(one) != len(d[0]):
             raise ValueError(f"all inputs must have one row per sample, got {len(d[0])} and {len(one)} rows")
@@ -203,28 +221,29 @@ def _batch_of(d: tuple[Any, ...]) -> int:
 
 
 def _check_start(z0: Any, batch: int) -> None:
-    if z0 is not None and not isinstance(z0, Tensor):
-        raise TypeError(f"z0 must be a tensor, such as the value of a Solution, got a {_name(z0)}")
-    if z0 is not None and len(z0) != batch:
-        raise ValueError(f"z0 must hold one latent for each of {batch} inputs, got {len(z0)}")
+    for leaf in [] if z0 is None else _tensors("z0, such as the value of a Solution,", z0):
+        if leaf.shape[:1] != (batch,):
+            got = tuple(leaf.shape)
+            raise ValueError(f"z0 must hold one latent for each of {batch} inputs, got a tensor of shape {got}")
 
 
-def _one_tensor(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        got = type(value).__name__
-        raise TypeError(f"compile takes networks whose {name} is one tensor, got a {got}; call the network itself")
+def _per_sample(name: str, value: Latent, batch: Tensor) -> Latent:
+    """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
+    for leaf in _tensors(f"{name} of a compiled network", value):
+        if leaf.shape[:1] != batch.shape[:1]:
+            raise ValueError(
+                f"compile takes networks whose {name} has a row for each of {len(batch)} samples, got a tensor of "
+                f"shape {tuple(leaf.shape)}; call the network itself"
+            )
     return value
 
 
-def _per_sample(name: str, value: Any, batch: Tensor) -> Tensor:
-    """Return the value if it has a row for each sample: samples leave the batch one by one."""
-    if _one_tensor(name, value).shape[:1] != batch.shape[:1]:
-        got = tuple(value.shape)
-        raise ValueError(
-            f"compile takes networks whose {name} has a row for each of {len(batch)} samples, got a tensor of "
-            f"shape {got}; call the network itself"
-        )
-    return cast(Tensor, value)
+def _tensors(name: str, value: Latent) -> list[Tensor]:
+    """Return the tensors of a nest, which must not be empty."""
+    parts = leaves(value, name)
+    if not parts:
+        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
+    return parts
 
 
 def _name(value: Any) -> str:

@@ -54,6 +54,10 @@ class Neighbours:
         self.seen += len(v)
 
     def _memory(self, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        for name, part in (("Q(d)", v), ("latent", z)):
+            if not isinstance(part, Tensor):
+                got = f"{name} is one tensor, got a {type(part).__name__}"
+                raise TypeError(f"neighbours takes networks whose {got}; leave it out")
         size = v.shape[1:], v.device
         if size not in self._kept:
             with torch.inference_mode(False):  # it may be written to outside of inference mode

@@ -196,7 +196,7 @@ def get(name: str) -> Model:
     Raises:
         ValueError: if there is none; the message suggests the closest name.
     """
-    return _MODELS[checks.nearest("model", checks.imported(name), _MODELS)]
+    return _MODELS[checks.nearest("model", checks.own_name(name), _MODELS)]
 
 
 def recipe(name: str, which: str | None = None) -> Recipe:

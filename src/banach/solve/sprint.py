@@ -18,8 +18,7 @@ from banach.solve.run import Run
 from banach.solve.state import (
     BEST,
     IDLE,
-    NOW,
-    REACHED,
+    LIMIT,
     RESIDUAL,
     STEP,
     Array,
@@ -30,6 +29,7 @@ from banach.solve.state import (
 from banach.solve.tolerance import RMS, Euclidean, WorstPixel
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps on a GPU to the first check, and at most to the next
+ROOM = 1 << 26  # bytes that the iterates between two checks may take
 
 
 def can_sprint(run: Run) -> bool:
@@ -42,47 +42,51 @@ def sprint(run: Run, state: State, k: int, *, compact: bool) -> int:
     """Take Picard steps after k evaluations, and return the evaluations then."""
     if state.z.is_cuda and run.tolerance.check_every is None and not compact:
         return stride(run, state, k)
-    z, count, left = state.z, len(state.z), state.count
+    z, best_z, count, left = state.z, state.best_z, len(state.z), state.count
     atol = np.array(run.atol, state.least.dtype)  # compared faster than a float
-    evaluate, counted, read = run.evaluate, count_nonzero, Tensor.numpy if z.is_cpu else to_numpy
+    evaluate, measure, space, counted = run.evaluate, run.measure, run.space, count_nonzero
+    read = Tensor.numpy if z.is_cpu else to_numpy
     damping, rtol, most, first = cast(Picard, run.solver).damping, run.tolerance.rtol, run.tolerance.max_steps, k
     least, least_at, fresh = _at_start(run, state)
     now = test = least
     while left and k < most:
-        Tz = state.Tz = evaluate(z, first=not k)
+        Tz = evaluate(z, first=not k)
         r = Tz - z
-        measured = _measured(run, r, Tz) if rtol else run.measure(r, run.space)
-        numbers = read(measured)
-        residual, excess = numbers if rtol else (numbers, numbers)
-        active, better, frozen = excess > atol, residual < least, left < count
-        if frozen:
+        measured = measure(r, space)
+        if rtol:
+            measured = torch.stack((measured, torch.sub(measured, measure(Tz, space), alpha=rtol)))
+            residual, excess = read(measured)
+        else:
+            residual = excess = read(measured)
+        active, better = excess > atol, residual < least
+        if left < count:
             active &= state.active
         here, fell = counted(active), counted(better)
-        if (
+        if (fell < count or rtol or compact) and (
             (compact and here < count)
             or (rtol and counted(excess > -np.inf) < count)
             or (fell < count and counted(better | (residual < np.inf)) < count)
             or (fell < count and _stalls(run, active & (k + 1 >= least_at + IDLE), residual, excess, Tz))
         ):
-            state.pending = r, measured[0] if rtol else measured
+            state.Tz, state.pending = Tz, (r, measured[0] if rtol else measured)
             break
         k, now, test = k + 1, residual, excess
         if fell == count:
-            state.best_z, least, least_at = z, residual, k
+            best_z, least, least_at = z, residual, k
         else:
             least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
-            if fell:
-                state.best_z = torch.where(state.column(better), z, state.best_z)
-        # A copy of T(z), since T may write its next value into the same memory.
-        moved = torch.lerp(Tz, z, damping) if damping else Tz if frozen else Tz.clone()
-        z = torch.where(state.mask, moved, z) if frozen else moved
+            best_z = torch.where(state.column(better), z, best_z) if fell else best_z
+        if left < count:
+            z = torch.where(state.mask, torch.lerp(Tz, z, damping) if damping else Tz, z)
+        else:  # a copy of T(z), since T may write its next value into the same memory
+            z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
         if here < count:
             _note_frozen(run, fresh, residual)
             fresh = state.active & ~active if here < left else None
             state.record(k, residual, excess, active)
             least = np.where(active, least, np.inf)
-        left = here
-    state.z = z
+            left = here
+    state.z, state.best_z = z, best_z
     if k > first:
         _note(run, state, k, (now, test), (least, least_at))
     return k
@@ -97,9 +101,9 @@ def stride(run: Run, state: State, k: int) -> int:
     atol = np.array(run.atol, state.least.dtype)
     least, least_at, fresh = _at_start(run, state)
     now = test = earlier = least
-    usual, ahead = True, FIRST_CHECK
+    usual, ahead, room = True, FIRST_CHECK, max(1, ROOM // max(state.z.nbytes, 1))
     while usual and state.count and k < most:
-        iterates, numbers = _steps(run, state.z, k, min(ahead, most - k))
+        iterates, numbers = _steps(run, state.z, k, min(ahead, most - k, room))
         before, frozen_at, best_at = state.active, np.full(count, -1), np.full(count, -1)
         last = 0
         for j, (residual, excess) in enumerate(numbers):
@@ -185,14 +189,6 @@ def _at_start(run: Run, state: State) -> tuple[Array, Array, np.ndarray | None]:
     return np.where(state.active, state.least, np.inf), state.least_at, ~state.active & np.isnan(run.after)
 
 
-def _measured(run: Run, r: Tensor, Tz: Tensor) -> Tensor:
-    """Return the residual, with a relative tolerance (2, samples): also the residual minus its relative part."""
-    residual, rtol = run.measure(r, run.space), run.tolerance.rtol
-    if not rtol:
-        return residual
-    return torch.stack((residual, torch.sub(residual, run.measure(Tz, run.space), alpha=rtol)))
-
-
 def _stalls(run: Run, idle: np.ndarray, residual: np.ndarray, excess: np.ndarray, Tz: Tensor) -> bool:
     """Return True if the residual of an idle sample may be no more than rounding."""
     if not count_nonzero(idle):
@@ -214,9 +210,11 @@ def _note(run: Run, state: State, k: int, last: tuple[Array, Array], best: tuple
     stats = run.seen = state.stats
     run.busy = bool(state.count)
     if state.count == len(state.z):
-        for row in (REACHED, NOW):
-            stats[row, state.tested], stats[row, RESIDUAL], stats[row, STEP] = last[1], last[0], k
-        stats[BEST, RESIDUAL], stats[BEST, STEP] = best
+        stats[:LIMIT, RESIDUAL], stats[:LIMIT, STEP] = last[0], k
+        if state.tested:
+            stats[:LIMIT, state.tested] = last[1]
+        if best[0] is not last[0]:
+            stats[BEST, RESIDUAL], stats[BEST, STEP] = best
     elif run.busy:
         for row, value in zip((RESIDUAL, STEP), best, strict=True):
             np.copyto(stats[BEST, row], value, where=state.active)
