@@ -17,7 +17,7 @@ from banach.solve import Solution, Tolerance
 
 @dataclass(frozen=True)
 class Agreement:
-    """cosine = <cheap, exact> / (|cheap| |exact|), ratio = |cheap| / |exact|; NaN where a gradient is zero."""
+    """`cosine = <cheap, exact> / (|cheap| |exact|)`, `ratio = |cheap| / |exact|`; NaN where a gradient is zero."""
 
     cosine: float
     ratio: float
