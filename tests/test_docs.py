@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,29 +48,27 @@ def blocks(page: Path, *, gpu: bool = False) -> list[str]:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory, and registries of models and data sets that are restored."""
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of an empty module; a working directory; registries of models and data sets that are restored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dataset, "_registry", dict(dataset._registry))
     monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
-
-
-def run(page: Path, codes: list[str]) -> None:
+    monkeypatch.setitem(sys.modules, "page", ModuleType("page"))  # torch.export imports the module of a class
     torch.manual_seed(0)
-    space: dict[str, Any] = {"__name__": "page"}
-    for code in (BEFORE.get(name(page), ""), *codes):
-        exec(compile(code, name(page), "exec"), space)
+    return sys.modules["page"].__dict__
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
-def test_the_code_of_a_page_runs(page: Path, places: None) -> None:
-    run(page, blocks(page))
+def test_the_code_of_a_page_runs(page: Path, space: dict[str, Any]) -> None:
+    for code in blocks(page):
+        exec(compile(code, name(page), "exec"), space)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, gpu=True) != blocks(page)], ids=name)
-def test_the_code_of_a_page_runs_on_a_gpu(page: Path, places: None) -> None:
-    run(page, blocks(page, gpu=True))
+def test_the_code_of_a_page_runs_on_a_gpu(page: Path, space: dict[str, Any]) -> None:
+    for code in (BEFORE.get(name(page), ""), *blocks(page, gpu=True)):
+        exec(compile(code, name(page), "exec"), space)
 
 
 def documented() -> dict[tuple[str, str], Path]:
