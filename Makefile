@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.bench-installed
+DOCS   := $(VENV)/.docs-installed
 JOBS   ?= 2
 OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
@@ -11,13 +12,16 @@ OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/b
 
 OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
+FRESH  := $(VENV)-fresh
 
-.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint bench bench-gpu paper clean help
+.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint docs package bench bench-gpu paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       build the docs site into build/site, without warnings and without network access"
+	@echo "make package    build sdist and wheel into dist, install the wheel in a fresh environment, train with it"
 	@echo "make bench      measure against TorchDEQ (6 minutes); writes results/*.json and compares them with the committed ones"
 	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
@@ -35,6 +39,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(BENCH): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 setup: $(STAMP)
@@ -83,6 +91,20 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS)
+	$(BIN)/zensical build --strict --clean
+	$(BIN)/python -m pytest -m slow tests/test_docs.py
+	@echo "open build/site/index.html; for its search run: $(BIN)/zensical serve"
+
+# The wheel is built from the sdist, so both are tested.
+package:
+	rm -rf dist $(FRESH)
+	$(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python -m pip install --quiet -c constraints.txt build
+	$(FRESH)/bin/python -m build --outdir dist .
+	$(FRESH)/bin/python -m pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[app]"
+	$(FRESH)/bin/python tests/smoke.py
+
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks cpu
 	$(BIN)/python -m benchmarks.compare_results
@@ -96,4 +118,4 @@ paper: setup
 	$(BIN)/python -m reproduction all --quick
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(AUDIT) $(FRESH) .mypy_cache .ruff_cache .pytest_cache

@@ -21,6 +21,7 @@ from data.parts_data import mnist_files, write
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES += sorted(ROOT.glob("docs/reference/*.md"))
 QUICK = "--subset 8 --batch-size 8 --device cpu --no-tensorboard --no-monitor --no-compile --threads 1"
 DEVICES = re.compile(r"--device \S+")
 

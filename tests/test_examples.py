@@ -1,4 +1,4 @@
-"""The examples run, learn and print what they promise; the code of the documents runs too."""
+"""The examples run, learn and print what they promise."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples import infinity_norm, transformer_deq
+from examples import docs_figures, infinity_norm, transformer_deq
 
 from banach import GMRES, Implicit, Picard, Tolerance
 from networks import by_hand, gradients
@@ -50,16 +50,11 @@ def test_digits_ends_with_a_table_and_a_plot(tmp_path: Path) -> None:
     assert f"plot: {tmp_path}" in said
 
 
-PAGES = ["README.md", "docs/choosing.md", "docs/convergence.md", "docs/rivals.md"]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_the_documents_runs(page: str, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks))
-    run(str(script))
+def test_the_figures_of_the_docs_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["docs_figures.py", "--out", str(tmp_path)])
+    docs_figures.main()
+    for name in re.findall(r"images/(\w+\.svg)", (ROOT / "docs" / "idea.md").read_text()):
+        assert (tmp_path / name).stat().st_size > 5000
 
 
 # The paper's general cases: a DEQ with S the identity, and a model kept well-posed by projection.

@@ -57,6 +57,9 @@ def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0
 
     One probe per binary digit of a sample's number, since any two samples differ in one; each costs a product
     with J and one with J'.
+
+    Args:
+        T, z, inputs, seed: as in `contraction_factor`.
     """
     with undisturbed(T, z, inputs), torch.no_grad():
         J = jacobian(T, z, inputs)
@@ -130,6 +133,8 @@ def measure_contraction(
         z0: where the solves start; None: at `net.start`.
         steps: the rate is that of at most so many undamped Picard steps.
         max_steps, rtol, seed: as in `contraction_factor`.
+    Returns:
+        Contraction, with one entry per sample.
     """
     with undisturbed(net, d), torch.no_grad():
         held = network_map(net, d, z0)
@@ -216,6 +221,11 @@ def error_bound(residual: Tensor, gamma: Tensor | float, *, after_step: bool = F
     reports: bound its error with `after_step=True`. gamma is a Lipschitz constant in the norm of r on the way
     from u to u*. The largest singular value at u* is its local value, in the Euclidean norm and so in RMS,
     but not in WorstPixel. (Banach 1922.)
+
+    Args:
+        residual: r, any shape.
+        gamma: a number, or one per entry of `residual`.
+        after_step: bound the error of T(u) instead of that of u.
     """
     gamma = torch.as_tensor(gamma, dtype=residual.dtype, device=residual.device)
     if bool((gamma < 0).any()):

@@ -17,7 +17,7 @@ from banach.solve import Solution, Tolerance
 
 @dataclass(frozen=True)
 class Agreement:
-    """cosine = <cheap, exact> / (|cheap| |exact|), ratio = |cheap| / |exact|; NaN where a gradient is zero."""
+    """`cosine = <cheap, exact> / (|cheap| |exact|)`, `ratio = |cheap| / |exact|`; NaN where a gradient is zero."""
 
     cosine: float
     ratio: float
@@ -86,7 +86,14 @@ def descent_checks(
     exact: Mode | None = None,
     tolerance: Tolerance | None = None,
 ) -> tuple[Descent, ...]:
-    """Do `descent_check` for several modes, with one fixed point and one exact gradient, which cost most."""
+    """Do `descent_check` for several modes, with one fixed point and one exact gradient, which cost most.
+
+    Args:
+        modes: the cheap modes.
+        net, d, loss, z0, exact, tolerance: as in `descent_check`.
+    Returns:
+        One Descent per mode.
+    """
     with undisturbed(net, d), torch.enable_grad():
         frozen, weights = Frozen(net), _trained_weights(net)
         v, found, final = frozen.settle(d, z0, tolerance=tolerance)

@@ -39,7 +39,13 @@ class NetworkMap:
 
 
 def network_map(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
-    """The map that `net(d, z0=z0)` iterates, and where it ends, without a trace left in the network."""
+    """Return the map that `net(d, z0=z0)` iterates, and where it ends. The network is not changed.
+
+    Args:
+        net: the ImplicitNetwork.
+        d: data; a tuple holds several inputs of Q.
+        z0: where the solve starts; None: at `net.start`.
+    """
     with undisturbed(net, d), torch.no_grad():
         frozen = Frozen(net)
         v = frozen.Q(*plain(as_inputs(d)))

@@ -13,7 +13,12 @@ REST = 0.05  # the part of the Neumann series that the suggested order leaves ou
 
 
 def verdict(contraction: Contraction, descent: Descent | None = None) -> str:
-    """One sentence on the iteration and, where a gradient was checked, one on that."""
+    """Return a sentence on the iteration and, where a gradient was checked, one on that.
+
+    Args:
+        contraction: what `measure_contraction` returned.
+        descent: what `descent_check` returned, or None.
+    """
     said = [_on_iteration(contraction)]
     if descent is not None:
         said.append(_on_gradient(descent, worst(contraction.rate)))
@@ -21,7 +26,11 @@ def verdict(contraction: Contraction, descent: Descent | None = None) -> str:
 
 
 def suggested_order(rate: float) -> int | None:
-    """The least k with rate^(k+1) at most 5%, the part that Neumann(k) leaves out; None: there is no such k."""
+    """Return the least k for which Neumann(k) leaves out at most 5%, rate^(k+1); None if there is none.
+
+    Args:
+        rate: of the iteration, such as the largest of `Contraction.rate`.
+    """
     if not rate < 1:
         return None
     return max(math.ceil(math.log(REST) / math.log(rate)) - 1, 0) if rate > 0 else 0

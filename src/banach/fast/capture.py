@@ -189,7 +189,11 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the values of the tensors after the block."""
+    """Restore the values of the tensors after the block, a `with` statement.
+
+    Args:
+        tensors: such as `net.parameters()`.
+    """
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield

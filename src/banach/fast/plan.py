@@ -118,6 +118,10 @@ def plan(
         compile: torch.compile was asked for.
         observed: penalties observe the network's own pass, so it is not taken apart.
         refused: a reason not to capture, such as "fast is off".
+    Returns:
+        Plan; print it.
+    Raises:
+        TypeError, ValueError: if `net` is not a module, or `precision` is none of the three.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"plan takes a network, got {type(net).__name__}")

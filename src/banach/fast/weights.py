@@ -185,7 +185,11 @@ def channels_last(net: Net) -> Net:
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer's state the strides of its weights: fused optimizers refuse a mixture."""
+    """Give the optimizer's state the strides of its weights: fused optimizers refuse a mixture.
+
+    Args:
+        optimizer: of a network whose memory format has changed, or whose state was loaded.
+    """
     for p, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():

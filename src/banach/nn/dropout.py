@@ -68,6 +68,8 @@ def convert_dropout(module: nn.Module) -> nn.Module:
     Reaches the layers inside nn.TransformerEncoderLayer and other containers. Weights, hooks and state_dict stay
     as they are. Subclasses of the layers are left alone, since their forward is not known.
 
+    Args:
+        module: R, or a part of it.
     Returns:
         The module; if it is itself a dropout layer, the layer that replaces it.
     """

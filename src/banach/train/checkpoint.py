@@ -116,6 +116,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint after comparing both checksums.
 
+    Args:
+        path: its folder, such as runs/digits-1/checkpoints/NAME.
     Raises:
         CheckpointError: if it is damaged, or does not hold the state of a run.
     """
