@@ -15,6 +15,7 @@ ROOMS = (
     "backward",
     "nn",
     "network",
+    "export",
     "diagnose",
     "kernels",
     "fast",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from banach import nn as nn
     from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
     from banach.diagnose import ContractionMonitor, ContractionWarning, contraction_factor, descent_check
+    from banach.export import export
     from banach.fast import compile
     from banach.network import ImplicitNetwork, fixed_point
     from banach.solve import (
@@ -62,6 +63,7 @@ __all__ = [
     "compile",
     "contraction_factor",
     "descent_check",
+    "export",
     "fixed_point",
     "solve",
 ]
@@ -69,6 +71,7 @@ __all__ = [
 _ROOMS = {
     "backward": ("GMRES", "JFB", "Implicit", "Mode", "Neumann", "NormalCG", "Unroll"),
     "diagnose": ("ContractionMonitor", "ContractionWarning", "contraction_factor", "descent_check"),
+    "export": ("export",),
     "fast": ("compile",),
     "network": ("ImplicitNetwork", "fixed_point"),
 }
@@ -79,8 +82,8 @@ _MODULES = ("data", "diagnose", "fast", "kernels", "models", "nn", "train")
 class _Lazy(ModuleType):
     """This package, with its names imported at first use (PEP 562).
 
-    `solve` is a function here, and also a package: importing the package sets the attribute to the module, which
-    this class undoes.
+    `solve` and `export` are functions here, and also modules: importing one sets the attribute to the module,
+    which this class undoes.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -93,8 +96,8 @@ class _Lazy(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "solve" and isinstance(value, ModuleType):
-            value = value.solve
+        if name in ("solve", "export") and isinstance(value, ModuleType):
+            value = getattr(value, name)
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:

@@ -91,7 +91,8 @@ def run_exported(run: Run, state: State) -> State:
         return steps + cycle, *inner.to_carry()
 
     start = torch.full((), first, dtype=torch.int64, device=state.z.device)
-    return State.carried(*while_loop(go_on, body, (start, *state.to_carry()))[1:])
+    carried = (part.clone() for part in state.to_carry())  # a loop refuses tensors that share memory
+    return State.carried(*while_loop(go_on, body, (start, *carried))[1:])
 
 
 def _traced(run: Run, batch: int) -> Run:

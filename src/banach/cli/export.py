@@ -1,0 +1,63 @@
+"""`banach export`: the network of a run as one file for onnxruntime or PyTorch, with a model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from banach import checks
+from banach.cli.console import console
+from banach.cli.opened import Opened, RunDir, open_run
+from banach.export import ENDING
+from banach.export import export as write
+from banach.network import ImplicitNetwork
+from banach.train import words
+
+EPILOG = """\b
+Examples:
+  banach export runs/digits-1                           runs/digits-1/model.onnx
+  banach export runs/digits-1 --format torch            runs/digits-1/model.pt2
+  banach export runs/mnist-1 --solver anderson --out mnist.onnx"""
+
+
+def export(
+    run: RunDir,
+    format: Annotated[str, typer.Option(help="onnx | torch.")] = "onnx",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.  [model.onnx or model.pt2 in the run]", show_default=False)
+    ] = None,
+    solver: Annotated[str | None, typer.Option(help=f"{words.SOLVERS}.  [the run's]", show_default=False)] = None,
+) -> None:
+    """Export a run's newest weights: any batch size, every image stops at its own step.
+
+    The model card is written to FILE.json: how to load the file, how to scale images, where the weights come from.
+    """
+    ending = ENDING[checks.nearest("format", format, ENDING)]
+    path = out or run / f"model{ending}"
+    if path.suffix != ending or path.is_dir():
+        raise ValueError(f"expected a file that ends in {ending}, got {path}; pass --out {path.stem}{ending}")
+    opened = open_run(run, "cpu")
+    if solver is not None:
+        if not isinstance(opened.net, ImplicitNetwork):
+            raise ValueError(f"{opened.settings.model} has no fixed point; leave out --solver")
+        opened.settings.changed({"solver": solver}).configure(opened.net)
+    write(opened.net, torch.zeros(2, *opened.dataset.shape), path, format=format, card=_card(opened))
+    console.print(f"{format} file: {path}\nmodel card, with the line that loads it: {path}.json")
+
+
+def _card(opened: Opened) -> dict[str, object]:
+    """Return what the model card says about the weights and the images."""
+    dataset, settings = opened.dataset, opened.run.settings
+    trained = {"run": opened.run.path.resolve(), "epochs": opened.position.epoch, "settings": settings.to_dict()}
+    return {
+        "model": settings.model,
+        "weights": trained,
+        "data": dataset.title,
+        "classes": dataset.classes,
+        "normalisation": "(pixels / 255 - mean) / std" if settings.normalise else "pixels / 255",
+        "mean": dataset.mean,
+        "std": dataset.std,
+    }

@@ -1,0 +1,184 @@
+"""export(): a network as one file for onnxruntime or PyTorch, which runs without banach, and its model card."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from banach import checks
+from banach.network import ImplicitNetwork, as_inputs
+from banach.provenance import provenance, whole_file, write_json
+
+# The line that loads each format: {file} is its name, {d} the inputs, NumPy arrays for onnx and tensors for torch.
+LOAD = {
+    "onnx": 'outputs = onnxruntime.InferenceSession("{file}").run(None, {{{d}}})',
+    "torch": 'outputs = torch.export.load("{file}").module()({d})',
+}
+ENDING = {"onnx": ".onnx", "torch": ".pt2"}
+OUTPUTS = {
+    "output": "S(u*)",
+    "steps": "evaluations of R until the sample converged or the steps were used up",
+    "residual": "norm of the last step of the sample",
+    "converged": "whether the residual met the tolerance",
+}
+
+
+def export(
+    net: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    format: str = "onnx",
+    card: Mapping[str, Any] | None = None,
+) -> Any:
+    """Export a network whose depth follows the data, for any batch size.
+
+    The loop is an ONNX Loop or a `torch.export` while_loop. A sample that has converged keeps its value, as in
+    `net(d)`. Samples that stall use up `max_steps`, since only host checks judge that.
+
+    Args:
+        net: an `ImplicitNetwork` in eval mode, or another module, which has one output.
+        example: inputs of the network, a tensor or a tuple of tensors. Their first axis is the batch, of any size.
+        path: file to write, with the model card in `path`.json; None writes nothing.
+        format: "onnx" or "torch".
+        card: more entries for the model card.
+    Returns:
+        `torch.onnx.ONNXProgram` or `torch.export.ExportedProgram`, with the outputs of `OUTPUTS`.
+    Raises:
+        ValueError: if the format is unknown, the network is in train mode, a package that ONNX needs is missing,
+            or PyTorch cannot convert the network to ONNX.
+    """
+    checks.nearest("format", format, LOAD)
+    if net.training:
+        raise ValueError("export needs a network in eval mode, got train mode; call net.eval()")
+    inputs = as_inputs(example)
+    if not all(isinstance(one, Tensor) and one.dim() for one in inputs):
+        got = ", ".join(type(one).__name__ for one in inputs)
+        raise TypeError(f"example must be a tensor or a tuple of tensors with a batch axis, got {got}")
+    program: Any = _to_onnx(net, inputs) if format == "onnx" else _traced(net, inputs)
+    if path is not None:
+        _write(Path(path), program, {**_describe(net, inputs, format, Path(path).name), **(card or {})})
+    return program
+
+
+class _WithSolution(nn.Module):
+    """A network that returns the tensors of its solution too."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *d: Tensor) -> tuple[Tensor, ...]:
+        if not isinstance(self.net, ImplicitNetwork):
+            return (self.net(*d),)
+        output, found = self.net(*d, solution=True)
+        return output, found.steps, found.residual, found.converged
+
+
+def _traced(net: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    """Return the network as torch.export traces it."""
+    # torch.export takes a batch of one for a constant.
+    several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one for one in inputs)
+    batch = torch.export.Dim("batch")
+    shapes = (tuple({0: batch} for _ in inputs),)
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about the tracer itself
+        return torch.export.export(_WithSolution(net), several, dynamic_shapes=shapes, strict=False)
+
+
+def _to_onnx(net: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """Return the traced network as an ONNX program, without the stack traces that most of its file would be."""
+    for package in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(package) is None:
+            advice = "run: pip install 'banach[export]', or choose the format torch"
+            raise ValueError(f"export to ONNX needs {package}, which is missing; {advice}")
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass  # of onnxscript
+
+    traced = _traced(net, inputs)
+    logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)  # it misses torchvision
+    options: dict[str, Any] = {
+        "input_names": _names(inputs),
+        "output_names": list(OUTPUTS)[: len(traced.graph_signature.user_outputs)],
+        "custom_translation_table": {torch.ops.aten._linalg_solve_ex.default: _eliminate},
+    }
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program: Any = torch.onnx.export(traced, dynamo=True, verbose=False, **options)
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        advice = "replace that operation, or choose the format torch"
+        raise ValueError(f"torch {torch.__version__} cannot write it as ONNX ({reason}); {advice}") from error
+    for tidy in (ClearMetadataAndDocStringPass(), RemoveUnusedNodesPass()):
+        tidy(program.model)
+    for value in (*program.model.graph.inputs, *program.model.graph.outputs):
+        value.shape[0] = "batch"
+    return program
+
+
+def _eliminate(A: Any, B: Any, **_: Any) -> tuple[Any, ...]:
+    """Solve A X = B, small matrices of a batch, by Gaussian elimination in ONNX operations.
+
+    Without pivoting: Anderson's A is a Gram matrix, symmetric and positive definite. A fit that went wrong all the
+    same is not trusted, as in the solver itself.
+    """
+    from onnxscript import opset18 as op
+
+    def part(M: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
+        starts, ends = zip(rows, columns, strict=True)
+        return op.Slice(M, list(starts), list(ends), [1, 2])
+
+    size, first, last = A.shape[1], (0, 1), (1, 2**31)
+    rest, pivots = op.Concat(A, B, axis=2), []
+    for k in range(size):
+        row = op.Div(part(rest, first, (0, 2**31)), part(rest, first, first))
+        pivots.append(row)
+        if k + 1 < size:
+            rest = op.Sub(part(rest, last, last), op.Mul(part(rest, last, first), part(row, first, last)))
+    X = part(pivots.pop(), first, last)
+    for row in reversed(pivots):
+        known = op.MatMul(part(row, first, (1, -1)), X)
+        X = op.Concat(op.Sub(part(row, first, (-1, 2**31)), known), X, axis=1)
+    return (X,)  # the factors and the error code, which come after it, are not used
+
+
+def _names(inputs: tuple[Tensor, ...]) -> list[str]:
+    return ["d"] if len(inputs) == 1 else [f"d_{k}" for k in range(len(inputs))]
+
+
+def _describe(net: nn.Module, inputs: tuple[Tensor, ...], format: str, file: str) -> dict[str, Any]:
+    """Return the model card: what the file is, how to load it, what goes in and comes out."""
+    shapes = [{"shape": ["batch", *one.shape[1:]], "dtype": str(one.dtype)} for one in inputs]
+    names, implicit = _names(inputs), isinstance(net, ImplicitNetwork)
+    d = ", ".join(f'"{name}": {name}' if format == "onnx" else name for name in names)
+    return {
+        "file": file,
+        "format": format,
+        "load": LOAD[format].format(file=file, d=d),
+        "inputs": dict(zip(names, shapes, strict=True)),
+        "outputs": OUTPUTS if implicit else {"output": "the value of the network"},
+        **({"solver": net.solver, "tolerance": net.tolerance} if implicit else {}),
+        "exported": provenance(),
+    }
+
+
+def _write(path: Path, program: Any, card: dict[str, Any]) -> None:
+    """Write the file, then the card with its checksum; each is complete or absent."""
+    if isinstance(program, torch.export.ExportedProgram):
+        buffer = io.BytesIO()
+        with warnings.catch_warnings(action="ignore"):
+            torch.export.save(program, buffer)
+        content = buffer.getvalue()
+    else:
+        content = program.model_proto.SerializeToString()
+    with whole_file(path, binary=True) as file:
+        file.write(content)
+    write_json(f"{path}.json", {**card, "sha256": hashlib.sha256(content).hexdigest()})

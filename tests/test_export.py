@@ -1,0 +1,214 @@
+"""Exported networks: the files give the answers and step counts of the network, and run without banach."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import banach
+from banach import Anderson, ImplicitNetwork, Picard, Tolerance
+from banach.cli.app import main
+from banach.cli.opened import open_run
+from banach.data import DIGITS
+from banach.export import OUTPUTS, export
+from banach.train import words
+from data.conftest import real_data  # noqa: F401
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+SMALL = ["train", "--batch-size", "16", "--no-tensorboard", "--no-monitor", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on 256 digits. Its solves have at most 31 steps: one before the loop, for Anderson of memory 2 too."""
+    run = tmp_path_factory.mktemp("export") / "run"
+    assert main([*SMALL, "--subset", "256", "--epochs", "2", "--max-steps", "31", "--out", str(run)]) == 0
+    return run
+
+
+def answers(path: Path, images: Tensor, batch: int) -> list[Tensor]:
+    """Return the outputs of an ONNX file, batch by batch."""
+    session = onnxruntime.InferenceSession(path)
+    parts = [session.run(None, {"d": part.numpy()}) for part in images.split(batch)]
+    return [torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
+
+
+@torch.no_grad()
+def check_against_network(run: Path, solver: str, path: Path, images: Tensor) -> None:
+    """Compare an ONNX file with the network of a run: labels, logits, steps."""
+    net: Any = open_run(run, "cpu").net
+    net.solver = words.solver(solver)
+    for batch in (512, 1):
+        parts = [net(part, solution=True) for part in images.split(batch)]
+        logits = torch.cat([output for output, _ in parts])
+        steps = torch.cat([found.steps for _, found in parts])
+        output, counted, _, converged = answers(path, images, batch)
+        assert torch.equal(output.argmax(1), logits.argmax(1))
+        same = counted == steps  # not where a residual is within rounding of the tolerance
+        torch.testing.assert_close(output[same], logits[same], atol=1e-4, rtol=0)
+        assert (~same).double().mean() <= 1e-3
+        assert (counted - steps).abs().max() <= 1
+        assert torch.equal(converged, torch.cat([found.converged for _, found in parts]))
+    assert steps.unique().numel() > 1  # images stop at different steps
+
+
+def images_of(run: Path, folder: Path | None = None) -> Tensor:
+    images = open_run(run, "cpu").settings.load("test", folder)
+    return images.normalise(images.pixels)
+
+
+@pytest.mark.parametrize("solver", ["picard", "anderson:2"])
+def test_onnx_equals_the_network_on_digits(solver: str, digits: Path, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "model.onnx"
+    assert main(["export", str(digits), "--solver", solver, "--out", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert str(path) in out
+    assert err == ""
+    check_against_network(digits, solver, path, images_of(digits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["picard", "anderson"])
+def test_onnx_equals_the_network_on_mnist(solver: str, tmp_path: Path, real_data: Any) -> None:  # noqa: F811
+    run, path, folder = tmp_path / "run", tmp_path / "model.onnx", real_data("mnist")
+    flags = ["--data", "mnist", "--data-dir", str(folder), "--subset", "2000", "--epochs", "1", "--out", str(run)]
+    assert main([*SMALL, *flags]) == 0
+    assert main(["export", str(run), "--solver", solver, "--out", str(path)]) == 0
+    check_against_network(run, solver, path, images_of(run, folder))
+
+
+def test_the_torch_file_runs_without_banach_and_the_card_describes_it(digits: Path, tmp_path: Path) -> None:
+    assert main(["export", str(digits), "--format", "torch"]) == 0
+    path, images = digits / "model.pt2", images_of(digits)[:5]
+    card = json.loads((digits / "model.pt2.json").read_text())
+    torch.save(images, tmp_path / "images.pt")
+    code = f"""
+import os, sys, torch
+os.chdir({str(digits)!r})
+for count in (1, 5):
+    d = torch.load({str(tmp_path / "images.pt")!r})[:count]
+    {card["load"]}
+torch.save(outputs, {str(tmp_path / "outputs.pt")!r})
+assert not any(name.startswith("banach") for name in sys.modules)"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=kept, check=True, timeout=120)
+    net: Any = open_run(digits, "cpu").net
+    output, found = net(images, solution=True)
+    expected = (output, found.steps, found.residual, found.converged)
+    for got, value in zip(torch.load(tmp_path / "outputs.pt"), expected, strict=True):
+        torch.testing.assert_close(got, value)
+    assert card["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert card["inputs"] == {"d": {"shape": ["batch", 1, 8, 8], "dtype": "torch.float32"}}
+    assert list(card["outputs"]) == list(OUTPUTS)
+    assert (card["model"], card["weights"]["epochs"]) == ("digits", 2)
+    assert (card["solver"], card["tolerance"]) == (repr(net.solver), repr(net.tolerance))
+    assert card["normalisation"] == "(pixels / 255 - mean) / std"
+    assert (card["mean"], card["std"]) == (list(DIGITS.mean), list(DIGITS.std))
+    assert {"commit", "versions", "date"} <= set(card["exported"])
+
+
+class Scaled(nn.Module):
+    """R(u, v) = v u + 1, entry by entry: u* = 1 / (1 - v)."""
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return v * u + 1
+
+
+def scaled(solver: banach.Solver) -> ImplicitNetwork:
+    tolerance = Tolerance(atol=1e-9, max_steps=101 if solver == Picard() else 41)
+    return ImplicitNetwork(nn.Identity(), Scaled(), nn.Identity(), solver=solver, tolerance=tolerance).eval()
+
+
+# v per sample: 13 steps, more than 41, 2, 30; and an overflow.
+SLOPES = [[0.1, 0.2, 0.3, 0.4], [0.5, -0.5, 0.7, 0.9], [0.0] * 4, [0.3, 1.5, 0.2, -0.6], [1e200, 0.1, 0.2, 0.3]]
+ROWS = torch.tensor(SLOPES, dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")
+def test_each_sample_stops_where_it_does_in_pytorch(tmp_path: Path) -> None:
+    """In float64, against the exact fixed point. The last row overflows, and keeps its best iterate."""
+    net, path = scaled(Anderson(memory=2)), tmp_path / "model.onnx"
+    export(net, ROWS[:1], path)  # one sample is enough of an example
+    for rows in (ROWS, ROWS[3:4], ROWS[:4].repeat(5, 1)):
+        value, found = net(rows, solution=True)
+        got, steps, residual, converged = answers(path, rows, len(rows))
+        assert torch.equal(steps, found.steps)
+        assert torch.equal(converged, found.converged)
+        torch.testing.assert_close(got, value, rtol=1e-7, atol=0)
+        torch.testing.assert_close(residual, found.residual, rtol=1e-5, atol=1e-12)
+        exact = (1 / (1 - rows))[converged]
+        torch.testing.assert_close(got[converged], exact, rtol=0, atol=1e-8)
+        assert converged.any()
+
+
+class Pair(nn.Module):
+    """Q of two inputs."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+
+def test_several_inputs_and_no_file() -> None:
+    net = scaled(Picard())
+    net.Q = Pair()
+    program = export(net, (ROWS[:3], ROWS[:3]), format="torch")
+    a, b = ROWS[1:4], torch.full((3, 4), 0.5, dtype=torch.float64)
+    torch.testing.assert_close(program.module()(a, b)[0], 1 / (1 - a * b), rtol=0, atol=1e-8)
+
+
+def test_the_function_and_its_module_share_a_name() -> None:
+    assert importlib.import_module("banach.export").export is banach.export is export
+
+
+def test_refusals_in_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    net, path = scaled(Picard()), tmp_path / "model.onnx"
+    with pytest.raises(ValueError, match=r"eval mode, got train mode; call net\.eval\(\)"):
+        export(net.train(), ROWS, path)
+    net.eval()
+    with pytest.raises(ValueError, match="unknown format: 'onx'; did you mean 'onnx'"):
+        export(net, ROWS, path, format="onx")
+    with pytest.raises(TypeError, match="must be a tensor or a tuple of tensors with a batch axis, got list"):
+        export(net, [1.0], path)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(
+        ValueError, match=r"needs onnxscript, which is missing; run: pip install 'banach\[export\]'"
+    ):
+        export(net, ROWS, path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--format", "onx"], "did you mean 'onnx'"),
+        (
+            ["--out", "settings.json"],
+            "expected a file that ends in .onnx, got settings.json; pass --out settings.onnx",
+        ),
+        (["--solver", "andersen"], "anderson"),
+    ],
+)
+def test_refusals_on_the_command_line(flags: list[str], said: str, digits: Path, capsys: Any) -> None:
+    before = sorted(digits.iterdir())
+    assert main(["export", str(digits), *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(digits.iterdir()) == before
+
+
+def test_another_module_has_one_output() -> None:
+    net, rows = nn.Linear(4, 3).double().eval(), ROWS[:4]
+    (output,) = export(net, rows, format="torch").module()(rows[:3])
+    torch.testing.assert_close(output, net(rows[:3]))
