@@ -78,7 +78,7 @@ def _trained(way: dict[str, Any], seed: int, settings: Settings) -> Row:
     totals = evaluate(net, test)
     measured = measure_contraction(net, test.normalise(test.pixels[: settings.images]))
     return {
-        "accuracy": 100 * totals.accuracy,
+        "accuracy": 100 * (totals.accuracy or 0.0),
         "steps": totals.depth,
         "sigma": float(measured.sigma.double().mean()),
         "largest sigma": float(measured.sigma.max()),

@@ -216,7 +216,7 @@ def _epochs_done(run: Run) -> int:
 
 
 def _line(epoch: Epoch, job: Job, point: Mapping[str, Any]) -> str:
-    shown = f"{job.name} {epoch.epoch}: loss {epoch.loss:.4f}, {100 * epoch.accuracy:.2f} %, {epoch.seconds:.2f} s"
+    shown = f"{job.name} {epoch.epoch}: loss {epoch.loss:.4f}, {epoch.accuracy or 0:.2%}, {epoch.seconds:.2f} s"
     depth = "" if not epoch.depth else f", depth {epoch.depth:.1f}"
     clean, released = (100 * point[name]["accuracy"] for name in ("clean", "released"))
     return f"{shown}{depth}; test clean {clean:.2f}, released {released:.2f}"

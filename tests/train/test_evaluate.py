@@ -88,7 +88,8 @@ def by_hand(net: Any, split: Images, tolerance: Tolerance) -> Totals:
 
 
 def assert_near(got: Totals, wanted: Totals) -> None:
-    assert vars(got) == pytest.approx(vars(wanted), rel=1e-6)
+    figures = [{name: value for name, value in vars(one).items() if value != {}} for one in (got, wanted)]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [400, 7])

@@ -36,8 +36,12 @@ class Board:
 
     def _add(self, epoch: Epoch) -> None:
         for field, value in vars(epoch).items():
-            if value is not None and field not in ("epoch", "warm_up"):
-                self._writer.add_scalar(tag(field), float(value), epoch.epoch)
+            if isinstance(value, dict):
+                tags = {f"{name}/{tag(field).rpartition('/')[2]}": one for name, one in value.items()}
+            else:
+                tags = {} if value is None or field in ("epoch", "warm_up") else {tag(field): value}
+            for name, one in tags.items():
+                self._writer.add_scalar(name, float(one), epoch.epoch)
 
     def __enter__(self) -> Board:
         return self

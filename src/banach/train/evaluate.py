@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.data import Augmentation, Batches, Images
+from banach.data.loader import Batch, Loader
 from banach.fast.body import FastNetwork
 from banach.fast.capture import CapturedCalls, reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
-from banach.network import ImplicitNetwork
+from banach.network import ImplicitNetwork, as_inputs
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
 from banach.train.distributed import Ranks, released
-from banach.train.metrics import MetricSums, Totals
+from banach.train.metrics import Compared, MetricSums, Objective, Totals
 from banach.train.precision import arithmetic, autocast
 
 Scores = tuple[Tensor, Solution | None]
@@ -46,8 +46,8 @@ class Scorer:
         self._made: dict[bool, tuple[Any, Callable[[Tensor], Scores] | None]] = {}  # by mode: state, program
 
     @torch.no_grad()
-    def __call__(self, x: Tensor) -> Scores:
-        program = self._program(x.device)
+    def __call__(self, x: Tensor, *more: Tensor) -> Scores:
+        program = None if more else self._program(x.device)
         if program is not None:
             try:
                 return program(x)
@@ -56,7 +56,7 @@ class Scorer:
                 self._made.clear()
                 text = "the evaluation could not be captured as a CUDA graph and runs eagerly"
                 warn_user(f"{text}: {self.reason}", UserWarning)
-        return scores(self.net, x, self.precision)
+        return scores(self.net, (x, *more), self.precision)
 
     def captures(self, device: torch.device) -> bool:
         """Return True if images are scored by CUDA graphs, in the mode that the network is in."""
@@ -116,31 +116,35 @@ class Scorer:
         return program
 
 
-def scores(net: Any, x: Tensor, precision: str = "fp32") -> Scores:
+def scores(net: Any, x: Tensor | tuple[Tensor, ...], precision: str = "fp32") -> Scores:
     """Return the network's output in at least fp32 and the Solution, None for one without fixed point."""
-    with autocast(precision, x.device):
-        output, found = run_network(net, (x,))
+    d = as_inputs(x)
+    with autocast(precision, d[0].device):
+        output, found = run_network(net, d)
     return at_least_fp32(output), found
 
 
 def evaluate(
     net: nn.Module,
-    images: Images,
+    data: Images | Iterable[Any],
     *,
     batch_size: int = 400,
     precision: str = "fp32",
     scorer: Scorer | None = None,
+    loss: Compared | None = None,
+    metrics: Mapping[str, Compared] | None = None,
 ) -> Totals:
     """Evaluate a network in eval mode. Its mode is restored.
 
     Args:
         net: the network, on the device of the images.
-        images: each is used once, without augmentation.
+        data: images, each used once, without augmentation; or batches (inputs, targets), as `fit` takes them.
         batch_size: images at a time; a scorer that captures chooses its own.
         precision: "fp32", "tf32" or "bf16".
         scorer: a `Scorer` of this network that is kept between evaluations, which is fast on a GPU.
+        loss, metrics: as for `fit`; by default cross entropy and accuracy.
     Returns:
-        Means over the images: loss, accuracy and, where there is a fixed point, how well it was found.
+        Means over the samples: loss, metrics and, where there is a fixed point, how well it was found.
     Warns:
         ConvergenceWarning: if fixed points were not found.
     """
@@ -149,10 +153,12 @@ def evaluate(
         got = f"{'this' if scorer.net is net else 'another'} network in {scorer.precision}"
         expected = f"this one in {precision}; make a Scorer(net, {precision!r})"
         raise ValueError(f"the scorer is of {got}, expected {expected}")
+    device = next((weight.device for weight in net.parameters()), torch.device("cpu"))
+    held = data if isinstance(data, Images) else Loader(data, device)
     training = net.training
     net.eval()
     try:
-        return measure(scorer, images, batch_size)
+        return measure(scorer, held, batch_size, objective=Objective.of(loss, metrics))
     finally:
         net.train(training)
 
@@ -160,55 +166,66 @@ def evaluate(
 @torch.no_grad()
 def measure(
     scorer: Scorer,
-    images: Images,
+    data: Images | Loader,
     batch_size: int,
     begin: Callable[[], object] = lambda: None,
     *,
     augment: Augmentation | None = None,
     epoch: int = 0,
+    objective: Objective = Objective(),
 ) -> Totals:
     """Evaluate in the mode that the network is in.
 
     Args:
-        scorer, images, batch_size: as for `evaluate`.
-        begin: called before the first image; it may be called twice.
+        scorer, data, batch_size: as for `evaluate`.
+        begin: called before the first sample; it may be called twice.
         augment: changes the images, differently in every `epoch`.
+        objective: the loss and the metrics.
     """
-    begin()
-    sums = _once(scorer, images, batch_size, augment, epoch)
+
+    def once(scorer: Scorer) -> MetricSums:
+        begin()
+        size = scorer.batch_size(batch_size, data.device)
+        return _sums(scorer, _batches(data, size, scorer.ranks, augment, epoch), data.device, objective)
+
+    sums = once(scorer)
     totals = sums.read()
-    if not scorer.captures(images.device):
+    if not scorer.captures(data.device):
         return totals  # the network itself has warned of samples that did not converge
     if sums.nonfinite or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
-        begin()
-        eager = Scorer(scorer.net, scorer.precision, fast=False)
-        return _once(eager, images, batch_size, augment, epoch).read()
+        return once(Scorer(scorer.net, scorer.precision, fast=False)).read()
     if totals.converged is not None and totals.converged < 1 and scorer.net.tolerance.check_every != 0:
         text = f"the fixed point was not found for all samples: {Status.MAX_STEPS.value}"
         warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)
     return totals
 
 
-def _once(scorer: Scorer, images: Images, batch_size: int, augment: Augmentation | None, epoch: int) -> MetricSums:
-    sums = MetricSums(images.device)
-    size = scorer.batch_size(batch_size, images.device)
-    with arithmetic(scorer.precision, images.device):
-        for x, y in _batches(images, size, scorer.ranks, augment).epoch(epoch):
-            output, found = scorer(x)
-            sums.add(F.cross_entropy(output, y), output, y, found)
-            sums.add_evaluations(scorer.net, len(y))
+def _sums(scorer: Scorer, batches: Iterable[Batch], device: torch.device, objective: Objective) -> MetricSums:
+    """Score batches, on all ranks."""
+    sums = MetricSums(device, objective.metrics)
+    with arithmetic(scorer.precision, device):
+        for d, targets in batches:
+            output, found = scorer(*d)
+            sums.add(objective.loss(output, targets), output, targets, found)
+            sums.add_evaluations(scorer.net, len(targets))
     scorer.ranks.add(sums)
     released(scorer.net)
     return sums
 
 
-def _batches(images: Images, size: int, ranks: Ranks, augment: Augmentation | None) -> Batches:
-    """Return batches of at most this size, of which every rank gets an image: all call a sharded network."""
-    if len(images) < ranks.count:
-        raise ValueError(f"{ranks.count} ranks cannot share {len(images)} images; start fewer processes")
-    fits = (n for n in range(size, 0, -1) if (len(images) % n or n) >= ranks.count)
-    return Batches(images, next(fits, len(images)), augment=augment, shuffle=False, part=ranks.part)
+def _batches(
+    data: Images | Loader, size: int, ranks: Ranks, augment: Augmentation | None, epoch: int
+) -> Iterator[Batch]:
+    """Yield batches; those of images have at most this size, and an image for every rank: all call the network."""
+    if isinstance(data, Loader):
+        yield from map(data.placed, data.epoch())
+        return
+    if len(data) < ranks.count:
+        raise ValueError(f"{ranks.count} ranks cannot share {len(data)} images; start fewer processes")
+    fits = (n for n in range(size, 0, -1) if (len(data) % n or n) >= ranks.count)
+    batches = Batches(data, next(fits, len(data)), augment=augment, shuffle=False, part=ranks.part)
+    yield from (((images,), labels) for images, labels in batches.epoch(epoch))
 
 
 def _state(net: Any) -> tuple[Any, ...]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from banach.data import Augmentation, Batches, Images
+from banach.data.loader import Loader
 from banach.fast.plan import Plan
 from banach.solve import ConvergenceWarning
 from banach.train.checkpoint import Position
 from banach.train.distributed import Ranks
-from banach.train.evaluate import Scorer, evaluate
+from banach.train.evaluate import Scorer, measure
 from banach.train.finite import Divergence
-from banach.train.metrics import Epoch, History
+from banach.train.metrics import Compared, Epoch, History, Objective
 from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
@@ -27,22 +29,24 @@ from banach.train.state import TrainState
 from banach.train.steps import Steps, counted_products
 
 _FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
-_WATCHED = 8  # images on which the contraction is measured after every epoch
+_WATCHED = 8  # samples on which the contraction is measured after every epoch
 
 
 def fit(
     net: nn.Module,
-    train: Images,
-    validation: Images | None,
+    train: Images | Iterable[Any],
+    validation: Images | Iterable[Any] | None,
     settings: Settings,
     *,
+    loss: Compared | None = None,
+    metrics: Mapping[str, Compared] | None = None,
     augment: Augmentation | None = None,
     run: Run | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
     on_step: Callable[[Position], None] | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> History:
-    """Train a network by cross entropy, on the device of the settings.
+    """Train a network, on the device of the settings.
 
     Afterwards it is in eval mode, with the averaged weights if there are any. The global random state is restored.
     In a process group of several ranks all of them call `fit`: each takes its part of every batch, the first one
@@ -50,9 +54,14 @@ def fit(
 
     Args:
         net: the network; it is moved to the device.
-        train: images to train on.
-        validation: images to validate on after every epoch; None: nothing is validated.
+        train: images to train on; or a DataLoader or another iterable with a length, whose batches are (inputs,
+            targets): inputs a tensor, or a tuple of tensors for a Q that takes several. The batch size is then
+            that of the data, and (settings.seed, epoch) decide what samplers and data sets draw.
+        validation: data of either kind to validate on after every epoch; None: nothing is validated.
         settings: how to train.
+        loss: loss(output, targets), the mean over the batch. None: cross entropy.
+        metrics: by name, f(output, targets): a value per sample, or their mean. None: accuracy, if `loss` is None.
+            The metric named accuracy, or else the validation loss, chooses the best checkpoint.
         augment: changes the training images.
         run: a run directory. Training goes on from its last checkpoint, on a CPU bit by bit as if it had never
             stopped. SIGINT, SIGTERM and SIGHUP make it checkpoint and return.
@@ -62,18 +71,22 @@ def fit(
         History, the epochs that are done.
     Raises:
         DivergenceError: if a step was not finite and `settings.on_nonfinite` does not help.
+        TypeError, ValueError: if the data are not of these kinds, or the settings do not apply to them.
         CheckpointError, RunError: if the run directory is damaged, or of another run.
     """
-    device = settings.torch_device
+    device, objective = settings.torch_device, Objective.of(loss, metrics)
     _check_splits(train, validation)
+    if settings.label_smoothing and objective.loss is not F.cross_entropy:
+        raise ValueError("label_smoothing applies to cross entropy, got another loss; set label_smoothing=0")
     if (penalties := Penalties.of(settings)) is not None:
         penalties.check(net)
     ranks = Ranks.here()
-    ranks.check(net, len(train), settings)
-    batches = Batches(train.to(device), settings.batch_size, settings.seed, augment, part=ranks.part)
-    held = None if validation is None else validation.to(device)
+    data = _placed(train, settings, ranks)
+    held = None if validation is None else _placed(validation, settings, ranks)
+    ranks.check(net, len(data), settings)
+    batches = _batches(data, augment, settings, ranks)
     ranks.prepare(net.to(device), settings)
-    state = TrainState(net, batches, held, settings, ranks)
+    state = TrainState(net, batches, held, settings, ranks, objective)
     divergence = Divergence(state, run)
 
     def save() -> None:
@@ -146,6 +159,27 @@ def fit(
     return History(tuple(state.done), state.epoch >= settings.epochs, stopped or None)
 
 
+def _placed(data: Images | Iterable[Any], settings: Settings, ranks: Ranks) -> Images | Loader:
+    """Return images on the device, and other data as a `Loader` that moves batches there."""
+    if isinstance(data, Images):
+        return data.to(settings.torch_device)
+    if ranks.count > 1:
+        text = f"{ranks.count} ranks can train on Images only, got {type(data).__name__}"
+        raise ValueError(f"{text}; start one process, or use Lightning or accelerate (see examples/)")
+    return Loader(data, settings.torch_device, settings.seed)
+
+
+def _batches(
+    train: Images | Loader, augment: Augmentation | None, settings: Settings, ranks: Ranks
+) -> Batches | Loader:
+    """Return the batches to train on."""
+    if isinstance(train, Images):
+        return Batches(train, settings.batch_size, settings.seed, augment, part=ranks.part)
+    if augment is not None:
+        raise ValueError(f"augment applies to Images, got {train}; let the data set change its samples")
+    return train
+
+
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
     state.ranks.pool(state)
@@ -176,24 +210,24 @@ def _is_unsolved(state: TrainState, epoch: Epoch) -> bool:
 
 def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
     """Validate with the averaged weights if there are any, copied into the network, where the scorer sees them."""
-    kept, settings = ("loss", "accuracy", "depth", "converged"), state.settings
+    kept = ("loss", "accuracy", "depth", "converged")
     if state.validation is None:
         return {f"validation_{name}": None for name in kept}
-    how: dict[str, Any] = {"batch_size": settings.batch_size, "precision": settings.precision, "scorer": scorer}
     with nullcontext() if state.average is None else state.average.inside(state.net):
-        found = evaluate(state.net, state.validation, **how)
-    return {f"validation_{name}": getattr(found, name) for name in kept}
+        found = measure(scorer, state.validation, state.settings.batch_size, objective=state.objective)
+    return {f"validation_{name}": getattr(found, name) for name in (*kept, "metrics")}
 
 
 def _contraction(state: TrainState) -> float | None:
-    """Return the largest sigma_max(dT/du) on a few training images, in eval mode; None if R is sharded."""
+    """Return the largest sigma_max(dT/du) on a few training samples, in eval mode; None if R is sharded."""
     net: Any = state.net
     sharded = state.settings.sharded and state.ranks.count > 1
     if sharded or not state.settings.monitor or not state.implicit or net.tolerance.max_steps == 0:
         return None
-    images = state.batches.images
+    data: Any = state.batches
+    few = data.few if isinstance(data, Loader) else data.images.normalise(data.images.pixels[:_WATCHED])
     try:
-        state.monitor(net, images.normalise(images.pixels[:_WATCHED]))
+        state.monitor(net, few)
     except RuntimeError as error:  # such as of a layer without second derivative
         if len(state.done) == 0:
             said = " ".join(str(error).split())
@@ -222,9 +256,9 @@ def _resume(run: Run, state: TrainState) -> None:
         raise RunError(f"{text}; put the run on a disk that all ranks share")
 
 
-def _check_splits(train: Images, validation: Images | None) -> None:
+def _check_splits(train: Any, validation: Any) -> None:
     for name, images in (("train", train), ("validation", validation)):
-        if images is not None and images.split == "test":
+        if isinstance(images, Images) and images.split == "test":
             raise ValueError(
                 f"{name} is the test split, which chooses nothing: give {name} images of another split"
             )

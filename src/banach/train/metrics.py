@@ -1,42 +1,70 @@
-"""Figures of training: sums on the device, their totals, one Epoch per epoch, and the History of a run."""
+"""Figures of training: loss and metrics, their sums on the device, one Epoch per epoch, the History of a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from banach.provenance import numbers, plain
 from banach.solve import Solution
 
+Compared = Callable[[Any, Tensor], Tensor]  # (output, targets) -> a loss, or the values of a metric
+
+
+def accuracy(output: Tensor, labels: Tensor) -> Tensor:
+    """Return for each sample whether its highest score is that of its label."""
+    return output.argmax(1) == labels
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised and what is measured, by default those of classification.
+
+    A metric returns a value per sample (or per token, pixel, ...), or the mean of these values.
+    """
+
+    loss: Compared = F.cross_entropy
+    metrics: Mapping[str, Compared] = field(default_factory=lambda: {"accuracy": accuracy})
+
+    @staticmethod
+    def of(loss: Compared | None, metrics: Mapping[str, Compared] | None) -> Objective:
+        """Return the objective; without a loss that of classification, without metrics those of the loss."""
+        default = {"accuracy": accuracy} if loss is None else {}
+        return Objective(loss or F.cross_entropy, default if metrics is None else metrics)
+
 
 @dataclass(frozen=True)
 class Totals:
-    """Means and maxima over samples; the last five are None if no fixed point was computed.
+    """Means and maxima over samples; depth to converged are None if no fixed point was computed.
 
-    A network that counts `evaluations` has a depth without a fixed point: those of its forward pass.
+    A network that counts `evaluations` has a depth without a fixed point: those of its forward pass. `accuracy` is
+    the metric of that name, None if there is none; `metrics` holds all others.
     """
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     depth: float | None
     max_depth: int | None
     residual: float | None
     max_residual: float | None
     converged: float | None
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 class MetricSums:
-    """Sums of loss, hits, depth, residual and convergence: a few kernels per step, no host sync before `read`."""
+    """Sums of loss, metrics, depth, residual and convergence: a few kernels per step; only `read` syncs."""
 
-    def __init__(self, device: torch.device) -> None:
-        # Samples, loss, hits; then solved samples, depth, residual, converged, not finite.
-        self.sums = torch.zeros(8, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, metrics: Mapping[str, Compared] = Objective().metrics) -> None:
+        self.metrics = metrics
+        # Samples, loss, metrics; then solved samples, depth, residual, converged, not finite.
+        self.sums = torch.zeros(7 + len(metrics), dtype=torch.float64, device=device)
         self.most = torch.zeros(2, dtype=torch.float64, device=device)  # depth, residual
         self.nonfinite = 0  # samples with a nonfinite residual, set by `read`
 
@@ -45,10 +73,12 @@ class MetricSums:
         self.sums.zero_()
         self.most.zero_()
 
-    def add(self, loss: Tensor, output: Tensor, labels: Tensor, solution: Solution | None) -> None:
+    @torch.no_grad()
+    def add(self, loss: Tensor, output: Any, targets: Tensor, solution: Solution | None) -> None:
         """Add one batch: its mean loss, its output, and its `Solution`, or None."""
-        count = labels.new_full((), len(labels))
-        parts = [count, loss * len(labels), (output.argmax(1) == labels).sum()]
+        count = self.sums.new_full((), len(targets))
+        parts = [count, loss * len(targets)]
+        parts += [_total(name, of(output, targets), len(targets)) for name, of in self.metrics.items()]
         if solution is not None:
             # Without a step there is no residual: infinity would hide those of other batches.
             residual = torch.where(solution.steps > 0, solution.residual, torch.zeros_like(solution.residual))
@@ -56,7 +86,7 @@ class MetricSums:
             parts.append(solution.nonfinite.sum())
             most = torch.stack([solution.steps.max(), residual.max()]).double()
             torch.maximum(self.most, most, out=self.most)
-        self.sums[: len(parts)] += torch.stack([part.detach().double() for part in parts])
+        self.sums[: len(parts)] += torch.stack([part.double() for part in parts])
 
     def add_evaluations(self, net: Any, samples: int) -> int:
         """Add the depth of a batch for a network that counts its `evaluations`, such as an `ODENet`.
@@ -67,25 +97,35 @@ class MetricSums:
         made = getattr(net, "evaluations", None)
         if made is None:
             return 0
-        self.sums[4] += samples * made.forward
+        self.sums[-4] += samples * made.forward
         self.most[0].clamp_(min=made.forward)
         return int(made.backward)
 
     def read(self) -> Totals:
         """Return the means, with one host sync."""
         figures = torch.cat([self.sums, self.most]).tolist()
-        count, loss, hits, solved, depth, residual, converged, nonfinite, *most = figures
+        count, loss, *measured = figures[:-7]
+        solved, depth, residual, converged, nonfinite, *most = figures[-7:]
         self.nonfinite = int(nonfinite)
         if not count:
             raise ValueError("cannot average over no samples; add a batch first")
-        shares = (loss / count, hits / count)
+        metrics = {name: total / count for name, total in zip(self.metrics, measured, strict=True)}
+        means = (loss / count, metrics.pop("accuracy", None))
         if not solved:
             depths = (depth / count, int(most[0])) if depth else (None, None)
-            return Totals(*shares, depths[0], depths[1], None, None, None)
+            return Totals(*means, depths[0], depths[1], None, None, None, metrics)
         if not most[0]:  # the explicit twin takes no step, so it has no residual and meets no tolerance
-            return Totals(*shares, 0.0, 0, None, None, None)
+            return Totals(*means, 0.0, 0, None, None, None, metrics)
         share = converged / solved if math.isfinite(loss) else math.nan  # a NaN output is no answer
-        return Totals(*shares, depth / solved, int(most[0]), residual / solved, most[1], share)
+        return Totals(*means, depth / solved, int(most[0]), residual / solved, most[1], share, metrics)
+
+
+def _total(name: str, values: Any, samples: int) -> Tensor:
+    """Return the sum over samples of a metric, of which there are values or their mean."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"the metric {name} must return a tensor, got {type(values).__name__}")
+    total = values.sum(dtype=torch.float64)
+    return total if values.numel() == samples else total * (samples / values.numel())
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -93,6 +133,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "bool": (bool,),
     "None": (type(None),),
+    "dict[str, float]": (dict,),
 }
 
 
@@ -104,11 +145,12 @@ class Epoch:
     fixed point. Validation is None if nothing is held out. `sigma` is the largest singular value of dT/du that the
     monitor measured on a few images, None if it is off. `products` counts J-products. `memory` is the peak on a
     GPU in bytes, None elsewhere. `warm_up`: the first epoch of a process, so `seconds` includes set-up.
+    `metrics` and `validation_metrics` hold the metrics given to `fit`, except one named accuracy.
     """
 
     epoch: int
     loss: float
-    accuracy: float
+    accuracy: float | None
     validation_loss: float | None
     validation_accuracy: float | None
     lr: float
@@ -124,11 +166,13 @@ class Epoch:
     seconds: float
     memory: int | None
     warm_up: bool = False
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    validation_metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; NaN and infinity are strings, since JSON has neither."""
+        """Return plain values; NaN and infinity are strings, since JSON has neither. Empty tables are left out."""
         values: dict[str, Any] = plain(dataclasses.asdict(self))
-        return values
+        return {name: value for name, value in values.items() if value != {}}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Epoch:
@@ -138,11 +182,14 @@ class Epoch:
             TypeError: if a field is missing, unknown or of another type.
             ValueError: if a string is not a number.
         """
-        epoch = Epoch(**{"warm_up": values.get("epoch") == 1} | numbers(values))
-        for field in dataclasses.fields(epoch):
-            value, kinds = getattr(epoch, field.name), str(field.type).split(" | ")
-            if not any(type(value) in _KINDS[kind] for kind in kinds):
-                raise TypeError(f"{field.name} must be {field.type}, got {str(value)[:60]!r}")
+        tables = {key: numbers(value) for key, value in values.items() if isinstance(value, dict)}
+        given: dict[str, Any] = {"warm_up": values.get("epoch") == 1} | numbers(values) | tables
+        epoch = Epoch(**given)
+        checked = [(one.name, getattr(epoch, one.name), str(one.type)) for one in dataclasses.fields(epoch)]
+        checked += [(name, value, "float") for table in tables.values() for name, value in table.items()]
+        for name, value, kinds in checked:
+            if not any(type(value) in _KINDS[kind] for kind in kinds.split(" | ")):
+                raise TypeError(f"{name} must be {kinds}, got {str(value)[:60]!r}")
         return epoch
 
 

@@ -15,6 +15,7 @@ from banach.train.metrics import Epoch
 
 _STYLES = ("-", "--", ":", "-.")  # after ten runs the colours repeat, with another line style
 _NO_EPOCH, _NO_FIXED_POINT = "no epoch is done yet", "no fixed point: nothing to show"
+_MISSING = {"depth": _NO_FIXED_POINT, "residual": _NO_FIXED_POINT}  # why a panel of one run is empty
 # Panels of one run: the name of the axis, then label and field of each line.
 _HISTORY = {
     "loss": {"train": "loss", "validation": "validation_loss"},
@@ -60,7 +61,8 @@ def history_figure(epochs: Sequence[Epoch], *, title: str = "", eps: float | Non
         if axes.lines:
             axes.legend()
         missing = all(getattr(epoch, field) is None for epoch in epochs for field in fields.values())
-        _finish(axes, "epoch", name, (_NO_FIXED_POINT if missing else "no finite value") if epochs else _NO_EPOCH)
+        why = _MISSING.get(name, "nothing was measured") if missing else "no finite value"
+        _finish(axes, "epoch", name, why if epochs else _NO_EPOCH)
     if title:
         figure.suptitle(title, parse_math=False)
     return figure

@@ -112,7 +112,9 @@ class Run:
         return None
 
     def best(self) -> Checkpoint | None:
-        """Return the checkpoint of the epoch with the best validation accuracy, None if there is none.
+        """Return the checkpoint of the best epoch, None if nothing was validated.
+
+        The best one has the highest validation accuracy or, without accuracy, the lowest validation loss.
 
         Raises:
             CheckpointError: if it is damaged.
@@ -174,15 +176,16 @@ class Run:
         with _reading(path, "delete it, and resume the run"):
             content = unsigned(json.loads(path.read_bytes()))
             totals = Totals(**numbers(content["totals"]))
-            float(totals.accuracy), float(totals.loss), content["title"], content["count"]
+            float(totals.accuracy or 0), float(totals.loss), content["title"], content["count"]
             return {**content, "totals": vars(totals)}
 
 
 def _best(epochs: Sequence[Epoch]) -> Position | None:
-    """Return where the epoch with the best validation accuracy ended; of equal ones the first."""
-    finite = [epoch for epoch in epochs if math.isfinite(epoch.validation_loss or 0.0)]
+    """Return where the best epoch ended, see `Run.best`; of equal ones the first."""
     judged = [
-        (epoch.validation_accuracy, -epoch.epoch) for epoch in finite if epoch.validation_accuracy is not None
+        (-loss if epoch.validation_accuracy is None else epoch.validation_accuracy, -epoch.epoch)
+        for epoch in epochs
+        if (loss := epoch.validation_loss) is not None and math.isfinite(loss)
     ]
     return Position(-max(judged)[1], 0) if judged else None
 

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from banach.data import Batches, Images
+from banach.data.loader import Loader
 from banach.diagnose import ContractionMonitor
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position, short
 from banach.train.distributed import Ranks, placed
-from banach.train.metrics import Epoch, MetricSums
+from banach.train.metrics import Epoch, MetricSums, Objective
 from banach.train.settings import FREE, Settings
 
 LOWER = 0.1  # times the learning rate, after every rewind
 _OPTIMIZER = ("step", "exp_avg", "exp_avg_sq")
-_COUNTS = [0, 2, 3, 4, 6, 7]  # entries of tally.sums that count
+_COUNTS = [0, -5, -4, -2, -1]  # entries of tally.sums that count
 
 
 class Average:
@@ -66,21 +67,26 @@ class TrainState:
     def __init__(
         self,
         net: nn.Module,
-        batches: Batches,
-        validation: Images | None,
+        batches: Batches | Loader,
+        validation: Images | Loader | None,
         settings: Settings,
         ranks: Ranks = Ranks(),
+        objective: Objective = Objective(),
     ) -> None:
         self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
+        self.objective = objective
         self.ranks, self.parallel = ranks, cast(Any, None)  # a `Parallel`, once steps are made on several ranks
         self.device = settings.torch_device
         self.implicit = isinstance(net, ImplicitNetwork)
         self.optimizer = settings.make_optimizer(net)
-        self.metrics = MetricSums(self.device)
+        self.metrics = MetricSums(self.device, objective.metrics)
         self.counted = torch.zeros((), dtype=torch.int64, device=self.device)  # J-products not in `products` yet
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
-        parts = {"train": batches.images, "validation": validation, "augment": batches.augment}
+        train = batches.images if isinstance(batches, Batches) else batches
+        parts: dict[str, Any] = {"train": train, "validation": validation, "augment": batches.augment}
+        if objective != Objective():  # older runs do not name it
+            parts |= {"loss": objective.loss, "metrics": list(objective.metrics)}
         self.identity = _reprs(parts) | described(net, settings)
         self.epoch = self.step = self.rewinds = 0
         self.done: list[Epoch] = []

@@ -1,4 +1,4 @@
-"""The training steps of `fit`: a TrainStep, the batches and learning rates it reads, seeds and J-products."""
+"""The training steps of `fit`: a TrainStep for the network as it is, seeds and J-products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from banach.backward import Implicit, Neumann, Unroll
 from banach.data import counter
@@ -21,12 +20,13 @@ from banach.models import ODENet, unrolled
 from banach.models.ode import ODE_FAILURES
 from banach.network import ImplicitNetwork
 from banach.train.distributed import Parallel
+from banach.train.feeds import feed_of
 from banach.train.finite import Watch
 from banach.train.penalties import Penalties
 from banach.train.precision import autocast
 from banach.train.state import TrainState
 
-_DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1
+_DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1, Loader 3
 _TUNED = 30  # the step of an epoch at which modules tune themselves, and once more in its middle
 
 
@@ -34,7 +34,7 @@ class Steps:
     """`take()` is the next training step of the state; `show` gets the plan of how it runs, when that changes."""
 
     def __init__(self, state: TrainState, show: Callable[[Plan], None] = lambda plan: None) -> None:
-        self.state, self.feed, self.show = state, _EpochFeed(state), show
+        self.state, self.feed, self.show = state, feed_of(state), show
         self._shown: Plan | None = None
         self.watch = Watch(state, self.feed.place)
         self._make()
@@ -66,7 +66,9 @@ class Steps:
             align_state(state.optimizer)
         more: Any = {"metrics": state.metrics, "watch": self.watch, "parallel": state.parallel}
         extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, **more)
-        loss = partial(F.cross_entropy, label_smoothing=settings.label_smoothing)
+        loss = state.objective.loss
+        if loss is F.cross_entropy:
+            loss = partial(loss, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
         self._planned, self._pretrains = bool(how.graph), self._pretrain
@@ -97,7 +99,7 @@ class Steps:
         if self._pretrains != self._pretrain or self._tuned():
             self._make()
         if self.plan.graph:
-            self.feed.begin_epoch()
+            self.feed.load()
             if not self.step.prepared:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
@@ -111,10 +113,10 @@ class Steps:
         state, steps = self.state, len(self.state.batches)
         if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrain:
             return False
-        images, _ = self.feed.batch()
+        d, _ = self.feed.batch()
         able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
         with autocast(state.settings.precision, state.device), torch.no_grad():
-            changed = [module.tune(state.net, images) for module in able]  # all of them, before any() looks
+            changed = [module.tune(state.net, *d) for module in able]  # all of them, before any() looks
         return any(changed)
 
     def take(self) -> None:
@@ -136,79 +138,6 @@ class Steps:
         products += 0 if self.penalties is None else self.penalties.products
         products += state.metrics.add_evaluations(state.net, own.stop - own.start)
         state.products += (own.stop - own.start) * products
-
-
-class _EpochFeed:
-    """The batches and learning rates of an epoch.
-
-    A captured step counts its own steps and reads order, augmentation keys and rates from the device.
-    """
-
-    def __init__(self, state: TrainState) -> None:
-        self.state, device = state, state.device
-        batch, steps = state.settings.batch_size, len(state.batches)
-        self.full = len(state.batches.images) // batch  # batches of full size
-        self.epoch = self.order_epoch = -1
-        self.order = torch.zeros(len(state.batches.images), dtype=torch.int64, device=device)
-        self.keys = torch.zeros(steps, dtype=torch.int64, device=device)
-        self.rates = torch.zeros(steps, dtype=torch.float32, device=device)
-        self.place = torch.zeros(1, dtype=torch.int64, device=device)
-        self.within = torch.arange(batch, device=device)
-
-    @property
-    def whole(self) -> bool:
-        return self.state.step < self.full
-
-    def count(self) -> int:
-        """Return the number of images of the next batch, on all ranks."""
-        batch = self.state.settings.batch_size
-        return min(batch, len(self.state.batches.images) - self.state.step * batch)
-
-    def begin_epoch(self) -> None:
-        """Write what captured steps read, once per epoch."""
-        state = self.state
-        if self.epoch == state.epoch:
-            return
-        self.epoch, steps = state.epoch, range(len(state.batches))
-        self._order()
-        self.keys.copy_(torch.tensor([state.batches.key(state.epoch, k) for k in steps], dtype=torch.int64))
-        self.rates.copy_(torch.tensor([state.rate(k) for k in steps], dtype=torch.float32))
-        self.place.fill_(state.step)
-
-    def eager(self) -> tuple[tuple[Tensor], Tensor]:
-        state = self.state
-        rate = state.rate(state.step)
-        self.place.fill_(state.step + 1)
-        for group in state.optimizer.param_groups:
-            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        images, labels = self.batch()
-        return (images,), labels
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Return the next batch."""
-        state, batches = self.state, self.state.batches
-        return batches.make(batches.index(self._order(), state.step), batches.key(state.epoch, state.step))
-
-    def captured(self) -> tuple[tuple[Tensor], Tensor]:
-        state = self.state
-        index = self.order.index_select(0, self.place * len(self.within) + self.within)
-        images, labels = state.batches.make(index, self.keys.index_select(0, self.place))
-        for group in state.optimizer.param_groups:
-            group["lr"].copy_(self.rates.index_select(0, self.place)[0])
-        self.place += 1
-        return (images,), labels
-
-    def changing(self) -> Iterator[Tensor]:
-        yield from (self.place, self.state.metrics.sums, self.state.metrics.most, self.state.counted)
-        if self.state.average is not None:
-            yield from self.state.average.weights.values()
-
-    def _order(self) -> Tensor:
-        """Return the order of this epoch, which is made once."""
-        if self.order_epoch != self.state.epoch:
-            self.order_epoch = self.state.epoch
-            self.order.copy_(self.state.batches.order(self.state.epoch))
-        return self.order
 
 
 def _seed(number: int, device: torch.device) -> None:

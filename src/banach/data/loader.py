@@ -1,0 +1,116 @@
+"""Loader: the batches of a DataLoader, or of another iterable with a length, in an order that a resume repeats."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banach.data import counter
+
+Batch = tuple[tuple[Tensor, ...], Tensor]  # inputs, targets
+_LOADED = 3  # the stream of what samplers and data sets draw; `Batches` has streams 0 and 1, networks 2
+
+
+class Loader:
+    """Batches (inputs, targets) of `data`.
+
+    Batch k of epoch e depends on (seed, e, k) alone: they seed what `data` draws from PyTorch, NumPy or `random`,
+    and the generators of samplers; `set_epoch(e)` is called where loader, sampler or data set have it.
+
+    Args:
+        data: a DataLoader, with or without workers, or another iterable with a length. Inputs are a tensor, or a
+            tuple of tensors for a Q that takes several.
+        device: where batches go.
+        seed: decides all that is drawn.
+    """
+
+    augment = None
+
+    def __init__(self, data: Iterable[Any], device: torch.device, seed: int = 0) -> None:
+        self.data, self.device, self.seed = data, device, seed
+        try:
+            self.count = len(data)  # type: ignore[arg-type]
+        except TypeError:
+            expected = "expected Images, a DataLoader or another iterable of (inputs, targets) with a length"
+            raise TypeError(f"{expected}, got {type(data).__name__} without one; collect the batches") from None
+        if self.count == 0:
+            raise ValueError(f"{type(data).__name__} has no batches, expected at least one")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        size = getattr(self.data, "batch_size", None)
+        return f"{type(self.data).__name__} of {self.count} batches" + (f" of {size}" if size else "")
+
+    def epoch(self, epoch: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch, where the data has them."""
+        for part in _parts(self.data):
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(counter.key(self.seed, _LOADED, epoch, 0))
+            if callable(begin := getattr(part, "set_epoch", None)):
+                begin(epoch)
+        batches = None
+        for k in range(self.count):
+            with _seeded(counter.key(self.seed, _LOADED, epoch, k)):
+                batches = iter(self.data) if batches is None else batches
+                given = next(batches, None)
+            if given is None:
+                raise ValueError(f"the data gave {k} batches, but its length is {self.count}; correct its __len__")
+            yield _checked(given)
+
+    def placed(self, batch: Batch) -> Batch:
+        """Return a batch on the device."""
+        d, targets = batch
+        moved = tuple(one.to(self.device, non_blocking=True) for one in d)
+        return moved, targets.to(self.device, non_blocking=True)
+
+    def own(self, size: int, rank: int) -> slice:
+        """Return the part of a batch that a rank gets: there is one rank, which gets all."""
+        return slice(0, size)
+
+    @cached_property
+    def few(self) -> tuple[Tensor, ...]:
+        """The inputs of the first batch, on which a network is measured."""
+        return self.placed(next(self.epoch()))[0]
+
+
+def _parts(data: Any) -> list[Any]:
+    """Return a loader, its data set and its samplers."""
+    by_batch = getattr(data, "batch_sampler", None)
+    sampler, dataset = getattr(data, "sampler", None), getattr(data, "dataset", None)
+    return [data, dataset, sampler, by_batch, getattr(by_batch, "sampler", None)]
+
+
+def _checked(given: Any) -> Batch:
+    """Return a batch as (tuple of inputs, targets)."""
+    kinds = "(inputs, targets): inputs a tensor or a tuple of tensors, targets a tensor"
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        size = f" of {len(given)}" if isinstance(given, (tuple, list)) else ""
+        raise TypeError(f"a batch must be {kinds}, got {type(given).__name__}{size}")
+    d = tuple(given[0]) if isinstance(given[0], (tuple, list)) else (given[0],)
+    if wrong := [type(one).__name__ for one in (*d, given[1]) if not isinstance(one, Tensor)]:
+        raise TypeError(f"a batch must be {kinds}, got {wrong[0]} in it")
+    return d, given[1]
+
+
+@contextmanager
+def _seeded(key: int) -> Iterator[None]:
+    """Seed PyTorch's CPU generator, NumPy and `random` for the block, then restore them."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

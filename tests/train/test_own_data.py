@@ -1,0 +1,336 @@
+"""fit() on DataLoaders and other iterables, with any loss and metrics: figures, order, resume, captured steps."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from banach.data import Flip
+from banach.train import CheckpointError, Epoch, Position, Run, Settings, evaluate, fit
+from banach.train.board import Board
+from banach.train.distributed import Ranks
+from banach.train.plot import plot_history
+from train.own_data import KINDS, MADE, STEPS, Pairs, error, loader, network, train
+from train.parts_train import capture_steps, figures, images, same_weights, settings
+from train.parts_train import network as classifier
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def batches(count: int = 3, size: int = 8) -> list[Any]:
+    draw = torch.Generator().manual_seed(1)
+    made = [torch.randn(size, 3, dtype=torch.float64, generator=draw) for _ in range(2 * count)]
+    return [((a, b), (a + b).sum(1, keepdim=True)) for a, b in zip(made[::2], made[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_regression_and_sequences_are_learnt(kind: str) -> None:
+    net = network(kind)
+    made = Settings(epochs=30, lr=0.03, device="cpu")
+    history = fit(net, loader(kind), loader(kind, shuffle=False), made, **KINDS[kind][1])
+    first, last = history.epochs[0], history.last
+    assert last.loss < 0.2 * first.loss
+    assert (last.converged, last.validation_converged) == (1.0, 1.0)
+    assert last.sigma is not None
+    if kind == "regression":
+        assert (last.accuracy, last.validation_accuracy) == (None, None)
+        assert last.validation_metrics["error"] < 0.5 * first.validation_metrics["error"]
+    else:
+        assert (last.metrics, last.validation_metrics) == ({}, {})
+        assert last.validation_accuracy is not None
+        assert last.validation_accuracy > 0.95
+
+
+def test_the_figures_are_those_of_the_data() -> None:
+    """Nothing is learnt at lr=0. A metric gives values, or their mean, in batches of different sizes."""
+    data, net = [*batches(2), *batches(1, size=3)], network("regression").double()
+    metrics: Any = {"error": error, "mean_error": lambda output, targets: error(output, targets).mean()}
+    epoch = fit(net, data, data, settings(epochs=1, lr=0.0), loss=F.mse_loss, metrics=metrics).last
+    a, b, y = (torch.cat(parts) for parts in zip(*[(*d, targets) for d, targets in data], strict=True))
+    with torch.no_grad():
+        off = net(a, b) - y
+    wanted = dict.fromkeys(metrics, pytest.approx(float(off.abs().mean()), rel=1e-12))
+    assert epoch.metrics == epoch.validation_metrics == wanted
+    assert epoch.loss == epoch.validation_loss == pytest.approx(float(off.square().mean()), rel=1e-12)
+    assert evaluate(net, data, loss=F.mse_loss, metrics=metrics).metrics == epoch.validation_metrics
+
+
+def test_a_loop_written_by_hand_gives_the_same() -> None:
+    net, other = network("regression").double(), network("regression").double()
+    made = settings(optimizer="sgd", lr=0.05, epochs=2)
+    fit(net, batches(), None, made, loss=F.l1_loss)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
+    for d, targets in batches() * 2:
+        optimizer.zero_grad()
+        F.l1_loss(other(*d), targets).backward()
+        optimizer.step()
+    assert same_weights(net, other)
+
+
+def test_classes_from_a_loader_need_no_loss() -> None:
+    """The same images as tensors, in the same order, give the same network as the image data set."""
+    split = images(40)
+    made, nets = settings(label_smoothing=0.1), [classifier(), classifier()]
+    order = [split.take(index) for index in torch.arange(40).split(made.batch_size)]
+    data = [(one.normalise(one.pixels), one.labels) for one in order]
+    history = fit(nets[0], data, data, made)
+    assert history.last.accuracy is not None
+    assert evaluate(nets[0], data).accuracy == history.last.validation_accuracy
+    assert evaluate(nets[0], split, batch_size=16) == evaluate(nets[0], data)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def stop_at(step: int) -> Any:
+    def stop(position: Position) -> None:
+        if position.epoch * STEPS + position.step == step:
+            raise Interrupted
+
+    return stop
+
+
+class Shuffled:
+    """Batches in an order that `set_epoch` decides, as samplers of distributed training do."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        found = batches(STEPS)
+        random.Random(self.epoch).shuffle(found)
+        return iter([((a.float(), b.float()), y.float()) for (a, b), y in found])
+
+
+def generator() -> dict[str, Any]:
+    return {"generator": torch.Generator().manual_seed(int(torch.randint(99, ())))}
+
+
+# The order by the global generator, by the user's generators, by workers; all make noise.
+LOADERS: dict[str, Any] = {
+    "shuffled": dict,
+    "a generator": generator,
+    "a sampler": lambda: {"sampler": RandomSampler(Pairs(), **generator()), "shuffle": False},
+    "workers": lambda: {"num_workers": 2},
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_run_ends_bit_by_bit_as_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    whole = network("regression")
+    wanted = train("regression", whole, **LOADERS[name]())
+    for step in (3, 7):
+        path = tmp_path / str(step)
+        with pytest.raises(Interrupted):
+            train(
+                "regression",
+                network("regression"),
+                Run.create(path, MADE),
+                on_step=stop_at(step),
+                **LOADERS[name](),
+            )
+        latest = Run.open(path).latest()
+        assert latest is not None
+        assert latest.position.step == 2  # within an epoch
+        again = network("regression", seed=9)
+        history = train("regression", again, Run.open(path), **LOADERS[name]())
+        assert same_weights(again, whole)
+        assert figures(history) == figures(wanted)
+        assert Run.open(path).metrics() == history.epochs
+
+
+@pytest.mark.parametrize(("kind", "step"), [("regression", 3), ("sequences", 7)])
+def test_after_kill_9(kind: str, step: int, tmp_path: Path) -> None:
+    path, script = tmp_path / "run", str(ROOT / "tests/train/own_data.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    done = subprocess.run([sys.executable, script, kind, str(path), str(step)], env=env, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    whole, again = network(kind), network(kind, seed=9)
+    wanted, history = train(kind, whole), train(kind, again, Run.open(path))
+    assert history.finished
+    assert same_weights(again, whole)
+    assert figures(history) == figures(wanted)
+
+
+def test_epochs_have_their_own_order_and_the_seed_decides_it() -> None:
+    class Seen(Pairs):
+        def __getitem__(self, i: int) -> Any:
+            seen.append(i)
+            return super().__getitem__(i)
+
+    orders = []
+    for seed in (0, 0, 1):
+        seen: list[int] = []
+        torch.manual_seed(seed + 40)  # the caller's numbers do not matter
+        data = DataLoader(Seen(), batch_size=8, shuffle=True)
+        fit(network("regression"), data, None, settings(seed=seed), loss=F.mse_loss)
+        orders.append(seen)
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+    assert sorted(orders[0][:30]) == sorted(orders[0][30:]) == list(range(30))
+    assert orders[0][:30] != orders[0][30:]
+
+
+def test_set_epoch_is_called() -> None:
+    data = Shuffled()
+    fit(network("regression"), data, None, settings(epochs=3), loss=F.mse_loss)
+    assert data.epoch == 2
+
+
+def test_the_callers_random_numbers_stay() -> None:
+    net = network("regression")
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]
+    train("regression", net)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    np.testing.assert_equal(np.random.get_state(legacy=False)["state"], before[2])
+
+
+@pytest.mark.parametrize("begin", [0, 3], ids=["from the start", "from the short batch"])
+def test_captured_steps_read_the_batches_of_a_loader(
+    begin: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a simulated GPU, against eager steps; the last batch is shorter, and a resume may begin with it."""
+    made = settings(optimizer="sgd", lr=0.1, ema=0.5, checkpoint_every=1)
+    trained = []
+    for name in ("eager", "captured"):
+        run, net, objective = (
+            Run.create(tmp_path / name, made),
+            network("regression").double(),
+            KINDS["regression"][1],
+        )
+        data = [((a.double(), b.double()), y.double()) for (a, b), y in DataLoader(Pairs(noise=0), batch_size=8)]
+        if name == "captured":
+            capture_steps(monkeypatch)
+        if begin:
+            with pytest.raises(Interrupted):
+                fit(net, data, data, made, run=run, on_step=stop_at(begin + 1), **objective)
+            assert run.latest().position == Position(0, begin)  # type: ignore[union-attr]
+        plans: list[Any] = []
+        history = fit(net, data, data, made, run=run, on_plan=plans.append, **objective)
+        assert bool(plans[-1].graph) == (name == "captured")
+        trained.append((net, history.last))
+    for a, b in zip(trained[0][0].parameters(), trained[1][0].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert trained[0][1].metrics["error"] == pytest.approx(trained[1][1].metrics["error"], rel=1e-4)
+
+
+def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path) -> None:
+    made = settings(epochs=4, lr=5.0, keep=1, clip=None, optimizer="sgd")  # which does not converge
+    run = Run.create(tmp_path / "run", made)
+    data: Any = [(torch.ones(4, 2), torch.ones(4, 1))]
+    history = fit(nn.Linear(2, 1), data, data, made, run=run, loss=F.l1_loss)
+    losses = [epoch.validation_loss for epoch in history.epochs]
+    best = run.best()
+    assert best is not None
+    assert best.position.epoch == 1 + losses.index(min(losses))  # type: ignore[type-var]
+
+
+def test_metrics_reach_every_file(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", MADE)
+    history = train("regression", network("regression"), run)
+    assert run.metrics() == history.epochs == tuple(Epoch.from_dict(one.to_dict()) for one in history.epochs)
+    assert plot_history(history.epochs, tmp_path / "plot.png").exists()
+    with Board(tmp_path / "board") as board:
+        board.write(history.last)
+    written = b"".join(path.read_bytes() for path in (tmp_path / "board").iterdir())
+    assert b"error/train" in written
+    assert b"error/validation" in written
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"loss": F.l1_loss}, "started with loss="),
+        ({"metrics": {}}, r"started with metrics=\['error'\], got \[\]"),
+        ({"train": loader("regression", drop_last=True)}, "started with train=DataLoader of 4 batches of 8, got"),
+    ],
+)
+def test_a_run_resumes_only_with_its_data_and_objective(change: Any, match: str, tmp_path: Path) -> None:
+    given = {"train": loader("regression"), "validation": None, **KINDS["regression"][1]}
+    run = Run.create(tmp_path / "run", MADE)
+    fit(network("regression"), settings=MADE, run=run, **given)
+    with pytest.raises(CheckpointError, match=match):
+        fit(network("regression"), settings=MADE, run=run, **{**given, **change})
+
+
+class Short(list[Any]):
+    def __len__(self) -> int:
+        return 5
+
+
+X, Y = torch.zeros(4, 3), torch.zeros(4, 1)
+BAD: list[tuple[Any, type[Exception], str]] = [
+    ((one for one in batches()), TypeError, "with a length, got generator without one; collect the batches"),
+    (3, TypeError, "got int"),
+    ([], ValueError, "list has no batches"),
+    (Short([((X, X), Y)] * 3), ValueError, "the data gave 3 batches, but its length is 5"),
+    ([X], TypeError, r"a batch must be \(inputs, targets\).*, got Tensor"),
+    (DataLoader(TensorDataset(X, X, Y)), TypeError, "got list of 3"),
+    ([(X, 1.0)], TypeError, "got float in it"),
+    ([({"a": X}, Y)], TypeError, "got dict in it"),
+]
+
+
+@pytest.mark.parametrize(("data", "kind", "match"), BAD)
+def test_other_data_are_refused(data: Any, kind: type[Exception], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        fit(network("regression"), data, None, settings(), loss=F.mse_loss)
+
+
+def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network("regression")
+    with pytest.raises(ValueError, match="label_smoothing applies to cross entropy"):
+        fit(net, batches(), None, settings(label_smoothing=0.1), loss=F.mse_loss)
+    with pytest.raises(ValueError, match="augment applies to Images, got list of 3 batches"):
+        fit(net, batches(), None, settings(), loss=F.mse_loss, augment=Flip())
+    metrics: Any = {"size": lambda output, targets: 1.0}
+    with pytest.raises(TypeError, match="the metric size must return a tensor, got float"):
+        fit(net.double(), batches(), None, settings(), loss=F.mse_loss, metrics=metrics)
+    monkeypatch.setattr(Ranks, "here", lambda: Ranks(0, 2))
+    with pytest.raises(ValueError, match="2 ranks can train on Images only, got list; start one process"):
+        fit(net, batches(), None, settings(), loss=F.mse_loss)
+
+
+def test_the_block_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    page = (ROOT / "docs/training.md").read_text().partition("## Your own data and loss")[2]
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        exec(page.partition("```python\n")[2].partition("```")[0], {})
+    loss, measured = re.findall(r"[\d.]+", capsys.readouterr().out)[:2]
+    assert float(loss) < 0.1
+    assert float(measured) < 0.3
+    assert len(Run.open("runs/product").metrics()) == 10
+
+
+@pytest.mark.gpu
+def test_captured_steps_on_a_gpu() -> None:
+    made = settings(device="cuda", epochs=3, optimizer="sgd", lr=0.05)
+    plans: list[Any] = []
+    ends = []
+    for fast in (True, False):
+        net = network("regression").double()
+        data = [((a.double(), b.double()), y.double()) for (a, b), y in DataLoader(Pairs(noise=0), batch_size=8)]
+        changed = Settings(**{**vars(made), "fast": fast})
+        ends.append(fit(net, data, data, changed, loss=F.mse_loss, metrics={"error": error}, on_plan=plans.append))
+    assert [bool(plan.graph) for plan in plans] == [True, False]
+    assert ends[0].last.loss == pytest.approx(ends[1].last.loss, rel=1e-6)
+    assert ends[0].last.metrics["error"] == pytest.approx(ends[1].last.metrics["error"], rel=1e-6)
