@@ -287,6 +287,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (DataLoader(TensorDataset(X, X, Y)), TypeError, "got list of 3"),
     ([(X, 1.0)], TypeError, "got float in it"),
     ([({"a": X}, Y)], TypeError, "got dict in it"),
+    (DataLoader(TensorDataset(X, Y[:, 0]), batch_size=None), ValueError, "targets need a batch axis"),
 ]
 
 
@@ -322,6 +323,7 @@ def test_the_block_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_captured_steps_on_a_gpu() -> None:
     made = settings(device="cuda", epochs=3, optimizer="sgd", lr=0.05)
     plans: list[Any] = []

@@ -98,6 +98,8 @@ def _checked(given: Any) -> Batch:
     d = tuple(given[0]) if isinstance(given[0], (tuple, list)) else (given[0],)
     if wrong := [type(one).__name__ for one in (*d, given[1]) if not isinstance(one, Tensor)]:
         raise TypeError(f"a batch must be {kinds}, got {wrong[0]} in it")
+    if given[1].dim() == 0:
+        raise ValueError("targets need a batch axis, got a tensor without axes; set the batch size of the data")
     return d, given[1]
 
 

@@ -110,11 +110,11 @@ class LoaderFeed(Feed):
         super().__init__(state)
         self.loader = cast(Loader, state.batches)
         self.at: Position | None = None  # that of `given`
-        self.kept: Batch | None = None
+        self.kept: tuple[Tensor, ...] = ()  # inputs and targets that a captured step reads
 
     @property
     def whole(self) -> bool:
-        return self.kept is not None and _kinds(self.batch()) == _kinds(self.kept)
+        return _kinds(_flat(self.batch())) == _kinds(self.kept)
 
     def count(self) -> int:
         """Return the number of samples of the next batch."""
@@ -123,12 +123,11 @@ class LoaderFeed(Feed):
     def load(self) -> None:
         """Write what a captured step reads."""
         given = _flat(self.batch())
-        if self.kept is None:  # of the first batch, though a resumed epoch may begin with its last one
-            *d, targets = (one.clone() for one in _flat(self.loader.placed(self.first)))
-            self.kept = tuple(d), targets
+        if not self.kept:  # of the first batch, though a resumed epoch may begin with its last one
+            self.kept = tuple(one.clone() for one in _flat(self.loader.placed(self.first)))
         self.begin_step()
         if self.whole:
-            for kept, one in zip(_flat(self.kept), given, strict=True):
+            for kept, one in zip(self.kept, given, strict=True):
                 kept.copy_(one)
 
     def batch(self) -> Batch:
@@ -146,8 +145,7 @@ class LoaderFeed(Feed):
         return self.given
 
     def captured(self) -> Batch:
-        assert self.kept is not None  # `load` comes first
-        return self.kept
+        return self.kept[:-1], self.kept[-1]
 
 
 def feed_of(state: TrainState) -> ImageFeed | LoaderFeed:
@@ -159,5 +157,5 @@ def _flat(batch: Batch) -> tuple[Tensor, ...]:
     return (*batch[0], batch[1])
 
 
-def _kinds(batch: Batch) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(one.shape, one.dtype) for one in _flat(batch)]
+def _kinds(tensors: tuple[Tensor, ...]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(one.shape, one.dtype) for one in tensors]
