@@ -92,7 +92,8 @@ def test_only_import_looks_into_the_working_directory(here: Path) -> None:
     hidden = "import sys; sys.path[:] = [p for p in sys.path if 'packages' not in p and p]"  # typer is missing
     code = f"{hidden}; from banach.cli.entry import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == "banach: the command line needs typer; run: pip install 'banach[app]'\n"
 
 
