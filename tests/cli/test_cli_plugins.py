@@ -72,6 +72,9 @@ def test_import_is_recorded_and_found_again(capsys: Any) -> None:
     done = in_a_new_process("train", "--resume", "runs/mine-data-1", "--import", "mine_package")
     assert done.returncode == 0, done.stderr
     capsys.readouterr()
+    for command in (["evaluate"], ["diagnose", "--samples", "4"]):
+        assert main([*command, "runs/mine-data-1", "--device", "cpu", "--import", "mine_package"]) == 0
+    capsys.readouterr()
     assert main(["models", "--import", "theirs_package"]) == 0
     assert "theirs" in capsys.readouterr().out
     assert main(["data", "list", "--import", "theirs_package"]) == 0
@@ -79,6 +82,19 @@ def test_import_is_recorded_and_found_again(capsys: Any) -> None:
     # Names that need no import stay as they are.
     assert main([*SMALL, "--import", "mine_package", "--model", "mine", "--epochs", "0", "--out", "r"]) == 0
     assert (Run.open("r").settings.model, Run.open("r").settings.data) == ("mine_package:mine", "digits")
+
+
+def test_only_import_looks_into_the_working_directory(here: Path) -> None:
+    """A file there could pass for an optional package that is missing."""
+    Path("listed.py").write_text("import os, sys; assert os.getcwd() == sys.path[-1]")
+    assert in_a_new_process("models", "--import", "listed").returncode == 0
+    Path("typer.py").write_text("import sys; sys.exit('run from the working directory')")
+    hidden = "import sys; sys.path[:] = [p for p in sys.path if 'packages' not in p and p]"  # typer is missing
+    code = f"{hidden}; from banach.cli.entry import main; sys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == "banach: the command line needs typer; run: pip install 'banach[app]'\n"
 
 
 def test_entry_points_are_loaded_and_broken_ones_only_warn(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

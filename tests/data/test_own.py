@@ -114,6 +114,8 @@ def zipped(path: Path, **members: bytes) -> Path:
         ({**WHOLE, "labels": 0 * LABELS}, "1 classes, expected"),
         ({"images": PIXELS[:9], "labels": LABELS[:9]}, "9 training images, 0 test images"),
         ({**SPLIT, "x_test": PIXELS[40:, 1:]}, "make them match"),
+        ({"images": np.uint8(1), "labels": np.array(1)}, "1 labels for images (); make them match"),
+        ({**WHOLE, "images": PIXELS[:, :0]}, "60 images (1, 0, 5), expected 1 to"),
     ],
 )
 def test_arrays_that_cannot_be_used(tmp_path: Path, arrays: dict, said: str) -> None:

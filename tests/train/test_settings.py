@@ -263,3 +263,10 @@ def test_data_without_a_model_of_its_name_needs_one(monkeypatch: pytest.MonkeyPa
     assert choose({"data": "mine", "model": "digits"}).model == "digits"
     settings = choose({"data": "mnist", "recipe": "paper"})
     assert (settings.recipe, settings.eps, settings.lr) == ("paper", 1e-4, 1e-4)
+
+
+def test_eps_alone_is_without_the_rtol_of_the_recipe() -> None:
+    both = {"data": "cifar10", "model": "mdeq-tiny"}
+    assert (Settings.choose(both).eps, Settings.choose(both).rtol) == (0.0, 1e-3)
+    assert Settings.choose({**both, "eps": 1e-4}).rtol == 0.0
+    assert Settings.choose({**both, "eps": 1e-4, "rtol": 1e-2}).rtol == 1e-2

@@ -71,6 +71,7 @@ def verify_(
 def fetch(
     names: Annotated[list[str], typer.Argument(help="Data sets.", show_default=False)],
     data_dir: DataDir = None,
+    modules: Imports = None,
 ) -> None:
     """Download data sets, and verify them.
 

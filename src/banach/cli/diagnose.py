@@ -17,6 +17,7 @@ from banach import checks
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, Unroll
 from banach.cli.console import console, table, wrapped
 from banach.cli.opened import DataDir, Device, RunDir, number, open_run, show_plot
+from banach.cli.plugins import Imports
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
@@ -99,6 +100,7 @@ def diagnose(
     data_dir: DataDir = None,
     device: Device = "auto",
     seed: Annotated[int, number(int, "For dropout masks and power iterations.  [0]")] = 0,
+    modules: Imports = None,
 ) -> None:
     """Measure a trained network on validation images: contraction, convergence, gradients.
 

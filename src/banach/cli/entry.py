@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from typing import Any
@@ -18,8 +17,6 @@ def main() -> int:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _exit)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for --import; last, so that no file here hides an installed module
     try:
         from banach.cli.app import main as run
     except ModuleNotFoundError as error:

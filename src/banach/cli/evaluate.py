@@ -8,6 +8,7 @@ import typer
 
 from banach.cli.console import console, table
 from banach.cli.opened import DataDir, Device, RunDir, number, open_run
+from banach.cli.plugins import Imports
 from banach.cli.train import figures, record
 from banach.network import ImplicitNetwork
 from banach.provenance import write_json
@@ -37,6 +38,7 @@ def evaluate(
     batch_size: Annotated[int, number(int, "Images at a time; changes no answer.", show_default=True)] = 400,
     precision: Annotated[str | None, _option("fp32 | tf32 | bf16.  [the run's]")] = None,
     device: Device = "auto",
+    modules: Imports = None,
 ) -> None:
     """Evaluate a run's newest weights: eval mode, clean images, each image once.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -19,7 +21,13 @@ GROUP = "banach"
 
 
 def import_modules(modules: Sequence[str] | None) -> list[str]:
-    """Import modules, which register their models and data sets. Older versions of typer need a list back."""
+    """Import modules, which register their models and data sets. Older versions of typer need a list back.
+
+    They may be in the working directory. It is on the path only with --import, since a file there could pass for
+    an optional package that is missing; and last, so that it hides no installed one.
+    """
+    if modules and not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
     for module in modules or ():
         try:
             importlib.import_module(module)

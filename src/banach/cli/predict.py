@@ -14,6 +14,7 @@ from torch import Tensor
 from banach import checks
 from banach.cli.console import console, table, wrapped
 from banach.cli.opened import Device, Opened, RunDir, number, open_run
+from banach.cli.plugins import Imports
 from banach.data import DataSet
 from banach.data.pictures import ENDINGS, Picture, images_in, read_image
 from banach.train.evaluate import scores
@@ -36,6 +37,7 @@ def predict(
     invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light.")] = False,
     top: Annotated[int, number(int, "How many classes to show.", show_default=True)] = 3,
     device: Device = "auto",
+    modules: Imports = None,
 ) -> None:
     """Classify image files with a trained network.
 

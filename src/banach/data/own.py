@@ -90,12 +90,12 @@ def _npz(path: Path) -> DataSet:
         if most >= CLASSES:
             raise ValueError(f"it has a label of {most}, expected 0 to {CLASSES - 1}")
     for shape, numbers in zip(shapes, labels, strict=True):
-        if len(numbers) != shape[0] or shape[1:] != shapes[0][1:]:
+        if shape[:1] != (len(numbers),) or shape[1:] != shapes[0][1:]:
             raise DataError(f"{path} holds {len(numbers):,} labels for images {shape}; make them match")
 
     def read(index: int) -> np.ndarray:
         with _opened(path) as file:
-            return _planes(_member(file, names[2 * index], np.uint8))
+            return np.ascontiguousarray(_planes(_member(file, names[2 * index], np.uint8)))
 
     classes = tuple(map(str, range(1 + most)))
     _, channels, height, width = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape  # without memory
@@ -139,7 +139,7 @@ def _planes(pixels: np.ndarray) -> np.ndarray:
         return pixels[:, None]
     if pixels.ndim != 4 or not {1, 3} & {pixels.shape[1], pixels.shape[3]}:
         raise DataError(f"images must be (N, H, W), (N, C, H, W) or (N, H, W, C), C 1 or 3, got {pixels.shape}")
-    return pixels if pixels.shape[1] in (1, 3) else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    return pixels if pixels.shape[1] in (1, 3) else pixels.transpose(0, 3, 1, 2)
 
 
 def _dataset(
@@ -159,9 +159,9 @@ def _dataset(
     if counts["train"] < TENTH or counts["test"] < 1 or not 2 <= len(classes) <= CLASSES:
         got = f"{counts['train']:,} training images, {counts['test']:,} test images and {len(classes)} classes"
         raise DataError(f"{name} has {got}, expected at least {TENTH} and 1, and 2 to {CLASSES} classes")
-    if sum(counts.values()) * math.prod(shape) > LIMIT:
+    if not 0 < sum(counts.values()) * math.prod(shape) <= LIMIT:
         got = f"{sum(counts.values()):,} images {shape}"
-        raise DataError(f"{name} has {got}, expected at most {LIMIT:,} bytes; choose a size, as in folder:PATH@32")
+        raise DataError(f"{name} has {got}, expected 1 to {LIMIT:,} bytes; choose a size, as in folder:PATH@32")
     if min(one.min() for one in labels) < 0:
         raise DataError(f"{name} has labels below 0, or test images of a class without training images; fix them")
 

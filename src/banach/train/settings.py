@@ -147,6 +147,8 @@ class Settings:
         if implicit:
             solver, backward = recipe.solver or "picard", recipe.backward or "jfb"
             defaults |= {"solver": solver, "backward": backward, "norm": words.name_of_norm(recipe.norm)}
+            if recipe.rtol and "eps" in given:
+                defaults["rtol"] = 0.0  # else the recipe's could stop earlier than eps
             if given.get("max_steps") == 0:  # the explicit twin
                 defaults |= {"backward": "jfb", "pretrain": 0, "tune": False}
         elif wrong := [key for key in (*FIXED_POINT, *IMPLICIT) if key in given]:
