@@ -130,7 +130,9 @@ def _eliminate(A: Any, B: Any, **_: Any) -> tuple[Any, ...]:
     Without pivoting: Anderson's A is a Gram matrix, symmetric and positive definite. A fit that went wrong all the
     same is not trusted, as in the solver itself.
     """
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18
 
     def part(M: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
         starts, ends = zip(rows, columns, strict=True)
