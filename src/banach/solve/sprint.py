@@ -82,9 +82,10 @@ def sprint(run: Run, state: State, k: int, *, compact: bool) -> int:
             z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
         if here < count:
             _note_frozen(run, fresh, residual)
-            fresh = state.active & ~active if here < left else None
+            if here:  # else all are done
+                fresh = state.active & ~active if here < left else None
+                least = np.where(active, least, np.inf)
             state.record(k, residual, excess, active)
-            least = np.where(active, least, np.inf)
             left = here
     state.z, state.best_z = z, best_z
     if k > first:
