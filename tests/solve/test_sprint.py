@@ -89,3 +89,22 @@ def test_strides_keep_no_answer_that_other_samples_have_moved_away(monkeypatch: 
         residual = (T(solution.value) - solution.value).square().mean(1).sqrt()
         assert solution.fault is not None or residual.max() <= 5e-4
     assert found > 20
+
+
+def test_strides_of_a_map_that_refuses_nonfinite_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a check T sees the best iterate in place of such a value. Found as an error from T between two checks."""
+    rates = torch.tensor([[3.0], [0.5]], dtype=torch.float64)
+
+    def T(z: Tensor) -> Tensor:
+        if not z.isfinite().all():
+            raise ValueError("not finite")
+        return torch.where(z > 50, torch.inf, rates * z + 1)
+
+    start, tolerance = torch.zeros(2, 2, dtype=torch.float64), Tolerance(max_steps=100)
+    wanted = solve(T, start, tolerance=tolerance)
+    monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+    found = solve(T, start, tolerance=tolerance)
+    assert found.status == wanted.status
+    torch.testing.assert_close(found.value, wanted.value, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="not finite"):
+        solve(T, start + torch.nan)

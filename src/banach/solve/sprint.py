@@ -82,9 +82,10 @@ def sprint(run: Run, state: State, k: int, *, compact: bool) -> int:
             z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
         if here < count:
             _note_frozen(run, fresh, residual)
-            fresh = state.active & ~active if here < left else None
+            if here:  # else all are done
+                fresh = state.active & ~active if here < left else None
+                least = np.where(active, least, np.inf)
             state.record(k, residual, excess, active)
-            least = np.where(active, least, np.inf)
             left = here
     state.z, state.best_z = z, best_z
     if k > first:
@@ -146,11 +147,19 @@ def _look_again(run: Run, state: State, k: int) -> None:
 
 
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
-    """Return z and the next iterates; and of every step the residual, and the same minus its relative part."""
+    """Return z and the next iterates; and of every step the residual, and the same minus its relative part.
+
+    Fewer than `steps`, if T raises on the way.
+    """
     damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
     iterates, measured = [z], []
     for j in range(steps):
-        Tz = run.evaluate(z, first=not k and not j)
+        try:
+            Tz = run.evaluate(z, first=not k and not j)
+        except Exception:  # T need not be defined where a sample is only because it has moved on
+            if not j:
+                raise
+            break
         measured += [run.measure(part, run.space) for part in ((Tz - z, Tz) if rtol else (Tz - z,))]
         z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write to it again
         iterates.append(z)

@@ -106,10 +106,11 @@ class State:
 
         of_frozen: those of frozen samples were measured where they froze.
         """
-        where = True if of_frozen else self.active
-        for row, values in ((self.tested, test), (RESIDUAL, residual), (STEP, step)):
-            np.copyto(self.now[row], values, where=where)
-        np.copyto(self.reached, self.now, where=self.active)
+        now = self.now if of_frozen else self.now.copy()
+        now[self.tested], now[RESIDUAL], now[STEP] = test, residual, step
+        np.copyto(self.reached, now, where=self.active)
+        if not of_frozen:
+            np.copyto(self.now, now, where=self.active)
         self.active = active
         self._recount()
 
