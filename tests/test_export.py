@@ -33,9 +33,9 @@ SMALL = ["train", "--batch-size", "16", "--no-tensorboard", "--no-monitor", "--d
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on 256 digits. Its solves have at most 31 steps: one before the loop, for Anderson of memory 2 too."""
+    """A run on 256 digits."""
     run = tmp_path_factory.mktemp("export") / "run"
-    assert main([*SMALL, "--subset", "256", "--epochs", "2", "--max-steps", "31", "--out", str(run)]) == 0
+    assert main([*SMALL, "--subset", "256", "--epochs", "2", "--out", str(run)]) == 0
     return run
 
 
@@ -70,8 +70,9 @@ def images_of(run: Path, folder: Path | None = None) -> Tensor:
     return images.normalise(images.pixels)
 
 
-@pytest.mark.parametrize("solver", ["picard", "anderson:2"])
+@pytest.mark.parametrize("solver", ["picard", "anderson:1"])
 def test_onnx_equals_the_network_on_digits(solver: str, digits: Path, tmp_path: Path, capsys: Any) -> None:
+    """Anderson with a memory of 1 could not be traced: its loop returned its own input."""
     path = tmp_path / "model.onnx"
     assert main(["export", str(digits), "--solver", solver, "--out", str(path)]) == 0
     out, err = capsys.readouterr()

@@ -84,7 +84,7 @@ def run_exported(run: Run, state: State) -> State:
         return (steps < most) & active.any()
 
     def body(steps: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-        inner = State.carried(*carried)
+        inner = State.carried(carried[0].clone(), *carried[1:])  # a solver may remember z, which is then an output
         here = _traced(run, inner.z.shape[0])
         for turn in range(1, cycle + 1):
             here.step(inner, steps + turn, first + turn)
