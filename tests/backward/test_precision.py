@@ -138,7 +138,7 @@ def test_an_adjoint_that_fails_is_probed_under_the_autocast_of_the_forward_pass(
 
 def test_weights_cached_in_a_failed_solve_keep_their_gradient() -> None:
     """A solve that fails is probed without autograd. Found as weights without a gradient under `cached()`."""
-    layer = parametrizations.orthogonal(torch.nn.Linear(3, 3, bias=False))
+    layer: Any = parametrizations.orthogonal(torch.nn.Linear(3, 3, bias=False))
     net = ImplicitNetwork(torch.nn.Identity(), lambda u, v: 2 * layer(u) + v, torch.nn.Identity())
     net.solver, net.tolerance = Anderson(), Tolerance(max_steps=2)
     with parametrize.cached(), pytest.warns(ConvergenceWarning):
