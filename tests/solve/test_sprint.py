@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,14 @@ import torch
 from torch import Tensor
 
 from banach import RMS, Euclidean, Picard, Tolerance, WorstPixel, solve
+from banach.solve.run import Run
 from banach.solve.solution import DEFERRED
+from banach.solve.stride import stride
 
-LOOP, SPRINT = (importlib.import_module(f"banach.solve.{name}") for name in ("loop", "sprint"))
+
+def take_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a CPU take several steps between two host checks, as a GPU does."""
+    monkeypatch.setattr(Run, "sprint", lambda run, state, k, compact: stride(run, state, k))
 
 
 def problems() -> list[tuple[Callable[..., Tensor], Tensor, Tensor, Picard, Tolerance]]:
@@ -48,7 +52,7 @@ def problems() -> list[tuple[Callable[..., Tensor], Tensor, Tensor, Picard, Tole
 def test_short_loops_are_the_general_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`stride` is for a GPU: several steps between two host checks."""
     if way == "stride":
-        monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+        take_strides(monkeypatch)
     ends: set[str] = set()
     for T, A, b, solver, tolerance in problems():
         start = torch.ones_like(b)
@@ -64,7 +68,7 @@ def test_short_loops_are_the_general_one(way: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_strides_find_a_map_that_mixes_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+    take_strides(monkeypatch)
     rates = torch.tensor([[0.1], [0.9]], dtype=torch.float64)
 
     def T(z: Tensor) -> Tensor:
@@ -75,7 +79,7 @@ def test_strides_find_a_map_that_mixes_samples(monkeypatch: pytest.MonkeyPatch) 
 
 def test_strides_keep_no_answer_that_other_samples_have_moved_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that froze between the same two checks. Found as residuals of 100 times the tolerance."""
-    monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+    take_strides(monkeypatch)
     draw, found = torch.Generator().manual_seed(0), 0
     for _ in range(150):
         M, b = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((8, 8), (8,)))
@@ -102,7 +106,7 @@ def test_strides_of_a_map_that_refuses_nonfinite_values(monkeypatch: pytest.Monk
 
     start, tolerance = torch.zeros(2, 2, dtype=torch.float64), Tolerance(max_steps=100)
     wanted = solve(T, start, tolerance=tolerance)
-    monkeypatch.setattr(LOOP, "sprint", lambda run, state, k, compact: SPRINT.stride(run, state, k))
+    take_strides(monkeypatch)
     found = solve(T, start, tolerance=tolerance)
     assert found.status == wanted.status
     torch.testing.assert_close(found.value, wanted.value, rtol=0, atol=0)

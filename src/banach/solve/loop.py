@@ -1,4 +1,4 @@
-"""solve(): the one loop that evaluates T, whatever the solver; `sprint` is its short form for Picard."""
+"""solve(): the one loop that evaluates T, whatever the solver; `Run.sprint` and `stride` are its short forms."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from banach.solve.picard import Picard
 from banach.solve.run import Map, Run
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
-from banach.solve.sprint import can_sprint, sprint
 from banach.solve.state import on_device, to_numpy
+from banach.solve.stride import stride
 from banach.solve.tolerance import Tolerance, measure
 
 _LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
@@ -100,9 +100,11 @@ def solve(
         elif loop and trace is None and on_step is None:
             state = run_on_device(run, state, loop)
         else:
-            k, sprints = 0, can_sprint(run) and trace is None and on_step is None
+            k, sprints = 0, run.can_sprint() and trace is None and on_step is None
+            strides = space.device.type == "cuda" and tolerance.check_every is None and not compact
             while run.busy and k < tolerance.max_steps:
-                k = sprint(run, state, k, compact=compact) if sprints else k
+                if sprints:
+                    k = stride(run, state, k) if strides else run.sprint(state, k, compact=compact)
                 if not run.busy or k == tolerance.max_steps:
                     break
                 k += 1

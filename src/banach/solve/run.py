@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, select
-from banach.solve.context import rounding, with_autocast_of
+from banach.solve.context import is_transformed, rounding, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
 from banach.solve.solver import Point, Solver
@@ -30,7 +30,7 @@ from banach.solve.state import (
     on_device,
     to_numpy,
 )
-from banach.solve.tolerance import Tolerance
+from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
 
 Map = Callable[..., Latent]
 
@@ -72,6 +72,103 @@ class Run:
         rows = self.space.rows(z0, "start").contiguous()
         memory = () if type(self.solver) is Picard else self.solver.start(rows)
         return State.start(rows, memory, self.atol, relative=self.tolerance.rtol > 0, on_host=self.on_host)
+
+    def can_sprint(self) -> bool:
+        """Return True for Picard and norms that give new memory in the type of the rows, outside torch.func."""
+        known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
+        return self.on_host and known and type(self.solver) is Picard
+
+    def sprint(self, state: State, k: int, *, compact: bool) -> int:
+        """Take Picard steps after k evaluations, and return the evaluations then.
+
+        The same as `step` and `check` in fewer operations, since Python costs more than a small T, as long as
+        nothing unusual happens: residuals are finite, no sample may have stalled. `step` finishes the evaluation
+        that ended it.
+        """
+        z, best_z, count, left = state.z, state.best_z, len(state.z), state.count
+        atol = np.array(self.atol, state.least.dtype)  # compared faster than a float
+        evaluate, measure, space, counted = self.evaluate, self.measure, self.space, count_nonzero
+        read = Tensor.numpy if z.is_cpu else to_numpy
+        damping, first = cast(Picard, self.solver).damping, k
+        rtol, most = self.tolerance.rtol, self.tolerance.max_steps
+        least, least_at, fresh = self.at_start(state)
+        now = test = least
+        while left and k < most:
+            Tz = evaluate(z, first=not k)
+            r = Tz - z
+            measured = measure(r, space)
+            if rtol:
+                measured = torch.stack((measured, torch.sub(measured, measure(Tz, space), alpha=rtol)))
+                residual, excess = read(measured)
+            else:
+                residual = excess = read(measured)
+            active, better = excess > atol, residual < least
+            if left < count:
+                active &= state.active
+            here, fell = counted(active), counted(better)
+            if (fell < count or rtol or compact) and (
+                (compact and here < count)
+                or (rtol and counted(excess > -np.inf) < count)
+                or (fell < count and counted(better | (residual < np.inf)) < count)
+                or (fell < count and self.stalls(active & (k + 1 >= least_at + IDLE), residual, excess, Tz))
+            ):
+                state.Tz, state.pending = Tz, (r, measured[0] if rtol else measured)
+                break
+            k, now, test = k + 1, residual, excess
+            if fell == count:
+                best_z, least, least_at = z, residual, k
+            else:
+                least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
+                best_z = torch.where(state.column(better), z, best_z) if fell else best_z
+            if left < count:
+                z = torch.where(state.mask, torch.lerp(Tz, z, damping) if damping else Tz, z)
+            else:  # a copy of T(z), since T may write its next value into the same memory
+                z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
+            if here < count:
+                self.note_frozen(fresh, residual)
+                if here:  # else all are done
+                    fresh = state.active & ~active if here < left else None
+                    least = np.where(active, least, np.inf)
+                state.record(k, residual, excess, active)
+                left = here
+        state.z, state.best_z = z, best_z
+        if k > first:
+            self.note_last(state, k, (now, test), (least, least_at))
+        return k
+
+    def at_start(self, state: State) -> tuple[Array, Array, np.ndarray | None]:
+        """Return the least residuals (frozen samples: infinity), their steps, and the samples that froze last."""
+        if state.count == len(state.z):
+            return state.least, state.least_at, None
+        return np.where(state.active, state.least, np.inf), state.least_at, ~state.active & np.isnan(self.after)
+
+    def stalls(self, idle: np.ndarray, residual: np.ndarray, excess: np.ndarray, Tz: Tensor) -> bool:
+        """Return True if the residual of an idle sample may be no more than rounding."""
+        if not count_nonzero(idle):
+            return False
+        rtol = self.tolerance.rtol
+        size = (residual - excess) / rtol if rtol else to_numpy(self.measure(Tz, self.space))
+        return bool(count_nonzero(idle & (residual <= rounding(self.space) * size)))
+
+    def note_frozen(self, fresh: np.ndarray | None, residual: np.ndarray) -> None:
+        """Note the residuals of samples at the first evaluation after they froze."""
+        self.earlier = self.after
+        if fresh is not None:
+            self.after = np.where(fresh, residual, self.after)
+
+    def note_last(self, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
+        """Note what a check would see after the k-th evaluation."""
+        stats = self.seen = state.stats
+        self.busy = bool(state.count)
+        if state.count == len(state.z):
+            stats[:LIMIT, RESIDUAL], stats[:LIMIT, STEP] = last[0], k
+            if state.tested:
+                stats[:LIMIT, state.tested] = last[1]
+            if best[0] is not last[0]:
+                stats[BEST, RESIDUAL], stats[BEST, STEP] = best
+        elif self.busy:
+            for row, value in zip((RESIDUAL, STEP), best, strict=True):
+                np.copyto(stats[BEST, row], value, where=state.active)
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
