@@ -50,6 +50,12 @@ class Gate:
             fcntl.flock(self.handles[number], fcntl.LOCK_UN)
 
 
+def _python_path() -> str:
+    """Return where a child process finds this package too, wherever it runs."""
+    here = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
+
+
 def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[str, str]) -> dict[str, str]:
     """Run commands at the same time; the numbers of their locks are added as the last arguments.
 
@@ -85,7 +91,7 @@ def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]
                 pass_fds=handles,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**os.environ, **QUIET, **env},
+                env={**os.environ, **QUIET, **env, "PYTHONPATH": _python_path()},
                 start_new_session=True,
             )
     finally:

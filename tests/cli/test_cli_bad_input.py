@@ -155,7 +155,7 @@ def test_damaged_checkpoints_are_refused_and_kept(checksum: bool, run: Path, cap
 
 
 SOLVE = dict.fromkeys(("depth", "max_depth", "residual", "max_residual", "converged"))
-NO_ACCURACY = {"title": "", "count": 1, "totals": {"accuracy": None, "loss": 1, **SOLVE}}
+NO_LOSS = {"title": "", "count": 1, "totals": {"accuracy": 0.5, "loss": None, **SOLVE}}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ NO_ACCURACY = {"title": "", "count": 1, "totals": {"accuracy": None, "loss": 1, 
     [
         ("test.json", '{"totals": {"accuracy": 0.5}}', ["train", "--resume", "run"]),
         ("test.json", "[]", ["train", "--resume", "run"]),
-        ("test.json", json.dumps(NO_ACCURACY), ["compare", "run"]),
+        ("test.json", json.dumps(NO_LOSS), ["compare", "run"]),
         ("metrics.jsonl", '{"epoch": 1}\n', ["compare", "run"]),
         ("metrics.jsonl", "[" * 100_000, ["compare", "run"]),
         ("settings.json", "[" * 100_000, ["evaluate", "run"]),

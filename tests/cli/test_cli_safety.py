@@ -88,7 +88,7 @@ def test_a_signal_in_the_last_step_stops_before_the_test_set(here: Path, monkeyp
     assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 128 + signal.SIGTERM
     assert not Path("run/test.json").exists()
     monkeypatch.undo()
-    os.chdir(here)
+    monkeypatch.chdir(here)
     assert main(["train", "--resume", "run"]) == 0
     assert Path("run/test.json").exists()
 
