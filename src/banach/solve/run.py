@@ -60,13 +60,15 @@ class Run:
             self.atol = min(self.atol, torch.finfo(space.rows_dtype).max)
         self.whole: State | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
-        # What host checks have seen: all numbers at the last one, how many samples were nonfinite, the residual at
-        # an evaluation soon after a sample froze, and which samples rose above the tolerance after they froze.
+        # What host checks have seen: all numbers at the last one, how many samples were nonfinite, and which ones
+        # rose above the tolerance after they froze.
         self.seen: np.ndarray | None = None
         self.nonfinite = 0
-        self.after: Array = np.nan
-        self.earlier: Array = np.nan  # `after` before the last check
         self.risen: Array | None = None
+        # Evaluations that were the first one after some samples froze: (evaluation, active samples, residuals).
+        # Then how many frozen samples they know, and the last evaluation that measured samples where they froze.
+        self.firsts: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self.known, self.looked = 0, 0
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
@@ -91,7 +93,7 @@ class Run:
         read = Tensor.numpy if z.is_cpu else to_numpy
         damping, first = cast(Picard, self.solver).damping, k
         rtol, most = self.tolerance.rtol, self.tolerance.max_steps
-        least, least_at, fresh = self.at_start(state)
+        least, least_at = self.least_of(state)
         now = test = least
         while left and k < most:
             Tz = evaluate(z, first=not k)
@@ -125,22 +127,24 @@ class Run:
             else:  # a copy of T(z), since T may write its next value into the same memory
                 z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
             if here < count:
-                self.note_frozen(fresh, residual)
-                if here:  # else all are done
-                    fresh = state.active & ~active if here < left else None
-                    least = np.where(active, least, np.inf)
+                if count - left > self.known:
+                    self.note_frozen(k, state.active.copy(), residual)
+                # Frozen samples count as better, so that only an unusual one takes longer.
+                least = np.where(active, least, np.inf) if rtol else np.maximum(least, atol)
                 state.record(k, residual, excess, active)
                 left = here
         state.z, state.best_z = z, best_z
         if k > first:
+            self.looked = k
+            if not (left or counted(test > atol)):
+                self.firsts = []  # no sample has risen
             self.note_last(state, k, (now, test), (least, least_at))
         return k
 
-    def at_start(self, state: State) -> tuple[Array, Array, np.ndarray | None]:
-        """Return the least residuals (frozen samples: infinity), their steps, and the samples that froze last."""
-        if state.count == len(state.z):
-            return state.least, state.least_at, None
-        return np.where(state.active, state.least, np.inf), state.least_at, ~state.active & np.isnan(self.after)
+    def least_of(self, state: State) -> tuple[Array, Array]:
+        """Return the least residuals and their steps; frozen samples do not need theirs, which are infinite."""
+        least = state.least if state.count == len(state.z) else np.where(state.active, state.least, np.inf)
+        return least, state.least_at
 
     def stalls(self, idle: np.ndarray, residual: np.ndarray, excess: np.ndarray, Tz: Tensor) -> bool:
         """Return True if the residual of an idle sample may be no more than rounding."""
@@ -150,11 +154,10 @@ class Run:
         size = (residual - excess) / rtol if rtol else to_numpy(self.measure(Tz, self.space))
         return bool(count_nonzero(idle & (residual <= rounding(self.space) * size)))
 
-    def note_frozen(self, fresh: np.ndarray | None, residual: np.ndarray) -> None:
-        """Note the residuals of samples at the first evaluation after they froze."""
-        self.earlier = self.after
-        if fresh is not None:
-            self.after = np.where(fresh, residual, self.after)
+    def note_frozen(self, k: int, active: np.ndarray, residual: np.ndarray) -> None:
+        """Note the residuals of the k-th evaluation, the first one after some samples froze. Keeps the arrays."""
+        self.firsts.append((k, active, residual))
+        self.known = len(active) - int(count_nonzero(active))
 
     def note_last(self, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
         """Note what a check would see after the k-th evaluation."""
@@ -249,8 +252,9 @@ class Run:
         count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            self.earlier, frozen = self.after, stats[REACHED, STEP] < k
-            self.after = np.where(np.isnan(self.after) & frozen, stats[NOW, RESIDUAL], self.after)
+            active_before, self.looked = stats[REACHED, STEP] >= k, k
+            if len(test) - count_nonzero(active_before) > self.known:
+                self.note_frozen(k, active_before, stats[NOW, RESIDUAL].copy())
             nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
@@ -276,7 +280,7 @@ class Run:
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
         raise its residual a little, to a value that then stays the same at every evaluation.
         """
-        if self.seen is None or self.whole is not None or isinstance(self.after, float):  # none was seen frozen
+        if self.seen is None or self.whole is not None or not self.firsts:
             return None
         test, now = self.seen[REACHED, state.tested], self.seen[NOW, RESIDUAL]
         now_test = self.seen[NOW, state.tested]
@@ -284,10 +288,19 @@ class Run:
         if not count_nonzero(risen):
             return None
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
-            steady = np.abs(now - self.earlier) <= 1e-3 * np.abs(self.earlier)
+            first = self._firsts_before(self.looked)
+            steady = np.abs(now - first) <= 1e-3 * np.abs(first)
             alone = steady & (now <= 10 * (now - now_test + self.atol))  # 10 times what the tolerance allows
         found = np.flatnonzero(risen & ~alone)
         return found if len(found) else None
+
+    def _firsts_before(self, k: int) -> np.ndarray:
+        """Return residuals at the first evaluation after a sample froze, NaN unless that was before the k-th."""
+        found: Array = np.nan
+        for at, active, residual in self.firsts:
+            if at < k:
+                found = np.where(np.isnan(found) & ~active, residual, found)
+        return np.asarray(found)
 
     def everyone(self, state: State) -> State:
         """Return the whole batch: the samples that are here put back among those that have left."""
@@ -305,7 +318,7 @@ class Run:
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite, self.after, self.earlier = 0, np.nan, np.nan
+        self.nonfinite, self.firsts, self.known = 0, [], 0
         left = state.take(stay)
         self.whole.memory = ()
         return left

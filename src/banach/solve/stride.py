@@ -27,7 +27,7 @@ def stride(run: Run, state: State, k: int) -> int:
     """
     count, first, most = len(state.z), k, run.tolerance.max_steps
     atol = np.array(run.atol, state.least.dtype)
-    least, least_at, fresh = run.at_start(state)
+    least, least_at = run.least_of(state)
     now = test = earlier = least
     usual, risen, ahead, room = True, False, FIRST_CHECK, max(1, ROOM // max(state.z.nbytes, 1))
     while usual and state.count and k < most:
@@ -48,11 +48,10 @@ def stride(run: Run, state: State, k: int) -> int:
             least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
             if count_nonzero(active) < count:
                 if not j:
-                    run.note_frozen(fresh, residual)
+                    _look(run, k, before, residual)
                 state.record(k, residual, excess, active, of_frozen=not j)
             if not state.count:
                 break
-        fresh = before & ~state.active
         _move(state, iterates, before, last, frozen_at, best_at)
         earlier = numbers[-2][0] if len(numbers) > 1 else earlier
         residual, excess = numbers[-1]
@@ -70,7 +69,14 @@ def _look_again(run: Run, state: State, k: int) -> None:
     """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
     residual, excess = _steps(run, state.z, k, 1)[1][0]
     state.now[state.tested], state.now[RESIDUAL] = excess, residual
-    run.note_frozen(~state.active & np.isnan(run.after), residual)
+    _look(run, k + 1, state.active, residual)
+
+
+def _look(run: Run, k: int, active: np.ndarray, residual: np.ndarray) -> None:
+    """Note that the k-th evaluation measured frozen samples where they froze."""
+    run.looked = k
+    if len(active) - count_nonzero(active) > run.known:
+        run.note_frozen(k, active, residual)
 
 
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
