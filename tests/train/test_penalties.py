@@ -14,6 +14,7 @@ from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
 from banach.train import fit
 from banach.train.penalties import Penalties
+from networks import OnceSine
 from train.parts_train import images, network, plain_network, settings
 
 ONE_STEP: dict[str, Any] = {"epochs": 1, "batch_size": 16, "optimizer": "sgd", "lr": 0.5, "monitor": False}
@@ -108,25 +109,13 @@ def test_a_network_without_a_fixed_point_is_refused() -> None:
                 fit(net, images(), None, settings(**{key: 0.1}))
 
 
-class Sine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0].cos()
-
-
 class Once(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(12, 12).double()
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return Sine.apply(0.3 * self.inner(u) + v)
+        return OnceSine.apply(0.3 * self.inner(u) + v)
 
 
 def test_an_r_without_second_derivatives_is_explained_and_the_difference_works() -> None:
