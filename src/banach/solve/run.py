@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -65,10 +66,7 @@ class Run:
         self.seen: np.ndarray | None = None
         self.nonfinite = 0
         self.risen: Array | None = None
-        # Evaluations that were the first one after some samples froze: (evaluation, active samples, residuals).
-        # Then how many frozen samples they know, and the last evaluation that measured samples where they froze.
-        self.firsts: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self.known, self.looked = 0, 0
+        self.lasts: deque[Any] = deque([np.nan], maxlen=2)  # residuals at the last two host checks
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
@@ -94,7 +92,7 @@ class Run:
         damping, first = cast(Picard, self.solver).damping, k
         rtol, most = self.tolerance.rtol, self.tolerance.max_steps
         least, least_at = self.least_of(state)
-        now = test = least
+        before = now = test = least
         while left and k < most:
             Tz = evaluate(z, first=not k)
             r = Tz - z
@@ -116,7 +114,7 @@ class Run:
             ):
                 state.Tz, state.pending = Tz, (r, measured[0] if rtol else measured)
                 break
-            k, now, test = k + 1, residual, excess
+            k, before, now, test = k + 1, now, residual, excess
             if fell == count:
                 best_z, least, least_at = z, residual, k
             else:
@@ -127,17 +125,13 @@ class Run:
             else:  # a copy of T(z), since T may write its next value into the same memory
                 z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
             if here < count:
-                if count - left > self.known:
-                    self.note_frozen(k, state.active.copy(), residual)
                 # Frozen samples count as better, so that only an unusual one takes longer.
                 least = np.where(active, least, np.inf) if rtol else np.maximum(least, atol)
                 state.record(k, residual, excess, active)
                 left = here
         state.z, state.best_z = z, best_z
         if k > first:
-            self.looked = k
-            if not (left or counted(test > atol)):
-                self.firsts = []  # no sample has risen
+            self.lasts.extend((before, now))
             self.note_last(state, k, (now, test), (least, least_at))
         return k
 
@@ -153,11 +147,6 @@ class Run:
         rtol = self.tolerance.rtol
         size = (residual - excess) / rtol if rtol else to_numpy(self.measure(Tz, self.space))
         return bool(count_nonzero(idle & (residual <= rounding(self.space) * size)))
-
-    def note_frozen(self, k: int, active: np.ndarray, residual: np.ndarray) -> None:
-        """Note the residuals of the k-th evaluation, the first one after some samples froze. Keeps the arrays."""
-        self.firsts.append((k, active, residual))
-        self.known = len(active) - int(count_nonzero(active))
 
     def note_last(self, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
         """Note what a check would see after the k-th evaluation."""
@@ -252,9 +241,7 @@ class Run:
         count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            active_before, self.looked = stats[REACHED, STEP] >= k, k
-            if len(test) - count_nonzero(active_before) > self.known:
-                self.note_frozen(k, active_before, stats[NOW, RESIDUAL].copy())
+            self.lasts.append(stats[NOW, RESIDUAL].copy())
             nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
@@ -280,27 +267,17 @@ class Run:
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
         raise its residual a little, to a value that then stays the same at every evaluation.
         """
-        if self.seen is None or self.whole is not None or not self.firsts:
+        if self.seen is None or self.whole is not None:
             return None
-        test, now = self.seen[REACHED, state.tested], self.seen[NOW, RESIDUAL]
-        now_test = self.seen[NOW, state.tested]
-        risen = (test <= self.atol) & ~(now_test <= self.atol)
+        now, now_test = self.seen[NOW, RESIDUAL], self.seen[NOW, state.tested]
+        risen = ~(now_test <= self.atol) & (self.seen[REACHED, state.tested] <= self.atol)
         if not count_nonzero(risen):
             return None
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
-            first = self._firsts_before(self.looked)
-            steady = np.abs(now - first) <= 1e-3 * np.abs(first)
+            steady = np.abs(now - self.lasts[0]) <= 1e-3 * np.abs(now)
             alone = steady & (now <= 10 * (now - now_test + self.atol))  # 10 times what the tolerance allows
         found = np.flatnonzero(risen & ~alone)
         return found if len(found) else None
-
-    def _firsts_before(self, k: int) -> np.ndarray:
-        """Return residuals at the first evaluation after a sample froze, NaN unless that was before the k-th."""
-        found: Array = np.nan
-        for at, active, residual in self.firsts:
-            if at < k:
-                found = np.where(np.isnan(found) & ~active, residual, found)
-        return np.asarray(found)
 
     def everyone(self, state: State) -> State:
         """Return the whole batch: the samples that are here put back among those that have left."""
@@ -318,7 +295,7 @@ class Run:
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite, self.firsts, self.known = 0, [], 0
+        self.nonfinite = 0
         left = state.take(stay)
         self.whole.memory = ()
         return left

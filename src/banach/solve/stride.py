@@ -47,12 +47,11 @@ def stride(run: Run, state: State, k: int) -> int:
             best_at[better], frozen_at[state.active & ~active] = j, j
             least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
             if count_nonzero(active) < count:
-                if not j:
-                    _look(run, k, before, residual)
                 state.record(k, residual, excess, active, of_frozen=not j)
             if not state.count:
                 break
         _move(state, iterates, before, last, frozen_at, best_at)
+        run.lasts.append(state.now[RESIDUAL].copy())
         earlier = numbers[-2][0] if len(numbers) > 1 else earlier
         residual, excess = numbers[-1]
         here = state.active
@@ -69,14 +68,7 @@ def _look_again(run: Run, state: State, k: int) -> None:
     """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
     residual, excess = _steps(run, state.z, k, 1)[1][0]
     state.now[state.tested], state.now[RESIDUAL] = excess, residual
-    _look(run, k + 1, state.active, residual)
-
-
-def _look(run: Run, k: int, active: np.ndarray, residual: np.ndarray) -> None:
-    """Note that the k-th evaluation measured frozen samples where they froze."""
-    run.looked = k
-    if len(active) - count_nonzero(active) > run.known:
-        run.note_frozen(k, active, residual)
+    run.lasts.append(residual)
 
 
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
