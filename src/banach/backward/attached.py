@@ -13,37 +13,13 @@ from banach.backward.mode import is_differentiated
 from banach.backward.problem import Problem
 
 Parts = tuple[Tensor, ...]
+MAPPED = -1  # in place of a depth: outside of a vmap, where what T closes over is no longer mapped over
 
 
 def attached(problem: Problem, parts: Sequence[Tensor]) -> Parts:
     """Return copies of the parts, whose derivative is (I - J)^-1: S may begin with an in-place activation."""
     found: Parts = Inverse.apply(problem, True, 0, *parts, *parts, *parts)
     return found
-
-
-class Outside(torch.autograd.Function):
-    """The identity without a derivative: when that is asked for, what T closes over is no longer mapped over."""
-
-    @staticmethod
-    def forward(*parts: Tensor) -> Parts:
-        return tuple(part.clone() for part in parts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Parts, output: Parts) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *g: Any) -> Any:
-        raise RuntimeError(
-            "Implicit cannot be differentiated from outside of a vmap: differentiate inside, as vmap(grad(f)), or "
-            "put what is mapped over on the first (batch) axis"
-        )
-
-    jvp = backward
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *parts: Tensor) -> Any:
-        return Outside.apply(*parts), in_dims
 
 
 class Inverse(torch.autograd.Function):
@@ -96,7 +72,7 @@ class Inverse(torch.autograd.Function):
         """One after the other, each with a derivative of its own; with none where T itself is mapped over."""
         n = len(inputs) // 3 - 1
         if any(dim is not None for dim in in_dims[3 + 2 * n :]):
-            return Outside.apply(*inputs[3:])[:n], in_dims[3 : 3 + n]
+            return Inverse.apply(*inputs[:2], MAPPED, *inputs[3:]), in_dims[3 : 3 + n]
         columns = [
             [given] * info.batch_size if dim is None else given.unbind(dim)
             for given, dim in zip(inputs, in_dims, strict=True)
@@ -115,6 +91,11 @@ def _solved(problem: Problem, g: Parts, parts: Parts, *, tangent: bool, depth: i
 
 def _check_order(ctx: Any) -> None:
     order = ctx.problem.order
+    if ctx.depth == MAPPED:
+        raise RuntimeError(
+            "Implicit cannot be differentiated from outside of a vmap: differentiate inside, as vmap(grad(f)), or "
+            "put what is mapped over on the first (batch) axis"
+        )
     if ctx.depth >= order:
         kind = "second" if order == 1 else "higher"
         raise RuntimeError(
