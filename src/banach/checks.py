@@ -10,11 +10,7 @@ from typing import Any
 
 
 def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
-    """Return `value` if it is an int (not a bool) between `least` and `most`.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Return `value` if it is an int (not a bool) between `least` and `most`, else raise a ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most or value) < value:
         upto = "" if most is None else f" and at most {most}"
         raise ValueError(f"{name} must be a whole number, at least {least}{upto}, got {value!r}")
@@ -24,11 +20,7 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int
 def number(
     name: str, value: Any, least: float = 0, most: float = sys.float_info.max, *, below: float | None = None
 ) -> float:
-    """Return `value` if it is a finite real number between `least` and `most`, and less than `below`.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Return `value` if it is a number from `least` to `most` and less than `below`, else raise a ValueError."""
     sound = isinstance(value, Real) and not isinstance(value, bool)
     if not sound or not least <= value <= most or (below is not None and value >= below):
         upto = f"below {below:g}" if below is not None else "finite"
@@ -38,11 +30,7 @@ def number(
 
 
 def nearest(what: str, name: Any, known: Iterable[str]) -> str:
-    """Return `name` if it is one of `known`.
-
-    Raises:
-        ValueError: if it is not; the message suggests the closest name.
-    """
+    """Return `name` if it is one of `known`, else raise a ValueError that suggests the closest name."""
     known = list(known)
     if name in known:
         return str(name)
@@ -55,10 +43,7 @@ def nearest(what: str, name: Any, known: Iterable[str]) -> str:
 def own_name(name: str) -> str:
     """Return the name in "package.module:name" (several modules are joined by commas), if they have been imported.
 
-    A file of a run can name them. It does not make us import them: the user does, by --import.
-
-    Raises:
-        ValueError: if a module has not been imported.
+    Else raise a ValueError: a file of a run can name modules, but only the user's --import imports them.
     """
     modules, found, own = name.partition(":")
     missing = [module for module in modules.split(",") if module not in sys.modules] if found else []

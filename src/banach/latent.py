@@ -158,16 +158,15 @@ class Space:
             self._check_same(nest, self.shapes[0], what)
             flat = self._flatten(nest, self.last[0])
             return flat if flat.dtype == self.rows_dtype else flat.to(self.rows_dtype)
+        columns = [self._flatten(*pair) for pair in zip(self.check(nest, what), self.last, strict=True)]
+        return torch.cat(columns, 1).to(self.rows_dtype)
+
+    def check(self, nest: Latent, what: str = "T") -> list[Tensor]:
+        """Return the tensors of a nest; refuse another structure, shape, dtype or device."""
         parts = leaves_like(self.template, nest, what)
         for leaf, shape in zip(parts, self.shapes, strict=True):
             self._check_same(leaf, shape, what)
-        columns = [self._flatten(*pair) for pair in zip(parts, self.last, strict=True)]
-        return torch.cat(columns, 1).to(self.rows_dtype)
-
-    def check(self, nest: Latent, what: str = "T") -> None:
-        """Refuse a nest of another structure, shape, dtype or device."""
-        for leaf, shape in zip(leaves_like(self.template, nest, what), self.shapes, strict=True):
-            self._check_same(leaf, shape, what)
+        return parts
 
     def parts(self, rows: Tensor) -> list[Tensor]:
         """Return the leaves that the rows hold, as views, still in the type of the rows."""

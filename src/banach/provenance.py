@@ -138,11 +138,7 @@ def signed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsigned(content: Any) -> dict[str, Any]:
-    """Return what was given to `signed`; older files have no checksum.
-
-    Raises:
-        ValueError: if the checksum is another, or the content is not a table.
-    """
+    """Return what was given to `signed`, or raise a ValueError. Older files have no checksum."""
     if not isinstance(content, dict):
         raise ValueError(f"expected a JSON object, got {type(content).__name__}")
     rest = {key: value for key, value in content.items() if key != CHECKSUM}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backward.contracts_backward import CHECKS, MODES, error, name
+from backward.contracts_backward import CHECKS, MODES, name
 from backward.maps_backward import Case, all_cases
-from backward.systems_backward import Reports
 from banach import (
     GMRES,
     JFB,
@@ -27,7 +25,6 @@ from banach import (
     Neumann,
     NormalCG,
     Picard,
-    Status,
     Tolerance,
     Unroll,
 )
@@ -77,42 +74,12 @@ def test_an_in_place_activation_right_after_attach(mode: Mode) -> None:
         assert torch.equal(found, expected)
 
 
-Pair = namedtuple("Pair", "first second")
-
-
-@every
-def test_the_type_of_a_nest_survives(mode: Mode) -> None:
-    a = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    z = Pair(torch.ones(2, 3, dtype=torch.float64), [torch.ones(2, dtype=torch.float64)])
-
-    def T(z: Pair) -> Pair:
-        return Pair(a * z.first + z.second[0][:, None] / 4, [a * z.first.mean(1)])
-
-    value = mode.attach(T, z)
-    assert isinstance(value, Pair)
-    assert isinstance(value.second, list)
-    (value.first.sum() + value.second[0].sum()).backward()
-    assert a.grad is not None
-
-
 def test_a_map_that_writes_its_buffers_is_refused_in_one_sentence() -> None:
     """torch.func cannot evaluate it. `ImplicitNetwork` hands the buffers in, so there it works."""
     bn, W = nn.BatchNorm1d(4, dtype=torch.float64), contraction(4, 0.5).requires_grad_()
     value = Implicit().attach(lambda z: 0.3 * bn(z @ W.T), normal(6, 4, seed=83), coupled=True)
     with pytest.raises(RuntimeError, match=r"running statistics of a batch norm .* use ImplicitNetwork"):
         value.sum().backward()
-
-
-def test_a_coupled_map_whose_rows_differ_by_much() -> None:
-    """Coupled, the batch is one system: its residual and its status are those of the whole batch."""
-    log, x = Reports(), normal(3, 4, seed=88).requires_grad_()
-    mix = contraction(3, 0.9)
-    mode = Implicit(GMRES(), Tolerance(atol=0, rtol=1e-12, max_steps=100), report=log)
-    value = mode.attach(lambda z, x: mix @ z + x, torch.zeros_like(x), (x,), coupled=True)
-    g = torch.tensor([[1e-8], [1.0], [1e8]], dtype=torch.float64).expand(3, 4)
-    (w,) = torch.autograd.grad(value, x, g)
-    assert error(w, torch.linalg.solve(torch.eye(3, dtype=torch.float64) - mix.T, g)) <= 1e-10
-    assert log.status == [(Status.CONVERGED,) * 3]
 
 
 # torch 2.11 meets its own deprecated parts when the compiler is first loaded.

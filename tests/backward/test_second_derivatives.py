@@ -144,11 +144,6 @@ def constant_cotangent(f: Value, theta: tuple[Tensor, ...]) -> None:
     torch.autograd.grad(first[0].sum() + first[1].sum(), theta)
 
 
-def parameters_of_an_input_gradient(f: Value, theta: tuple[Tensor, ...]) -> None:
-    (first,) = torch.autograd.grad(f(*theta).sum(), theta[-1], create_graph=True)
-    torch.autograd.grad(first.square().sum(), theta[0])
-
-
 def upstream_cotangent(f: Value, theta: tuple[Tensor, ...]) -> None:
     """A product with the Jacobian by double backward: the derivative in the cotangent."""
     value = f(*theta)
@@ -157,13 +152,7 @@ def upstream_cotangent(f: Value, theta: tuple[Tensor, ...]) -> None:
     torch.autograd.grad(first.sum(), g)
 
 
-def func_grad_of_autograd(f: Value, theta: tuple[Tensor, ...]) -> None:
-    """An inner torch.func.grad whose result is differentiated by plain autograd."""
-    first = grad(lambda x: f(*theta[:-1], x).sum())(theta[-1])
-    torch.autograd.grad(first.square().sum(), theta[0])
-
-
-WAYS = [constant_cotangent, parameters_of_an_input_gradient, upstream_cotangent, func_grad_of_autograd]
+WAYS = [constant_cotangent, upstream_cotangent]
 
 
 @pytest.mark.parametrize("ask", WAYS, ids=lambda way: way.__name__)

@@ -87,16 +87,6 @@ def test_memory() -> None:
     assert held(Unroll(10, checkpoint=True)) == 0
 
 
-def test_a_checkpoint_around_implicit() -> None:
-    """The other way round: attach inside a region that is recomputed."""
-    case = layer()
-    theta = case.fresh()
-    value = torch.utils.checkpoint.checkpoint(attach, Implicit(), case, theta, use_reentrant=False)
-    found = torch.autograd.grad(value.view(-1) @ case.cotangent(), theta)
-    expected = gradient(Implicit(), case)
-    assert error(torch.cat([part.reshape(-1) for part in found]), expected) <= 1e-12
-
-
 def test_torch_func_is_refused_not_answered_wrongly() -> None:
     case = layer()
     with pytest.raises(RuntimeError, match="saved tensor hooks"):

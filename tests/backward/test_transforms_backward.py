@@ -12,9 +12,9 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 from backward.contracts_backward import EXACT, METHODS, TIGHT, attach, error, name, sensitivity
 from backward.maps_backward import Case, all_cases, layer
 from backward.systems_backward import Reports
-from banach import JFB, Anderson, Implicit, Mode, Neumann, NormalCG, Tolerance, Unroll, fixed_point
+from banach import JFB, Implicit, Mode, Neumann, NormalCG, Tolerance, Unroll
 from networks import by_hand, linear_network
-from problems import contraction, normal
+from problems import normal
 
 # torch's own forward mode, when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -126,20 +126,6 @@ def test_jacobians_per_sample(method: Any) -> None:
     for way in (jacrev, jacfwd):
         found = vmap(way(lambda d, z: net(d[None], z0=z[None])[0]))(d, z)
         assert error(found, wanted) <= 1e-9
-
-
-def test_the_recipe_for_fixed_point() -> None:
-    W, x = contraction(4, 0.6), normal(5, 4, seed=145)
-    z = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - W, x.T).T
-
-    def loss(W: Tensor, x: Tensor, z: Tensor) -> Tensor:
-        backward = Implicit(Anderson(), TIGHT)
-        u = fixed_point(lambda z: z @ W.T + x, z[None], tolerance=Tolerance(max_steps=0), backward=backward)
-        return u.sum()
-
-    found = vmap(grad(loss), (None, 0, 0))(W, x, z)
-    w = torch.linalg.solve(torch.eye(4, dtype=torch.float64) - W.T, torch.ones(4, dtype=torch.float64))
-    assert error(found, w[None, :, None] * z[:, None]) <= 1e-9
 
 
 @pytest.mark.parametrize("mode", [JFB(), Implicit()], ids=name)

@@ -79,17 +79,6 @@ def test_infinity_below_infinity_is_no_convergence(rtol: float) -> None:
     assert not found.converged.any()
 
 
-def test_a_nest_keeps_the_best_of_every_part() -> None:
-    def T(z: dict[str, Any]) -> dict[str, Any]:
-        a, b = z["a"] / 2 + 1, z["b"] / 2
-        return {"b": torch.where(a[:, 0] > 1.9, torch.nan, b), "a": a}
-
-    found = solve(T, {"a": torch.zeros(2, 3), "b": torch.ones(2)})
-    assert found.status == (Status.NONFINITE,) * 2
-    assert found.value["a"].unique().tolist() == [1.75]  # from 1.875 T gives 1.9375, beyond 1.9
-    assert found.value["b"].unique().tolist() == [0.125]
-
-
 def grow(z: Tensor, g: Tensor) -> Tensor:
     """g |z| + 1: for g > 1 without a fixed point, so no solver can find one."""
     return g * z.abs() + 1

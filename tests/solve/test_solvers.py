@@ -15,7 +15,6 @@ from problems import (
     affine,
     averaged,
     constant,
-    contraction,
     distance,
     normal,
     rotation,
@@ -166,19 +165,3 @@ def test_no_circling_on_a_kinked_contraction(solver: Solver, kink: Callable[[Ten
     T = (lambda z: kink(z @ W + x)) if kink is torch.relu else (lambda z: kink(z @ W) - x)
     found = solve(T, torch.zeros_like(x), solver, tolerance=Tolerance(atol=1e-9, max_steps=300))
     assert found.converged.all(), found.summary()
-
-
-@accelerated
-def test_history_is_per_sample(solver: Solver) -> None:
-    """One sample linear, one kinked, one at its fixed point, of very different sizes: nobody disturbs anybody."""
-    A = contraction(4, 0.8)
-    b = normal(3, 4) * torch.tensor([[1e-6], [1.0], [1e6]])
-
-    def T(z: Tensor, b: Tensor) -> Tensor:
-        return z @ A.T + b
-
-    tolerance = Tolerance(atol=0, rtol=1e-9, max_steps=300)
-    together = solve(T, torch.zeros_like(b), solver, inputs=(b,), tolerance=tolerance)
-    assert together.converged.all()
-    solution = torch.linalg.solve(torch.eye(4, dtype=b.dtype) - A, b.T).T
-    assert ((together.value - solution).norm(dim=1) <= 1e-7 * solution.norm(dim=1)).all()

@@ -67,16 +67,6 @@ def test_short_loops_are_the_general_one(way: str, monkeypatch: pytest.MonkeyPat
     assert ends >= {"CONVERGED", "MAX_STEPS", "NONFINITE"}
 
 
-def test_strides_find_a_map_that_mixes_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_strides(monkeypatch)
-    rates = torch.tensor([[0.1], [0.9]], dtype=torch.float64)
-
-    def T(z: Tensor) -> Tensor:
-        return rates * z + 1 + 0.5 * z.flip(0) * torch.tensor([[1.0], [0.0]])
-
-    assert solve(T, torch.zeros(2, 3, dtype=torch.float64), tolerance=Tolerance(max_steps=200)).fault is not None
-
-
 def test_strides_keep_no_answer_that_other_samples_have_moved_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that froze between the same two checks. Found as residuals of 100 times the tolerance."""
     take_strides(monkeypatch)

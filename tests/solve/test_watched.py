@@ -46,10 +46,6 @@ def leaving(z: Tensor, rate: Tensor, x: Tensor) -> Tensor:
     return torch.where(z.abs() > 1e30, torch.nan, rates * z + x)
 
 
-def halving(z: Tensor, rate: Tensor, x: Tensor) -> Tensor:
-    return z / 2 + x
-
-
 def check(
     patch: pytest.MonkeyPatch, T: Any, solver: Solver, tolerance: Tolerance, dtype: torch.dtype, **how: bool
 ) -> Solution:
@@ -90,15 +86,6 @@ def test_samples_that_leave(solver: Solver, rtol: float, monkeypatch: pytest.Mon
     found = check(monkeypatch, leaving, solver, tolerance, torch.float64, compact=True)
     assert len(set(found.steps.tolist())) > 3
     assert Status.CONVERGED in found.status
-
-
-@solvers
-@rtols
-@pytest.mark.parametrize("T", [kinds, halving])
-def test_a_coupled_batch(T: Any, solver: Solver, rtol: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    tolerance = Tolerance(atol=1e-4, rtol=rtol, max_steps=40, norm=WorstPixel())
-    found = check(monkeypatch, T, solver, tolerance, torch.float32, coupled=True)
-    assert bool(found.converged.all()) is (T is halving)
 
 
 LATE: dict[str, Any] = {  # what a slow sample does when the others have converged

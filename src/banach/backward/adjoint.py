@@ -32,22 +32,15 @@ class Adjoint:
     zero: bool = False
 
     def __post_init__(self) -> None:
+        every = self.tolerance.checks(self.g.device)
+        self.on_device = device_loop() is not None and every > 0  # in a capture the device ends loops
+        self.every = 0 if self.on_device else every  # steps between two host checks; 0: no checks
         self.fallback = torch.zeros_like(self.g) if self.zero else self.g
         self.best = self.fallback  # per row the w of the least Euclidean residual, if host checks are on
         self.least = torch.full_like(self.unit, torch.inf)  # (samples,): that residual
         self.start: Tensor | None = None  # (samples,): the Euclidean residual of the fallback, once it is known
         if self.zero:
             self.start = self.least = _length(self.g)
-
-    @cached_property
-    def every(self) -> int:
-        """Steps between two host checks; 0: no checks, as in a captured solve."""
-        return 0 if self.on_device else self.tolerance.checks(self.g.device)
-
-    @cached_property
-    def on_device(self) -> bool:
-        """True if the loop of a solver runs on the device."""
-        return loops_on_device(self.tolerance, self.g.device)
 
     @cached_property
     def threshold(self) -> Tensor:
@@ -82,14 +75,17 @@ class Adjoint:
         self.least = torch.minimum(length, self.least)
 
     def safeguarded(self, w: Tensor) -> Tensor:
-        """Return w, but the best w in rows that missed the tolerance; g in all rows if any is worse than g.
-
-        (Or zero for g: the fallback.)
+        """Return w, but the best w in rows that missed the tolerance; the fallback in all rows if any is worse.
 
         Residuals are true and Euclidean. The last test is for samples that T mixes although `coupled` is False:
         there the residual of a row changes with the other rows. Costs at most one product more than measuring w,
-        and another one where the solver never measured g.
+        and another one where the solver never measured the fallback. On the device only the last test is made,
+        without a host sync; without checks none.
         """
+        if self.on_device:
+            return torch.where(self._worse(w, _length(self.residual(self.fallback))).any(), self.fallback, w)
+        if not self.every:
+            return w
         if self.start is None:
             self.residual(self.fallback)
         assert self.start is not None
@@ -99,15 +95,11 @@ class Adjoint:
         if bool(keep.all()):
             return w
         w = torch.where(keep[:, None], w, self.best)
-        # The same row measured twice may differ by rounding, which must not cost the other rows their w.
-        worse = _length(self.residual(w)) > self.start * (1 + 10 * self.eps)
-        return self.fallback if bool(worse.any()) else w
+        return self.fallback if bool(self._worse(w, self.start).any()) else w
 
-    def safeguarded_on_device(self, w: Tensor) -> Tensor:
-        """Return w, or the fallback in all rows if any row of w is worse, without a host sync."""
-        start, last = _length(self.residual(self.fallback)), _length(self.residual(w))
-        worse = ~(last <= start * (1 + 10 * self.eps))
-        return torch.where(worse.any(), self.fallback, w)
+    def _worse(self, w: Tensor, start: Tensor) -> Tensor:
+        """(samples,): is w worse than the fallback, whose residual is `start`, by more than rounding?"""
+        return _length(self.residual(w)) > start * (1 + 10 * self.eps)
 
     def size(self, rows: Tensor) -> Tensor:
         """(samples,): the norm of the tolerance."""
@@ -115,10 +107,7 @@ class Adjoint:
         return axes.plain(norm.measure(axes.mapped(rows), space)) * norm.scale(space)
 
     def rounding(self, w: Tensor) -> Tensor:
-        """(samples,): a residual of this size may be rounding and nothing else.
-
-        0 where the norm of w overflows, as in a divergence: a residual that is still finite is no rounding of it.
-        """
+        """(samples,): a residual of this size may be rounding alone; 0 where the norm of w overflows."""
         return torch.nan_to_num(10 * self.eps * self.size(w), posinf=0.0)
 
     def idle(self, active: Tensor, step: int = 0) -> bool:
@@ -131,11 +120,6 @@ class Adjoint:
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()
         return tuple(_ENDS[i] for i in to_list(torch.where(size < torch.inf, code, 3)))
-
-
-def loops_on_device(tolerance: Tolerance, device: torch.device) -> bool:
-    """Return True in a capture and its warm-up: the device ends loops there, unless their length is fixed."""
-    return device_loop() is not None and tolerance.checks(device) > 0
 
 
 def units(cotangent: Tensor) -> Tensor:

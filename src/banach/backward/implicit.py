@@ -78,17 +78,6 @@ class Implicit:
         own = hasattr(self.method, "solve") and not isinstance(self.method, NormalCG)
         return (self.checked and own) or self.report is not None
 
-    @property
-    def products(self) -> int | None:
-        """J-products per sample, where their number is fixed; None where it depends on the residuals or is
-        unknown."""
-        if self.checked or self.report is not None or self.tolerance is None:
-            return None
-        steps, count = self.tolerance.max_steps, getattr(self.method, "products", None)
-        if hasattr(self.method, "solve"):
-            return None if count is None else self.order * int(count(steps))
-        return self.order * steps  # a fixed-point solver: one each
-
     def tolerance_for(self, space: Space) -> Tolerance:
         """Return the tolerance; by default one that the arithmetic of T in this space, as it is now, can meet."""
         if self.tolerance is not None:
@@ -114,7 +103,7 @@ class Implicit:
                 tolerance=self.tolerance_for(space),
                 report=self.report,
                 eps=rounding(space),
-                computed_in=_type_of(space),
+                computed_in=torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype,
                 unchanged=_unchanged(T, inputs),
                 order=self.order,
                 count=self.count,
@@ -157,8 +146,3 @@ def _unchanged(T: Map, inputs: tuple[Any, ...]) -> Unchanged:
     leaves = [] if torch.compiler.is_compiling() else tree_leaves(inputs)
     parts = {f"an input of T ({n})": leaf for n, leaf in enumerate(leaves, 1) if isinstance(leaf, Tensor)}
     return Unchanged(parts | parameters_of(T), "call backward() before that, or give T a copy")
-
-
-def _type_of(space: Space) -> torch.dtype:
-    """The type of T's arithmetic."""
-    return torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype

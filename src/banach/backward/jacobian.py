@@ -117,11 +117,8 @@ class Jacobian:
             return self._push((v,))[0]
 
     def _check_forward(self, w: Latent, product: Latent) -> None:
-        """Refuse a J that is not the transpose of J': <J p, w> is <p, p> for p = J' w.
-
-        Plain autograd takes what it cannot differentiate, such as a product of a once_differentiable function, for
-        a constant, without a word.
-        """
+        """Refuse a J that is not the transpose of J': plain autograd may take a part of J' for a constant."""
+        # <J p, w> is <p, p> for p = J' w.
         own, other = _inner(product, product), _inner(self._pushed(product), w)
         if abs(own - other) > 0.1 * abs(own):
             raise RuntimeError("J, by double backward, is not implemented for an operation in T")
@@ -169,7 +166,7 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """A T that is compiled is run as it was written: torch.func cannot be traced through.
+    """Run a compiled T as it was written, since torch.func cannot be traced through.
 
     The stance is of the whole process: of several threads the first sets it, and the last puts it back.
     """

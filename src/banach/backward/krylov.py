@@ -54,10 +54,6 @@ class NormalCG:
     def solve(self, equation: Adjoint) -> Tensor:
         return in_cycles(equation, self._cycle, record=True)
 
-    def products(self, steps: int) -> int:
-        """Of so many steps: the first residual, then J and J' for each."""
-        return 1 + 2 * steps if steps else 0
-
     def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
         zero = torch.zeros_like(r)
         now, step = self._step(equation, zero, r, zero, torch.ones_like(equation.threshold), active), 1
@@ -105,10 +101,6 @@ class GMRES:
 
     def solve(self, equation: Adjoint) -> Tensor:
         return in_cycles(equation, self._cycle)
-
-    def products(self, steps: int) -> int:
-        """Of so many steps: one each, and the residual that every restart begins with."""
-        return steps + -(-steps // self.restart)
 
     def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
         """Arnoldi's basis V and Hessenberg matrix H; the rotations Q make H triangular as it grows."""

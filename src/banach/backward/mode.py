@@ -52,11 +52,9 @@ def parameters_of(T: Any) -> dict[str, Tensor]:
 
 
 def is_differentiated(parts: Sequence[Tensor]) -> bool:
-    """Is a gradient recorded here, or a tangent carried along? Forward mode asks for no grad mode.
-
-    Inside of torch.func transforms perhaps: what an outer one records does not show.
-    """
+    """Return True if a gradient is recorded here, or a tangent carried along, with grad mode or without."""
     recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    # What an outer torch.func transform records does not show.
     wrapped = not torch.compiler.is_compiling() and any(map(is_functorch_wrapped_tensor, parts))
     return recorded or wrapped or carries_tangent(parts)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-from banach.backward.adjoint import Adjoint, loops_on_device, units
+from banach.backward.adjoint import Adjoint, units
 from banach.backward.jacobian import Jacobian
 from banach.backward.krylov import LinearSolver
 from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
-from banach.solve import Map, Solver, Status, Tolerance, solve
-from banach.solve.context import to_list, without_autocast, without_tangents
+from banach.solve import Map, Norm, Solver, Status, Tolerance, solve
+from banach.solve.context import to_list, without_autocast
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
 
@@ -48,8 +50,8 @@ class Problem:
     ) -> tuple[Tensor, ...]:
         """Return w = (I - J')^-1 g for the cotangent g of the parts T(z*), or (I - J)^-1 g for a tangent g."""
         # The backward pass may run under an autocast that the forward pass did not have: T keeps its own.
-        autocast = without_autocast(self.space.device)
-        with torch.no_grad(), without_tangents(), autocast, present(leaves(self.z_star)) as now:
+        autocast, no_tangents = without_autocast(self.space.device), _set_fwd_grad_enabled(False)
+        with torch.no_grad(), no_tangents, autocast, present(leaves(self.z_star)) as now:
             axes = Axes.of((*g, *parts))
             given = [part.detach().to(self.space.dtype) for part in g]
             rows = self.space.rows(rebuild(self.z_star, given), "the cotangent")
@@ -59,10 +61,7 @@ class Problem:
         return tuple(map(now.see, found))
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
-        captured = loops_on_device(self.tolerance, g.device)
-        checked = self.tolerance.checks(g.device) > 0 and not captured
-        reported = checked or self.report is not None
-        if not self.tolerance.max_steps and not reported:
+        if not (self.tolerance.max_steps or self.tolerance.checks(g.device) or self.report):
             return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
         self.unchanged.check()
         finite = g.isfinite().all(1)
@@ -77,18 +76,20 @@ class Problem:
             *(jacobian, self.tolerance, self.eps, right / unit[:, None], unit), tangent=tangent, zero=self.zero
         )
         w = self.method.solve(equation) if hasattr(self.method, "solve") else self._iterate(equation)
-        if captured:
-            w = equation.safeguarded_on_device(w)
-        if checked:
-            w = equation.safeguarded(w)
-        if reported:
+        w = equation.safeguarded(w)
+        if equation.every or self.report is not None:
             self._tell(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
 
     def _iterate(self, equation: Adjoint) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""
         limits, kind, method = self.tolerance, self.space.device.type, cast(Solver, self.method)
-        norm = _InThresholds.of(equation)
+        # The loop has one tolerance for all rows, so every row is measured in units of its own threshold. One of
+        # zero becomes one that rounding cannot reach, except by an exact hit.
+        least = torch.finfo(equation.g.dtype).eps ** 2 * equation.size(equation.g)
+        unit = torch.maximum(equation.threshold, least)
+        unit = torch.where(unit > 0, unit, 1.0)
+        norm = cast(Norm, SimpleNamespace(measure=lambda w, _: equation.size(w) / unit, scale=lambda _: 1.0))
         tolerance = Tolerance(atol=1.0, max_steps=limits.max_steps, norm=norm, check_every=limits.check_every)
 
         def step(w: Tensor) -> Tensor:
@@ -136,26 +137,3 @@ class Problem:
         short = self.space.autocast and self.computed_in in _SHORT
         with torch.autocast(self.space.device.type, self.computed_in) if short else nullcontext():
             return mixes_samples(self.T, self.z_star, self.inputs)
-
-
-@dataclass(frozen=True)
-class _InThresholds:
-    """The norm of every row in units of its own threshold, since the loop has one tolerance for all rows.
-
-    A threshold of zero becomes one that rounding cannot reach, except by an exact hit.
-    """
-
-    equation: Adjoint
-    unit: Tensor
-
-    @staticmethod
-    def of(equation: Adjoint) -> _InThresholds:
-        least = torch.finfo(equation.g.dtype).eps ** 2 * equation.size(equation.g)
-        unit = torch.maximum(equation.threshold, least)
-        return _InThresholds(equation, torch.where(unit > 0, unit, 1.0))
-
-    def measure(self, rows: Tensor, space: Space) -> Tensor:
-        return self.equation.size(rows) / self.unit
-
-    def scale(self, space: Space) -> float:
-        return 1.0

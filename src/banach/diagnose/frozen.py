@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,16 +113,10 @@ def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def undisturbed(*owners: Any) -> Iterator[None]:
-    """Whatever is drawn inside, the global random state on every device of `owners` is put back after it.
-
-    Inside, inference mode is off: a measurement needs derivatives also where it is taken during evaluation.
-    """
-    with _forked(*owners):
-        if not torch.is_inference_mode_enabled():
-            yield
-            return
-        with torch.inference_mode(False):
-            yield
+    """Put the random state of every device of `owners` back afterwards. Turns inference mode off."""
+    inference = torch.is_inference_mode_enabled()
+    with _forked(*owners), torch.inference_mode(False) if inference else nullcontext():
+        yield
 
 
 def plain(nest: Any) -> Any:

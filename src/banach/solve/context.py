@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from banach.latent import Space
@@ -28,10 +27,7 @@ is_functorch_wrapped_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_
 
 
 def is_compiling() -> bool:
-    """Return True if Dynamo traces this call, or compiles the functions that are called from here.
-
-    Dynamo cannot trace a loop with host checks. It runs that eagerly and compiles the functions it calls.
-    """
+    """Return True if Dynamo traces this call, or compiles the functions that a loop with host checks calls."""
     return torch.compiler.is_compiling() or _dynamo_callback() not in (None, False)
 
 
@@ -53,11 +49,9 @@ def is_vmapped(tensor: Tensor) -> bool:
 
 
 def without_derivatives(function: F) -> F:
-    """Make the function run without recording gradients and without carrying tangents.
+    """Make the function run without gradients and tangents: torch's context managers, at a fraction of their time.
 
-    The same as `torch.no_grad()` and `without_tangents()`, at a fraction of their time. No derivative is taken
-    through a solve: `attach` gives the derivative of z*, from an evaluation that must not find weights which torch
-    has cached without a gradient.
+    The evaluation of `attach` that follows must not find weights which torch has cached without a gradient.
     """
 
     @functools.wraps(function)
@@ -86,11 +80,6 @@ def _drop_cached_weights() -> None:
         parametrize._cache = {key: kept for key, kept in known if kept is not None and kept.requires_grad}
     if _CASTS_LAST:
         torch.clear_autocast_cache()
-
-
-def without_tangents() -> AbstractContextManager[Any]:
-    """Turn forward mode off, as `torch.no_grad` turns off recording. (Dynamo does not trace that mode.)"""
-    return nullcontext() if torch.compiler.is_compiling() else forward_ad._set_fwd_grad_enabled(False)
 
 
 def rounding(space: Space) -> float:

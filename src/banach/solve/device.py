@@ -42,8 +42,7 @@ def steps_before_loop(max_steps: int, cycle: int, at_least: int = 1) -> int:
 def run_on_device(run: Run, state: State, loop: Loop) -> State:
     """Take steps until every sample is done, or `max_steps`, without a host sync.
 
-    The slots of a solver's memory repeat every `memory` steps, and a captured body has them as constants: so it is
-    one whole cycle. Its tensors stay in place from one run to the next.
+    A captured body has the slots of a solver's memory as constants, so it is one whole cycle of them.
     """
     most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", STEPS_PER_TEST)
     first = steps_before_loop(most, cycle, getattr(run.solver, "watched", 0))
@@ -96,9 +95,7 @@ def run_exported(run: Run, state: State) -> State:
 
 
 def _traced(run: Run, batch: int) -> Run:
-    """Return the run as a traced graph must see it.
-
-    The batch is another symbol in a loop's body. Grad mode is the caller's at run time, so T's value is detached.
-    """
+    """Return the run as a traced graph must see it."""
+    # The batch is another symbol in a loop's body. Grad mode is the caller's, so T's value is detached.
     space = run.space if run.space.coupled else run.space.resized(batch)
     return type(run)(lambda *given: detach(run.T(*given)), run.solver, run.tolerance, space, run.inputs)

@@ -140,11 +140,7 @@ def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
 
 
 def _risen_in_other_company(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
-    """Return the numbers of converged samples that are above the tolerance in other company, or None.
-
-    A few samples are evaluated together: if T mixes samples, their values are others than in the batches in which
-    they converged.
-    """
+    """Evaluate a few converged samples together; return those above the tolerance in this company, or None."""
     here = np.flatnonzero(to_numpy(found.converged))
     here = here[:: max(1, -(-len(here) // _LOOKED_AT))]
     index = on_device(here, found.converged)

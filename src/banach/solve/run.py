@@ -206,12 +206,9 @@ class Run:
         return self.space.rows(value)
 
     def _evaluate_first(self, z: Tensor) -> Tensor:
-        """Return the rows of T(z), and refuse a T that writes to what it was given.
-
-        A tensor made in inference mode does not count writes, so T gets a copy of z that does.
-        """
+        """Return the rows of T(z), and refuse a T that writes to what it was given."""
         compiling = torch.compiler.is_compiling()
-        if not compiling and z.is_inference():
+        if not compiling and z.is_inference():  # such a tensor does not count writes, a copy does
             with torch.inference_mode(False):
                 z = z.clone()
         given = [] if compiling else [z, *leaves(self.inputs)]  # Dynamo does not see the counts
@@ -249,13 +246,11 @@ class Run:
         return self._without(state, ~active) if compact and self.busy else state
 
     def _stall(self, state: State, idle: np.ndarray, stats: np.ndarray) -> None:
-        """Stall the idle samples whose residual is not more than rounding.
-
-        In a divergence the norm of T(z) may overflow before that of the residual: then it is ignored.
-        """
+        """Stall the idle samples whose residual is not more than rounding."""
         if not count_nonzero(idle):
             return
         size = to_numpy(self.measure(cast(Tensor, state.Tz), self.space))
+        # In a divergence the norm of T(z) may overflow before that of the residual: then it is ignored.
         flat = idle & (stats[REACHED, RESIDUAL] <= rounding(self.space) * size) & (size < np.inf)
         if flat.any():
             stats[LIMIT, RESIDUAL, flat] = np.inf
@@ -306,11 +301,7 @@ class Run:
         return on_device(now.copy(), state.z) if self.on_host else now.clone()
 
     def finish(self, state: State, trace: list[Tensor] | None, *, shown: bool = False) -> Solution:
-        """Return the solution: scaled residuals, and the best iterate where that is kept.
-
-        If the host keeps the numbers, they become tensors when they are read, which most passes never do.
-        `shown`: `on_step` may hold the iterates, so the value needs memory of its own.
-        """
+        """Return the solution. `shown`: `on_step` may hold the iterates, so the value needs memory of its own."""
         self.risen = self._risen_since_frozen(state)
         state, space = self.everyone(state), self.space_of_all
         found: dict[str, Any] = {"solver": self.solver, "tolerance": self.tolerance}
@@ -323,7 +314,8 @@ class Run:
             value, columns = self._judge(state)
             found["failures"] = self._failures(state)
         value = space.nest(value)
-        numbers = partial(_numbers, space, self.scale, columns)  # holds neither T nor its inputs
+        # It holds neither T nor its inputs. Numbers of the host become tensors when they are read: most never are.
+        numbers = partial(_numbers, space, self.scale, columns)
         return Solution.deferred(value, numbers, found) if self.on_host else Solution(value, **numbers(), **found)
 
     def _ends(self, stats: Array, tested: int) -> tuple[Array, Array, Array]:
@@ -356,10 +348,7 @@ class Run:
 
 
 def _numbers(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Any]:
-    """Return the tensors of a solution by name, from (residual, steps, met) and (stalled, nonfinite, diverged).
-
-    The last three may be left out if all samples converged. Arrays become tensors by one copy.
-    """
+    """Return the tensors of a solution by name. The last three columns are left out if all samples converged."""
     if isinstance(columns[0], np.ndarray):
         table = np.zeros((len(DEFERRED), len(columns[0])), columns[0].dtype)
         table[: len(columns)] = columns

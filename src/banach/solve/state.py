@@ -27,7 +27,6 @@ REACHED, BEST, NOW, LIMIT = range(4)
 RESIDUAL, STEP, EXCESS = range(3)
 
 DIVERGED = 10  # times its least residual: the end of an iteration that diverges
-_STAGED = 1 << 15  # bytes; CUDA takes up to 64 KiB of pageable memory without waiting
 IDLE = 10  # evaluations without a new least residual before a sample may be called stalled
 
 
@@ -228,11 +227,8 @@ def _put(target: Array, source: Array, where: Array) -> None:
 def on_device(values: np.ndarray, like: Tensor) -> Tensor:
     """Return the array where `like` is. It may share the array's memory: do not write to that again."""
     tensor = torch.from_numpy(values)
-    if like.is_cpu:
-        return tensor
-    small = tensor.nbytes <= _STAGED or not like.is_cuda
-    # From pinned memory the host does not wait for the copy. The driver stages small ones, which is faster.
-    return (tensor if small else tensor.pin_memory()).to(like.device, non_blocking=like.is_cuda)
+    # CUDA stages small copies from pageable memory, so the host does not wait.
+    return tensor if like.is_cpu else tensor.to(like.device, non_blocking=like.is_cuda)
 
 
 def to_numpy(values: Array) -> np.ndarray:

@@ -72,10 +72,7 @@ def _look_again(run: Run, state: State, k: int) -> None:
 
 
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
-    """Return z and the next iterates; and of every step the residual, and the same minus its relative part.
-
-    Fewer than `steps`, if T raises on the way.
-    """
+    """Return z and the next iterates; and of every step the residual, and the same minus its relative part."""
     damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
     iterates, measured = [z], []
     for j in range(steps):

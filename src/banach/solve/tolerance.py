@@ -102,14 +102,8 @@ def measure(
 ) -> tuple[Tensor, Tensor]:
     """Return the residual of every sample and the largest one that counts as converged.
 
-    The second is NaN where the norm of T(z) is infinite, so that `residual <= allowed` is False there.
-
-    Args:
-        space: layout of the latent.
-        tolerance: gives the norm, `atol` and `rtol`.
-        z: where T was evaluated.
-        Tz: T(z), or the next iterate of a damped Picard step.
-        damping: of that step, 0 if `Tz` is T(z).
+    `Tz` is T(z), or the next iterate of a damped Picard step. The second number is NaN where the norm of T(z) is
+    infinite, so that `residual <= allowed` is False there.
     """
     residual = residual_of(space, tolerance, z, Tz, damping)
     if not tolerance.rtol:
