@@ -15,7 +15,6 @@ from backward.contracts_backward import CHECKS, MODES, name
 from backward.maps_backward import Case, all_cases
 from banach import (
     GMRES,
-    JFB,
     RMS,
     Anderson,
     Broyden,
@@ -119,12 +118,6 @@ def test_bad_values(kind: type[Exception], make: Any, sentence: str) -> None:
     with pytest.raises(kind, match=f"^{sentence}") as caught:
         make()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", [JFB, Neumann, Unroll, Implicit, NormalCG, GMRES])
-def test_misspelt_options(kind: Any) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'oder'"):
-        kind(oder=3)
 
 
 SETTINGS = [*MODES, Tolerance(), Picard(0.1), Anderson(memory=3), Broyden(memory=4), RMS()]

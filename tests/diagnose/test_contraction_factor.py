@@ -47,23 +47,6 @@ def test_an_unlucky_start_does_not_end_at_the_second_value(seed: int) -> None:
     torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dict"])
-def test_nested_latent(kind: str) -> None:
-    A = normal(3, 9, 9, seed=6)
-
-    def T(z: Any) -> Any:
-        a, b = (z["a"], z["b"]) if isinstance(z, dict) else z
-        out = matrices(torch.cat([a.flatten(1), b], 1), A)
-        first, second = out[:, :4].view(3, 2, 2), out[:, 4:]
-        return {"b": second, "a": first} if isinstance(z, dict) else (first, second)
-
-    parts = (torch.zeros(3, 2, 2, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64))
-    z: Any = parts if kind == "tuple" else dict(zip("ab", parts, strict=True))
-    torch.testing.assert_close(
-        contraction_factor(T, z, **EXACT), torch.linalg.matrix_norm(A, 2), rtol=1e-10, atol=0
-    )
-
-
 def test_coupled_is_one_value_for_the_batch() -> None:
     z = normal(5, 3, seed=7)
     sigma = contraction_factor(nn.BatchNorm1d(3).double(), z, coupled=True, **EXACT)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from banach import Anderson, ImplicitNetwork, Picard, Status, Tolerance
-from banach.diagnose import ContractionMonitor, contraction_factor, descent_check, measure_contraction, network_map
+from banach.diagnose import ContractionMonitor, descent_check, measure_contraction, network_map
 from diagnose.parts_diagnose import DATA, conv, digits, jacobian, tiny, unchanged
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "max_steps": 500}
@@ -45,15 +45,6 @@ def test_sigma_and_rate_against_dense(norm: bool, training: bool) -> None:
     torch.testing.assert_close(measured.sigma, torch.linalg.matrix_norm(torch.stack(blocks), 2), rtol=1e-7, atol=0)
     radius = torch.linalg.eigvals(J).abs().max()
     assert abs(float(measured.rate.max() / radius) - 1) < 0.1
-
-
-def test_network_map_feeds_contraction_factor() -> None:
-    net = conv()
-    m = network_map(net, digits(5)[0])
-    sigma = contraction_factor(m.T, m.u, m.inputs, coupled=m.coupled)
-    torch.testing.assert_close(sigma, measure_contraction(net, digits(5)[0]).sigma)
-    with torch.no_grad():
-        torch.testing.assert_close(m.u, net.latent(digits(5)[0])[1].value, rtol=0, atol=0)
 
 
 def test_error_bounds_the_true_error() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from banach import RMS, Anderson, Broyden, ImplicitNetwork, Picard, Tolerance, solve
+from banach import RMS, Anderson, Broyden, Picard, Tolerance, solve
 
 Z = torch.zeros(2, 3)
 NEST = {"a": Z, "b": (Z,)}
@@ -131,15 +131,3 @@ def test_writes_to_z_and_to_inputs(mode: type[AbstractContextManager[Any]], ever
         solve(spoil, torch.zeros(2, 3), inputs=(outside,), tolerance=tolerance)
     with mode(), pytest.raises(ValueError, match=OF_INPUTS):
         solve(lambda z, given: spoil(z, given["b"][0]), torch.zeros(2, 3), inputs=nested, tolerance=tolerance)
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-@pytest.mark.parametrize("training", [True, False])
-def test_an_R_that_writes_to_v(mode: Any, training: bool) -> None:
-    class R(nn.Module):
-        def forward(self, u: Tensor, v: Tensor) -> Tensor:
-            return spoil(u, v)
-
-    net = ImplicitNetwork(nn.Linear(3, 4), R(), nn.Identity()).train(training)
-    with mode(), pytest.raises(ValueError, match=OF_INPUTS):
-        net(torch.ones(2, 3))

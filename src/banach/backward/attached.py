@@ -29,7 +29,7 @@ class Inverse(torch.autograd.Function):
     linear in g: a tangent of g needs a solve with the same matrix, and a cotangent of w one with the transpose.
     `tangent` says which matrix is that of w: True for I - J.
 
-    `depth` is the order of the derivative that w belongs to, 0 for the value. A derivative beyond `problem.order`
+    `depth` is the order of the derivative that w belongs to, 0 for the value. A derivative beyond `Implicit.order`
     is refused. It would not be exact, because J depends on z* too. w is tied to the parts, so that every request
     for such a derivative is noticed. (`once_differentiable` returns a wrong result where the cotangent is a
     constant.)
@@ -90,7 +90,7 @@ def _solved(problem: Problem, g: Parts, parts: Parts, *, tangent: bool, depth: i
 
 
 def _check_order(ctx: Any) -> None:
-    order = ctx.problem.order
+    order = ctx.problem.mode.order
     if ctx.depth == MAPPED:
         raise RuntimeError(
             "Implicit cannot be differentiated from outside of a vmap: differentiate inside, as vmap(grad(f)), or "

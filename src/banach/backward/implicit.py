@@ -95,18 +95,15 @@ class Implicit:
         parts: Any = leaves_like(z_star, value, "T")
         if is_differentiated(parts):
             problem = Problem(
+                mode=self,
                 T=with_autocast_of(space, T),
                 z_star=z_star,
                 inputs=tuple(inputs),
                 space=space,
-                method=self.method,
                 tolerance=self.tolerance_for(space),
-                report=self.report,
                 eps=rounding(space),
                 computed_in=torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype,
                 unchanged=_unchanged(T, inputs),
-                order=self.order,
-                count=self.count,
             )
             parts = self._corrected(T, problem, attached(self._inner(problem, 1), parts))
         return rebuild(z_star, parts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from banach.backward.adjoint import Adjoint, units
 from banach.backward.jacobian import Jacobian
-from banach.backward.krylov import LinearSolver
 from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
@@ -22,6 +21,9 @@ from banach.solve import Map, Norm, Solver, Status, Tolerance, solve
 from banach.solve.context import to_list, without_autocast
 from banach.solve.mixing import mixes_samples
 from banach.solve.warning import AdjointWarning, warn_user
+
+if TYPE_CHECKING:
+    from banach.backward.implicit import Implicit
 
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
 _SHORT = (torch.bfloat16, torch.float16)
@@ -31,19 +33,16 @@ _SHORT = (torch.bfloat16, torch.float16)
 class Problem:
     """Everything the backward pass needs: it solves for w at z*, whatever the cotangent."""
 
+    mode: Implicit
     T: Map
     z_star: Latent
     inputs: tuple[Any, ...]
     space: Space
-    method: LinearSolver | Solver
     tolerance: Tolerance
-    report: Report | None
     eps: float  # the rounding of T's arithmetic, and the type it is in: autocast may be gone by now
     computed_in: torch.dtype
     unchanged: Unchanged
-    order: int = 1  # derivatives beyond this one are refused
     zero: bool = False  # w must not be worse than zero, instead of g
-    count: Tensor | None = None  # J-products are added to it
 
     def solve(
         self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...], *, tangent: bool = False
@@ -61,29 +60,27 @@ class Problem:
         return tuple(map(now.see, found))
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
-        if not (self.tolerance.max_steps or self.tolerance.checks(g.device) or self.report):
+        if not (self.tolerance.max_steps or self.tolerance.checks(g.device) or self.mode.report):
             return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
         self.unchanged.check()
         finite = g.isfinite().all(1)
         right = torch.where(finite[:, None], g, 0.0)
         unit = units(right)
-        common = unit.amax() if len(unit) else 1.0
-        scale = (unit / common)[:, None]
-        jacobian = Jacobian(
-            lambda z: self.T(z, *self.inputs), self.z_star, self.space, unit=scale, axes=axes, count=self.count
-        )
-        equation = Adjoint(
-            *(jacobian, self.tolerance, self.eps, right / unit[:, None], unit), tangent=tangent, zero=self.zero
-        )
-        w = self.method.solve(equation) if hasattr(self.method, "solve") else self._iterate(equation)
+        scale = (unit / (unit.amax() if len(unit) else 1.0))[:, None]
+        how: dict[str, Any] = {"unit": scale, "axes": axes, "count": self.mode.count}
+        jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, **how)
+        given = jacobian, self.tolerance, self.eps, right / unit[:, None], unit
+        equation = Adjoint(*given, tangent=tangent, zero=self.zero)
+        method = self.mode.method
+        w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
-        if equation.every or self.report is not None:
+        if equation.every or self.mode.report is not None:
             self._tell(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
 
-    def _iterate(self, equation: Adjoint) -> Tensor:
+    def _iterate(self, equation: Adjoint, method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""
-        limits, kind, method = self.tolerance, self.space.device.type, cast(Solver, self.method)
+        limits, kind = self.tolerance, self.space.device.type
         # The loop has one tolerance for all rows, so every row is measured in units of its own threshold. One of
         # zero becomes one that rounding cannot reach, except by an exact hit.
         least = torch.finfo(equation.g.dtype).eps ** 2 * equation.size(equation.g)
@@ -106,14 +103,14 @@ class Problem:
     def _tell(self, equation: Adjoint, w: Tensor, finite: Tensor) -> None:
         """Report how the equation was solved, and warn where that is short of the tolerance."""
         ends = list(zip(to_list(finite), equation.ends(w), strict=True))
-        if self.report is not None:
+        if self.mode.report is not None:
             space = self.space
             status = tuple(end if sound else Status.NONFINITE for sound, end in ends)
             true = torch.where(finite, equation.size(equation.residual(w)) * equation.unit, torch.nan)
             if space.coupled:
                 status = tuple(end for end in status for _ in range(space.batch))
                 true = true.repeat_interleave(space.batch)
-            self.report(equation.jacobian.products, true, status)
+            self.mode.report(equation.jacobian.products, true, status)
         missed = [end for sound, end in ends if sound and end is not Status.CONVERGED]
         if missed:
             text = f"the adjoint equation missed its tolerance: {self._advice(missed, equation)}"
@@ -128,7 +125,7 @@ class Problem:
             return "T mixes samples: pass coupled=True"
         if Status.NONFINITE in missed:
             return "check that T and its derivative are finite at z*"
-        if hasattr(self.method, "solve"):
+        if hasattr(self.mode.method, "solve"):
             return "allow more max_steps, loosen rtol, or check that T contracts (banach.contraction_factor)"
         return "allow more max_steps, or use GMRES() or NormalCG(), which do not need a T that contracts"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -66,7 +65,7 @@ class Run:
         self.seen: np.ndarray | None = None
         self.nonfinite = 0
         self.risen: Array | None = None
-        self.lasts: deque[Any] = deque([np.nan], maxlen=2)  # residuals at the last two host checks
+        self.lasts: tuple[Array, Array] = (np.nan, np.nan)  # residuals at the last two host checks
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
@@ -131,7 +130,7 @@ class Run:
                 left = here
         state.z, state.best_z = z, best_z
         if k > first:
-            self.lasts.extend((before, now))
+            self.lasts = before, now
             self.note_last(state, k, (now, test), (least, least_at))
         return k
 
@@ -238,7 +237,7 @@ class Run:
         count = count_nonzero(active)
         self.busy = bool(count)
         if count < len(active):
-            self.lasts.append(stats[NOW, RESIDUAL].copy())
+            self.lasts = self.lasts[1], stats[NOW, RESIDUAL].copy()
             nonfinite = int(count_nonzero(~(test > -np.inf)))
             if nonfinite > self.nonfinite:
                 self.nonfinite = nonfinite
@@ -265,9 +264,10 @@ class Run:
         if self.seen is None or self.whole is not None:
             return None
         now, now_test = self.seen[NOW, RESIDUAL], self.seen[NOW, state.tested]
-        risen = ~(now_test <= self.atol) & (self.seen[REACHED, state.tested] <= self.atol)
-        if not count_nonzero(risen):
+        met_now = now_test <= self.atol
+        if count_nonzero(met_now) == len(met_now):
             return None
+        risen = ~met_now & (self.seen[REACHED, state.tested] <= self.atol)
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
             steady = np.abs(now - self.lasts[0]) <= 1e-3 * np.abs(now)
             alone = steady & (now <= 10 * (now - now_test + self.atol))  # 10 times what the tolerance allows

@@ -51,7 +51,7 @@ def stride(run: Run, state: State, k: int) -> int:
             if not state.count:
                 break
         _move(state, iterates, before, last, frozen_at, best_at)
-        run.lasts.append(state.now[RESIDUAL].copy())
+        run.lasts = run.lasts[1], state.now[RESIDUAL].copy()
         earlier = numbers[-2][0] if len(numbers) > 1 else earlier
         residual, excess = numbers[-1]
         here = state.active
@@ -68,7 +68,7 @@ def _look_again(run: Run, state: State, k: int) -> None:
     """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
     residual, excess = _steps(run, state.z, k, 1)[1][0]
     state.now[state.tested], state.now[RESIDUAL] = excess, residual
-    run.lasts.append(residual)
+    run.lasts = run.lasts[1], residual
 
 
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
