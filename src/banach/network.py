@@ -176,8 +176,10 @@ class ImplicitNetwork(nn.Module):
         own = z0 is None and self.start is zeros
         try:
             z0 = self._start(v, z0)
-            # Masks must be cut with the batch: the samples' numbers travel as an input that is cut.
-            inputs = (v, _numbers(z0)) if compact and this_pass.masks is not None else (v,)
+            inputs: tuple[Any, ...] = (v,)
+            if compact and this_pass.masks is not None:  # they are cut with the batch, by the samples' numbers
+                first = leaves(z0)[0]
+                inputs = v, torch.arange(first.shape[0], device=first.device)
             return solve(
                 this_pass.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
             )
@@ -213,11 +215,6 @@ def _check_start(leaf: Tensor, v: Tensor) -> None:
             f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "
             f"{v.dtype} on {v.device}; write z0.to(dtype, device)"
         )
-
-
-def _numbers(z0: Latent) -> Tensor:
-    first = leaves(z0)[0]
-    return torch.arange(first.shape[0], device=first.device)
 
 
 def _check_mode(backward: Mode) -> None:

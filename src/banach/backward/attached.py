@@ -62,10 +62,11 @@ class Inverse(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *t: Any) -> Parts:
         _check_order(ctx)
-        parts = _primals(ctx.saved_tensors)
+        parts = tuple(unpack_dual(part).primal for part in ctx.saved_tensors)  # without the tangent computed here
         n = len(parts)
-        t = _filled(t[3 + n : 3 + 2 * n], parts)
-        return _solved(ctx.problem, t, parts, tangent=ctx.tangent, depth=ctx.depth + 1)
+        given = zip(t[3 + n : 3 + 2 * n], parts, strict=True)
+        g = tuple(torch.zeros_like(part) if tangent is None else tangent for tangent, part in given)
+        return _solved(ctx.problem, g, parts, tangent=ctx.tangent, depth=ctx.depth + 1)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -103,12 +104,3 @@ def _check_order(ctx: Any) -> None:
             "Unroll(steps) from z0 (max_steps=0). (NormalCG around an R that holds an Implicit network needs "
             "second derivatives; GMRES() and Anderson() do not.)"
         )
-
-
-def _primals(parts: Parts) -> Parts:
-    """Without the tangent that is being computed."""
-    return tuple(unpack_dual(part).primal for part in parts)
-
-
-def _filled(tangents: Any, parts: Parts) -> Parts:
-    return tuple(torch.zeros_like(p) if t is None else t for t, p in zip(tangents, parts, strict=True))

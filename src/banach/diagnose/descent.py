@@ -97,7 +97,8 @@ def descent_checks(
     with undisturbed(net, d), torch.enable_grad():
         frozen, weights = Frozen(net), _trained_weights(net)
         v, found, final = frozen.settle(d, z0, tolerance=tolerance)
-        exact = exact or _tight_implicit(found.value, frozen.coupled)
+        rtol = close(Space.of(found.value, coupled=frozen.coupled))
+        exact = exact or Implicit(tolerance=Tolerance(atol=0.0, rtol=rtol, max_steps=1000))
 
         def gradient(mode: Mode, u: Latent) -> tuple[float, tuple[Tensor, ...]]:
             value = loss(frozen.S(mode.attach(frozen.T, detach(u), (v,), coupled=frozen.coupled)))
@@ -120,11 +121,6 @@ def _check_loss(value: Any) -> None:
         raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")
     if not value.requires_grad:
         raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
-
-
-def _tight_implicit(u: Latent, coupled: bool) -> Implicit:
-    """Return the exact mode, solved as far as the arithmetic reasonably goes."""
-    return Implicit(tolerance=Tolerance(atol=0.0, rtol=close(Space.of(u, coupled=coupled)), max_steps=1000))
 
 
 def _trained_weights(net: Any) -> dict[Tensor, set[str]]:

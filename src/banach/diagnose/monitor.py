@@ -54,18 +54,10 @@ class ContractionMonitor:
             return None
         few = tree_map_only(Tensor, lambda leaf: leaf[: self.samples], d)
         measured = measure_contraction(net, few, seed=self.seed)
-        self.history.append(_reading(self.calls, measured))
+        sigma = float(measured.sigma.max()) if len(measured.sigma) else float("nan")
+        figures = len(measured.sigma), measured.violations, sigma, worst(measured.rate)
+        self.history.append(ContractionReading(self.calls, *figures))
         if measured.violations and not (self.once and self.warned):
             self.warned = True
             warnings.warn(verdict(measured), ContractionWarning, stacklevel=2)
         return measured
-
-
-def _reading(call: int, measured: Contraction) -> ContractionReading:
-    return ContractionReading(
-        call=call,
-        samples=len(measured.sigma),
-        violations=measured.violations,
-        sigma=float(measured.sigma.max()) if len(measured.sigma) else float("nan"),
-        rate=worst(measured.rate),
-    )
