@@ -125,11 +125,7 @@ def _to_onnx(net: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
 
 def _eliminate(A: Any, B: Any, **_: Any) -> tuple[Any, ...]:
-    """Solve A X = B, small matrices of a batch, by Gaussian elimination in ONNX operations.
-
-    Without pivoting: Anderson's A is a Gram matrix, symmetric and positive definite. A fit that went wrong all the
-    same is not trusted, as in the solver itself.
-    """
+    """Solve A X = B by Gaussian elimination in ONNX operations. Anderson's A is a Gram matrix: no pivoting."""
     from onnxscript import opset18
 
     op: Any = opset18

@@ -123,10 +123,9 @@ class Adjoint:
 
 
 def units(cotangent: Tensor) -> Tensor:
-    """(samples,): about the largest entry of every row, so that the square of a small one does not vanish.
+    """(samples,): a power of two near the largest entry of every row, so that squares of small rows do not vanish.
 
-    (That of a confident sample can be 1e-25, and float32 ends at 1e-38.) Powers of two change no digit. No
-    unit is below 2^-60 of the largest: smaller entries may vanish in rounding.
+    (A confident sample can have 1e-25, and float32 ends at 1e-38.) No unit is below 2^-60 of the largest.
     """
     if not cotangent.numel():
         return cotangent.new_ones(len(cotangent))

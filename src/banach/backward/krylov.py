@@ -24,10 +24,9 @@ class LinearSolver(Protocol):
 
 
 def in_cycles(equation: Adjoint, cycle: Cycle, *, record: bool = False) -> Tensor:
-    """Start at w = g, which is JFB, and correct w by cycles, each from a residual that is computed afresh.
+    """Start at w = g, which is JFB, and correct w by cycles, each from a true residual.
 
-    So rounding in a cycle's recursion is corrected by the next. A sample ends when it meets the threshold, or
-    when it is within rounding and a cycle no longer halves its residual.
+    A sample ends when it meets the threshold, or is within rounding and a cycle no longer halves its residual.
     """
     w, done = equation.g, 0
     before = torch.full_like(equation.threshold, torch.inf)

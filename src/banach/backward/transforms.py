@@ -90,8 +90,8 @@ _ENDED = -2  # torch's number for a transform that has ended
 def present(tensors: Iterable[Tensor]) -> Iterator[Present]:
     """Let T be evaluated although these, and what it closes over, may be of transforms that are not running now.
 
-    The derivative of an outer transform is computed while an inner one is set aside, or after it has ended. What T
-    closes over is then seen without the inner one, of which nothing is asked.
+    The derivative of an outer transform is computed while an inner one is set aside, or after it has ended: what T
+    closes over is then seen without the inner one.
     """
     levels = [maybe_get_level(wrapper) for wrapper in _wrappers(tensors)]
     running = peek_interpreter_stack() if levels else None

@@ -57,9 +57,8 @@ def network_map(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
 class Frozen:
     """The parts of a network as functions that change nothing, for one pass.
 
-    Q, S and start run on copies of their buffers and from the same random state at every call; R runs in a
-    pass that is never entered, so nothing is written back. A part that is a plain function, not a module,
-    is called as it is: buffers of a module it closes over are out of reach.
+    Q, S and start run on copies of their buffers and from the same random state at every call; R runs in a pass
+    that is never entered, so nothing is written back. Buffers that a plain function closes over are out of reach.
     """
 
     def __init__(self, net: Any) -> None:

@@ -37,12 +37,10 @@ def jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool = Fals
 def largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: int) -> Tensor:
     """(samples,): sigma_max of every row's Jacobian: power iteration on J'J, accelerated by Lanczos.
 
-    A step is one product with J and one with J', as in plain power iteration, which was measured to need five
-    to ten times as many: it looks at the last vector alone, this at the best combination of the last VECTORS.
-    (The recurrences that keep no vectors were measured too: with bfloat16 products they drift upwards.) The
-    estimate is |J v| of a unit vector v, so it grows from below. A sample is done when its growth, continued
-    as a geometric series, added less than rtol for QUIET steps in a row: from an unlucky start it rests at the
-    second singular value for a while. The first v is drawn from a generator of its own.
+    A step is one product with J and one with J'. Plain power iteration was measured to need five to ten times as
+    many, and recurrences that keep no vectors to drift upwards with bfloat16 products. The estimate is |J v| of a
+    unit vector v, so it grows from below. A sample is done when its growth, continued as a geometric series, added
+    less than rtol for QUIET steps in a row: from an unlucky start it rests at the second value for a while.
     """
     checks.whole("max_steps", max_steps, 1)
     rtol = max(rtol, rounding(J.source))

@@ -44,8 +44,8 @@ def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
 def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = None) -> Fault | None:
     """Return what keeps the samples of T from being independent, None if nothing was found.
 
-    With `row`, all other rows are changed, and this one must not change. One more evaluation, made only where a
-    row did change, tells random numbers from mixing.
+    With `row`, all other rows are moved, and this one must not change. If it does, one more evaluation tells
+    random numbers from mixing.
     """
     z, inputs = detach(z), detach(tuple(inputs))
     space = Space.of(z)

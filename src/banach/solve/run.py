@@ -164,8 +164,7 @@ class Run:
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
 
-        `k` counts evaluations, `turn` is the step as the solver counts it. In a captured or exported loop k is a
-        tensor, and the turns of one body repeat.
+        `k` counts evaluations: a tensor in a captured or exported loop, where the solver's steps, `turn`, repeat.
         """
         rtol = self.tolerance.rtol
         r, residual = self._measured(state, first=turn == 1)

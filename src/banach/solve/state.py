@@ -101,10 +101,7 @@ class State:
     def record(
         self, step: int, residual: np.ndarray, test: np.ndarray, active: np.ndarray, *, of_frozen: bool = True
     ) -> None:
-        """Record residuals on the host, all of them finite, and set which samples are active from now on.
-
-        of_frozen: those of frozen samples were measured where they froze.
-        """
+        """Record finite residuals and who is active now. `of_frozen`: samples were measured where they froze."""
         now = self.now if of_frozen else self.now.copy()
         now[self.tested], now[RESIDUAL], now[STEP] = test, residual, step
         np.copyto(self.reached, now, where=self.active)
