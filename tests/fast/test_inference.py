@@ -293,9 +293,6 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
         banach.compile(network(coupled=True))
     with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
         banach.compile(network().train())(torch.ones(2, 3))
-    for count in (1.5, True, -1):
-        with pytest.raises(ValueError, match="must be a whole number, at least"):
-            banach.compile(network(), neighbours=count)  # type: ignore[arg-type]
     fast, d = banach.compile(network(halves)), torch.ones(2, 3)
     with pytest.raises(TypeError, match="such as the value of a Solution, must be a tensor or a tuple"):
         fast(d, z0=fast(d, solution=True)[1])
@@ -307,9 +304,9 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_an_empty_batch_has_an_empty_answer() -> None:
-    for fast in (banach.compile(network(halves)), banach.compile(network(halves), neighbours=4)):
-        assert fast(torch.ones(0, 3)).shape == (0, 3)
-        assert fast(torch.ones(2, 3)).shape == (2, 3)
+    fast = banach.compile(network(halves))
+    assert fast(torch.ones(0, 3)).shape == (0, 3)
+    assert fast(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_an_r_that_mixes_samples_is_refused() -> None:

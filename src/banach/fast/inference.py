@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from banach import checks
 from banach.backward import JFB, Implicit, Neumann
 from banach.fast.body import FastNetwork, promoted
 from banach.fast.capture import CapturedCalls, bucket
 from banach.fast.plan import is_as_written, plan
-from banach.fast.starts import Neighbours
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
@@ -23,9 +21,8 @@ from banach.solve.solution import DEFERRED
 
 
 class _Answer(NamedTuple):
-    """One row per sample: v = Q(d) if neighbours need it, the output, and what a `Solution` holds."""
+    """One row per sample: the output, and what a `Solution` holds."""
 
-    v: Latent
     y: Any
     value: Latent
     residual: Tensor
@@ -36,7 +33,7 @@ class _Answer(NamedTuple):
     diverged: Tensor
 
     def solution(self, net: ImplicitNetwork) -> Solution:
-        return Solution(*self[2:], solver=net.solver, tolerance=net.tolerance)
+        return Solution(*self[1:], solver=net.solver, tolerance=net.tolerance)
 
 
 class CompiledNetwork:
@@ -53,17 +50,11 @@ class CompiledNetwork:
             they return is a tensor or a nest (tuple, list, dict) of tensors, all with one row per sample.
         bf16: compute under autocast.
         compile: compile Q, R and S by torch.compile.
-        neighbours: remember the fixed points of so many samples and start from that of the nearest one. An answer
-            may then depend, within the tolerance, on earlier calls. Q(d) and the latent must be one tensor each.
     """
 
-    def __init__(
-        self, net: ImplicitNetwork, *, bf16: bool = False, compile: bool = False, neighbours: int = 0
-    ) -> None:
+    def __init__(self, net: ImplicitNetwork, *, bf16: bool = False, compile: bool = False) -> None:
         _check_network(net)
-        checks.whole("neighbours", neighbours, 0)
         self.net, self.bf16, self.compiles = net, bf16, compile
-        self.neighbours = Neighbours(neighbours) if neighbours else None
         self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
 
@@ -98,9 +89,7 @@ class CompiledNetwork:
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
-        everyone, failures = self._run(d, z0, whole=solution or self.neighbours is not None)
-        if self.neighbours is not None:
-            self.neighbours.remember(everyone.v, everyone.value, everyone.converged)
+        everyone, failures = self._run(d, z0, whole=solution)
         if solution:
             return everyone.y, everyone.solution(self.net)
         if failures:  # samples are independent: R is not probed
@@ -148,14 +137,11 @@ class CompiledNetwork:
         fast, mode = self.fast, self.net.backward
         with self._autocast(d[0]):
             v = _per_sample("Q(d)", fast.Q(*d), d[0])
-            if self.neighbours is not None and z0 is None:
-                z0 = self.neighbours(v, promoted(self.net.start(v)))
             found = self._solve(v, z0) if eager or not fast.can_solve else fast.solve(v, z0)
             z = _per_sample("latent", found.value, d[0])
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
             y = _per_sample("S(u)", fast.S(u), d[0])
-        kept = () if self.neighbours is None else v
-        return _Answer(kept, y, z, *(getattr(found, name) for name in DEFERRED)), found
+        return _Answer(y, z, *(getattr(found, name) for name in DEFERRED)), found
 
     def _solve(self, v: Latent, z0: Latent | None) -> Solution:
         net, first = self.net, leaves(v)[0]
