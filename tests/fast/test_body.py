@@ -176,9 +176,9 @@ def test_what_users_wrote_is_called(what: str) -> None:
     """A class that only derives from one of ours is not taken for it."""
     net, d = changed(what).eval(), images()
     net.tolerance = Tolerance(atol=0.0, max_steps=7, norm=WorstPixel(), check_every=0)
-    assert not plan(net).bare
+    assert not plan(net).own_loop
     torch.testing.assert_close(fast(net, d)[0], net(d))
-    assert plan(paper_network()).bare
+    assert plan(paper_network()).own_loop
     if what in ("forward", "call", "hook"):
         with pytest.raises(TypeError, match="hooks or an overridden forward"):
             banach.compile(net)
@@ -199,11 +199,11 @@ def test_what_cannot_be_frozen_goes_through_the_network() -> None:
         return ImplicitNetwork(torch.nn.Identity(), R, torch.nn.Identity())
 
     spectral = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3))
-    assert plan(of(Dropping()).eval()).bare
-    assert plan(of(lambda u, v: u)).bare.why == "R is a function, not a module"
-    assert plan(of(spectral).train()).bare.why == "R may change buffers in training mode"
+    assert plan(of(Dropping()).eval()).own_loop
+    assert plan(of(lambda u, v: u)).own_loop.why == "R is a function, not a module"
+    assert plan(of(spectral).train()).own_loop.why == "R may change buffers in training mode"
     torch.manual_seed(0)
-    assert plan(of(Dropping()).train()).bare.why == "R draws dropout masks"
+    assert plan(of(Dropping()).train()).own_loop.why == "R draws dropout masks"
     net = of(Dropping()).train()
     assert_same_step(net, copy.deepcopy(net), torch.randn(5, 4))
 
@@ -216,7 +216,7 @@ def test_a_fixed_depth_takes_the_steps_of_the_solver(solver: Any) -> None:
     assert torch.equal(found.steps, net(images(), solution=True)[1].steps)
     how = plan(net, "cuda")
     assert how.loop.why == "check_every is 0, so the depth is max_steps"
-    assert isinstance(solver, Picard) or bool(how.step) or not how.bare
+    assert isinstance(solver, Picard) or bool(how.fused_step) or not how.own_loop
 
 
 def test_a_nest_with_a_number_stops_as_one() -> None:
@@ -254,7 +254,7 @@ def test_solvers_and_weights_that_a_captured_loop_cannot_serve(monkeypatch: pyte
     simulate_gpu(monkeypatch, kernels=False)
     assert "give it a `memory`" in plan(plain_network(solver=Momentum())).graph.why
     half = plain_network(solver=Picard(0.3)).bfloat16()
-    assert "half precision" in plan(half).bare.why
+    assert "half precision" in plan(half).own_loop.why
 
 
 # A solve in one launch stands in for the loop; here its plain reference does, on the CPU.

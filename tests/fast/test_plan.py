@@ -56,7 +56,7 @@ def test_reasons(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, kernels=True)
     options, how, why = {**GRAPH, **BARE}[name]
     made = plan(build(**options), **how)
-    assert (made.graph if name in GRAPH else made.bare).why.startswith(why)
+    assert (made.graph if name in GRAPH else made.own_loop).why.startswith(why)
     if name in BARE:
         assert made.graph
         assert made.kernel.why == made.windows.why == "the network is not taken apart"
@@ -71,7 +71,7 @@ def test_kernels_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(build("mnist"), precision="tf32").channels_last.why == "tensor cores read it"
     explicit = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     assert plan(explicit).graph
-    assert plan(explicit).bare.why == "the network has no fixed point"
+    assert plan(explicit).own_loop.why == "the network has no fixed point"
 
 
 def test_a_compiled_network_has_a_plan() -> None:
@@ -83,8 +83,8 @@ def test_a_compiled_network_has_a_plan() -> None:
 def test_predictions_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neumann's value is JFB's; other solvers and Unroll go through the network when it is evaluated."""
     simulate_gpu(monkeypatch, kernels=False)
-    assert plan(build(backward=Neumann(2)).eval(), training=False).bare
-    assert not plan(build(backward=Unroll(2)).eval(), training=False).bare
+    assert plan(build(backward=Neumann(2)).eval(), training=False).own_loop
+    assert not plan(build(backward=Unroll(2)).eval(), training=False).own_loop
     assert plan(build(), training=False).graph.why == "the samples of a batch share statistics"
     net = build().eval()
     net.S.drop.train()
@@ -96,7 +96,15 @@ def test_on_a_real_gpu_the_papers_network_has_everything() -> None:
     net = build("cifar10").cuda()
     made = plan(net, precision="bf16")
     assert all(
-        (made.graph, made.bare, made.kernel, made.bf16_weights, made.fused, made.windows, made.channels_last)
+        (
+            made.graph,
+            made.own_loop,
+            made.kernel,
+            made.bf16_weights,
+            made.fused_blocks,
+            made.windows,
+            made.channels_last,
+        )
     )
     assert plan(net.double(), precision="fp32").kernel.why == "needs float32 weights"
 

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from banach.fast.weights import frozen_copy
 from banach.models.blocks import LatentResNet
 from banach.models.cifar10 import Block, CIFARLatent
 from banach.models.mnist import mnist
 from banach.models.svhn import svhn
-from banach.solve import Norm, Tolerance, WorstPixel
+from banach.nn.layers import uses_batch_statistics
+from banach.solve import Norm, Solution, Tolerance, WorstPixel, solve
 
 NETWORKS = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10)}
 
@@ -49,6 +51,12 @@ def _prepared(
         for _ in range(40):
             z = R(z, v)
     return R.train(train), v
+
+
+def solve_by_modules(R: Any, v: Tensor, z0: Tensor | None = None, *, tolerance: Tolerance) -> Solution:
+    """What `latent_solve` computes, by the modules of R, whose running statistics stay."""
+    z0 = torch.zeros_like(v) if z0 is None else z0
+    return solve(frozen_copy(R), z0, inputs=(v,), tolerance=tolerance, coupled=uses_batch_statistics(R))
 
 
 def tolerance(norm: Norm = WorstPixel(), **settings: Any) -> Tolerance:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, plan
 from banach.fast.step import run_network
-from banach.fast.weights import Bf16Weights, compiled, forget_packed, frozen_copy, parts_of
+from banach.fast.weights import Bf16Weights, compiled, frozen_copy, parts_of
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, zeros
 from banach.nn.layers import uses_batch_statistics
@@ -30,7 +29,7 @@ class FastNetwork:
     def __init__(self, net: Any, how: Plan | None = None) -> None:
         self.net, self.plan = net, plan(net) if how is None else how
         self.bf16: Bf16Weights | None = None
-        self.can_solve = bool(self.plan.bare)  # `solve` can be called
+        self.can_solve = bool(self.plan.own_loop)  # `solve` can be called
         predicts = self.plan.task == "prediction"
         self.whole = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
         if not (self.can_solve or predicts):
@@ -47,11 +46,11 @@ class FastNetwork:
         if self.can_solve:
             coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
             R = compiled(self.frozen, self.plan)
-            fused = bool(self.plan.step)
+            fused = bool(self.plan.fused_step)
             self.iteration = Iteration(R, net.solver, net.tolerance, coupled=coupled, fused=fused)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
-        if not self.plan.bare:
+        if not self.plan.own_loop:
             return run_network(self.whole, as_inputs(d))
         v = self.Q(*as_inputs(d))
         found = self.solve(detach(v))
@@ -70,22 +69,13 @@ class FastNetwork:
     @torch.no_grad()
     def solve(self, v: Latent, z0: Latent | None = None) -> Solution:
         """Find u = R(u, v) from z0, by default the network's start."""
-        forget_packed(self.frozen)  # weights may have changed since they were packed
         if z0 is None and not (self.plan.kernel and self.net.start is zeros):
             z0 = self.net.start(v)
         if self.plan.kernel:
-            return kernel_solve(self.net, v, z0)
+            from banach.kernels import latent_solve
+
+            return latent_solve(self.net.R, v, z0, tolerance=self.net.tolerance)
         return self.iteration(promoted(z0), v)
-
-
-def kernel_solve(net: ImplicitNetwork, v: Tensor, z0: Tensor | None = None) -> Solution:
-    """Find u = R(u, v) at the network's tolerance, in one kernel launch that stops by itself.
-
-    The weights are the network's, in the precision of autocast where it is on. No sample is called stalled.
-    """
-    from banach.kernels import latent_solve
-
-    return latent_solve(net.R, v, z0, tolerance=net.tolerance)
 
 
 def promoted(z: Latent) -> Latent:

@@ -4,7 +4,7 @@ from banach.kernels.anderson import AndersonMemory, anderson_step
 from banach.kernels.host import has_triton, says
 from banach.kernels.latent import LatentForm, describe, latent_solve
 from banach.kernels.picard import picard_step
-from banach.kernels.stack import repeated_stack, residual_stack
+from banach.kernels.stack import residual_stack
 from banach.kernels.window import conv2d
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "has_triton",
     "latent_solve",
     "picard_step",
-    "repeated_stack",
     "residual_stack",
     "says",
 ]

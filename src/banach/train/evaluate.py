@@ -81,7 +81,7 @@ class Scorer:
 
     def _in_evaluation(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
         how = plan(self.net, device, self.precision, training=False)
-        if not how.graph or not how.bare:
+        if not how.graph or not how.own_loop:
             return None
         predict = CompiledNetwork(self.net, bf16=self.precision == "bf16")
 
@@ -98,7 +98,7 @@ class Scorer:
             net.backward = JFB()  # the same value, and the mode that FastNetwork takes apart
         # Not as bf16, which autocast does: fused blocks draw other dropout masks, and bf16 weights need a refresh.
         how = plan(net, device, "tf32" if self.precision == "tf32" else "fp32")
-        if not (how.graph and how.bare and how.kernel):
+        if not (how.graph and how.own_loop and how.kernel):
             return None
         network, calls = FastNetwork(net, how), CapturedCalls(net.buffers())
 
