@@ -249,12 +249,12 @@ def test_buckets_are_powers_of_two(count: int, size: int) -> None:
 
 D = torch.ones(2, 3, 4)
 REFUSED: dict[str, tuple[ImplicitNetwork, Any, type[Exception]]] = {
-    r"whose Q\(d\) has a row .* shape \(3, 4\)": (
+    r"Q\(d\) of a compiled network must have a row .* shape \(3, 4\)": (
         network(lambda u, v: halves(u, v[0] + v[1]), lambda d: (d, d[0]), start=lambda v: torch.zeros_like(v[0])),
         D,
         ValueError,
     ),
-    r"whose latent has a row .* shape \(\)": (
+    r"the latent of a compiled network must have a row .* shape \(\)": (
         network(lambda u, v: (halves(u[0], v), u[1]), S=lambda u: u[0], start=lambda v: (v, v.new_zeros(()))),
         D,
         ValueError,
@@ -269,10 +269,22 @@ REFUSED: dict[str, tuple[ImplicitNetwork, Any, type[Exception]]] = {
         D,
         TypeError,
     ),
-    r"whose d is one tensor, got a dict": (network(halves, lambda d: d["x"]), {"x": D}, TypeError),
-    r"whose Q\(d\) has a row for each of 2": (network(halves, lambda d: d.flatten(0, 1)), D, ValueError),
-    r"whose S\(u\) has a row .* shape \(3, 4\)": (network(halves, S=lambda u: u.mean(0)), D, ValueError),
-    r"whose S\(u\) has a row .* shape \(\)": (network(halves, S=lambda u: u.mean()), D, ValueError),
+    r"whose inputs are tensors, got dict": (network(halves, lambda d: d["x"]), {"x": D}, TypeError),
+    r"Q\(d\) of a compiled network must have a row for each of 2": (
+        network(halves, lambda d: d.flatten(0, 1)),
+        D,
+        ValueError,
+    ),
+    r"S\(u\) of a compiled network must have a row .* shape \(3, 4\)": (
+        network(halves, S=lambda u: u.mean(0)),
+        D,
+        ValueError,
+    ),
+    r"S\(u\) of a compiled network must have a row .* shape \(\)": (
+        network(halves, S=lambda u: u.mean()),
+        D,
+        ValueError,
+    ),
 }
 
 
@@ -294,9 +306,11 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
     with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
         banach.compile(network().train())(torch.ones(2, 3))
     fast, d = banach.compile(network(halves)), torch.ones(2, 3)
-    with pytest.raises(TypeError, match="such as the value of a Solution, must be a tensor or a tuple"):
+    with pytest.raises(TypeError, match="z0 of a compiled network must be a tensor or a tuple"):
         fast(d, z0=fast(d, solution=True)[1])
-    with pytest.raises(ValueError, match=r"one latent for each of 2 inputs, got a tensor of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"z0 of a compiled network must have a row for each of 2 .* shape \(3,\)"
+    ):
         fast(d, z0=(d, d[0]))
     with pytest.raises(ValueError, match="got a tensor without dimensions"):
         fast(torch.tensor(1.0))

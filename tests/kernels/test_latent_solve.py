@@ -43,10 +43,10 @@ def test_what_the_kernel_does_not_know_is_refused() -> None:
     good, mixed, v = LatentResNet(16, 2, 0.5), LatentResNet(16, 2, 0.5), torch.randn(2, 16, 4, 4)
     mixed.blocks[0].eval()
     cases: list[tuple[str, tuple[Any, ...], Tolerance]] = [
-        ("BatchNorm2d", (LatentResNet(16, 2, 0.5, batch_norm=False), v), tolerance()),
-        ("at most 64 channels", (LatentResNet(80, 1, 0.5), torch.randn(2, 80, 4, 4)), tolerance()),
+        ("LatentForm", (LatentResNet(16, 2, 0.5, batch_norm=False), v), tolerance()),
+        ("LatentForm", (LatentResNet(80, 1, 0.5), torch.randn(2, 80, 4, 4)), tolerance()),
         ("one mode", (mixed, v), tolerance()),
-        ("latent_form", (nn.Conv2d(16, 16, 3), v), tolerance()),
+        ("LatentForm", (nn.Conv2d(16, 16, 3), v), tolerance()),
         ("v must be", (good, v[:, :8]), tolerance()),
         ("not empty", (good, v[:0]), tolerance()),
         ("z0", (good, v, v[:1]), tolerance()),

@@ -28,10 +28,10 @@ class FastNetwork:
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
         self.net, self.plan = net, plan(net) if how is None else how
-        self.bf16: Bf16Weights | None = None
         self.can_solve = bool(self.plan.own_loop)  # `solve` can be called
         predicts = self.plan.task == "prediction"
         self.whole = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
+        self.bf16 = Bf16Weights({})
         if not (self.can_solve or predicts):
             return
         parts = parts_of(net, self.plan)
@@ -58,13 +58,11 @@ class FastNetwork:
 
     def refresh(self) -> None:
         """Take up the weights that the optimizer changed. Call it before a step."""
-        if self.bf16 is not None:
-            self.bf16.refresh()
+        self.bf16.refresh()
 
     def collect(self) -> None:
         """Give the network's parameters their gradients. Call it after the backward passes of a step."""
-        if self.bf16 is not None:
-            self.bf16.collect()
+        self.bf16.collect()
 
     @torch.no_grad()
     def solve(self, v: Latent, z0: Latent | None = None) -> Solution:

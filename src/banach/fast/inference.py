@@ -84,7 +84,8 @@ class CompiledNetwork:
             self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
-        _check_start(z0, batch)
+        if z0 is not None:
+            _check_rows("z0", z0, batch)
         if not batch and self.plan.graph:  # there is no sample to pad a batch with
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
@@ -136,23 +137,23 @@ class CompiledNetwork:
         """Return N(d), with the fixed point. `eager`: by `solve`, with host checks."""
         fast, mode = self.fast, self.net.backward
         with self._autocast(d[0]):
-            v = _per_sample("Q(d)", fast.Q(*d), d[0])
+            v = _check_rows("Q(d)", fast.Q(*d), len(d[0]))
             found = self._solve(v, z0) if eager or not fast.can_solve else fast.solve(v, z0)
-            z = _per_sample("latent", found.value, d[0])
+            z = _check_rows("the latent", found.value, len(d[0]))
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
-            y = _per_sample("S(u)", fast.S(u), d[0])
+            y = _check_rows("S(u)", fast.S(u), len(d[0]))
         return _Answer(y, z, *(getattr(found, name) for name in DEFERRED)), found
 
     def _solve(self, v: Latent, z0: Latent | None) -> Solution:
-        net, first = self.net, leaves(v)[0]
-        z = promoted(_per_sample("latent", net.start(v) if z0 is None else z0, first))
-        compact = bool(len(first)) and not self.plan.graph and net.tolerance.check_every != 0
+        net, count = self.net, len(leaves(v)[0])
+        z = promoted(_check_rows("the latent", net.start(v) if z0 is None else z0, count))
+        compact = count > 0 and not self.plan.graph and net.tolerance.check_every != 0
         return solve(self.fast.R, z, net.solver, inputs=(v,), tolerance=net.tolerance, compact=compact)
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
         with self._autocast(d[0]):
-            v = _per_sample("Q(d)", self.fast.Q(*d), d[0])
+            v = self.fast.Q(*d)
             if mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,)):
                 raise ValueError(
                     "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
@@ -195,41 +196,31 @@ def _batch_of(d: tuple[Any, ...]) -> int:
     """Return the number of samples that all inputs have a row for."""
     if not d:
         raise TypeError("a compiled network takes the inputs of Q, got none")
-    for one in d:
-        if not isinstance(one, Tensor):
-            got = type(one).__name__
-            raise TypeError(f"compile takes networks whose d is one tensor, got a {got}; call the network itself")
-        if not one.dim():
-            raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
-        if len(one) != len(d[0]):
-            raise ValueError(f"all inputs must have one row per sample, got {len(d[0])} and {len(one)} rows")
+    wrong = [_name(one) for one in d if not isinstance(one, Tensor)]
+    if wrong:
+        raise TypeError(
+            f"compile takes networks whose inputs are tensors, got {wrong[0]}; call the network itself"
+        )
+    if not d[0].dim():
+        raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
+    _check_rows("d", d, len(d[0]))
     return len(d[0])
 
 
-def _check_start(z0: Any, batch: int) -> None:
-    for leaf in [] if z0 is None else _tensors("z0, such as the value of a Solution,", z0):
-        if leaf.shape[:1] != (batch,):
-            got = tuple(leaf.shape)
-            raise ValueError(f"z0 must hold one latent for each of {batch} inputs, got a tensor of shape {got}")
-
-
-def _per_sample(name: str, value: Latent, batch: Tensor) -> Latent:
+def _check_rows(name: str, value: Latent, count: int) -> Latent:
     """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
-    for leaf in _tensors(f"{name} of a compiled network", value):
-        if leaf.shape[:1] != batch.shape[:1]:
+    parts = leaves(value, f"{name} of a compiled network")
+    if not parts:
+        raise ValueError(
+            f"{name} of a compiled network must hold at least one tensor, got an empty {_name(value)}"
+        )
+    for leaf in parts:
+        if leaf.shape[:1] != (count,):
             raise ValueError(
-                f"compile takes networks whose {name} has a row for each of {len(batch)} samples, got a tensor of "
-                f"shape {tuple(leaf.shape)}; call the network itself"
+                f"{name} of a compiled network must have a row for each of {count} samples, got a tensor of shape "
+                f"{tuple(leaf.shape)}; otherwise call the network itself"
             )
     return value
-
-
-def _tensors(name: str, value: Latent) -> list[Tensor]:
-    """Return the tensors of a nest, which must not be empty."""
-    parts = leaves(value, name)
-    if not parts:
-        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
-    return parts
 
 
 def _name(value: Any) -> str:

@@ -64,6 +64,7 @@ class Samples:
             mine.index_copy_(0, part.index, other)
 
 
+@dataclass(frozen=True)
 class Iteration:
     """Iterate R until every sample meets the tolerance, or `max_steps`, without a host sync.
 
@@ -73,35 +74,27 @@ class Iteration:
 
     Args:
         R: the map.
-        solver: Picard, or Anderson if `fused`.
+        solver: Picard or Anderson. Anderson without kernels, or on a nest, is left to `solve`.
         tolerance: when a sample stops.
         coupled: the samples stop as one.
         fused: kernels measure and move the samples; for independent samples in the norm RMS or Euclidean.
     """
 
-    def __init__(
-        self,
-        R: Callable[..., Latent],
-        solver: Picard | Anderson,
-        tolerance: Tolerance,
-        *,
-        coupled: bool = False,
-        fused: bool = False,
-    ) -> None:
-        if isinstance(solver, Anderson) and tolerance.max_steps and not fused:
-            raise ValueError("Anderson needs fused=True here; use banach.solve")
-        self.R, self.solver, self.tolerance = R, solver, tolerance
-        self.coupled, self.fused = coupled, fused
+    R: Callable[..., Latent]
+    solver: Picard | Anderson
+    tolerance: Tolerance
+    coupled: bool = False
+    fused: bool = False
 
     def __call__(self, z: Latent, v: Latent) -> Solution:
         """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""
         space, most = Space.of(z, coupled=self.coupled), self.tolerance.max_steps
         if not most:
             return self._solution(Samples.start(z, v, space.samples), space)
-        if isinstance(self.solver, Anderson) and (space.coupled or not isinstance(z, Tensor)):  # no kernels for it
+        if isinstance(self.solver, Anderson) and (space.coupled or not self.fused or not isinstance(z, Tensor)):
             return solve(self.R, z, self.solver, inputs=(v,), tolerance=self.tolerance, coupled=self.coupled)
         if self.fused and space.coupled:
-            return Iteration(self.R, self.solver, self.tolerance, coupled=True)(z, v)
+            return replace(self, coupled=True, fused=False)(z, v)
         cycle = CYCLE if sum(leaf.numel() for leaf in leaves(z)) < LARGE else 1
         # At check_every=0 all steps are taken before the loop, so there is no loop.
         first = most if self.tolerance.check_every == 0 else steps_before_loop(most, cycle)

@@ -47,13 +47,8 @@ def describe(R: Any) -> LatentForm | None:
     if not isinstance(form, LatentForm) or not isinstance(R, nn.Module) or any(map(is_hooked, R.modules())):
         return None
     blocks = list(getattr(R, "blocks", ()))
-    if not host.says(R, "latent_form") or not all(host.says(block, "latent_block") for block in blocks):
-        return None
-    try:
-        host.check_blocks(blocks, WIDEST)
-    except ValueError:
-        return None
-    return form
+    as_said = host.says(R, "latent_form") and all(host.says(block, "latent_block") for block in blocks)
+    return form if as_said and host.are_known(blocks, WIDEST) else None
 
 
 @dataclass(frozen=True)
@@ -187,9 +182,10 @@ def latent_solve(
 
 
 def _check(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance) -> None:
-    if not isinstance(getattr(R, "latent_form", None), LatentForm):
-        raise ValueError(f"expected an R with a latent_form, got {type(R).__name__}; use banach.solve")
-    host.check_blocks(list(R.blocks), WIDEST)
+    if describe(R) is None:
+        raise ValueError(
+            f"expected an R of the form LatentForm, its blocks in one mode, got {R}; use banach.solve"
+        )
     channels = R.blocks[0].conv1.in_channels
     if v.dim() != 4 or v.shape[1] != channels or not len(v):
         raise ValueError(f"v must be (batch, {channels}, height, width), not empty, got {tuple(v.shape)}; check Q")

@@ -7,28 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def step(
-    z,
-    Tz,
-    index,
-    active,
-    residual,
-    least,
-    allowed,
-    steps,
-    arrived,
-    sums,
-    size,
-    atol,
-    rtol,
-    scale,
-    damping,
-    FIRST: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TOTAL: tl.constexpr,
-    PADDED: tl.constexpr,
-    ALL: tl.constexpr,
+    z, Tz, index, active, residual, least, allowed, steps, arrived, sums, size, atol, rtol, scale, damping,
+    FIRST: tl.constexpr, SPLIT: tl.constexpr, TOTAL: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Move a part of one sample; the program that comes last of the sample's TOTAL ones tests it.
 
     A sample that has stopped costs one load. `sums` holds the two sums of every program, and its programs for this
