@@ -14,7 +14,6 @@ from banach import (
     RMS,
     Anderson,
     Broyden,
-    ConvergenceWarning,
     Euclidean,
     ImplicitNetwork,
     Neumann,
@@ -59,20 +58,24 @@ def assert_same_step(own: Any, other: Any, d: Any) -> None:
         torch.testing.assert_close(a, b, msg=name)
 
 
-@pytest.mark.parametrize("max_steps", [60, 7, 1, 0])
-@pytest.mark.parametrize(
-    ("solver", "mode"),
-    [(Picard(), JFB()), (Picard(damping=0.3), Neumann(2)), (Anderson(3), Unroll(2)), (Broyden(2), JFB())],
-)
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("solver", "mode", "max_steps"),
+    [
+        *((Picard(), JFB(), most) for most in (60, 7, 1, 0)),
+        (Picard(damping=0.3), Neumann(2), 60),
+        (Anderson(3), Unroll(2), 7),
+        (Anderson(3), JFB(), 0),
+        (Broyden(2), JFB(), 60),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")
 def test_output_steps_gradient_and_statistics_are_the_networks(
-    solver: Any, mode: Any, training: bool, max_steps: int
+    solver: Any, mode: Any, max_steps: int, training: bool
 ) -> None:
     """In training mode batch norm couples the samples."""
-    tolerance = Tolerance(atol=1e-3, max_steps=max_steps, norm=WorstPixel())
     own, other = (paper_network(solver=solver, backward=mode).train(training) for _ in range(2))
-    own.tolerance = other.tolerance = tolerance
+    own.tolerance = other.tolerance = Tolerance(atol=1e-3, max_steps=max_steps, norm=WorstPixel())
     assert_same_step(own, other, images())
 
 
@@ -257,7 +260,7 @@ def test_solvers_and_weights_that_a_captured_loop_cannot_serve(monkeypatch: pyte
     assert "half precision" in plan(half).own_loop.why
 
 
-# A solve in one launch stands in for the loop; here its plain reference does, on the CPU.
+# A solve in one launch stands in for the loop; here `solve` does, on the CPU.
 
 
 @pytest.fixture
@@ -277,11 +280,8 @@ def kernel_network(
 
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("norm", [WorstPixel(), RMS(), Euclidean()])
-@pytest.mark.parametrize("rtol", [0.0, 1e-4])
-def test_a_kernel_computes_the_networks_step(training: bool, norm: Any, rtol: float) -> None:
-    tolerance = Tolerance(atol=0.0 if rtol else 1e-6, rtol=rtol, max_steps=100, norm=norm)
-    own, other = (kernel_network(tolerance).train(training) for _ in range(2))
+def test_a_kernel_computes_the_networks_step(training: bool) -> None:
+    own, other = (kernel_network().train(training) for _ in range(2))
     assert plan(other).kernel
     assert_same_step(own, other, images())
 
@@ -359,18 +359,3 @@ def test_an_R_that_computes_something_else_than_its_class_says_is_left_to_the_lo
     net = altered(how)
     assert not plan(net).kernel
     torch.testing.assert_close(banach.compile(net)(images()), net(images()), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("everywhere")
-def test_samples_that_leave_the_finite_numbers_are_told() -> None:
-    net = kernel_network().eval().float()
-    with torch.no_grad():
-        for p in net.R.parameters():
-            p.mul_(1e3)
-    with pytest.warns(ConvergenceWarning, match="NaN or infinity"):
-        wanted = net(images().float(), solution=True)[1]
-    assert bool(wanted.nonfinite.all())
-    found = banach.compile(net)(images().float(), solution=True)[1]
-    assert torch.equal(found.nonfinite, wanted.nonfinite)
-    reached: Any = FastNetwork(net)(images().float())[1]
-    assert torch.equal(reached.nonfinite, wanted.nonfinite)

@@ -30,7 +30,6 @@ from banach.fast import FastNetwork
 from banach.fast.capture import bucket, filled
 from banach.latent import map_leaves
 from fast.simulated import simulate_gpu
-from problems import normal, symmetric
 
 SLOPES = (
     torch.tensor([0.1, 0.5, 0.9, 0.95, 0.3, -0.6, 0.0], dtype=torch.float64)[:, None].expand(-1, 3).contiguous()
@@ -117,18 +116,6 @@ def test_every_sample_takes_its_own_steps(name: str) -> None:
     y, _ = check_same(network(**OPTIONS[name]), SLOPES)
     if OPTIONS[name]["tolerance"] == TIGHT:
         torch.testing.assert_close(y, 1 / (1 - SLOPES), rtol=1e-6, atol=0)
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("solver", [Anderson(10), Anderson(3), Broyden(10)])
-def test_other_solvers_are_run(solver: Any) -> None:
-    """Eigenvalues all over [0, .98]: a few steps do not find the fixed point."""
-    A = symmetric(n=20, top=0.98).matrix
-    assert A is not None
-    check_same(
-        network(lambda u, v: u @ A + v, solver=solver, tolerance=Tolerance(atol=1e-6, max_steps=300)),
-        normal(5, 20),
-    )
 
 
 @pytest.mark.usefixtures("device")
@@ -248,59 +235,35 @@ def test_buckets_are_powers_of_two(count: int, size: int) -> None:
 # What it does not take. The network itself takes all of these.
 
 D = torch.ones(2, 3, 4)
-REFUSED: dict[str, tuple[ImplicitNetwork, Any, type[Exception]]] = {
-    r"Q\(d\) of a compiled network must have a row .* shape \(3, 4\)": (
-        network(lambda u, v: halves(u, v[0] + v[1]), lambda d: (d, d[0]), start=lambda v: torch.zeros_like(v[0])),
-        D,
-        ValueError,
+REFUSED = {
+    r"Q\(d\) .* a row for each of 2 .* shape \(3, 4\)": network(
+        lambda u, v: halves(u, v[0] + v[1]), lambda d: (d, d[0]), start=lambda v: torch.zeros_like(v[0])
     ),
-    r"the latent of a compiled network must have a row .* shape \(\)": (
-        network(lambda u, v: (halves(u[0], v), u[1]), S=lambda u: u[0], start=lambda v: (v, v.new_zeros(()))),
-        D,
-        ValueError,
+    r"the latent .* a row .* shape \(\)": network(
+        lambda u, v: (halves(u[0], v), u[1]), S=lambda u: u[0], start=lambda v: (v, v.new_zeros(()))
     ),
-    r"S\(u\) of a compiled network must hold at least one tensor, got an empty tuple": (
-        network(halves, S=lambda u: ()),
-        D,
-        ValueError,
-    ),
-    r"S\(u\) of a compiled network must be a tensor or .* dict of tensors, got float": (
-        network(halves, S=lambda u: (u, 1.0)),
-        D,
-        TypeError,
-    ),
-    r"whose inputs are tensors, got dict": (network(halves, lambda d: d["x"]), {"x": D}, TypeError),
-    r"Q\(d\) of a compiled network must have a row for each of 2": (
-        network(halves, lambda d: d.flatten(0, 1)),
-        D,
-        ValueError,
-    ),
-    r"S\(u\) of a compiled network must have a row .* shape \(3, 4\)": (
-        network(halves, S=lambda u: u.mean(0)),
-        D,
-        ValueError,
-    ),
-    r"S\(u\) of a compiled network must have a row .* shape \(\)": (
-        network(halves, S=lambda u: u.mean()),
-        D,
-        ValueError,
-    ),
+    r"Q\(d\) .* a row .* shape \(6, 4\)": network(halves, lambda d: d.flatten(0, 1)),
+    r"S\(u\) .* must hold at least one tensor, got an empty tuple": network(halves, S=lambda u: ()),
+    r"S\(u\) .* must be a tensor or .* dict of tensors, got float": network(halves, S=lambda u: (u, 1.0)),
+    r"S\(u\) .* a row .* shape \(3, 4\)": network(halves, S=lambda u: u.mean(0)),
+    r"S\(u\) .* a row .* shape \(\)": network(halves, S=lambda u: u.mean()),
 }
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("words", REFUSED)
 def test_parts_that_are_no_tensor_with_a_row_for_every_sample_are_refused(words: str) -> None:
-    net, d, error = REFUSED[words]
-    net(d)
-    with pytest.raises(error, match=words):
-        banach.compile(net)(d)
+    net = REFUSED[words]
+    net(D)
+    with pytest.raises((TypeError, ValueError), match=words):
+        banach.compile(net)(D)
 
 
 def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
-    for wrong, name in ((nn.Linear(2, 2), "Linear"), (None, "NoneType"), (ImplicitNetwork, "ImplicitNetwork")):
-        with pytest.raises(TypeError, match=f"compile takes an ImplicitNetwork, got {name}"):
-            banach.compile(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="compile takes an ImplicitNetwork, got Linear"):
+        banach.compile(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="whose inputs are tensors, got dict"):
+        banach.compile(network(halves, lambda d: d["x"]))({"x": D})
     with pytest.raises(ValueError, match="coupled=True"):
         banach.compile(network(coupled=True))
     with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
@@ -329,17 +292,3 @@ def test_an_r_that_mixes_samples_is_refused() -> None:
     assert fast(torch.ones(1, 3)).shape == (1, 3), "one sample has nothing to mix with"
     with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
         fast(torch.ones(4, 3))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 3, 64])
-def test_captured_it_is_the_same(batch: int) -> None:
-    torch.manual_seed(0)
-    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-9, max_steps=300)).double().eval().cuda()
-    fast = banach.compile(net)
-    for _ in range(3):
-        d = torch.randn(batch, 1, 8, 8, dtype=torch.float64, device="cuda")
-        y, found = fast(d, solution=True)
-        torch.testing.assert_close(y, net(d), rtol=1e-6, atol=1e-7)
-        again = fast(d, z0=found.value)
-        torch.testing.assert_close(again, y, rtol=1e-6, atol=1e-7)

@@ -182,7 +182,7 @@ compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net
 
 def _check_network(net: Any) -> None:
     if not isinstance(net, ImplicitNetwork):
-        raise TypeError(f"compile takes an ImplicitNetwork, got {_name(net)}")
+        raise TypeError(f"compile takes an ImplicitNetwork, got {type(net).__name__}")
     if not is_as_written(net):
         raise TypeError(
             "compile takes an ImplicitNetwork whose Q, R and S it can call itself, got "
@@ -196,7 +196,7 @@ def _batch_of(d: tuple[Any, ...]) -> int:
     """Return the number of samples that all inputs have a row for."""
     if not d:
         raise TypeError("a compiled network takes the inputs of Q, got none")
-    wrong = [_name(one) for one in d if not isinstance(one, Tensor)]
+    wrong = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
     if wrong:
         raise TypeError(
             f"compile takes networks whose inputs are tensors, got {wrong[0]}; call the network itself"
@@ -212,7 +212,7 @@ def _check_rows(name: str, value: Latent, count: int) -> Latent:
     parts = leaves(value, f"{name} of a compiled network")
     if not parts:
         raise ValueError(
-            f"{name} of a compiled network must hold at least one tensor, got an empty {_name(value)}"
+            f"{name} of a compiled network must hold at least one tensor, got an empty {type(value).__name__}"
         )
     for leaf in parts:
         if leaf.shape[:1] != (count,):
@@ -221,7 +221,3 @@ def _check_rows(name: str, value: Latent, count: int) -> Latent:
                 f"{tuple(leaf.shape)}; otherwise call the network itself"
             )
     return value
-
-
-def _name(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else type(value).__name__
