@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import banach
-from banach import GMRES, Anderson, Implicit, Neumann, Tolerance, Unroll, models
+from banach import GMRES, Implicit, Neumann, Tolerance, Unroll, models
 from banach.fast import Plan, plan
 from fast.simulated import simulate_gpu
 
@@ -45,7 +45,6 @@ GRAPH: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Implicit": ({"backward": Implicit(GMRES())}, {}, "Implicit syncs with the host for its report or its method"),
 }
 BARE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "solver": ({"solver": Anderson()}, {}, "the solver is Anderson"),
     "mode": ({"backward": Neumann(1)}, {}, "the backward mode is Neumann"),
     "observed": ({}, {"observed": True}, "penalties observe the network's own pass"),
 }

@@ -123,7 +123,7 @@ class CompiledNetwork:
         failures, again = frozenset[Status](), None
         if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
             failures, again = _failed(answer, batch)
-        if again is None or not self.fast.can_solve:  # an `Iteration` keeps no best iterate
+        if again is None or not self.plan.fused_step:  # an `Iteration` keeps no best iterate
             return map_leaves(copy, answer) if whole else answer._replace(y=map_leaves(copy, answer.y)), failures
         everyone: _Answer = map_leaves(copy, answer)
         better = self._answer(*select(given, again), eager=True)[0]
@@ -138,7 +138,7 @@ class CompiledNetwork:
         fast, mode = self.fast, self.net.backward
         with self._autocast(d[0]):
             v = _check_rows("Q(d)", fast.Q(*d), len(d[0]))
-            found = self._solve(v, z0) if eager or not fast.can_solve else fast.solve(v, z0)
+            found = self._solve(v, z0) if eager else fast.solve(v, z0)
             z = _check_rows("the latent", found.value, len(d[0]))
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
             y = _check_rows("S(u)", fast.S(u), len(d[0]))

@@ -58,10 +58,10 @@ class Plan:
         precision: "fp32", "tf32" or "bf16".
         graph: the training step or the prediction is captured as CUDA graphs, cut at its while nodes and launched
             without a host sync. Without it everything runs eagerly, and the choices below are not used.
-        own_loop: Q, R and S are called one by one, and R is iterated by Picard, or by Anderson with a fused step.
+        own_loop: Q, R and S are called one by one.
         kernel: one kernel launch iterates R until it converges.
         loop: a while node in the CUDA graph iterates R until every sample has stopped.
-        fused_step: kernels measure and move all samples after an evaluation of R.
+        fused_step: kernels measure and move all samples after an evaluation of R; else `solve` does.
         bf16_weights: matrices are cast to bf16 once per step.
         fused_blocks: stacks of residual blocks run as fused kernels.
         windows: convolutions of few channels run as Triton kernels.
@@ -218,7 +218,7 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     """Decide what iterates R."""
     if not isinstance(net, ImplicitNetwork):
         return dict.fromkeys(("own_loop", "kernel", "loop", "fused_step"), Choice(False, _NO_FIXED_POINT))
-    own_loop = _own_loop(net, no_kernel or _no_step(net), training=training, observed=observed)
+    own_loop = _own_loop(net, training=training, observed=observed)
     whole = training and not own_loop and _WHOLE
     kernel = _unless(no_kernel, whole, not no_kernel and _no_latent_kernel(net))
     known, none = kernel and "a kernel iterates R", net.tolerance.max_steps == 0 and "max_steps is 0"
@@ -231,15 +231,10 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     }
 
 
-def _own_loop(net: ImplicitNetwork, no_step: str, *, training: bool, observed: bool) -> Choice:
+def _own_loop(net: ImplicitNetwork, *, training: bool, observed: bool) -> Choice:
     modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
-    kinds = {parameter.dtype for parameter in net.parameters()}
-    halves_are_damped = getattr(net.solver, "damping", 0) and not kinds.isdisjoint((torch.bfloat16, torch.float16))
     return _unless(
         not is_as_written(net) and "the network overrides forward or has hooks",
-        type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
-        type(net.solver) is Anderson and no_step and f"the solver is Anderson, and its kernels: {no_step}",
-        halves_are_damped and "iterates of damped steps in half precision are kept in fp32",
         type(net.backward) not in modes and f"the backward mode is {type(net.backward).__name__}",
         observed and "penalties observe the network's own pass",
         training and _not_copied(net.R),
@@ -262,6 +257,7 @@ def _no_step(net: ImplicitNetwork) -> str:
     norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
     return _unless(
         (uses_batch_statistics(net.R) if net.coupled is None else net.coupled) and "the samples stop as one",
+        type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
         norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
         memory > LONGEST and f"the memory of the solver is {memory}, at most {LONGEST}",
     ).why

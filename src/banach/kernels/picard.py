@@ -1,4 +1,4 @@
-"""A step of Picard in one kernel per tensor: residual, test, next iterate. Reference: `Iteration._move`."""
+"""A step of Picard in one kernel per tensor: residual, test, next iterate. Reference: `banach.Picard`."""
 
 from __future__ import annotations
 

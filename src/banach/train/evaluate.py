@@ -33,7 +33,7 @@ AT_A_TIME = 512  # images per captured batch in eval mode; batches are powers of
 class Scorer:
     """x -> (scores in at least fp32, Solution or None), without gradients, in the mode that the network is in.
 
-    On a GPU a network that iterates by Picard is captured at the first call, and again when its tolerance, solver,
+    On a GPU a network is captured at the first call, and again when its tolerance, solver,
     a part, a module's mode or the address of a weight has changed. In eval mode `CompiledNetwork` predicts; in
     training mode only an R that the kernels know is captured. Everything else goes through the network itself. So
     does, with one warning, what cannot be captured: `reason` then says why. With several `ranks`, all of them
