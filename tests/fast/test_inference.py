@@ -228,6 +228,7 @@ def test_buckets_are_powers_of_two(count: int, size: int) -> None:
     x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
     padded = filled(x, size)
     assert padded.shape == (size, 2, 3, 4)
+    assert padded.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(padded[:count], x)
     assert torch.equal(padded[count:], x[:1].expand(size - count, 2, 3, 4))
 

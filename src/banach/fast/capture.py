@@ -210,10 +210,4 @@ def bucket(count: int) -> int:
 
 def filled(x: Tensor, size: int) -> Tensor:
     """Return x, then copies of its first sample up to `size`: layers give finite values for real samples."""
-    if size == len(x):
-        return x.clone()
-    buffer = torch.empty_like(x[:1].expand(size, *x.shape[1:]), memory_format=torch.preserve_format)
-    buffer = buffer.contiguous() if 0 in buffer.stride() else buffer
-    buffer.copy_(x[:1].expand(size, *x.shape[1:]))
-    buffer[: len(x)].copy_(x)
-    return buffer
+    return torch.cat([x, *[x[:1]] * (size - len(x))])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +17,6 @@ from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples, solve
 from banach.solve.solution import DEFERRED
-
-
-class _Answer(NamedTuple):
-    """One row per sample: the output, and what a `Solution` holds."""
-
-    y: Any
-    value: Latent
-    residual: Tensor
-    converged: Tensor
-    steps: Tensor
-    stalled: Tensor
-    nonfinite: Tensor
-    diverged: Tensor
-
-    def solution(self, net: ImplicitNetwork) -> Solution:
-        return Solution(*self[1:], solver=net.solver, tolerance=net.tolerance)
 
 
 class CompiledNetwork:
@@ -90,27 +73,25 @@ class CompiledNetwork:
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
-        everyone, failures = self._run(d, z0, whole=solution)
+        y, found = self._run(d, z0, whole=solution)
         if solution:
-            return everyone.y, everyone.solution(self.net)
-        if failures:  # samples are independent: R is not probed
-            found = replace(everyone.solution(self.net), failures=failures)
+            return y, found
+        if found.failures:  # samples are independent: R is not probed
             warn_unconverged(found, self.fast.R, (), coupled=True)
-        return everyone.y
+        return y
 
-    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[_Answer, frozenset[Status]]:
-        """Return the answer, and how samples failed if the network would warn of them.
+    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[Any, Solution]:
+        """Return the output and the Solution, with the failures that the network would warn of.
 
-        The answer of a graph is a copy, or, unless `whole`, its y alone: the next call overwrites the others.
+        What a graph gives is copied, or, unless `whole`, the output alone: the next call overwrites the others.
         """
         tolerance = self.net.tolerance
         if not self.plan.graph:
-            made, found = self._answer(d, z0, eager=True)
-            return made, found.failures
+            return self._answer(d, z0, eager=True)
         given = (d,) if z0 is None else (d, z0)
 
-        def program(*padded: Tensor) -> _Answer:
-            return self._answer(*rebuild(given, padded))[0]
+        def program(*padded: Tensor) -> tuple[Any, ...]:
+            return self._flat_answer(*rebuild(given, padded))
 
         def copy(part: Tensor) -> Tensor:
             return part[:batch].clone()
@@ -119,30 +100,35 @@ class CompiledNetwork:
         size = bucket(batch)
         structure = None if z0 is None else outline(z0)  # dictionaries may list their keys in another order
         key = (tolerance, size, structure, *((x.shape[1:], x.dtype) for x in parts))
-        answer: _Answer = self._calls(key, program, parts, size)
+        made: tuple[Any, ...] = self._calls(key, program, parts, size)
         failures, again = frozenset[Status](), None
         if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
-            failures, again = _failed(answer, batch)
-        if again is None or not self.plan.fused_step:  # an `Iteration` keeps no best iterate
-            return map_leaves(copy, answer) if whole else answer._replace(y=map_leaves(copy, answer.y)), failures
-        everyone: _Answer = map_leaves(copy, answer)
-        better = self._answer(*select(given, again), eager=True)[0]
-        for mine, other in zip(leaves(everyone), leaves(better), strict=True):
-            mine[again] = other.to(mine.dtype)
-        return everyone, failures
+            _, converged, _, _, nonfinite, diverged = (number[:batch] for number in made[2:])
+            failures, again = _failed(converged, nonfinite, diverged)
+        improves = again is not None and bool(self.plan.fused_step)  # an `Iteration` keeps no best iterate
+        made = map_leaves(copy, made) if whole or improves else (map_leaves(copy, made[0]), *made[1:])
+        if improves:
+            better = self._flat_answer(*select(given, again), eager=True)
+            for mine, other in zip(leaves(made), leaves(better), strict=True):
+                mine[again] = other.to(mine.dtype)
+        return made[0], Solution(*made[1:], solver=self.net.solver, tolerance=tolerance, failures=failures)
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
-    ) -> tuple[_Answer, Solution]:
-        """Return N(d), with the fixed point. `eager`: by `solve`, with host checks."""
-        fast, mode = self.fast, self.net.backward
+    ) -> tuple[Any, Solution]:
+        """Return N(d) and the Solution. `eager`: by `solve`, with host checks."""
+        fast, mode, count = self.fast, self.net.backward, len(d[0])
         with self._autocast(d[0]):
-            v = _check_rows("Q(d)", fast.Q(*d), len(d[0]))
+            v = _check_rows("Q(d)", fast.Q(*d), count)
             found = self._solve(v, z0) if eager else fast.solve(v, z0)
-            z = _check_rows("the latent", found.value, len(d[0]))
+            z = _check_rows("the latent", found.value, count)
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
-            y = _check_rows("S(u)", fast.S(u), len(d[0]))
-        return _Answer(y, z, *(getattr(found, name) for name in DEFERRED)), found
+            return _check_rows("S(u)", fast.S(u), count), found
+
+    def _flat_answer(self, *given: Any, eager: bool = False) -> tuple[Any, ...]:
+        """Return the same as one nest: the output, the latent and the numbers of its samples."""
+        y, found = self._answer(*given, eager=eager)
+        return y, found.value, *(getattr(found, name) for name in DEFERRED)
 
     def _solve(self, v: Latent, z0: Latent | None) -> Solution:
         net, count = self.net, len(leaves(v)[0])
@@ -169,11 +155,11 @@ class CompiledNetwork:
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
 
 
-def _failed(answer: _Answer, batch: int) -> tuple[frozenset[Status], Tensor | None]:
+def _failed(converged: Tensor, nonfinite: Tensor, diverged: Tensor) -> tuple[frozenset[Status], Tensor | None]:
     """Return how samples failed, and which ones diverged, None if none did. Syncs with the host."""
-    met, lost, diverged = torch.stack((answer.converged, answer.nonfinite, answer.diverged))[:, :batch].cpu()
+    met, lost, far = torch.stack((converged, nonfinite, diverged)).cpu()
     kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
-    again = (lost | diverged).nonzero()[:, 0].to(answer.converged.device)
+    again = (lost | far).nonzero()[:, 0].to(converged.device)
     return frozenset(status for status, some in kinds.items() if some), again if len(again) else None
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from banach.fast.plan import Plan, is_stack, is_window
 from banach.network import ImplicitNetwork
@@ -16,15 +17,7 @@ from banach.nn import substitute
 Net = TypeVar("Net", bound=nn.Module)
 
 # Layers whose weights autocast would cast at every call. Norms keep theirs in fp32, as autocast does.
-_CAST = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_CAST = nn.Linear, _ConvNd
 
 
 def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
