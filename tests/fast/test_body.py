@@ -24,7 +24,6 @@ from banach import (
 )
 from banach.fast import FastNetwork, plan
 from banach.fast.iteration import Iteration
-from banach.models.blocks import LatentResNet
 from banach.nn import Dropout
 from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
@@ -117,28 +116,6 @@ def test_under_autocast_a_network_in_float64_stays_in_float64() -> None:
         torch.testing.assert_close(banach.compile(net.eval())(d), net(d), rtol=1e-10, atol=1e-10)
     assert output.dtype == torch.float64
     assert bool(reached.converged.all())
-
-
-class Mixing(torch.nn.Module):
-    """A nest of two tensors; under autocast its values are bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, u: Any, v: Any) -> Any:
-        return 0.5 * torch.tanh(self.linear(u[1])) + v[0], 0.5 * torch.tanh(self.linear(u[0])) + v[1]
-
-
-def test_damped_steps_of_nests_and_of_short_values() -> None:
-    torch.manual_seed(0)
-    parts: Any = (lambda d: (d, 2 * d), Mixing(), lambda u: u[0] + u[1])
-    net = ImplicitNetwork(*parts, solver=Picard(0.3), tolerance=Tolerance(max_steps=9, atol=0, check_every=0))
-    d = torch.randn(3, 4)
-    torch.testing.assert_close(fast(net, d)[0], net(d))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        short = fast(net, d.bfloat16(), bf16=True)[0]
-    torch.testing.assert_close(short.float(), net(d), rtol=5e-2, atol=5e-2)
 
 
 class Halved(JFB):
@@ -324,37 +301,3 @@ def alone() -> Any:
 )
 def test_what_the_kernel_does_not_compute_is_left_to_the_loop(net: Any) -> None:
     assert not plan(net).kernel
-
-
-class OtherForward(LatentResNet):
-    """Inherits what its parent says of itself, and computes something else."""
-
-    def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return 0.5 * super().forward(u, v) + 1
-
-
-class DoubledConv(torch.nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-def altered(how: str) -> Any:
-    net = kernel_network().eval()
-    if how == "another forward":
-        net.R = OtherForward(24, 1, 0.5).double().eval()
-    elif how == "a hook":
-        net.R.blocks[0].conv1.register_forward_hook(lambda module, given, out: 2 * out)
-    elif how == "another convolution":
-        net.R.blocks[0].conv1 = DoubledConv(24, 24, 3, padding=1).double()
-    elif how == "a parametrisation":
-        torch.nn.utils.parametrizations.weight_norm(net.R.blocks[0].conv1)
-    return net.eval()
-
-
-@pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("how", ["another forward", "a hook", "another convolution", "a parametrisation"])
-def test_an_R_that_computes_something_else_than_its_class_says_is_left_to_the_loop(how: str) -> None:
-    assert plan(altered("nothing")).kernel
-    net = altered(how)
-    assert not plan(net).kernel
-    torch.testing.assert_close(banach.compile(net)(images()), net(images()), rtol=1e-4, atol=1e-4)
