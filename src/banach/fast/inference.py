@@ -105,13 +105,17 @@ class CompiledNetwork:
         if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
             _, converged, _, _, nonfinite, diverged = (number[:batch] for number in made[2:])
             failures, again = _failed(converged, nonfinite, diverged)
-        improves = again is not None and bool(self.plan.fused_step)  # an `Iteration` keeps no best iterate
-        made = map_leaves(copy, made) if whole or improves else (map_leaves(copy, made[0]), *made[1:])
-        if improves:
+        if not self.plan.fused_step:
+            again = None  # only an `Iteration` keeps no best iterate
+        made = map_leaves(copy, made) if whole or again is not None else (map_leaves(copy, made[0]), *made[1:])
+        if again is not None:
             better = self._flat_answer(*select(given, again), eager=True)
             for mine, other in zip(leaves(made), leaves(better), strict=True):
                 mine[again] = other.to(mine.dtype)
-        return made[0], Solution(*made[1:], solver=self.net.solver, tolerance=tolerance, failures=failures)
+        numbers = dict(zip(DEFERRED, made[2:], strict=True))
+        return made[0], Solution(
+            made[1], **numbers, solver=self.net.solver, tolerance=tolerance, failures=failures
+        )
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
