@@ -81,9 +81,7 @@ def altered(how: str) -> Any:
     return R
 
 
-@pytest.mark.parametrize(
-    "how", ["no norm", "another forward", "a hook", "another convolution", "a parametrisation"]
-)
+@pytest.mark.parametrize("how", ["no norm", "another forward", "a hook", "another conv", "a parametrisation"])
 def test_an_R_that_computes_something_else_than_its_class_says_has_no_form(how: str) -> None:
     assert describe(altered("nothing")) == LatentForm(outer=0.5, slope_after=0.1**2)
     assert describe(altered(how)) is None
