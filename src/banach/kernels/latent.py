@@ -184,7 +184,7 @@ def latent_solve(
 def _check(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance) -> None:
     if describe(R) is None:
         raise ValueError(
-            f"expected an R of the form LatentForm, its blocks in one mode, got {R}; use banach.solve"
+            f"expected an R of the form LatentForm, its blocks in one mode, got {type(R).__name__}; use banach.solve"
         )
     channels = R.blocks[0].conv1.in_channels
     if v.dim() != 4 or v.shape[1] != channels or not len(v):
