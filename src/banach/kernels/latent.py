@@ -183,9 +183,8 @@ def latent_solve(
 
 def _check(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance) -> None:
     if describe(R) is None:
-        raise ValueError(
-            f"expected an R of the form LatentForm, its blocks in one mode, got {type(R).__name__}; use banach.solve"
-        )
+        got = type(R).__name__
+        raise ValueError(f"expected an R of the form LatentForm, blocks in one mode, got {got}; use banach.solve")
     channels = R.blocks[0].conv1.in_channels
     if v.dim() != 4 or v.shape[1] != channels or not len(v):
         raise ValueError(f"v must be (batch, {channels}, height, width), not empty, got {tuple(v.shape)}; check Q")
