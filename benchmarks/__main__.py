@@ -15,7 +15,7 @@ from banach.provenance import source_commit
 from benchmarks.results import Benchmark
 
 FILES = (
-    *("loop", "memory", "onestep", "per_sample", "modes", "starts", "layout", "penalty"),
+    *("loop", "memory", "onestep", "per_sample", "modes", "layout", "penalty"),
     "training_step",
 )
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}

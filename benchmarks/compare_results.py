@@ -28,7 +28,6 @@ LOWER = {  # the less, the better
     "onestep": ("ratio",),
     "modes": ("time / JFB",),
     "penalty": ("cost of a step",),
-    "starts": ("steps",),
 }
 HIGHER = {"compaction": ("useful %",), "layout": ("gain",)}
 COLUMNS = [(name, column, 1) for name, some in LOWER.items() for column in some]

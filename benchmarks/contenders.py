@@ -324,7 +324,10 @@ CONTENDERS = {
         Contender("banach-fast", partial(Captured, compiled=True), "ours", fast=True),
         Contender("banach-general", partial(Captured, compiled=True), "ours", hide_form, fast=True),
         Contender(
-            "banach-modules", partial(Captured, compiled=True, without=("fused", "windows")), "ours", fast=True
+            "banach-modules",
+            partial(Captured, compiled=True, without=("fused_blocks", "windows")),
+            "ours",
+            fast=True,
         ),
         Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, fast=True),
     )

@@ -15,6 +15,7 @@ import banach.train.evaluate  # noqa: F401
 from banach import Tolerance, models
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once, loop_eagerly
+from kernels.cases import plain_picard_step, solve_by_modules
 
 PLAN: Any = sys.modules["banach.fast.plan"]
 
@@ -55,3 +56,5 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
     monkeypatch.setattr("banach.fast.while_node.missing", lambda: "")
     monkeypatch.setattr("banach.fast.capture.Graphs", EagerGraphs)
     monkeypatch.setattr(PLAN, "_no_kernel", lambda net, device: "" if kernels else "simulated")
+    monkeypatch.setattr("banach.kernels.latent_solve", solve_by_modules)
+    monkeypatch.setattr("banach.kernels.picard_step", plain_picard_step)

@@ -39,33 +39,22 @@ def recorded(program: Callable[[], None]) -> Recording:
 
 
 @pytest.mark.parametrize("breaks", [asks, waits])
-def test_after_one_that_breaks_off_random_numbers_go_on(breaks: Callable[[], None]) -> None:
-    out = torch.zeros(1000, device=CUDA)
+def test_after_one_that_breaks_off_random_numbers_and_captures_go_on(breaks: Callable[[], None]) -> None:
+    graphs, out, before = Graphs(CUDA), torch.zeros(1000, device=CUDA), torch.cuda.current_stream()
     earlier = recorded(lambda: fill(out))
-    before = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError):
-        recorded(breaks)
-    assert torch.cuda.current_stream() == before
-    seen = set()
-    for _ in range(3):  # an earlier program draws new numbers at every replay
-        earlier.replay()
-        seen.add(tuple(out.tolist()))
-    assert len(seen) == 3
-    assert 300 < int(dropped().count_nonzero()) < 700
-
-
-@pytest.mark.parametrize("breaks", [asks, waits])
-def test_the_same_graphs_capture_again(breaks: Callable[[], None]) -> None:
-    graphs, out = Graphs(CUDA), torch.zeros(1000, device=CUDA)
     for _ in range(2):
         graphs.warm_up(breaks)
         with pytest.raises(RuntimeError):
             graphs.capture(breaks)
+    assert torch.cuda.current_stream() == before
+    assert 300 < int(dropped().count_nonzero()) < 700
     graphs.warm_up(lambda: fill(out))
-    graph = graphs.capture(lambda: fill(out))
-    out.zero_()
-    graph.replay()
-    assert 300 < int(out.count_nonzero()) < 700
+    later, seen = graphs.capture(lambda: fill(out)), set()
+    for graph in (earlier, later, earlier, later):  # they draw new numbers at every replay
+        graph.replay()
+        assert 300 < int(out.count_nonzero()) < 700
+        seen.add(tuple(out.tolist()))
+    assert len(seen) == 4
 
 
 def test_what_a_warm_up_did_can_be_put_back_when_it_fails() -> None:

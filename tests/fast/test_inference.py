@@ -26,11 +26,9 @@ from banach import (
     Unroll,
     models,
 )
-from banach.fast import FastNetwork
 from banach.fast.capture import bucket, filled
 from banach.latent import map_leaves
 from fast.simulated import simulate_gpu
-from problems import normal, symmetric
 
 SLOPES = (
     torch.tensor([0.1, 0.5, 0.9, 0.95, 0.3, -0.6, 0.0], dtype=torch.float64)[:, None].expand(-1, 3).contiguous()
@@ -120,18 +118,6 @@ def test_every_sample_takes_its_own_steps(name: str) -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("solver", [Anderson(10), Anderson(3), Broyden(10)])
-def test_other_solvers_are_run(solver: Any) -> None:
-    """Eigenvalues all over [0, .98]: a few steps do not find the fixed point."""
-    A = symmetric(n=20, top=0.98).matrix
-    assert A is not None
-    check_same(
-        network(lambda u, v: u @ A + v, solver=solver, tolerance=Tolerance(atol=1e-6, max_steps=300)),
-        normal(5, 20),
-    )
-
-
-@pytest.mark.usefixtures("device")
 def test_alone_and_in_a_batch_it_is_the_same_answer() -> None:
     fast = banach.compile(network(tolerance=Tolerance(atol=1e-6, max_steps=200)))
     together, found = fast(SLOPES, solution=True)
@@ -192,14 +178,6 @@ def test_diverging_samples_are_reported_and_keep_their_best_iterate(name: str) -
     assert name != "finite nowhere" or found.residual[0].item() == math.inf
 
 
-def test_a_captured_step_reports_them_too() -> None:
-    """And keeps what is not finite, so that the loss shows it."""
-    y, found = FastNetwork(network(tolerance=RELATIVE))(grows(1.2))
-    assert found is not None
-    assert (found.nonfinite.tolist(), found.converged.tolist()) == ([True, False], [False, True])
-    torch.testing.assert_close(y[1], torch.full((8,), 2.0), rtol=5e-3, atol=0)
-
-
 def test_few_steps_warn_at_the_users_line_and_a_fixed_depth_does_not() -> None:
     net = network(tolerance=Tolerance(max_steps=9))
     fast, d = banach.compile(net), torch.full((2, 3), 1.5)
@@ -208,19 +186,6 @@ def test_few_steps_warn_at_the_users_line_and_a_fixed_depth_does_not() -> None:
     assert caught[0].filename == __file__
     for net.tolerance in (Tolerance(max_steps=9, check_every=0), Tolerance(max_steps=0)):
         fast(d)
-
-
-@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
-def test_float64_is_judged_in_float64(size: float) -> None:
-    """In float32 the square of 1e-25 is nothing, and that of 1e25 is infinite."""
-    net = network(halves, tolerance=Tolerance(atol=0, rtol=1e-6, max_steps=200))
-    d = size * torch.ones(1, 4, dtype=torch.float64)
-    y, found = check_same(net, d)
-    assert (found.status, int(found.steps)) == ((GOOD,), 20)
-    torch.testing.assert_close(y, 2 * d, rtol=1e-6, atol=0)
-    reached: Any = FastNetwork(net)(d)[1]
-    assert (reached.converged.tolist(), reached.steps.tolist()) == ([True], [20])
-    assert reached.residual.dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist"])
@@ -241,6 +206,7 @@ def test_buckets_are_powers_of_two(count: int, size: int) -> None:
     x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
     padded = filled(x, size)
     assert padded.shape == (size, 2, 3, 4)
+    assert padded.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(padded[:count], x)
     assert torch.equal(padded[count:], x[:1].expand(size - count, 2, 3, 4))
 
@@ -248,58 +214,45 @@ def test_buckets_are_powers_of_two(count: int, size: int) -> None:
 # What it does not take. The network itself takes all of these.
 
 D = torch.ones(2, 3, 4)
-REFUSED: dict[str, tuple[ImplicitNetwork, Any, type[Exception]]] = {
-    r"whose Q\(d\) has a row .* shape \(3, 4\)": (
-        network(lambda u, v: halves(u, v[0] + v[1]), lambda d: (d, d[0]), start=lambda v: torch.zeros_like(v[0])),
-        D,
-        ValueError,
+REFUSED = {
+    r"Q\(d\) .* a row for each of 2 .* shape \(3, 4\)": network(
+        lambda u, v: halves(u, v[0] + v[1]), lambda d: (d, d[0]), start=lambda v: torch.zeros_like(v[0])
     ),
-    r"whose latent has a row .* shape \(\)": (
-        network(lambda u, v: (halves(u[0], v), u[1]), S=lambda u: u[0], start=lambda v: (v, v.new_zeros(()))),
-        D,
-        ValueError,
+    r"the latent .* a row .* shape \(\)": network(
+        lambda u, v: (halves(u[0], v), u[1]), S=lambda u: u[0], start=lambda v: (v, v.new_zeros(()))
     ),
-    r"S\(u\) of a compiled network must hold at least one tensor, got an empty tuple": (
-        network(halves, S=lambda u: ()),
-        D,
-        ValueError,
-    ),
-    r"S\(u\) of a compiled network must be a tensor or .* dict of tensors, got float": (
-        network(halves, S=lambda u: (u, 1.0)),
-        D,
-        TypeError,
-    ),
-    r"whose d is one tensor, got a dict": (network(halves, lambda d: d["x"]), {"x": D}, TypeError),
-    r"whose Q\(d\) has a row for each of 2": (network(halves, lambda d: d.flatten(0, 1)), D, ValueError),
-    r"whose S\(u\) has a row .* shape \(3, 4\)": (network(halves, S=lambda u: u.mean(0)), D, ValueError),
-    r"whose S\(u\) has a row .* shape \(\)": (network(halves, S=lambda u: u.mean()), D, ValueError),
+    r"Q\(d\) .* a row .* shape \(6, 4\)": network(halves, lambda d: d.flatten(0, 1)),
+    r"S\(u\) .* must hold at least one tensor, got an empty tuple": network(halves, S=lambda u: ()),
+    r"S\(u\) .* must be a tensor or .* dict of tensors, got float": network(halves, S=lambda u: (u, 1.0)),
+    r"S\(u\) .* a row .* shape \(3, 4\)": network(halves, S=lambda u: u.mean(0)),
+    r"S\(u\) .* a row .* shape \(\)": network(halves, S=lambda u: u.mean()),
 }
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("words", REFUSED)
 def test_parts_that_are_no_tensor_with_a_row_for_every_sample_are_refused(words: str) -> None:
-    net, d, error = REFUSED[words]
-    net(d)
-    with pytest.raises(error, match=words):
-        banach.compile(net)(d)
+    net = REFUSED[words]
+    net(D)
+    with pytest.raises((TypeError, ValueError), match=words):
+        banach.compile(net)(D)
 
 
 def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
-    for wrong, name in ((nn.Linear(2, 2), "Linear"), (None, "NoneType"), (ImplicitNetwork, "ImplicitNetwork")):
-        with pytest.raises(TypeError, match=f"compile takes an ImplicitNetwork, got {name}"):
-            banach.compile(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="compile takes an ImplicitNetwork, got Linear"):
+        banach.compile(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="whose inputs are tensors, got dict"):
+        banach.compile(network(halves, lambda d: d["x"]))({"x": D})
     with pytest.raises(ValueError, match="coupled=True"):
         banach.compile(network(coupled=True))
     with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
         banach.compile(network().train())(torch.ones(2, 3))
-    for count in (1.5, True, -1):
-        with pytest.raises(ValueError, match="must be a whole number, at least"):
-            banach.compile(network(), neighbours=count)  # type: ignore[arg-type]
     fast, d = banach.compile(network(halves)), torch.ones(2, 3)
-    with pytest.raises(TypeError, match="such as the value of a Solution, must be a tensor or a tuple"):
+    with pytest.raises(TypeError, match="z0 of a compiled network must be a tensor or a tuple"):
         fast(d, z0=fast(d, solution=True)[1])
-    with pytest.raises(ValueError, match=r"one latent for each of 2 inputs, got a tensor of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"z0 of a compiled network must have a row for each of 2 .* shape \(3,\)"
+    ):
         fast(d, z0=(d, d[0]))
     with pytest.raises(ValueError, match="got a tensor without dimensions"):
         fast(torch.tensor(1.0))
@@ -307,9 +260,9 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
 
 @pytest.mark.usefixtures("device")
 def test_an_empty_batch_has_an_empty_answer() -> None:
-    for fast in (banach.compile(network(halves)), banach.compile(network(halves), neighbours=4)):
-        assert fast(torch.ones(0, 3)).shape == (0, 3)
-        assert fast(torch.ones(2, 3)).shape == (2, 3)
+    fast = banach.compile(network(halves))
+    assert fast(torch.ones(0, 3)).shape == (0, 3)
+    assert fast(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_an_r_that_mixes_samples_is_refused() -> None:
@@ -318,17 +271,3 @@ def test_an_r_that_mixes_samples_is_refused() -> None:
     assert fast(torch.ones(1, 3)).shape == (1, 3), "one sample has nothing to mix with"
     with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
         fast(torch.ones(4, 3))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 3, 64])
-def test_captured_it_is_the_same(batch: int) -> None:
-    torch.manual_seed(0)
-    net: Any = models.build("digits", tolerance=Tolerance(atol=1e-9, max_steps=300)).double().eval().cuda()
-    fast = banach.compile(net)
-    for _ in range(3):
-        d = torch.randn(batch, 1, 8, 8, dtype=torch.float64, device="cuda")
-        y, found = fast(d, solution=True)
-        torch.testing.assert_close(y, net(d), rtol=1e-6, atol=1e-7)
-        again = fast(d, z0=found.value)
-        torch.testing.assert_close(again, y, rtol=1e-6, atol=1e-7)

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import banach
-from banach import GMRES, Anderson, Implicit, Neumann, Tolerance, Unroll, models
+from banach import GMRES, Implicit, Neumann, Tolerance, Unroll, models
 from banach.fast import Plan, plan
 from fast.simulated import simulate_gpu
 
@@ -19,7 +19,8 @@ def build(name: str = "digits", **options: Any) -> Any:
 
 def test_on_a_cpu_steps_are_eager() -> None:
     assert str(plan(build())) == "training step on cpu, fp32: eager\n  CUDA graph: no, the weights are on the CPU"
-    assert plan(build()).to_dict()["CUDA graph"] == "no, the weights are on the CPU"
+    how = plan(build(), refused="fast is off").to_dict()
+    assert how["CUDA graph"] == "no, the weights are on the CPU"
 
 
 def test_on_a_gpu_every_choice_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +46,6 @@ GRAPH: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Implicit": ({"backward": Implicit(GMRES())}, {}, "Implicit syncs with the host for its report or its method"),
 }
 BARE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "solver": ({"solver": Anderson()}, {}, "the solver is Anderson"),
     "mode": ({"backward": Neumann(1)}, {}, "the backward mode is Neumann"),
     "observed": ({}, {"observed": True}, "penalties observe the network's own pass"),
 }
@@ -56,7 +56,7 @@ def test_reasons(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, kernels=True)
     options, how, why = {**GRAPH, **BARE}[name]
     made = plan(build(**options), **how)
-    assert (made.graph if name in GRAPH else made.bare).why.startswith(why)
+    assert (made.graph if name in GRAPH else made.own_loop).why.startswith(why)
     if name in BARE:
         assert made.graph
         assert made.kernel.why == made.windows.why == "the network is not taken apart"
@@ -71,7 +71,7 @@ def test_kernels_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(build("mnist"), precision="tf32").channels_last.why == "tensor cores read it"
     explicit = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     assert plan(explicit).graph
-    assert plan(explicit).bare.why == "the network has no fixed point"
+    assert plan(explicit).own_loop.why == "the network has no fixed point"
 
 
 def test_a_compiled_network_has_a_plan() -> None:
@@ -81,10 +81,10 @@ def test_a_compiled_network_has_a_plan() -> None:
 
 
 def test_predictions_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neumann's value is JFB's; other solvers and Unroll go through the network when it is evaluated."""
+    """Neumann's value is JFB's; Unroll goes through the network when it is evaluated."""
     simulate_gpu(monkeypatch, kernels=False)
-    assert plan(build(backward=Neumann(2)).eval(), training=False).bare
-    assert not plan(build(backward=Unroll(2)).eval(), training=False).bare
+    assert plan(build(backward=Neumann(2)).eval(), training=False).own_loop
+    assert not plan(build(backward=Unroll(2)).eval(), training=False).own_loop
     assert plan(build(), training=False).graph.why == "the samples of a batch share statistics"
     net = build().eval()
     net.S.drop.train()
@@ -95,9 +95,8 @@ def test_predictions_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_real_gpu_the_papers_network_has_everything() -> None:
     net = build("cifar10").cuda()
     made = plan(net, precision="bf16")
-    assert all(
-        (made.graph, made.bare, made.kernel, made.bf16_weights, made.fused, made.windows, made.channels_last)
-    )
+    used = "graph", "own_loop", "kernel", "bf16_weights", "fused_blocks", "windows", "channels_last"
+    assert all(getattr(made, name) for name in used)
     assert plan(net.double(), precision="fp32").kernel.why == "needs float32 weights"
 
 
@@ -106,7 +105,3 @@ def test_bad_input_is_refused() -> None:
         plan(nn.Linear(2, 2), precision="bf61")
     with pytest.raises(TypeError, match="plan takes a network, got str"):
         plan("x")  # type: ignore[arg-type]
-
-
-def test_on_a_cpu_the_device_is_the_reason() -> None:
-    assert plan(nn.Linear(2, 2), refused="fast is off").graph.why == "the weights are on the CPU"

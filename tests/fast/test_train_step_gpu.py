@@ -265,17 +265,3 @@ def test_a_scheduler_is_followed_by_a_captured_step(kind: Any) -> None:
     assert float(made.param_groups[0]["lr"]) == pytest.approx(0.05 * 0.5**8)
     for a, b in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("known", [False, True], ids=["any R", "an R that the kernels know"])
-def test_a_prediction_for_no_image_has_no_row(known: bool) -> None:
-    torch.manual_seed(0)
-    if known:
-        net: Any = models.build("digits", tolerance=Tolerance(atol=1e-3, max_steps=50)).cuda().eval()
-    else:
-        net = own_network().eval()
-    fast = banach.compile(net)
-    d = torch.randn(5, 1, 8, 8, device="cuda", dtype=next(net.parameters()).dtype)
-    full = fast(d)
-    assert fast(d[:0]).shape == (0, 10)
-    torch.testing.assert_close(fast(d), full, rtol=0, atol=0)

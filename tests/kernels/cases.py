@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from banach.fast.weights import frozen_copy
 from banach.models.blocks import LatentResNet
 from banach.models.cifar10 import Block, CIFARLatent
 from banach.models.mnist import mnist
 from banach.models.svhn import svhn
-from banach.solve import Norm, Tolerance, WorstPixel
+from banach.nn.layers import uses_batch_statistics
+from banach.solve import RMS, Norm, Solution, Tolerance, WorstPixel, solve
 
 NETWORKS = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10)}
 
@@ -49,6 +51,31 @@ def _prepared(
         for _ in range(40):
             z = R(z, v)
     return R.train(train), v
+
+
+def solve_by_modules(R: Any, v: Tensor, z0: Tensor | None = None, *, tolerance: Tolerance) -> Solution:
+    """What `latent_solve` computes, by the modules of R, whose running statistics stay."""
+    z0 = torch.zeros_like(v) if z0 is None else z0
+    return solve(frozen_copy(R), z0, inputs=(v,), tolerance=tolerance, coupled=uses_batch_statistics(R))
+
+
+def plain_picard_step(samples: Any, parts: Any, tolerance: Tolerance, damping: float) -> None:
+    """What `picard_step` computes, in plain torch."""
+    index = torch.arange(len(samples.active)) if samples.index is None else samples.index
+    was = samples.active[index]
+    z, Tz = (torch.cat([part[which].flatten(1) for part in parts], 1) for which in (0, 1))
+    scale = z.shape[1] ** -0.5 if type(tolerance.norm) is RMS else 1.0
+    residual = torch.linalg.vector_norm(Tz - z, dim=1) * scale
+    allowed = tolerance.atol + tolerance.rtol * torch.linalg.vector_norm(Tz, dim=1) * scale
+    goes_on = residual.isfinite() & allowed.isfinite() & (residual > allowed)
+    least = torch.fmin(samples.least[index], residual)
+    for name, new in {"residual": residual, "allowed": allowed, "least": least, "active": goes_on}.items():
+        numbers = getattr(samples, name)
+        numbers[index] = torch.where(was, new, numbers[index])
+    samples.steps[index] += was.int()
+    for old, new in parts:
+        moves = was.view(-1, *(1,) * (old.dim() - 1))
+        old.copy_(torch.where(moves, torch.lerp(new.to(old.dtype), old, damping), old))
 
 
 def tolerance(norm: Norm = WorstPixel(), **settings: Any) -> Tolerance:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -22,9 +23,8 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from banach import RMS, Euclidean, Solution, Tolerance
-from banach.kernels import host, latent, latent_kernel, residual_stack, stack, window
-from banach.kernels.latent import LatentMap, kernel_solve, latent_map, reference_solve
-from kernels.cases import answer, modules, stack_of, tiny, tolerance, worst
+from banach.kernels import host, latent, latent_kernel, latent_solve, stack, window
+from kernels.cases import answer, modules, solve_by_modules, stack_of, tiny, tolerance, worst
 from kernels.window_cases import CASES, made, worst_error
 
 Differences = dict[str, float]
@@ -53,7 +53,6 @@ def repair_interpreter() -> None:
 
 def stacks() -> dict[str, Differences]:
     """Two blocks of odd sizes, in training with dropout and in eval mode, against modules in float64."""
-    stack.has_kernel = lambda x: True
     march, small = {"rows": 16, "places": 2, "march": True}, {"rows": 16}
     return {
         "float32, in memory order, train": _stack_errors(True, small, torch.float32),
@@ -71,8 +70,9 @@ def _stack_errors(train: bool, tile: dict[str, Any], dtype: torch.dtype) -> Diff
     torch.manual_seed(1)
     x, cotangent = torch.randn(shape), torch.randn(shape)
     masks = torch.rand(2, shape[0], 35) >= rate if train else None
-    got = answer(blocks, x, lambda b, leaf: residual_stack(b, leaf, masks=masks), cotangent)
-    exact = answer(blocks.double(), x.double(), lambda b, leaf: modules(b, leaf, masks, 1 / (1 - rate)), cotangent)
+    scale = 1 / (1 - rate)
+    got = answer(blocks, x, lambda b, leaf: stack.fused_stack(b, leaf, masks, scale), cotangent)
+    exact = answer(blocks.double(), x.double(), lambda b, leaf: modules(b, leaf, masks, scale), cotangent)
     return worst(got, exact)
 
 
@@ -129,12 +129,17 @@ def differences(got: Solution, wanted: Solution) -> Differences:
     }
 
 
-def compare(
-    R: LatentMap, v: Tensor, z0: Tensor | None, stop: Tolerance, programs: int = 1, **tile: bool
-) -> Differences:
-    """The kernel against the reference, in tiles of 16 pixels."""
-    got = kernel_solve(R, v, z0, stop, torch.float32, tile={"rows": 16, **tile}, programs=programs)
-    return differences(got, reference_solve(R, v, z0, stop, torch.float32))
+def compare(R: Any, v: Tensor, z0: Tensor | None, stop: Tolerance, programs: int = 1, **tile: bool) -> Differences:
+    """The kernel against the modules, in tiles of 16 pixels."""
+    choose(programs, **tile)
+    got = latent_solve(R, v, z0, tolerance=stop)
+    return differences(got, solve_by_modules(R, v, z0, tolerance=stop))
+
+
+def choose(programs: int, **tile: bool) -> None:
+    """Let a solve have so many programs and tiles of 16 pixels."""
+    latent.tiled = lambda K, *sizes, **how: replace(K, rows=16, **tile)
+    host.multiprocessors = lambda device: programs  # type: ignore[assignment]
 
 
 def tiny_case(
@@ -143,25 +148,26 @@ def tiny_case(
     """Two blocks of one kind: train or eval, those of CIFAR-10 if "late"; infinite inputs if "infinite"."""
     R, v = tiny("late" in kind, train="train" in kind, batch=5 if programs > 1 else 3, channels=channels)
     z0 = torch.randn_like(v) if start else None
-    return compare(latent_map(R), v * float("inf") if "infinite" in kind else v, z0, stop, programs, **tile)
+    return compare(R, v * float("inf") if "infinite" in kind else v, z0, stop, programs, **tile)
 
 
 def with_large_weights(factor: float, **tile: bool) -> Differences:
     """Weights so large that iterates overflow or diverge: the first one is the best."""
     R, v = tiny(False, train=False)
-    known = latent_map(R)
-    known.weights.mul_(factor)
-    return compare(known, v, torch.randn_like(v), tolerance(max_steps=9), **tile)
+    with torch.no_grad():
+        for weight in (p for p in R.parameters() if p.dim() == 4):
+            weight.mul_(factor)
+    return compare(R, v, torch.randn_like(v), tolerance(max_steps=9), **tile)
 
 
 def of_size(size: float) -> Differences:
     """R(0, v) in two float16 parts, for a v whose largest number is given and an R that only multiplies."""
     R, v = tiny(False, train=False)
-    known = latent_map(R)
-    assert known.known is not None
-    known.biases.zero_()
-    known.known[0].zero_()  # the means
-    return compare(known, v * (size / v.abs().max()), None, tolerance(max_steps=1), split=True)
+    with torch.no_grad():
+        for name, shift in R.state_dict().items():
+            if name.endswith(("bias", "running_mean")):
+                shift.zero_()
+    return compare(R, v * (size / v.abs().max()), None, tolerance(max_steps=1), split=True)
 
 
 def alone() -> Differences:
@@ -169,7 +175,8 @@ def alone() -> Differences:
     R, v = tiny(False, train=True)
     latent.SPINS = 20
     latent_kernel.iterate = Together(latent_kernel.iterate, absent=1)
-    got = kernel_solve(latent_map(R), v, None, tolerance(), torch.float32, tile={"rows": 16}, programs=2)
+    choose(programs=2)
+    got = latent_solve(R, v, tolerance=tolerance())
     return {"first": float(got.steps[0]), "nan": float(got.value[:1].isnan().all()), "ok": float(got.converged[0])}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import banach.kernels
-from banach.kernels import conv2d, has_triton, host, latent, residual_stack, stack, window
+from banach.kernels import conv2d, has_triton, host, latent_solve, residual_stack, stack, window
 from kernels.cases import network, stack_of, tolerance
 
 
@@ -60,14 +60,12 @@ def test_triton_must_be_new_enough(monkeypatch: pytest.MonkeyPatch, version: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_solve_is_two_launches(device: Recorder, dtype: torch.dtype, train: bool) -> None:
     R, v = network("cifar10", train=train)
-    found = latent.kernel_solve(latent.latent_map(R), v, None, tolerance(), dtype)
+    found = latent_solve(R, v, tolerance=tolerance(), dtype=dtype)
     assert device.launches == {"pack": 1, "iterate": 1}
     assert device.grids["iterate"] == (2,)  # a CPU counts as two multiprocessors
     assert found.value.shape == v.shape
     assert found.value.is_contiguous(memory_format=torch.channels_last)
     assert found.steps.shape == found.diverged.shape == (len(v),)
-    with pytest.raises(ValueError, match="expected a batch"):
-        latent.kernel_solve(latent.latent_map(R), v[:0], None, tolerance(), dtype)
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
@@ -87,9 +85,8 @@ def test_launches_of_a_stack(device: Recorder, train: bool) -> None:
 
 
 def test_a_stack_without_a_gradient_launches_its_forward_pass(device: Recorder) -> None:
-    repeated = stack.repeated_stack(stack_of(3), torch.randn(2, 35, 20, 20))
-    assert not device.launches
-    repeated(torch.randn(2, 35, 20, 20))
+    with torch.no_grad():
+        residual_stack(stack_of(3), torch.randn(2, 35, 20, 20))
     assert device.launches == {"enter": 1, "convolve": 6, "fold": 4, "leave": 1}
 
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance, models
-from banach.kernels import describe, latent_solve
 from banach.models import ResNet, Shortcut
 from models.reference_models import (
     IMPLICIT,
@@ -152,23 +151,6 @@ def test_a_fresh_network_without_batch_norm_contracts(name: str) -> None:
     weight = net.state_dict()["R.blocks.0.conv2.weight"]
     bound = weight[0].numel() ** -0.5 * (0.1 if name == "svhn" else 1)
     assert bound * 0.9 < weight.abs().max() <= bound
-
-
-@pytest.mark.parametrize("name", ["mnist", "svhn", "cifar10", "digits"])
-def test_the_form_that_a_latent_map_declares_is_what_it_computes(name: str) -> None:
-    """The kernel that iterates R goes by this form: its plain twin must agree with R itself."""
-    torch.manual_seed(0)
-    net = models.build(name)
-    assert isinstance(net, ImplicitNetwork)
-    R = net.R.double().eval()
-    assert describe(R) is not None
-    channels, size = R.blocks[0].conv1.in_channels, 4
-    v = torch.randn(2, channels, size, size, dtype=torch.float64)
-    found = latent_solve(R, v, tolerance=Tolerance(atol=0.0, max_steps=3))
-    u = torch.zeros_like(v)
-    for _ in range(3):
-        u = R(u, v)
-    torch.testing.assert_close(found.value, u)
 
 
 def resnet(w: State, d: Tensor, n: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import Anderson, ConvergenceWarning, Euclidean, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll
+from banach import ConvergenceWarning, Euclidean, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll
 from banach.data import Images
 from banach.fast import CompiledNetwork, FastNetwork, plan
 from banach.train import Totals, evaluate, fit
@@ -267,14 +267,13 @@ def batch_statistics() -> Any:
 @pytest.mark.parametrize(
     "net",
     [
-        plain_network(solver=Anderson()),
         plain_network(backward=Unroll(3)),
         plain_network(coupled=True),
         doubled(),
         batch_statistics(),
         nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
     ],
-    ids=["Anderson", "Unroll", "coupled", "overridden forward", "statistics of the batch", "no fixed point"],
+    ids=["Unroll", "coupled", "overridden forward", "statistics of the batch", "no fixed point"],
 )
 def test_other_networks_are_called_themselves(made: Made, net: Any) -> None:
     assert evaluate(net, images(60), scorer=Scorer(net)) == evaluate(net, images(60))

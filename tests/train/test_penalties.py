@@ -82,9 +82,9 @@ def test_a_captured_pass_is_observed_too(monkeypatch: pytest.MonkeyPatch) -> Non
     net, penalties = plain_network(), Penalties(settings(**KINDS["all"]))
     data = images(16)
     x, y = data.normalise(data.pixels), data.labels
-    assert plan(net).bare
+    assert plan(net).own_loop
     fast = FastNetwork(net, plan(net, observed=True))
-    assert not fast.plan.bare
+    assert not fast.plan.own_loop
     with penalties.observing(net) as seen, loops_by(loop_eagerly):
         output, found = fast(x)
     assert found is not None

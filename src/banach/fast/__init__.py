@@ -4,7 +4,6 @@ from banach.fast.body import FastNetwork
 from banach.fast.capture import unchanged
 from banach.fast.inference import CompiledNetwork, compile
 from banach.fast.plan import Choice, Plan, plan
-from banach.fast.starts import LinearStart, Neighbours
 from banach.fast.step import Extras, TrainStep
 from banach.fast.weights import align_state, channels_last
 
@@ -13,8 +12,6 @@ __all__ = [
     "CompiledNetwork",
     "Extras",
     "FastNetwork",
-    "LinearStart",
-    "Neighbours",
     "Plan",
     "TrainStep",
     "align_state",

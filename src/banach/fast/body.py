@@ -5,53 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, plan
 from banach.fast.step import run_network
-from banach.fast.weights import Bf16Weights, compiled, forget_packed, frozen_copy, parts_of
+from banach.fast.weights import Bf16Weights, compiled, frozen_copy, parts_of
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, zeros
 from banach.nn.layers import uses_batch_statistics
-from banach.solve import Solution
+from banach.solve import Solution, solve
 
 
 class FastNetwork:
     """d -> (output, Solution): N(d) with the layers of the plan. Without a fixed point the Solution is None.
 
-    By JFB and Picard or Anderson, Q, R and S are called one by one: a kernel that knows R iterates it, or an
-    `Iteration`. A sample that diverges is marked (`nonfinite`, `diverged`) and keeps its last value: the loss
-    shows it. Other solvers and modes go through the network itself. With bf16 weights call `refresh` before the
-    passes of a step, and `collect` after their backward. A training step calls the object. `banach.compile` calls
-    its parts: Q, R, S and, if `can_solve`, `solve`.
+    By JFB, Q, R and S are called one by one: a kernel that knows R iterates it, or an `Iteration`, or `solve`.
+    Other modes go through the network itself. With bf16 weights call `refresh` before the passes of a step, and
+    `collect` after their backward. A training step calls the object, `banach.compile` its parts: Q, R, S and
+    `solve`.
     """
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
         self.net, self.plan = net, plan(net) if how is None else how
-        self.bf16: Bf16Weights | None = None
-        self.can_solve = bool(self.plan.bare)  # `solve` can be called
-        predicts = self.plan.task == "prediction"
         self.whole = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
-        if not (self.can_solve or predicts):
+        self.bf16 = Bf16Weights({})
+        predicts = self.plan.task == "prediction"
+        if not (self.plan.own_loop or predicts):
             return
         parts = parts_of(net, self.plan)
         if self.plan.bf16_weights:
             self.bf16 = Bf16Weights(parts)
             parts = self.bf16.modules
-        self.frozen = frozen_copy(parts["R"])
+        frozen = frozen_copy(parts["R"])
         if predicts:
-            parts["R"] = self.frozen
+            parts["R"] = frozen
         # Not bound methods of the network: compiled parts are called in its place.
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
-        if self.can_solve:
-            coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-            R = compiled(self.frozen, self.plan)
-            fused = bool(self.plan.step)
-            self.iteration = Iteration(R, net.solver, net.tolerance, coupled=coupled, fused=fused)
+        self.iterated = compiled(frozen, self.plan)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
-        if not self.plan.bare:
+        if not self.plan.own_loop:
             return run_network(self.whole, as_inputs(d))
         v = self.Q(*as_inputs(d))
         found = self.solve(detach(v))
@@ -59,33 +52,26 @@ class FastNetwork:
 
     def refresh(self) -> None:
         """Take up the weights that the optimizer changed. Call it before a step."""
-        if self.bf16 is not None:
-            self.bf16.refresh()
+        self.bf16.refresh()
 
     def collect(self) -> None:
         """Give the network's parameters their gradients. Call it after the backward passes of a step."""
-        if self.bf16 is not None:
-            self.bf16.collect()
+        self.bf16.collect()
 
     @torch.no_grad()
     def solve(self, v: Latent, z0: Latent | None = None) -> Solution:
         """Find u = R(u, v) from z0, by default the network's start."""
-        forget_packed(self.frozen)  # weights may have changed since they were packed
-        if z0 is None and not (self.plan.kernel and self.net.start is zeros):
-            z0 = self.net.start(v)
+        net, tolerance = self.net, self.net.tolerance
+        if z0 is None and not (self.plan.kernel and net.start is zeros):
+            z0 = net.start(v)
         if self.plan.kernel:
-            return kernel_solve(self.net, v, z0)
-        return self.iteration(promoted(z0), v)
+            from banach.kernels import latent_solve
 
-
-def kernel_solve(net: ImplicitNetwork, v: Tensor, z0: Tensor | None = None) -> Solution:
-    """Find u = R(u, v) at the network's tolerance, in one kernel launch that stops by itself.
-
-    The weights are the network's, in the precision of autocast where it is on. No sample is called stalled.
-    """
-    from banach.kernels import latent_solve
-
-    return latent_solve(net.R, v, z0, tolerance=net.tolerance)
+            return latent_solve(net.R, v, z0, tolerance=tolerance)
+        if self.plan.fused_step:
+            return Iteration(self.iterated, net.solver, tolerance)(promoted(z0), v)
+        coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
+        return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), tolerance=tolerance, coupled=coupled)
 
 
 def promoted(z: Latent) -> Latent:

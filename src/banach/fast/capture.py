@@ -18,6 +18,8 @@ from banach.solve.device import loop_at_least_once
 
 _BROKEN: list[Recording] = []  # captures that failed: the allocator may still point to them
 WARM_UPS = 2  # runs before a capture: they create handles, plans, optimizer state and compiled kernels
+# Backward passes run in this thread: a loop in one of them ends a capture, which its own thread must do.
+_in_this_thread = functools.partial(torch.autograd.set_multithreading_enabled, False)
 
 
 class Graphs:
@@ -32,7 +34,7 @@ class Graphs:
         """Run the program on a side stream, which must precede a capture. Its loops sync with the host."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self.side), loops_by(loop_at_least_once), _one_thread():
+            with torch.cuda.stream(self.side), loops_by(loop_at_least_once), _in_this_thread():
                 for _ in range(WARM_UPS):
                     program()
         finally:  # the caller may now restore what it changed
@@ -44,7 +46,7 @@ class Graphs:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         try:
-            with _no_collection(), torch.cuda.stream(self.stream), loops_by(recording.loop), _one_thread():
+            with _no_collection(), torch.cuda.stream(self.stream), loops_by(recording.loop), _in_this_thread():
                 recording.begin()
                 program()
                 recording.end()
@@ -117,11 +119,7 @@ class Recording:
         self.begin()
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run backward passes in this thread: a loop in one of them ends a capture, which its own thread must do."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
+_Call = tuple[list[Tensor], Any, Callable[[], None]]  # buffers of the inputs, the result, replay
 
 
 class CapturedCalls:
@@ -134,7 +132,7 @@ class CapturedCalls:
     def __init__(self, keep: Iterable[Tensor] = ()) -> None:
         self.keep = list(keep)
         self._graphs: Graphs | None = None
-        self._made: dict[Any, tuple[list[Tensor], Any, Callable[[], None]]] = {}
+        self._made: dict[Any, _Call] = {}
 
     def __call__(self, key: Any, function: Callable[..., Any], inputs: Sequence[Tensor], size: int) -> Any:
         """Return function(*inputs), whose rows beyond those of the inputs, up to `size`, are to be ignored."""
@@ -148,13 +146,10 @@ class CapturedCalls:
         replay()
         return result
 
-    def _capture(
-        self, function: Callable[..., Any], buffers: list[Tensor]
-    ) -> tuple[list[Tensor], Any, Callable[[], None]]:
+    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> _Call:
         made: list[Any] = []
         device = buffers[0].device
-        if self._graphs is None:
-            self._graphs = Graphs(device)
+        self._graphs = self._graphs or Graphs(device)
 
         def program() -> None:
             made[:] = [function(*buffers)]
@@ -215,10 +210,4 @@ def bucket(count: int) -> int:
 
 def filled(x: Tensor, size: int) -> Tensor:
     """Return x, then copies of its first sample up to `size`: layers give finite values for real samples."""
-    if size == len(x):
-        return x.clone()
-    buffer = torch.empty_like(x[:1].expand(size, *x.shape[1:]), memory_format=torch.preserve_format)
-    buffer = buffer.contiguous() if 0 in buffer.stride() else buffer
-    buffer.copy_(x[:1].expand(size, *x.shape[1:]))
-    buffer[: len(x)].copy_(x)
-    return buffer
+    return torch.cat([x, *[x[:1]] * (size - len(x))])

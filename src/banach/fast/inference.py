@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from banach import checks
 from banach.backward import JFB, Implicit, Neumann
 from banach.fast.body import FastNetwork, promoted
 from banach.fast.capture import CapturedCalls, bucket
 from banach.fast.plan import is_as_written, plan
-from banach.fast.starts import Neighbours
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples, solve
 from banach.solve.solution import DEFERRED
-
-
-class _Answer(NamedTuple):
-    """One row per sample: v = Q(d) if neighbours need it, the output, and what a `Solution` holds."""
-
-    v: Latent
-    y: Any
-    value: Latent
-    residual: Tensor
-    converged: Tensor
-    steps: Tensor
-    stalled: Tensor
-    nonfinite: Tensor
-    diverged: Tensor
-
-    def solution(self, net: ImplicitNetwork) -> Solution:
-        return Solution(*self[2:], solver=net.solver, tolerance=net.tolerance)
 
 
 class CompiledNetwork:
@@ -53,17 +33,11 @@ class CompiledNetwork:
             they return is a tensor or a nest (tuple, list, dict) of tensors, all with one row per sample.
         bf16: compute under autocast.
         compile: compile Q, R and S by torch.compile.
-        neighbours: remember the fixed points of so many samples and start from that of the nearest one. An answer
-            may then depend, within the tolerance, on earlier calls. Q(d) and the latent must be one tensor each.
     """
 
-    def __init__(
-        self, net: ImplicitNetwork, *, bf16: bool = False, compile: bool = False, neighbours: int = 0
-    ) -> None:
+    def __init__(self, net: ImplicitNetwork, *, bf16: bool = False, compile: bool = False) -> None:
         _check_network(net)
-        checks.whole("neighbours", neighbours, 0)
         self.net, self.bf16, self.compiles = net, bf16, compile
-        self.neighbours = Neighbours(neighbours) if neighbours else None
         self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
 
@@ -93,34 +67,31 @@ class CompiledNetwork:
             self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
-        _check_start(z0, batch)
+        if z0 is not None:
+            _check_rows("z0", z0, batch)
         if not batch and self.plan.graph:  # there is no sample to pad a batch with
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
-        everyone, failures = self._run(d, z0, whole=solution or self.neighbours is not None)
-        if self.neighbours is not None:
-            self.neighbours.remember(everyone.v, everyone.value, everyone.converged)
+        y, found = self._run(d, z0, whole=solution)
         if solution:
-            return everyone.y, everyone.solution(self.net)
-        if failures:  # samples are independent: R is not probed
-            found = replace(everyone.solution(self.net), failures=failures)
+            return y, found
+        if found.failures:  # samples are independent: R is not probed
             warn_unconverged(found, self.fast.R, (), coupled=True)
-        return everyone.y
+        return y
 
-    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[_Answer, frozenset[Status]]:
-        """Return the answer, and how samples failed if the network would warn of them.
+    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[Any, Solution]:
+        """Return the output and the Solution, with the failures that the network would warn of.
 
-        The answer of a graph is a copy, or, unless `whole`, its y alone: the next call overwrites the others.
+        What a graph gives is copied, or, unless `whole`, the output alone: the next call overwrites the others.
         """
         tolerance = self.net.tolerance
         if not self.plan.graph:
-            made, found = self._answer(d, z0, eager=True)
-            return made, found.failures
+            return self._answer(d, z0, eager=True)
         given = (d,) if z0 is None else (d, z0)
 
-        def program(*padded: Tensor) -> _Answer:
-            return self._answer(*rebuild(given, padded))[0]
+        def program(*padded: Tensor) -> tuple[Any, ...]:
+            return self._flat_answer(*rebuild(given, padded))
 
         def copy(part: Tensor) -> Tensor:
             return part[:batch].clone()
@@ -129,44 +100,50 @@ class CompiledNetwork:
         size = bucket(batch)
         structure = None if z0 is None else outline(z0)  # dictionaries may list their keys in another order
         key = (tolerance, size, structure, *((x.shape[1:], x.dtype) for x in parts))
-        answer: _Answer = self._calls(key, program, parts, size)
+        made: tuple[Any, ...] = self._calls(key, program, parts, size)
         failures, again = frozenset[Status](), None
         if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
-            failures, again = _failed(answer, batch)
-        if again is None or not self.fast.can_solve:  # an `Iteration` keeps no best iterate
-            return map_leaves(copy, answer) if whole else answer._replace(y=map_leaves(copy, answer.y)), failures
-        everyone: _Answer = map_leaves(copy, answer)
-        better = self._answer(*select(given, again), eager=True)[0]
-        for mine, other in zip(leaves(everyone), leaves(better), strict=True):
-            mine[again] = other.to(mine.dtype)
-        return everyone, failures
+            _, converged, _, _, nonfinite, diverged = (number[:batch] for number in made[2:])
+            failures, again = _failed(converged, nonfinite, diverged)
+        if not self.plan.fused_step:
+            again = None  # only an `Iteration` keeps no best iterate
+        made = map_leaves(copy, made) if whole or again is not None else (map_leaves(copy, made[0]), *made[1:])
+        if again is not None:
+            better = self._flat_answer(*select(given, again), eager=True)
+            for mine, other in zip(leaves(made), leaves(better), strict=True):
+                mine[again] = other.to(mine.dtype)
+        numbers = dict(zip(DEFERRED, made[2:], strict=True))
+        return made[0], Solution(
+            made[1], **numbers, solver=self.net.solver, tolerance=tolerance, failures=failures
+        )
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
-    ) -> tuple[_Answer, Solution]:
-        """Return N(d), with the fixed point. `eager`: by `solve`, with host checks."""
-        fast, mode = self.fast, self.net.backward
+    ) -> tuple[Any, Solution]:
+        """Return N(d) and the Solution. `eager`: by `solve`, with host checks."""
+        fast, mode, count = self.fast, self.net.backward, len(d[0])
         with self._autocast(d[0]):
-            v = _per_sample("Q(d)", fast.Q(*d), d[0])
-            if self.neighbours is not None and z0 is None:
-                z0 = self.neighbours(v, promoted(self.net.start(v)))
-            found = self._solve(v, z0) if eager or not fast.can_solve else fast.solve(v, z0)
-            z = _per_sample("latent", found.value, d[0])
+            v = _check_rows("Q(d)", fast.Q(*d), count)
+            found = self._solve(v, z0) if eager else fast.solve(v, z0)
+            z = _check_rows("the latent", found.value, count)
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
-            y = _per_sample("S(u)", fast.S(u), d[0])
-        kept = () if self.neighbours is None else v
-        return _Answer(kept, y, z, *(getattr(found, name) for name in DEFERRED)), found
+            return _check_rows("S(u)", fast.S(u), count), found
+
+    def _flat_answer(self, *given: Any, eager: bool = False) -> tuple[Any, ...]:
+        """Return the same as one nest: the output, the latent and the numbers of its samples."""
+        y, found = self._answer(*given, eager=eager)
+        return y, found.value, *(getattr(found, name) for name in DEFERRED)
 
     def _solve(self, v: Latent, z0: Latent | None) -> Solution:
-        net, first = self.net, leaves(v)[0]
-        z = promoted(_per_sample("latent", net.start(v) if z0 is None else z0, first))
-        compact = bool(len(first)) and not self.plan.graph and net.tolerance.check_every != 0
+        net, count = self.net, len(leaves(v)[0])
+        z = promoted(_check_rows("the latent", net.start(v) if z0 is None else z0, count))
+        compact = count > 0 and not self.plan.graph and net.tolerance.check_every != 0
         return solve(self.fast.R, z, net.solver, inputs=(v,), tolerance=net.tolerance, compact=compact)
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
         with self._autocast(d[0]):
-            v = _per_sample("Q(d)", self.fast.Q(*d), d[0])
+            v = self.fast.Q(*d)
             if mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,)):
                 raise ValueError(
                     "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
@@ -182,11 +159,11 @@ class CompiledNetwork:
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
 
 
-def _failed(answer: _Answer, batch: int) -> tuple[frozenset[Status], Tensor | None]:
+def _failed(converged: Tensor, nonfinite: Tensor, diverged: Tensor) -> tuple[frozenset[Status], Tensor | None]:
     """Return how samples failed, and which ones diverged, None if none did. Syncs with the host."""
-    met, lost, diverged = torch.stack((answer.converged, answer.nonfinite, answer.diverged))[:, :batch].cpu()
+    met, lost, far = torch.stack((converged, nonfinite, diverged)).cpu()
     kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
-    again = (lost | diverged).nonzero()[:, 0].to(answer.converged.device)
+    again = (lost | far).nonzero()[:, 0].to(converged.device)
     return frozenset(status for status, some in kinds.items() if some), again if len(again) else None
 
 
@@ -195,7 +172,7 @@ compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net
 
 def _check_network(net: Any) -> None:
     if not isinstance(net, ImplicitNetwork):
-        raise TypeError(f"compile takes an ImplicitNetwork, got {_name(net)}")
+        raise TypeError(f"compile takes an ImplicitNetwork, got {type(net).__name__}")
     if not is_as_written(net):
         raise TypeError(
             "compile takes an ImplicitNetwork whose Q, R and S it can call itself, got "
@@ -209,42 +186,28 @@ def _batch_of(d: tuple[Any, ...]) -> int:
     """Return the number of samples that all inputs have a row for."""
     if not d:
         raise TypeError("a compiled network takes the inputs of Q, got none")
-    for one in d:
-        if not isinstance(one, Tensor):
-            got = type(one).__name__
-            raise TypeError(f"compile takes networks whose d is one tensor, got a {got}; call the network itself")
-        if not one.dim():
-            raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
-        if len(one) != len(d[0]):
-            raise ValueError(f"all inputs must have one row per sample, got {len(d[0])} and {len(one)} rows")
+    wrong = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
+    if wrong:
+        raise TypeError(
+            f"compile takes networks whose inputs are tensors, got {wrong[0]}; call the network itself"
+        )
+    if not d[0].dim():
+        raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
+    _check_rows("d", d, len(d[0]))
     return len(d[0])
 
 
-def _check_start(z0: Any, batch: int) -> None:
-    for leaf in [] if z0 is None else _tensors("z0, such as the value of a Solution,", z0):
-        if leaf.shape[:1] != (batch,):
-            got = tuple(leaf.shape)
-            raise ValueError(f"z0 must hold one latent for each of {batch} inputs, got a tensor of shape {got}")
-
-
-def _per_sample(name: str, value: Latent, batch: Tensor) -> Latent:
+def _check_rows(name: str, value: Latent, count: int) -> Latent:
     """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
-    for leaf in _tensors(f"{name} of a compiled network", value):
-        if leaf.shape[:1] != batch.shape[:1]:
+    parts = leaves(value, f"{name} of a compiled network")
+    if not parts:
+        raise ValueError(
+            f"{name} of a compiled network must hold at least one tensor, got an empty {type(value).__name__}"
+        )
+    for leaf in parts:
+        if leaf.shape[:1] != (count,):
             raise ValueError(
-                f"compile takes networks whose {name} has a row for each of {len(batch)} samples, got a tensor of "
-                f"shape {tuple(leaf.shape)}; call the network itself"
+                f"{name} of a compiled network must have a row for each of {count} samples, got a tensor of shape "
+                f"{tuple(leaf.shape)}; otherwise call the network itself"
             )
     return value
-
-
-def _tensors(name: str, value: Latent) -> list[Tensor]:
-    """Return the tensors of a nest, which must not be empty."""
-    parts = leaves(value, name)
-    if not parts:
-        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
-    return parts
-
-
-def _name(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Iteration: Picard or Anderson on the device. It stops by itself and drops samples that have converged."""
+"""Iteration: Picard or Anderson by fused kernels. It stops by itself and drops samples that have converged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from banach.solve.context import device_loop
 from banach.solve.device import loop_eagerly, steps_before_loop
 from banach.solve.solution import DEFERRED
 from banach.solve.state import DIVERGED
-from banach.solve.tolerance import are_finite, measure
+from banach.solve.tolerance import are_finite
 
 # Numbers in a latent. In a larger one a step costs more than a test, and a batch twice as much as its half.
 LARGE = 1 << 20
@@ -30,7 +30,7 @@ class Samples:
     z: Latent
     v: Latent
     index: Tensor | None  # which samples of the batch these are, None: all
-    active: Tensor  # (samples,) of bool; one number if they are coupled
+    active: Tensor  # (samples,) of bool
     residual: Tensor
     least: Tensor  # the least residual so far
     allowed: Tensor
@@ -39,7 +39,7 @@ class Samples:
     memory: Any = None  # what Anderson's kernels remember
 
     @staticmethod
-    def start(z: Latent, v: Latent, samples: int, solver: Any = None) -> Samples:
+    def start(z: Latent, v: Latent, samples: int, solver: Picard | Anderson) -> Samples:
         first = leaves(z)[0]
         kind = torch.float64 if first.dtype == torch.float64 else torch.float32
         numbers = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
@@ -64,44 +64,30 @@ class Samples:
             mine.index_copy_(0, part.index, other)
 
 
+@dataclass(frozen=True)
 class Iteration:
-    """Iterate R until every sample meets the tolerance, or `max_steps`, without a host sync.
+    """Iterate R by kernels until every sample meets the tolerance, or `max_steps`, without a host sync.
 
     A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample. In
     a large batch it ends at once; and when half of the samples have stopped, the other half goes on as a batch of
-    its own, and so on (Picard only: the memory of Anderson would have to be copied).
+    its own, and so on (Picard only: the memory of Anderson would have to be copied). A sample that diverges keeps
+    its last iterate.
 
     Args:
-        R: the map.
-        solver: Picard, or Anderson if `fused`.
-        tolerance: when a sample stops.
-        coupled: the samples stop as one.
-        fused: kernels measure and move the samples; for independent samples in the norm RMS or Euclidean.
+        R: the map, of independent samples.
+        solver: Picard or Anderson. Anderson on a nest is left to `solve`.
+        tolerance: when a sample stops, in the norm RMS or Euclidean.
     """
 
-    def __init__(
-        self,
-        R: Callable[..., Latent],
-        solver: Picard | Anderson,
-        tolerance: Tolerance,
-        *,
-        coupled: bool = False,
-        fused: bool = False,
-    ) -> None:
-        if isinstance(solver, Anderson) and tolerance.max_steps and not fused:
-            raise ValueError("Anderson needs fused=True here; use banach.solve")
-        self.R, self.solver, self.tolerance = R, solver, tolerance
-        self.coupled, self.fused = coupled, fused
+    R: Callable[..., Latent]
+    solver: Picard | Anderson
+    tolerance: Tolerance
 
     def __call__(self, z: Latent, v: Latent) -> Solution:
         """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""
-        space, most = Space.of(z, coupled=self.coupled), self.tolerance.max_steps
-        if not most:
-            return self._solution(Samples.start(z, v, space.samples), space)
-        if isinstance(self.solver, Anderson) and (space.coupled or not isinstance(z, Tensor)):  # no kernels for it
-            return solve(self.R, z, self.solver, inputs=(v,), tolerance=self.tolerance, coupled=self.coupled)
-        if self.fused and space.coupled:
-            return Iteration(self.R, self.solver, self.tolerance, coupled=True)(z, v)
+        space, most = Space.of(z), self.tolerance.max_steps
+        if space.coupled or (isinstance(self.solver, Anderson) and not isinstance(z, Tensor)):  # no kernels for it
+            return solve(self.R, z, self.solver, inputs=(v,), tolerance=self.tolerance)
         cycle = CYCLE if sum(leaf.numel() for leaf in leaves(z)) < LARGE else 1
         # At check_every=0 all steps are taken before the loop, so there is no loop.
         first = most if self.tolerance.check_every == 0 else steps_before_loop(most, cycle)
@@ -113,9 +99,9 @@ class Iteration:
             self._step(everyone)
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
-            halves = self._halves(everyone, space) if cycle == 1 and everyone.memory is None else []
+            halves = _halves(everyone, space) if cycle == 1 and everyone.memory is None else []
             self._go_on(everyone, everyone, taken, halves, cycle)
-        return self._solution(everyone, space)
+        return self._solution(everyone)
 
     def _go_on(self, everyone: Samples, samples: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
         """Iterate these samples until all are done, the late ones as smaller batches."""
@@ -140,38 +126,16 @@ class Iteration:
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
         """Measure and move every sample that is active."""
-        solver, damping = self.solver, self.solver.damping
+        from banach.kernels import anderson_step, picard_step
+
         parts = list(zip(leaves(samples.z), leaves_like(samples.z, Tz, "R"), strict=True))
-        if self.fused:
-            from banach.kernels import anderson_step, picard_step
+        if isinstance(self.solver, Anderson):
+            anderson_step(samples, *parts[0], self.solver, self.tolerance)
+        else:
+            picard_step(samples, parts, self.tolerance, self.solver.damping)
 
-            if isinstance(solver, Anderson):
-                anderson_step(samples, *parts[0], solver, self.tolerance)
-            else:
-                picard_step(samples, parts, self.tolerance, damping)
-            return
-        residual, allowed = measure(Space.of(samples.z, coupled=self.coupled), self.tolerance, samples.z, Tz)
-        index, active = samples.index, samples.active if samples.index is None else samples.active[samples.index]
-        for z, value in parts:
-            moved = torch.lerp(value.to(z.dtype), z, damping) if damping else value
-            z.copy_(torch.where(active.view(-1, *(1,) * (z.dim() - 1)) if z.dim() else active[0], moved, z))
-        goes_on = active & are_finite(residual, allowed) & (residual > allowed)
-        _write(samples.residual, index, active, residual)
-        _write(samples.allowed, index, active, allowed)
-        torch.fmin(samples.least, samples.residual, out=samples.least)
-        samples.steps.add_(samples.active)
-        _write(samples.active, index, active, goes_on)
-
-    def _halves(self, samples: Samples, space: Space) -> list[int]:
-        """Return the sizes of the smaller batches."""
-        parts = (*leaves(samples.z), *leaves(samples.v))
-        cut = all(part.dim() and len(part) == space.batch for part in parts)
-        sizes = [space.batch >> number for number in range(1, HALVINGS + 1)]
-        return sizes if cut and not self.coupled and sizes[-1] > 1 else []
-
-    def _solution(self, samples: Samples, space: Space) -> Solution:
+    def _solution(self, samples: Samples) -> Solution:
         """Return the Solution. Its numbers are made when they are read: most steps never need them."""
-
         residual, least, allowed, steps = samples.residual, samples.least, samples.allowed, samples.steps
 
         def numbers() -> dict[str, Tensor]:
@@ -179,20 +143,21 @@ class Iteration:
             met, none = finite & (residual <= allowed), torch.zeros_like(finite)
             diverged = finite & ~met & (residual > DIVERGED * least)
             parts = residual, met, steps.long(), none, ~finite & (steps > 0), diverged
-            return dict(zip(DEFERRED, map(space.spread, parts), strict=True))
+            return dict(zip(DEFERRED, parts, strict=True))
 
         return Solution.deferred(samples.z, numbers, {"solver": self.solver, "tolerance": self.tolerance})
 
 
-def _write(numbers: Tensor, index: Tensor | None, active: Tensor, new: Tensor) -> None:
-    """Write the numbers of the active samples."""
-    old = numbers if index is None else numbers[index]
-    new = torch.where(active, new.to(old.dtype), old)
-    numbers.copy_(new) if index is None else numbers.index_copy_(0, index, new)
+def _halves(samples: Samples, space: Space) -> list[int]:
+    """Return the sizes of the smaller batches."""
+    parts = (*leaves(samples.z), *leaves(samples.v))
+    cut = all(part.shape[:1] == (space.batch,) for part in parts)
+    sizes = [space.batch >> number for number in range(1, HALVINGS + 1)]
+    return sizes if cut and sizes[-1] > 1 else []
 
 
 def _in_layout_of(leaf: Tensor, value: Tensor) -> Tensor:
     """Return a copy of z in the memory format of T(z), in which every sample is one piece of memory."""
-    dense = not value.dim() or value.stride(0) == value[:1].numel()
+    dense = value.stride(0) == value[:1].numel()
     copy = torch.empty_like(value, dtype=leaf.dtype) if dense else torch.empty_like(leaf.contiguous())
     return copy.copy_(leaf)

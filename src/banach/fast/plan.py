@@ -16,6 +16,8 @@ from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
 
 LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
+_WHOLE = "the network is not taken apart"
+_NO_FIXED_POINT = "the network has no fixed point"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class Choice:
 
 _TITLES = {
     "graph": "CUDA graph",
-    "bare": "own loop",
+    "own_loop": "own loop",
     "kernel": "one-launch kernel",
     "loop": "while node",
-    "step": "fused step",
+    "fused_step": "fused step",
     "bf16_weights": "bf16 weights",
-    "fused": "fused blocks",
+    "fused_blocks": "fused blocks",
     "windows": "window convolutions",
     "channels_last": "channels_last",
     "compiled": "torch.compile",
@@ -56,12 +58,12 @@ class Plan:
         precision: "fp32", "tf32" or "bf16".
         graph: the training step or the prediction is captured as CUDA graphs, cut at its while nodes and launched
             without a host sync. Without it everything runs eagerly, and the choices below are not used.
-        bare: Q, R and S are called one by one, and R is iterated by Picard, or by Anderson with a fused step.
+        own_loop: Q, R and S are called one by one.
         kernel: one kernel launch iterates R until it converges.
         loop: a while node in the CUDA graph iterates R until every sample has stopped.
-        step: kernels measure and move all samples after an evaluation of R.
+        fused_step: kernels measure and move all samples after an evaluation of R; else `solve` does.
         bf16_weights: matrices are cast to bf16 once per step.
-        fused: stacks of residual blocks run as fused kernels.
+        fused_blocks: stacks of residual blocks run as fused kernels.
         windows: convolutions of few channels run as Triton kernels.
         channels_last: the weights of convolutions should be in that memory format. `fit` converts them; in your
             own loop call `channels_last(net)`.
@@ -72,12 +74,12 @@ class Plan:
     device: str
     precision: str
     graph: Choice
-    bare: Choice
+    own_loop: Choice
     kernel: Choice
     loop: Choice
-    step: Choice
+    fused_step: Choice
     bf16_weights: Choice
-    fused: Choice
+    fused_blocks: Choice
     windows: Choice
     channels_last: Choice
     compiled: Choice
@@ -131,42 +133,29 @@ def plan(
     if precision not in ("fp32", "tf32", "bf16"):
         raise ValueError(f"precision must be fp32, tf32 or bf16, got {precision!r}")
     no_kernel = _no_kernel(net, device)
-    no_step = no_kernel or _no_step(net)
-    bare = _bare(net, no_step, training=training, observed=observed)
-    whole = training and not bare, "the network is not taken apart"
-    predicts = not training, "for training steps only"
-    half = precision != "bf16", f"the precision is {precision}"
+    ways = _ways_to_iterate(net, no_kernel, training=training, observed=observed)
+    whole = training and not ways["own_loop"] and _WHOLE
+    predicts = not training and "for training steps only"
+    exact = precision != "bf16" and f"the precision is {precision}"
     windows = _unless(
         predicts,
-        (bool(no_kernel), no_kernel),
+        no_kernel,
         whole,
-        (precision == "tf32", "cuDNN is faster in TF32"),
-        (not any(map(is_window, net.modules())), "there is no convolution of few channels"),
+        precision == "tf32" and "cuDNN is faster in TF32",
+        not any(map(is_window, net.modules())) and "there is no convolution of few channels",
     )
-    kernel = _unless((bool(no_kernel), no_kernel), whole, *_no_latent_kernel(net, device))
-    loop = _loop(net, kernel)
-    no_stack = not any(map(is_stack, net.modules()))
+    no_stack = not any(map(is_stack, net.modules())) and "there is no stack of known blocks"
     return Plan(
         task="training step" if training else "prediction",
         device=str(device),
         precision=precision,
-        graph=_graph(net, device, refused, loop) if training else _graph_of_prediction(net, device, refused, loop),
-        bare=bare,
-        kernel=kernel,
-        loop=loop,
-        step=_unless(
-            (not bare, bare.why),
-            (bool(kernel), "a kernel iterates R"),
-            (not _iterates(net), "max_steps is 0"),
-            (bool(no_step), no_step),
-        ),
-        bf16_weights=_unless(predicts, half, whole),
-        fused=_unless(half, (bool(no_kernel), no_kernel), whole, (no_stack, "there is no stack of known blocks")),
+        graph=_graph(net, device, refused, ways["loop"], training=training),
+        **ways,
+        bf16_weights=_unless(predicts, exact, whole),
+        fused_blocks=_unless(exact, no_kernel, whole, no_stack),
         windows=windows,
         channels_last=_channels_last(device, precision, windows),
-        compiled=_unless(
-            (not compile, "not asked for"), (isinstance(net, ImplicitNetwork) and whole[0], whole[1])
-        ),
+        compiled=_unless(not compile and "not asked for", isinstance(net, ImplicitNetwork) and whole),
     )
 
 
@@ -210,9 +199,8 @@ def is_window(layer: Any) -> bool:
 
 def is_stack(module: nn.Module) -> bool:
     """Return True for a Sequential of residual blocks that the fused kernels compute."""
-    if not isinstance(module, nn.Sequential) or not len(module) or is_hooked(module):
-        return False
-    return all(_is_fusable(block) for block in module)
+    blocks = list(module) if isinstance(module, nn.Sequential) and not is_hooked(module) else []
+    return bool(blocks) and all(map(_is_fusable, blocks))
 
 
 def runs_graphs(device: torch.device) -> bool:
@@ -220,105 +208,59 @@ def runs_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _unless(*reasons: tuple[bool, str]) -> Choice:
-    """Return no for the first reason that holds, else yes."""
-    return next((Choice(False, why) for holds, why in reasons if holds), Choice(True))
+def _unless(*reasons: Any) -> Choice:
+    """Return no for the first reason, a text, that holds; else yes."""
+    why = next((reason for reason in reasons if reason), "")
+    return Choice(not why, why)
 
 
-def _loop(net: Any, kernel: Choice) -> Choice:
+def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool) -> dict[str, Choice]:
+    """Decide what iterates R."""
     if not isinstance(net, ImplicitNetwork):
-        return Choice(False, "the network has no fixed point")
-    return _unless(
-        (bool(kernel), "a kernel iterates R"),
-        (net.tolerance.max_steps == 0, "max_steps is 0"),
-        (net.tolerance.check_every == 0, "check_every is 0, so the depth is max_steps"),
-    )
+        return dict.fromkeys(("own_loop", "kernel", "loop", "fused_step"), Choice(False, _NO_FIXED_POINT))
+    own_loop = _own_loop(net, training=training, observed=observed)
+    whole = training and not own_loop and _WHOLE
+    kernel = _unless(no_kernel, whole, not no_kernel and _no_latent_kernel(net))
+    known, none = kernel and "a kernel iterates R", net.tolerance.max_steps == 0 and "max_steps is 0"
+    fixed = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
+    return {
+        "own_loop": own_loop,
+        "kernel": kernel,
+        "loop": _unless(known, none, fixed),
+        "fused_step": _unless(own_loop.why, known, none, no_kernel or _no_step(net)),
+    }
 
 
-def _iterates(net: Any) -> bool:
-    return isinstance(net, ImplicitNetwork) and net.tolerance.max_steps > 0
-
-
-def _no_step(net: Any) -> str:
-    """Return why kernels do not compute the steps of the solver, "" if they do."""
-    if not isinstance(net, ImplicitNetwork):
-        return "the network has no fixed point"
-    coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-    norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
-    return _unless(
-        (bool(coupled), "the samples stop as one"),
-        (norm not in (RMS, Euclidean), f"the norm is {norm.__name__}"),
-        (memory > LONGEST, f"the memory of the solver is {memory}, at most {LONGEST}"),
-    ).why
-
-
-def _lacking(loop: Choice, device: torch.device) -> tuple[bool, str]:
-    """Return whether a while node is needed that this machine does not have, and what it lacks."""
-    from banach.fast.while_node import missing
-
-    lacks = missing() if loop and runs_graphs(device) else ""
-    return bool(lacks), f"a while node needs {lacks}"
-
-
-def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
-    mode = net.backward if isinstance(net, ImplicitNetwork) else None
-    syncs = isinstance(mode, Implicit) and mode.syncs_with_host
-    return _unless(
-        (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
-        (refused is not None, str(refused)),
-        _lacking(loop, device),
-        (bool(loop) and _counts_steps(net), "the solver may depend on the number of the step; give it a `memory`"),
-        (syncs, "Implicit syncs with the host for its report or its method; NormalCG and Anderson do not"),
-    )
-
-
-def _counts_steps(net: Any) -> bool:
-    """Return True if the turns of a loop may not be the same for the solver."""
-    return type(net.solver) is not Picard and not hasattr(net.solver, "memory")
-
-
-def _graph_of_prediction(net: Any, device: torch.device, refused: str | None, loop: Choice) -> Choice:
-    if not isinstance(net, ImplicitNetwork):
-        return Choice(False, "the network has no fixed point")
-    return _unless(
-        (not runs_graphs(device), f"the weights are on the {device.type.upper()}"),
-        (refused is not None, str(refused)),
-        _lacking(loop, device),
-        (bool(loop) and _counts_steps(net), "the solver may depend on the number of the step; give it a `memory`"),
-        (bool(net.coupled) or uses_batch_statistics(net.R), "the samples of a batch share statistics"),
-        (any(module.training for module in net.modules()), "a part of the network is in training mode"),
-    )
-
-
-def _bare(net: Any, no_step: str, *, training: bool, observed: bool) -> Choice:
-    if not isinstance(net, ImplicitNetwork):
-        return Choice(False, "the network has no fixed point")
+def _own_loop(net: ImplicitNetwork, *, training: bool, observed: bool) -> Choice:
     modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
     return _unless(
-        (not is_as_written(net), "the network overrides forward or has hooks"),
-        (type(net.solver) not in (Picard, Anderson), f"the solver is {type(net.solver).__name__}"),
-        (type(net.solver) is Anderson and bool(no_step), f"the solver is Anderson, and its kernels: {no_step}"),
-        (_halves_are_damped(net), "iterates of damped steps in half precision are kept in fp32"),
-        (type(net.backward) not in modes, f"the backward mode is {type(net.backward).__name__}"),
-        (observed, "penalties observe the network's own pass"),
-        *(_not_copied(net.R) if training else ()),
+        not is_as_written(net) and "the network overrides forward or has hooks",
+        type(net.backward) not in modes and f"the backward mode is {type(net.backward).__name__}",
+        observed and "penalties observe the network's own pass",
+        training and _not_copied(net.R),
     )
 
 
-def _halves_are_damped(net: ImplicitNetwork) -> bool:
-    kinds = {parameter.dtype for parameter in net.parameters()}
-    return bool(getattr(net.solver, "damping", 0)) and not kinds.isdisjoint((torch.bfloat16, torch.float16))
-
-
-def _not_copied(R: Any) -> list[tuple[bool, str]]:
-    """Return why R cannot be iterated by a copy that keeps no statistics."""
+def _not_copied(R: Any) -> str:
+    """Return why R cannot be iterated by a copy that keeps no statistics, "" if it can."""
     if not isinstance(R, nn.Module):
-        return [(True, "R is a function, not a module")]
+        return "R is a function, not a module"
     norms = [module for module in R.modules() if isinstance(module, _BatchNorm)]
     known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    changes = any(module.training for module in R.modules()) and any(id(b) not in known for b in R.buffers())
-    masks = any(draws_masks(module) for module in R.modules())
-    return [(changes, "R may change buffers in training mode"), (masks, "R draws dropout masks")]
+    if any(module.training for module in R.modules()) and any(id(b) not in known for b in R.buffers()):
+        return "R may change buffers in training mode"
+    return "R draws dropout masks" if any(map(draws_masks, R.modules())) else ""
+
+
+def _no_step(net: ImplicitNetwork) -> str:
+    """Return why kernels do not compute the steps of the solver, "" if they do."""
+    norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
+    return _unless(
+        (uses_batch_statistics(net.R) if net.coupled is None else net.coupled) and "the samples stop as one",
+        type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
+        norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
+        memory > LONGEST and f"the memory of the solver is {memory}, at most {LONGEST}",
+    ).why
 
 
 def _no_kernel(net: nn.Module, device: torch.device) -> str:
@@ -333,25 +275,45 @@ def _no_kernel(net: nn.Module, device: torch.device) -> str:
     return "" if has_triton() else "needs Triton 3.4"
 
 
-def _no_latent_kernel(net: Any, device: torch.device) -> list[tuple[bool, str]]:
-    """Return why the kernel does not compute the iteration of this network."""
-    if not isinstance(net, ImplicitNetwork):
-        return [(True, "the network has no fixed point")]
-    solver, norm = net.solver, type(net.tolerance.norm)
-    known = runs_graphs(device) and _describes(net.R)
-    return [
-        (type(solver) is not Picard or bool(solver.damping), f"the solver is {solver}"),
-        (net.tolerance.max_steps == 0, "max_steps is 0"),
-        (norm not in (WorstPixel, RMS, Euclidean), f"the norm is {norm.__name__}"),
-        (net.coupled not in (None, uses_batch_statistics(net.R)), f"coupled is {net.coupled}"),
-        (not known, "R is not a known latent map"),
-    ]
-
-
-def _describes(R: Any) -> bool:
+def _no_latent_kernel(net: ImplicitNetwork) -> str:
+    """Return why the kernel does not compute the iteration of this network, "" if it does."""
     from banach.kernels import describe
 
-    return describe(R) is not None
+    solver, norm = net.solver, type(net.tolerance.norm)
+    return _unless(
+        (type(solver) is not Picard or solver.damping) and f"the solver is {solver}",
+        net.tolerance.max_steps == 0 and "max_steps is 0",
+        norm not in (WorstPixel, RMS, Euclidean) and f"the norm is {norm.__name__}",
+        net.coupled not in (None, uses_batch_statistics(net.R)) and f"coupled is {net.coupled}",
+        describe(net.R) is None and "R is not a known latent map",
+    ).why
+
+
+def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice, *, training: bool) -> Choice:
+    implicit = isinstance(net, ImplicitNetwork)
+    mode = net.backward if implicit else None
+    syncs = training and isinstance(mode, Implicit) and mode.syncs_with_host
+    shares = implicit and not training and (bool(net.coupled) or uses_batch_statistics(net.R))
+    return _unless(
+        not training and not implicit and _NO_FIXED_POINT,
+        not runs_graphs(device) and f"the weights are on the {device.type.upper()}",
+        refused,
+        loop and runs_graphs(device) and _no_while_node(net),
+        syncs and "Implicit syncs with the host for its report or its method; NormalCG and Anderson do not",
+        shares and "the samples of a batch share statistics",
+        not training and any(m.training for m in net.modules()) and "a part of the network is in training mode",
+    )
+
+
+def _no_while_node(net: ImplicitNetwork) -> str:
+    """Return why a while node cannot iterate R, "" if it can: its turns must be the same for the solver."""
+    from banach.fast.while_node import missing
+
+    counts_steps = type(net.solver) is not Picard and not hasattr(net.solver, "memory")
+    return _unless(
+        missing() and f"a while node needs {missing()}",
+        counts_steps and "the solver may depend on the number of the step; give it a `memory`",
+    ).why
 
 
 def _is_fusable(block: Any) -> bool:
@@ -364,8 +326,9 @@ def _is_fusable(block: Any) -> bool:
 
 
 def _channels_last(device: torch.device, precision: str, windows: Choice) -> Choice:
-    no = _unless(
-        (not runs_graphs(device), "needs a CUDA GPU"),
-        (precision == "fp32" and not windows, "fp32 does not use tensor cores"),
-    )
-    return Choice(True, "window convolutions read it" if windows else "tensor cores read it") if no else no
+    if not runs_graphs(device):
+        return Choice(False, "needs a CUDA GPU")
+    if windows:
+        return Choice(True, "window convolutions read it")
+    exact = precision == "fp32"
+    return Choice(not exact, "fp32 does not use tensor cores" if exact else "tensor cores read it")

@@ -29,11 +29,11 @@ class Extras:
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
         metrics: `metrics.add(loss, output, targets, solution)` is called for every part.
-
-    A captured step calls average and metrics in its warm-up too: `feed.changing()` names what to restore then.
         watch: `watch.begin()` and `watch.end(loss)` are called before and after everything else.
         parallel: on several ranks, `parallel(*d)` calls the network and `parallel.weight(n)` weights the loss of n
             samples. Such a step is not captured.
+
+    A captured step calls average and metrics in its warm-up too: `feed.changing()` names what to restore then.
     """
 
     accumulate: int = 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from banach.fast.plan import Plan, is_stack, is_window
 from banach.network import ImplicitNetwork
@@ -16,15 +17,7 @@ from banach.nn import substitute
 Net = TypeVar("Net", bound=nn.Module)
 
 # Layers whose weights autocast would cast at every call. Norms keep theirs in fp32, as autocast does.
-_CAST = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_CAST = nn.Linear, _ConvNd
 
 
 def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
@@ -35,7 +28,7 @@ def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
     """
     parts: dict[str, Any] = {"Q": net.Q, "R": net.R, "S": net.S}
     measures = not plan.kernel and net.tolerance.max_steps > 0
-    if plan.fused:
+    if plan.fused_blocks:
         parts = {k: part if k == "R" and measures else with_fused_blocks(part) for k, part in parts.items()}
     return {k: with_windows(part) for k, part in parts.items()} if plan.windows else parts
 
@@ -97,8 +90,6 @@ def frozen_copy(R: Any) -> Any:
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
-        if isinstance(module, FusedStack):
-            module.frozen = True
     return made
 
 
@@ -106,35 +97,21 @@ class FusedStack(nn.Module):
     """A Sequential of blocks x -> BN(LReLU(x + conv(drop(LReLU(conv(x)))))), computed by fused kernels.
 
     The blocks are the network's and not children of this module: their parameters get the gradients, and their
-    mode is the network's. A frozen one is for iterations: it records no gradient, updates no statistics, and packs
-    the weights once, until `forget_packed`.
+    mode is the network's.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], *, frozen: bool = False) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.frozen = frozen
         self.blocks = list(blocks)  # a list, so that they stay out of parameters() and of copies
-        self.packed: Callable[[Tensor], Tensor] | None = None
 
     @torch.compiler.disable  # kernels are launched as they are; the code around them is compiled
     def forward(self, x: Tensor) -> Tensor:
-        from banach.kernels import repeated_stack, residual_stack
+        from banach.kernels import residual_stack
 
-        if not self.frozen:
-            return residual_stack(self.blocks, x)
-        if self.packed is None:
-            self.packed = repeated_stack(self.blocks, x)
-        return self.packed(x)
+        return residual_stack(self.blocks, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedStack:
-        return FusedStack(self.blocks, frozen=self.frozen)
-
-
-def forget_packed(part: Any) -> None:
-    """Make the stacks of a part pack their weights at the next call: they may have changed."""
-    for module in part.modules() if isinstance(part, nn.Module) else ():
-        if isinstance(module, FusedStack):
-            module.packed = None
+        return FusedStack(self.blocks)
 
 
 def with_fused_blocks(part: Any) -> Any:

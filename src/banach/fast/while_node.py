@@ -119,6 +119,10 @@ class WhileNode:
         from cuda.bindings import driver
 
         active, steps = self.active, self.steps
+        launch = driver.CUDA_KERNEL_NODE_PARAMS()
+        launch.func = _kernel(torch.cuda.current_device())
+        launch.gridDimX = launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
+        launch.blockDimX = _THREADS
         values = (
             int(handle),
             active.data_ptr(),
@@ -128,7 +132,9 @@ class WhileNode:
             added,
             self.max_steps,
         )
-        return _done(driver.cuGraphAddKernelNode(graph, after, len(after), _launch(values)))
+        number, address = ctypes.c_int, ctypes.c_void_p
+        launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
+        return _done(driver.cuGraphAddKernelNode(graph, after, len(after), launch))
 
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "executable"):
@@ -147,25 +153,17 @@ def _add_node(driver: Any, graph: Any, after: Any, parameters: Any) -> Any:
         return _done(driver.cuGraphAddNode(graph, [after], 1, parameters))
 
 
-def _launch(values: tuple[int, ...]) -> Any:
-    """Return a launch of the kernel by one block."""
-    from cuda.bindings import driver
-
-    launch = driver.CUDA_KERNEL_NODE_PARAMS()
-    launch.func = _kernel(torch.cuda.current_device())
-    launch.gridDimX = launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
-    launch.blockDimX = _THREADS
-    number, address = ctypes.c_int, ctypes.c_void_p
-    launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
-    return launch
-
-
 @functools.cache
 def _kernel(device: int) -> Any:
     """Compile and link the kernel for a device."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver, nvrtc
 
-    program = _compiled(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    source = _done(nvrtc.nvrtcCreateProgram(_SOURCE, b"decide.cu", 0, [], []))
+    options = [f"--gpu-architecture=compute_{major}{minor}".encode(), b"--relocatable-device-code=true"]
+    _done(nvrtc.nvrtcCompileProgram(source, len(options), options))
+    program = b" " * _done(nvrtc.nvrtcGetPTXSize(source))
+    _done(nvrtc.nvrtcGetPTX(source, program))
     link = _done(driver.cuLinkCreate(0, [], []))
     kinds = driver.CUjitInputType
     _done(driver.cuLinkAddData(link, kinds.CU_JIT_INPUT_PTX, program, len(program), b"decide", 0, [], []))
@@ -174,18 +172,6 @@ def _kernel(device: int) -> Any:
     binary, _ = _done(driver.cuLinkComplete(link))
     module = _done(driver.cuModuleLoadData(binary))
     return _done(driver.cuModuleGetFunction(module, b"decide"))
-
-
-def _compiled(device: int) -> bytes:
-    from cuda.bindings import nvrtc
-
-    major, minor = torch.cuda.get_device_capability(device)
-    program = _done(nvrtc.nvrtcCreateProgram(_SOURCE, b"decide.cu", 0, [], []))
-    options = [f"--gpu-architecture=compute_{major}{minor}".encode(), b"--relocatable-device-code=true"]
-    _done(nvrtc.nvrtcCompileProgram(program, len(options), options))
-    text = b" " * _done(nvrtc.nvrtcGetPTXSize(program))
-    _done(nvrtc.nvrtcGetPTX(program, text))
-    return text
 
 
 @functools.cache

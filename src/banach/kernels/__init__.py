@@ -1,10 +1,9 @@
 """Kernels in Triton, each with a reference in plain PyTorch. Importing this package does not import Triton."""
 
-from banach.kernels.anderson import AndersonMemory, anderson_step
 from banach.kernels.host import has_triton, says
 from banach.kernels.latent import LatentForm, describe, latent_solve
-from banach.kernels.picard import picard_step
-from banach.kernels.stack import repeated_stack, residual_stack
+from banach.kernels.stack import residual_stack
+from banach.kernels.steps import AndersonMemory, anderson_step, picard_step
 from banach.kernels.window import conv2d
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "has_triton",
     "latent_solve",
     "picard_step",
-    "repeated_stack",
     "residual_stack",
     "says",
 ]

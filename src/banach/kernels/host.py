@@ -75,33 +75,27 @@ def says(part: Any, name: str) -> bool:
     return name in vars(part) or (owners[1] is not None and owners[0] is owners[1])
 
 
-def check_blocks(blocks: Sequence[Any], most: int) -> None:
-    """Raise if a kernel for at most `most` channels would compute these blocks wrongly.
+def are_known(blocks: Sequence[Any], most: int) -> bool:
+    """Return True if a kernel for at most `most` channels computes these blocks.
 
-    Raises:
-        ValueError: unless conv1 and conv2 are 3x3 convolutions with bias and padding 1, norm is a BatchNorm2d
-            without weights, and all blocks have one mode, one eps and one number of channels.
+    conv1 and conv2 must be 3x3 convolutions with bias and padding 1, norm a BatchNorm2d without weights, and all
+    blocks must have one mode, one eps, one momentum and one number of channels.
     """
-    for block in blocks:
-        norm = getattr(block, "norm", None)
-        if type(norm) is not nn.BatchNorm2d or norm.affine or not (norm.training or norm.track_running_stats):
-            raise ValueError(f"expected blocks that end in BatchNorm2d(affine=False), got {norm}; use the modules")
-        for layer in (block.conv1, block.conv2):
-            if not _is_plain(layer, most):
-                raise ValueError(
-                    f"expected 3x3 convolutions with bias, padding 1 and at most {most} channels, got {layer}; "
-                    "use the modules"
-                )
-    if len({(block.norm.training, block.norm.eps, block.conv1.in_channels) for block in blocks}) != 1:
-        raise ValueError("all blocks must have one mode (train or eval), one eps and one number of channels")
+    norms: list[Any] = [getattr(block, "norm", None) for block in blocks]
+    layers = [layer for block in blocks for layer in (block.conv1, block.conv2)]
+    if not all(type(norm) is nn.BatchNorm2d and not norm.affine and norm.track_running_stats for norm in norms):
+        return False
+    kinds = {(norm.training, norm.eps, norm.momentum) for norm in norms}
+    one_kind = len(kinds) == 1 and norms[0].momentum is not None
+    return one_kind and all(_is_plain(layer, layers[0].in_channels, most) for layer in layers)
 
 
-def _is_plain(layer: Any, most: int) -> bool:
-    if type(layer) is not nn.Conv2d:
+def _is_plain(layer: Any, channels: int, most: int) -> bool:
+    if type(layer) is not nn.Conv2d or layer.bias is None:
         return False
     shape = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
-    plain = shape == ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros") and layer.bias is not None
-    return plain and layer.in_channels == layer.out_channels <= most
+    plain = shape == ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros")
+    return plain and layer.in_channels == layer.out_channels == channels <= most
 
 
 def gather(parameters: Sequence[Tensor]) -> Tensor:

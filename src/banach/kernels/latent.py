@@ -1,7 +1,7 @@
 """latent_solve: u = R(u, v) by Picard's iteration in one kernel launch, for an R of the form `LatentForm`.
 
-The device code is in `latent_kernel.py`. `reference_solve` does the same in plain PyTorch, by `banach.solve`. No
-host sync happens here, so a solve can be captured in a CUDA graph and replayed.
+The device code is in `latent_kernel.py`; the reference is `banach.solve`. No host sync happens here, so a solve
+can be captured in a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.kernels import host
 from banach.nn.layers import is_hooked
-from banach.solve import RMS, Euclidean, Picard, Solution, Tolerance, WorstPixel, solve
+from banach.solve import RMS, Euclidean, Picard, Solution, Tolerance, WorstPixel
 
 WIDEST = 64  # channels
 MOST = 128  # programs per place that wait for each other: each of them adds the sums of all
@@ -42,148 +41,14 @@ class LatentForm:
     late: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class LatentMap:
-    """R as tensors: weights (2 blocks, C, C, 3, 3) and biases, in the order they are used.
-
-    known: (2, blocks, C), mean and 1 / deviation to normalise by; None: those of the batch, which couple it.
-    """
-
-    form: LatentForm
-    weights: Tensor
-    biases: Tensor
-    eps: float
-    known: Tensor | None
-
-    @property
-    def blocks(self) -> int:
-        return len(self.weights) // 2
-
-
 def describe(R: Any) -> LatentForm | None:
     """Return the form of R if the kernel can compute R, else None."""
     form = getattr(R, "latent_form", None)
     if not isinstance(form, LatentForm) or not isinstance(R, nn.Module) or any(map(is_hooked, R.modules())):
         return None
-    if not host.says(R, "latent_form") or not all(
-        host.says(block, "latent_block") for block in getattr(R, "blocks", ())
-    ):
-        return None
-    try:
-        latent_map(R)
-    except ValueError:
-        return None
-    return form
-
-
-def latent_map(R: Any) -> LatentMap:
-    """Return R as tensors, in its current mode. R is not changed, and no gradient is recorded."""
-    form = getattr(R, "latent_form", None)
-    if form is None:
-        raise ValueError(f"expected an R with a latent_form, got {type(R).__name__}; use banach.solve")
-    blocks: list[Any] = list(R.blocks)
-    host.check_blocks(blocks, WIDEST)
-    layers = [layer for block in blocks for layer in (block.conv1, block.conv2)]
-    with torch.no_grad(), torch.autocast(layers[0].weight.device.type, enabled=False):
-        known = host.running_statistics(blocks)
-        weights, biases = (
-            host.gather([layer.weight for layer in layers]),
-            host.gather([layer.bias for layer in layers]),
-        )
-        return LatentMap(form, weights, biases, blocks[0].norm.eps, None if known is None else known[:2])
-
-
-def latent_solve(
-    R: Any,
-    v: Tensor,
-    z0: Tensor | None = None,
-    *,
-    tolerance: Tolerance | None = None,
-    dtype: torch.dtype | None = None,
-) -> Solution:
-    """Find u = R(u, v) as `banach.solve` does with Picard, in one kernel launch on a GPU with Triton.
-
-    In train mode the batch is normalised by its own statistics and stops as one; running statistics stay as they
-    are. In eval mode every image stops on its own. On a GPU no sample is called stalled.
-
-    Args:
-        R: a module that `describe` knows, or a `LatentMap`.
-        v: Q(d), (batch, channels, height, width).
-        z0: starting latent, zeros if None.
-        tolerance: its norm is RMS, Euclidean or WorstPixel.
-        dtype: type of the numbers that convolutions multiply: autocast's if it is on, else the type of v. Iterates
-            are float32. float32 products are made of float16 numbers: pixels above 10^6 and weights above 65,504
-            count as not finite, and if all pixels are below 10^-3 digits are lost (four are left at 10^-6).
-    Returns:
-        Solution. If programs lost each other (two solves on a GPU without cooperative launch): NaN and -1 steps.
-    Raises:
-        ValueError: if R, the norm or a shape does not fit.
-    """
-    known = R if isinstance(R, LatentMap) else latent_map(R)
-    tolerance = tolerance or Tolerance()
-    dtype = _product_type(v) if dtype is None else dtype
-    _check(known, v, z0, tolerance)
-    with torch.no_grad(), torch.autocast(v.device.type, enabled=False):
-        if (
-            v.is_cuda
-            and host.has_triton()
-            and v.dtype != torch.float64
-            and dtype in (torch.bfloat16, torch.float32)
-        ):
-            return kernel_solve(known, v, z0, tolerance, dtype)
-        return reference_solve(known, v, z0, tolerance, dtype)
-
-
-def _product_type(v: Tensor) -> torch.dtype:
-    kind = v.device.type
-    if torch.is_autocast_enabled(kind) and v.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return v.dtype
-
-
-def _check(R: LatentMap, v: Tensor, z0: Tensor | None, tolerance: Tolerance) -> None:
-    if v.dim() != 4 or v.shape[1] != R.weights.shape[1]:
-        raise ValueError(f"v must be (batch, {R.weights.shape[1]}, height, width), got {tuple(v.shape)}; check Q")
-    if z0 is not None and z0.shape != v.shape:
-        raise ValueError(f"z0 must have the shape of v, {tuple(v.shape)}, got {tuple(z0.shape)}")
-    if type(tolerance.norm) not in (RMS, Euclidean, WorstPixel):
-        raise ValueError(f"expected the norm RMS, Euclidean or WorstPixel, got {tolerance.norm}; use banach.solve")
-
-
-def reference_solve(
-    R: LatentMap, v: Tensor, z0: Tensor | None, tolerance: Tolerance, dtype: torch.dtype
-) -> Solution:
-    """Solve in plain PyTorch: what the kernel is compared with, and what runs without it."""
-    v = v.to(torch.promote_types(v.dtype, torch.float32)).contiguous(memory_format=torch.channels_last)
-    z0 = torch.zeros_like(v) if z0 is None else z0.to(v)
-    return solve(
-        lambda z, v: evaluate(R, z, v, dtype),
-        z0.contiguous(memory_format=torch.channels_last),
-        Picard(),
-        inputs=(v,),
-        tolerance=tolerance,
-        coupled=R.known is None,
-    )
-
-
-def evaluate(R: LatentMap, z: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return R(z, v): convolutions multiply numbers of `dtype`, everything else has the type of z."""
-    form, x = R.form, v + R.form.inner * z
-    for block in range(R.blocks):
-        hidden = F.leaky_relu(_convolve(R, 2 * block, x, dtype), form.slope)
-        y = _convolve(R, 2 * block + 1, hidden, dtype)
-        y = F.leaky_relu(x + y, form.slope_after) if form.late else x + F.leaky_relu(y, form.slope_after)
-        if R.known is None:
-            x = F.batch_norm(y, None, None, training=True, eps=R.eps)
-        else:
-            mean, rstd = R.known[:, block, :, None, None].to(y.dtype)
-            x = (y - mean) * rstd
-    return form.outer * x
-
-
-def _convolve(R: LatentMap, layer: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-    exact, weight = x.dtype, R.weights[layer]
-    return F.conv2d(x.to(dtype).to(exact), weight.to(dtype).to(exact), R.biases[layer].to(exact), padding=1)
+    blocks = list(getattr(R, "blocks", ()))
+    as_said = host.says(R, "latent_form") and all(host.says(block, "latent_block") for block in blocks)
+    return form if as_said and host.are_known(blocks, WIDEST) else None
 
 
 @dataclass(frozen=True)
@@ -256,22 +121,18 @@ def tiled(
     return K
 
 
-def launch_of(
-    v: Tensor, coupled: bool, dtype: torch.dtype, tile: dict[str, Any] | None = None, programs: int | None = None
-) -> tuple[Constants, int]:
-    """Return sizes and tile of a solve, and its number of programs. `tile`, `programs`: instead of the fastest."""
+def launch_of(v: Tensor, coupled: bool, dtype: torch.dtype) -> tuple[Constants, int]:
+    """Return sizes and tile of a solve, and its number of programs."""
     images, channels, height, width = v.shape
-    if not images or channels > WIDEST:
-        raise ValueError(f"expected a batch with images of at most {WIDEST} channels, got {tuple(v.shape)}")
     # Programs of a coupled batch wait for each other: all must run at once.
     places = min(MOST, host.multiprocessors(v.device)) if coupled else host.multiprocessors(v.device)
-    one_each = programs or min(images, places)
+    one_each = min(images, places)
     pixels = height * width * (host.ceil_div(images, one_each) if coupled else 1)
     many = not coupled and images >= MANY * one_each
-    K = replace(sizes_of(channels, height, width), **(tile or {}))
-    if tile is None:
-        K = tiled(K, pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many)
-    programs = programs or min(images, places * K.places)
+    K = tiled(
+        sizes_of(channels, height, width), pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many
+    )
+    programs = min(images, places * K.places)
     held = images if coupled else programs
     if max(3 * held * height * width * K.pitch, 2 * held * K.area) >= 2**31:
         raise ValueError(f"a batch of {images} images is too large for one launch; use a smaller one")
@@ -285,24 +146,67 @@ def _shared_limit(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024))
 
 
-def kernel_solve(
-    R: LatentMap,
+def latent_solve(
+    R: Any,
     v: Tensor,
-    z0: Tensor | None,
-    tolerance: Tolerance,
-    dtype: torch.dtype,
+    z0: Tensor | None = None,
     *,
-    tile: dict[str, Any] | None = None,
-    programs: int | None = None,
+    tolerance: Tolerance | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Solution:
-    """Solve by the kernel: one launch packs the weights, one iterates. `tile`, `programs`: see `launch_of`."""
+    """Find u = R(u, v) as `banach.solve` does with Picard, in one kernel launch. Needs a GPU with Triton.
+
+    In train mode the batch is normalised by its own statistics and stops as one; running statistics stay as they
+    are. In eval mode every image stops on its own. No sample is called stalled.
+
+    Args:
+        R: a module that `describe` knows, with float32 weights.
+        v: Q(d), (batch, channels, height, width).
+        z0: starting latent, zeros if None.
+        tolerance: its norm is RMS, Euclidean or WorstPixel.
+        dtype: type of the numbers that convolutions multiply, bfloat16 or float32: autocast's if it is on, else
+            that of v. Iterates are float32. float32 products are made of float16 numbers: pixels above 10^6 and
+            weights above 65,504 count as not finite, and if all pixels are below 10^-3 digits are lost (four are
+            left at 10^-6).
+    Returns:
+        Solution. If programs lost each other (two solves on a GPU without cooperative launch): NaN and -1 steps.
+    Raises:
+        ValueError: if R, the norm or a shape does not fit.
+    """
+    tolerance, kind = tolerance or Tolerance(), v.device.type
+    _check(R, v, z0, tolerance)
+    if dtype is None:
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        return _launch(R, v, z0, tolerance, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+
+
+def _check(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance) -> None:
+    if describe(R) is None:
+        got = type(R).__name__
+        raise ValueError(f"expected an R of the form LatentForm, blocks in one mode, got {got}; use banach.solve")
+    channels = R.blocks[0].conv1.in_channels
+    if v.dim() != 4 or v.shape[1] != channels or not len(v):
+        raise ValueError(f"v must be (batch, {channels}, height, width), not empty, got {tuple(v.shape)}; check Q")
+    if z0 is not None and z0.shape != v.shape:
+        raise ValueError(f"z0 must have the shape of v, {tuple(v.shape)}, got {tuple(z0.shape)}")
+    if type(tolerance.norm) not in (RMS, Euclidean, WorstPixel):
+        raise ValueError(f"expected the norm RMS, Euclidean or WorstPixel, got {tolerance.norm}; use banach.solve")
+
+
+def _launch(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance, dtype: torch.dtype) -> Solution:
+    """Solve by two launches: one packs the weights, one iterates."""
     from banach.kernels.latent_kernel import iterate, pack
 
     images, C, H, W = v.shape
-    coupled, form, norm = R.known is None, R.form, tolerance.norm
-    sizes, programs = launch_of(v, coupled, dtype, tile, programs)
+    blocks, form, norm = list(R.blocks), R.latent_form, tolerance.norm
+    layers = [layer for block in blocks for layer in (block.conv1, block.conv2)]
+    exact, biases = host.gather([layer.weight for layer in layers]), host.gather([layer.bias for layer in layers])
+    known = host.running_statistics(blocks)
+    coupled = known is None
+    sizes, programs = launch_of(v, coupled, dtype)
     sizes = replace(
-        sizes, blocks=R.blocks, chunk=max(16, host.power_of_two(programs)) if coupled else 16, late=form.late,
+        sizes, blocks=len(blocks), chunk=max(16, host.power_of_two(programs)) if coupled else 16, late=form.late,
         worst_pixel=isinstance(norm, WorstPixel), relative=tolerance.rtol > 0, from_zero=z0 is None, spins=SPINS,
     )  # fmt: skip
 
@@ -314,20 +218,20 @@ def kernel_solve(
     slots, held, stream = (empty(k, places * H * W, sizes.pitch) for k in (3, 1, 1))
     operand, hidden = empty(2, halves, places, sizes.area, dtype=stored)
     sums, tests = empty(2, programs, 2, columns), empty(2, programs, 2)
-    pivots = empty(programs, R.blocks, columns)
-    weights = empty(halves, 2 * R.blocks, sizes.groups, columns, sizes.depth, dtype=stored)
+    pivots = empty(programs, len(blocks), columns)
+    weights = empty(halves, len(layers), sizes.groups, columns, sizes.depth, dtype=stored)
     counters = empty(2, dtype=torch.int32)
     value, residual = empty(images, H, W, C), empty(images)
     steps, flags = empty(images, dtype=torch.int64), empty(4, images, dtype=torch.int8)
     scale = 1.0 / math.sqrt(C * H * W * (images if coupled else 1)) if isinstance(norm, RMS) else 1.0
     start, K = host.pixel_rows(v), host.constants(sizes)
-    pack[(9 * len(R.weights),)](R.weights, weights, counters, K=K)
+    pack[(9 * len(layers),)](exact, weights, counters, K=K)
     iterate[(programs,)](
-        start, start if z0 is None else host.pixel_rows(z0), weights, host.padded(R.biases, columns),
-        sums if R.known is None else host.padded(R.known, columns), slots, held, stream, operand, hidden, sums,
+        start, start if z0 is None else host.pixel_rows(z0), weights, host.padded(biases, columns),
+        sums if known is None else host.padded(known[:2], columns), slots, held, stream, operand, hidden, sums,
         tests, pivots, counters, value, residual, steps, flags, images, tolerance.max_steps, sizes.groups,
-        tolerance.atol / scale, tolerance.rtol, scale, 1.0 / (images * H * W), R.eps, form.inner, form.outer,
-        form.slope, form.slope_after, K=K, num_warps=sizes.warps,
+        tolerance.atol / scale, tolerance.rtol, scale, 1.0 / (images * H * W), blocks[0].norm.eps, form.inner,
+        form.outer, form.slope, form.slope_after, K=K, num_warps=sizes.warps,
         launch_cooperative_grid=coupled,  # all programs start together: two solves on one GPU cannot deadlock
     )  # fmt: skip
     converged, stalled, nonfinite, diverged = flags.view(torch.bool)

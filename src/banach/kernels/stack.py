@@ -7,15 +7,14 @@ pads these ones too, so the shift is left out at the border, as it must be. Thre
 three of 8. In a gradient of weights the row of ones is the sum over pixels, which the bias and the mean need.
 
 Between two blocks the value before batch norm is stored with its statistics, and each reader normalises it, so
-the normalised tensor is never written. The device code is in `stack_kernel.py`; `reference_stack` is the same in
-plain PyTorch. No host sync happens here, so a whole step can be captured in a CUDA graph.
+the normalised tensor is never written. The device code is in `stack_kernel.py`; the reference is the modules. No
+host sync happens here, so a whole step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,84 +111,42 @@ def has_kernel(x: Tensor) -> bool:
     return x.is_cuda and host.has_triton() and x.dtype != torch.float64
 
 
-def residual_stack(
-    blocks: Sequence[nn.Module] | nn.Sequential,
-    x: Tensor,
-    *,
-    masks: Tensor | None = None,
-) -> Tensor:
+def residual_stack(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor) -> Tensor:
     """Compute all blocks, one after the other, as the modules would, running statistics included.
 
     Args:
         blocks: modules with conv1, conv2 (3x3 with bias), drop (Dropout2d or Identity) and norm (BatchNorm2d
-            without weights). On a GPU they are computed in bf16, elsewhere in the type of the weights.
+            without weights). On a GPU they are computed in bf16. Elsewhere, and where the kernels would compute
+            blocks wrongly, the modules are called.
         x: images (N, C, H, W).
-        masks: (blocks, N, C), zero where dropped; drawn here if dropout is on and none are given.
-    Raises:
-        ValueError: if the kernels would compute the blocks wrongly.
     """
     given: list[Any] = list(blocks)
-    rate = _check(given)
-    if masks is None and rate:
-        masks = torch.rand((len(given), *x.shape[:2]), device=x.device) >= rate
-    scale = 1.0 if masks is None else 1 / (1 - rate)
+    rate = _dropout(given)
+    if rate is None or not has_kernel(x) or not host.are_known(given, LARGEST):
+        return functools.reduce(lambda value, block: block(value), given, x)
+    masks = torch.rand((len(given), *x.shape[:2]), device=x.device) >= rate if rate else None
+    return fused_stack(given, x, masks, 1 / (1 - rate))
+
+
+def fused_stack(blocks: Sequence[Any], x: Tensor, masks: Tensor | None, scale: float) -> Tensor:
+    """Compute the blocks by kernels. `masks`: (blocks, N, C), zero where hidden values are dropped."""
     with torch.autocast(x.device.type, enabled=False):
-        if not has_kernel(x):
-            return reference_stack(given, x, masks, scale)
-        stack, parameters = Stack.of(given, scale), _parameters(given)
+        stack, parameters = Stack.of(blocks, scale), _parameters(blocks)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
             out, stats = Residual.apply(stack, x, masks, *parameters)
         else:
             out, stats = run(stack, x, masks, None)
-        if given[0].norm.training:
-            _update_running_(given, stats[1:, :, : x.shape[1]], x.numel() // x.shape[1])
+        if blocks[0].norm.training:
+            _update_running_(blocks, stats[1:, :, : x.shape[1]], x.numel() // x.shape[1])
     return out
 
 
-def repeated_stack(blocks: Sequence[nn.Module] | nn.Sequential, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the same map for an iteration without gradient: weights are copied once, running statistics stay.
-
-    Valid until the weights change, for inputs of the device, type and channels of `like`.
-    """
-    given: list[Any] = list(blocks)
-    if rate := _check(given):
-        raise ValueError(f"expected blocks without dropout, got a rate of {rate}; call residual_stack with masks")
-    if not has_kernel(like):
-        copies = copy.deepcopy(given)
-        return torch.no_grad()(lambda x: reference_stack(copies, x, None, 1.0, update=False))
-    stack = Stack.of(given, 1.0)
-    return torch.no_grad()(lambda x: run(stack, x, None, None)[0])
-
-
-def reference_stack(
-    blocks: Sequence[Any], x: Tensor, masks: Tensor | None, scale: float, *, update: bool = True
-) -> Tensor:
-    """Compute the blocks in plain PyTorch: what the kernels are compared with, and what runs without them."""
-    dtype, x = x.dtype, x.to(blocks[0].conv1.weight.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        for number, block in enumerate(blocks):
-            hidden = F.leaky_relu(block.conv1(x), SLOPE)
-            if masks is not None:
-                hidden = hidden * masks[number, :, :, None, None].to(hidden) * scale
-            y, norm = F.leaky_relu(x + block.conv2(hidden), SLOPE), block.norm
-            if update or not norm.training:
-                x = norm(y)
-            else:
-                x = F.batch_norm(y, None, None, training=True, eps=norm.eps)
-    return x.to(dtype)
-
-
-def _check(blocks: Sequence[Any]) -> float:
-    """Return the rate at which all blocks drop channels now; raise if the kernels cannot compute them."""
-    host.check_blocks(blocks, LARGEST)
-    for block in blocks:
-        if not block.norm.track_running_stats or block.norm.momentum is None:
-            raise ValueError(f"expected BatchNorm2d with running statistics, got {block.norm}; use the modules")
+def _dropout(blocks: Sequence[Any]) -> float | None:
+    """Return the rate at which all blocks drop channels now, None if there is not one rate below 1."""
     drops = [block.drop for block in blocks]
     rates = {float(drop.p) if isinstance(drop, nn.Dropout2d) and drop.training else 0.0 for drop in drops}
-    if len(rates) > 1 or 1.0 in rates:
-        raise ValueError(f"expected one rate of dropout below 1, got {sorted(rates)}; call the blocks one by one")
-    return rates.pop()
+    known = all(isinstance(drop, nn.Dropout2d | nn.Identity) for drop in drops)
+    return rates.pop() if known and len(rates) == 1 and max(rates) < 1 else None
 
 
 def _parameters(blocks: Sequence[Any]) -> list[Tensor]:

@@ -33,7 +33,7 @@ AT_A_TIME = 512  # images per captured batch in eval mode; batches are powers of
 class Scorer:
     """x -> (scores in at least fp32, Solution or None), without gradients, in the mode that the network is in.
 
-    On a GPU a network that iterates by Picard is captured at the first call, and again when its tolerance, solver,
+    On a GPU a network is captured at the first call, and again when its tolerance, solver,
     a part, a module's mode or the address of a weight has changed. In eval mode `CompiledNetwork` predicts; in
     training mode only an R that the kernels know is captured. Everything else goes through the network itself. So
     does, with one warning, what cannot be captured: `reason` then says why. With several `ranks`, all of them
@@ -81,7 +81,7 @@ class Scorer:
 
     def _in_evaluation(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
         how = plan(self.net, device, self.precision, training=False)
-        if not how.graph or not how.bare:
+        if not how.graph or not how.own_loop:
             return None
         predict = CompiledNetwork(self.net, bf16=self.precision == "bf16")
 
@@ -98,7 +98,7 @@ class Scorer:
             net.backward = JFB()  # the same value, and the mode that FastNetwork takes apart
         # Not as bf16, which autocast does: fused blocks draw other dropout masks, and bf16 weights need a refresh.
         how = plan(net, device, "tf32" if self.precision == "tf32" else "fp32")
-        if not (how.graph and how.bare and how.kernel):
+        if not (how.graph and how.own_loop and how.kernel):
             return None
         network, calls = FastNetwork(net, how), CapturedCalls(net.buffers())
 

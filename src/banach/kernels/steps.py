@@ -1,19 +1,58 @@
-"""A step of Anderson in three kernels: products, fit and test, next iterate. Reference: `banach.Anderson.step`."""
+"""A step of Picard in one kernel per tensor, a step of Anderson in three: residual, test, next iterate.
+
+The references are `banach.Picard` and `banach.Anderson`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from banach.kernels.host import multiprocessors, power_of_two
+from banach.kernels.host import ceil_div, multiprocessors, power_of_two
 from banach.solve import RMS, Anderson, Tolerance
 
 # Numbers that a program reads at a time. `products` reads as many of every difference, so that it has fewer.
-_PRODUCTS, _MIX = 512, 2048
+_BLOCK, _PRODUCTS, _MIX = 4096, 512, 2048
+
+
+def picard_step(
+    samples: Any, parts: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance, damping: float
+) -> None:
+    """Move every active sample from z to d z + (1 - d) T(z), and test it.
+
+    Args:
+        samples: the numbers of every sample, written in place; see `banach.fast.iteration.Samples`.
+        parts: (z, T(z)), one pair per tensor of the latent. Every sample of z is one piece of memory.
+        tolerance: in the norm RMS or Euclidean.
+        damping: d.
+    """
+    from banach.kernels.steps_kernel import picard
+
+    count, sizes = len(parts[0][0]), [z[:1].numel() for z, _ in parts]
+    numbers = samples.active, samples.residual, samples.least, samples.allowed, samples.steps, samples.arrived
+    most = max(1, 2 * multiprocessors(samples.active.device) // max(count, 1))
+    splits = [min(ceil_div(size, _BLOCK) or 1, most) for size in sizes]  # programs per sample, for each tensor
+    total = sum(splits)
+    sums = samples.residual if total == 1 else samples.residual.new_empty(len(samples.active), total, 2)
+    for number, ((z, value), size, split) in enumerate(zip(parts, sizes, splits, strict=True)):
+        block = min(power_of_two(max(size, 1)), _BLOCK)
+        index = samples.active if samples.index is None else samples.index
+        picard[(count, split)](
+            *(z, _in_layout_of(z, value), index, *numbers, sums),
+            *(size, tolerance.atol, tolerance.rtol, _scale(tolerance, sum(sizes)), damping),
+            FIRST=sum(splits[:number]),
+            SPLIT=split,
+            TOTAL=total,
+            PADDED=power_of_two(total),
+            ALL=samples.index is None,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+        )
 
 
 @dataclass(frozen=True)
@@ -52,13 +91,12 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
         solver: gives memory, damping and safeguards.
         tolerance: in the norm RMS or Euclidean.
     """
-    from banach.kernels.anderson_kernel import fit, mix, products
+    from banach.kernels.steps_kernel import fit, mix, products
 
     memory: AndersonMemory = samples.memory
-    if z.stride() != Tz.stride():
-        Tz = torch.empty_like(z, dtype=Tz.dtype).copy_(Tz)
+    Tz = _in_layout_of(z, Tz)
     count, width, m = max(len(z), 1), max(z[:1].numel(), 1), solver.memory
-    split = min(-(-width // _MIX), max(1, 4 * multiprocessors(z.device) // count))
+    split = min(ceil_div(width, _MIX), max(1, 4 * multiprocessors(z.device) // count))
     sums = memory.c.new_empty(count, split, 2 * m + 2)
     products[(count, split)](
         *(z, Tz, samples.active, samples.steps, memory.before, memory.dR, memory.dG, sums),
@@ -66,13 +104,12 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
         **_shape(m, width, split, _PRODUCTS, numbers_per_thread=4),
         PADDED=power_of_two(m),
     )
-    scale = 1 / math.sqrt(width) if type(tolerance.norm) is RMS else 1.0
     ridge = 10 * torch.finfo(sums.dtype).eps if solver.ridge is None else solver.ridge
     bounded = not math.isinf(solver.bound)
     fit[(count,)](
         *(samples.active, samples.residual, samples.least, samples.allowed, samples.steps, memory.least_at),
-        *(memory.moves, memory.gram, memory.c, sums, tolerance.atol, tolerance.rtol, scale, ridge),
-        *(solver.bound if bounded else 1.0, solver.growth, solver.patience),
+        *(memory.moves, memory.gram, memory.c, sums, tolerance.atol, tolerance.rtol, _scale(tolerance, width)),
+        *(ridge, solver.bound if bounded else 1.0, solver.growth, solver.patience),
         BOUNDED=bounded,
         M=m,
         PADDED=power_of_two(m),
@@ -90,3 +127,11 @@ def _shape(memory: int, width: int, split: int, most: int, numbers_per_thread: i
     block = min(power_of_two(width), most)
     warps = max(1, block // (32 * numbers_per_thread))
     return {"M": memory, "BLOCK": block, "SPLIT": split, "num_warps": warps}
+
+
+def _scale(tolerance: Tolerance, width: int) -> float:
+    return 1 / math.sqrt(max(width, 1)) if type(tolerance.norm) is RMS else 1.0
+
+
+def _in_layout_of(z: Tensor, Tz: Tensor) -> Tensor:
+    return Tz if z.stride() == Tz.stride() else torch.empty_like(z, dtype=Tz.dtype).copy_(Tz)
