@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.models.blocks import LatentResNet
-from banach.models.cifar10 import Block, CIFARLatent
-from banach.models.mnist import mnist
-from banach.models.svhn import svhn
+from banach.models.paper import Block, CIFARLatent, mnist, svhn
 from banach.solve import Norm, Tolerance, WorstPixel
 
 NETWORKS = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels import repeated_stack, residual_stack
-from banach.models.cifar10 import Block
+from banach.models.paper import Block
 from kernels.cases import answer, modules, stack_of, worst
 
 EXACT = 1e-11

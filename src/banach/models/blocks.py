@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -99,24 +98,6 @@ class LatentResNet(nn.Module):
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}"
-
-
-def readout(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """Return S of the paper's MNIST and SVHN nets: a convolution without padding, a linear map without bias."""
-    if min(height, width) < 3:
-        raise ValueError(
-            f"the latent is {height}x{width} pixels, and S begins with a 3x3 convolution; use larger images"
-        )
-    kept = 16
-    return nn.Sequential(
-        OrderedDict(
-            conv=conv3x3(channels, kept, padding=0),
-            act=nn.LeakyReLU(SLOPE),
-            drop=nn.Dropout2d(0.2),
-            flat=nn.Flatten(),
-            linear=nn.Linear(kept * (height - 2) * (width - 2), classes, bias=False),
-        )
-    )
 
 
 class Shortcut(nn.Module):

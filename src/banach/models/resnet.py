@@ -37,7 +37,7 @@ class ResNet(nn.Module):
 
 
 def resnet56(image: Image = (3, 32, 32), classes: int = 10) -> nn.Module:
-    """Return the network with n = 9."""
+    """Return ResNet-56 (He et al. 2016), explicit: 853,018 parameters, the rival on CIFAR-10."""
     return ResNet(9, image, classes)
 
 
@@ -53,11 +53,4 @@ HE = Recipe(
     augment="flip+crop:4",
 )
 
-register(
-    "resnet56",
-    resnet56,
-    description="ResNet-56 (He et al. 2016), explicit: 853,018 parameters, the rival on CIFAR-10",
-    image=(3, 32, 32),
-    recipes={"he": HE},
-    channels_last=True,
-)
+register("resnet56", resnet56, recipes={"he": HE}, channels_last=True)

@@ -31,7 +31,8 @@ class Operator:
         layer, grid = self.layer, self.shape[2:]
         if isinstance(layer, nn.Linear):
             return y @ self.weight
-        pads = _pads(layer)
+        around = layer._reversed_padding_repeated_twice  # before and after, the last axis first
+        pads = list(zip(around[-2::-2], around[::-2], strict=True))
         padded = [n + sum(pair) for n, pair in zip(grid, pads, strict=True)]
         like, zeros = y.new_empty(1).expand(*self.shape[:2], *padded), [0] * len(grid)
         options = (list(layer.stride), zeros, list(layer.dilation), False, zeros, layer.groups)
@@ -137,24 +138,10 @@ def _unit(x: Tensor, otherwise: Tensor | None = None) -> Tensor:
     return torch.where(sound, x / size, torch.zeros_like(x) if otherwise is None else otherwise)
 
 
-def _pads(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int, int]]:
-    """Return the pixels added before and after, per spatial axis."""
-    if isinstance(layer.padding, str):
-        spans = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        return [(s // 2, s - s // 2) if layer.padding == "same" else (0, 0) for s in spans]
-    return [(p, p) for p in layer.padding]
-
-
 def _fold(x: Tensor, axis: int, n: int, pair: tuple[int, int], mode: str) -> Tensor:
     """Return the transpose of padding one axis of n pixels: the border goes back to the pixels it came from."""
-    before, after = pair
-    if mode == "zeros" or not (before or after):
-        return x.narrow(axis, before, n)
-    i = torch.arange(-before, n + after, device=x.device)
-    source = {
-        "circular": i % n,
-        "replicate": i.clamp(0, n - 1),
-        "reflect": (n - 1) - ((n - 1) - i.abs()).abs(),
-    }[mode]
+    if mode == "zeros" or not any(pair):
+        return x.narrow(axis, pair[0], n)
+    source = F.pad(torch.arange(n, dtype=torch.float32, device=x.device)[None, None], pair, mode=mode)
     shape = [*x.shape[:axis], n, *x.shape[axis + 1 :]]
-    return x.new_zeros(shape).index_add(axis, source, x)
+    return x.new_zeros(shape).index_add(axis, source.flatten().long(), x)
