@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -79,14 +78,6 @@ class LatentResNet(nn.Module):
         super().__init__()
         self.gamma = gamma
         self.blocks = nn.Sequential(*(LatentBlock(channels, batch_norm) for _ in range(blocks)))
-
-    @torch.no_grad()
-    def shrink_(self, factor: float) -> LatentResNet:
-        """Scale the last convolution of each residual map, so that a fresh R is closer to gamma * (u + v)."""
-        for name, parameter in self.named_parameters():
-            if ".conv2." in name:
-                parameter.mul_(factor)
-        return self
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return self.gamma * self.blocks(u + v)

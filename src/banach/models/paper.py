@@ -70,9 +70,12 @@ def svhn(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = Tr
     """
     channels, height, width = image
     R = LatentResNet(64, blocks=1, gamma=0.9, batch_norm=batch_norm)
+    if not batch_norm:
+        for parameter in R.blocks[0].conv2.parameters():
+            parameter.data.mul_(0.1)
     return Parts(
         Q=SVHNData(channels),
-        R=R if batch_norm else R.shrink_(0.1),
+        R=R,
         S=_readout((64, (height + 3) // 4, (width + 3) // 4), 16, classes, nn.Dropout2d(0.2)),
     )
 

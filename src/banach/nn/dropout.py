@@ -92,14 +92,12 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
     """
     if not isinstance(R, nn.Module):
         return
-    if not any(module.training and _advice(module) is not None for module in modules or R.modules()):
-        return
-    for name, module in R.named_modules():
-        advice = _advice(module) if module.training else None
+    for layer in modules or R.modules():
+        advice = _advice(layer) if layer.training else None
         if advice is not None:
-            place = f"R.{name}" if name else "R"
+            name = next(f"R.{name}".rstrip(".") for name, module in R.named_modules() if module is layer)
             raise RuntimeError(
-                f"{place} is {type(module).__name__}, which draws new random numbers at every evaluation, so "
+                f"{name} is {type(layer).__name__}, which draws new random numbers at every evaluation, so "
                 f"there is no fixed point to find: {advice}"
             )
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from banach import checks
 from banach.nn.affine import AffineLayer, Operator, applied, first_direction, input_shape
@@ -118,10 +117,8 @@ def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, st
         ValueError: if the grid of a convolution is not known, or not always the same.
     """
     grids = {} if example is None else _grids(module, example if isinstance(example, tuple) else (example,))
-    layers = _layers(module)
-    _check_bounded(layers)
     made: dict[nn.Module | None, Lipschitz] = {}
-    for layer, name in layers.items():
+    for layer, name in _layers(module).items():
         grid = None if isinstance(layer, nn.Linear) else _grid(name, grids.get(layer, set()))
         made[layer] = Lipschitz(layer, bound, size=grid, steps=steps).train(layer.training)
     for holder in list(module.modules()):
@@ -130,35 +127,24 @@ def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, st
     return made.get(module, module)
 
 
-def _layers(part: nn.Module, name: str = "") -> dict[Any, str]:
-    """Return the layers in this part to bound or to refuse, each with its first name."""
-    if isinstance(part, (*_KINDS, *_OTHERS)):
-        return {part: name}
-    found: dict[Any, str] = {}
-    if not isinstance(part, Lipschitz):
-        for key, child in part.named_children():
-            for layer, place in _layers(child, f"{name}.{key}".strip(".")).items():
-                found.setdefault(layer, place)
-    return found
-
-
-def _check_bounded(layers: dict[Any, str]) -> None:
-    """Refuse layers of other kinds, and those whose own call does more than multiply by the weight."""
-    found = ((name, _fault(layer)) for layer, name in layers.items())
-    refused = [f"{name or 'the module'} ({fault})" for name, fault in found if fault is not None]
+def _layers(module: nn.Module) -> dict[Any, str]:
+    """Return the layers to bound, each with its first name. Refuse those that do more than multiply."""
+    bounded = {layer for part in module.modules() if isinstance(part, Lipschitz) for layer in part.children()}
+    parts = ((name, part) for name, part in module.named_modules() if isinstance(part, (*_KINDS, *_OTHERS)))
+    layers = {part: name for name, part in parts if part not in bounded}
+    refused = [f"{name or 'the module'} ({_fault(layer)})" for layer, name in layers.items() if _fault(layer)]
     if refused:
         raise TypeError(
             f"expected nn.Linear and nn.Conv1d, 2d or 3d without hooks, got {', '.join(refused)}; replace them, "
             "or call lipschitz_ on the parts of the module that do not hold them"
         )
+    return layers
 
 
 def _fault(layer: Any) -> str | None:
     kind = type(layer).__name__
-    if isinstance(layer, _OTHERS) or type(layer).forward not in _FORWARDS:
+    if type(layer).forward not in _FORWARDS:
         return kind
-    if is_lazy(layer.weight):
-        return f"{kind} without a weight yet: give example="
     return f"{kind} with forward hooks" if layer._forward_hooks or layer._forward_pre_hooks else None
 
 
