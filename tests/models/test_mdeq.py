@@ -14,20 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from banach import (
     GMRES,
-    JFB,
-    Anderson,
-    Broyden,
     Implicit,
     ImplicitNetwork,
     Picard,
     Tolerance,
     Unroll,
     models,
-    solve,
 )
-from banach.latent import leaves
 from banach.models.mdeq import MultiscaleMap, Sizes, multiscale, unrolled
-from banach.nn import jacobian_penalty, observe
 
 IMAGE = (3, 8, 8)
 SMALL = Sizes((8, 16), (2, 4), 8, 0.25)
@@ -131,30 +125,6 @@ def test_the_exact_gradient_is_that_of_unrolled_autograd(training: bool) -> None
             assert float((found[0][name] - value).norm() / value.norm()) <= 1e-6, name
 
 
-@pytest.mark.parametrize("mode", [JFB(), Unroll(5, damping=0.5), Implicit(Anderson())])
-def test_gradients_of_every_mode(mode: Any) -> None:
-    net = small().eval()
-    net.backward = mode
-    found = gradients(net, net(images()))
-    assert all(bool(grad.isfinite().all()) for grad in found.values())
-    assert float(found["R.blocks.1.conv1.v"].abs().max()) > 0
-
-
-def test_solvers_agree_where_the_map_contracts() -> None:
-    net = small().eval()
-    with torch.no_grad():
-        v = net.Q(images())
-        z0 = tuple(torch.zeros_like(leaf) for leaf in v)
-        found = [
-            solve(net.R, z0, solver, inputs=(v,), tolerance=TIGHT)
-            for solver in (Picard(), Picard(damping=0.5), Anderson(5), Broyden(20))
-        ]
-    for one in found:
-        assert one.converged.all(), one.summary()
-        for a, b in zip(leaves(one.value), leaves(found[0].value), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
-
-
 def test_warm_up_by_unrolling() -> None:
     net = small().eval()
     net.solver = Picard(damping=0.5)
@@ -169,18 +139,6 @@ def test_warm_up_by_unrolling() -> None:
     expected = gradients(net, net.S(z))
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-8, atol=1e-12)
-
-
-def test_the_jacobian_penalty_has_a_gradient() -> None:
-    net = small().eval()
-    with observe(net) as seen:
-        net(images())
-    penalty = jacobian_penalty(seen.T, seen.z, seen.inputs).mean()
-    assert 0 < float(penalty.detach()) < 1
-    penalty.backward()
-    grad = net.R.blocks[0].conv1.gain.grad
-    assert grad is not None
-    assert float(grad.abs().max()) > 0
 
 
 def test_it_learns_from_fresh_weights_and_can_be_copied() -> None:

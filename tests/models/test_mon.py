@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from banach import JFB, Implicit, ImplicitNetwork, Neumann, Picard, Tolerance, descent_check, models
+from banach import JFB, ImplicitNetwork, Neumann, Tolerance, descent_check, models
 from banach.nn import ForwardBackward, PeacemanRachford
 
 COUNTS = {
@@ -53,39 +52,6 @@ def test_both_splittings_give_one_answer(name: str, channels: Any) -> None:
     nets[1].load_state_dict(weights)
     d = torch.randn(3, *GREY, dtype=torch.float64)
     torch.testing.assert_close(nets[0](d), nets[1](d), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["mon", "mon-tiers", "mon-large"])
-@pytest.mark.parametrize("which", ["own", "common"])
-def test_recipes(name: str, which: str) -> None:
-    recipe = models.recipe(name, which)
-    assert (recipe.lr, recipe.batch_size) == (0.05 if (name, which) == ("mon-large", "own") else 1e-3, 128)
-    assert recipe.max_steps >= 100
-
-
-def test_it_learns_by_jfb_and_by_the_exact_gradient() -> None:
-    exact = Implicit(Picard(), Tolerance(atol=0, rtol=1e-3, max_steps=300))
-    for mode in (JFB(), exact):
-        torch.manual_seed(0)
-        net = ImplicitNetwork(*models.mon(GREY, 4, channels=12), tolerance=Tolerance(atol=1e-3, max_steps=300))
-        net.backward = mode
-        assert first_and_last_loss(net) < 0.8
-
-
-def first_and_last_loss(net: nn.Module) -> float:
-    """Train on four patterns with noise; return the last loss over the first."""
-    optimizer = torch.optim.Adam(net.parameters(), 3e-2)
-    pattern = torch.randn(4, *GREY)
-    labels = torch.arange(32) % 4
-    losses = []
-    for _ in range(8):
-        d = pattern[labels] + 0.3 * torch.randn(32, *GREY)
-        loss = F.cross_entropy(net(d), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses[-1] / losses[0]
 
 
 def test_by_one_step_only_peaceman_rachford_reaches_every_tier() -> None:

@@ -114,18 +114,3 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchdiffeq", None)
     with pytest.raises(ImportError, match="pip install torchdiffeq"):
         small()(images())
-
-
-def test_it_learns() -> None:
-    torch.manual_seed(0)
-    net = models.build("anode", image=(1, 4, 4), classes=4)
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    pattern, labels, losses = torch.randn(4, 1, 4, 4), torch.arange(16) % 4, []
-    for _ in range(6):
-        loss = torch.nn.functional.cross_entropy(net(pattern[labels]), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.8 * losses[0]
-    assert "extra=5, tolerance=0.001, adjoint=True" in repr(net)

@@ -4,7 +4,7 @@ from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortc
 from banach.models.mdeq import mdeq, mdeq_tiny, unrolled
 from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
 from banach.models.ode import ODENet, anode, node
-from banach.models.paper import cifar10, digits, mnist, svhn
+from banach.models.paper import ResNet, cifar10, digits, mnist, resnet56, svhn
 from banach.models.registry import (
     Constant,
     Cosine,
@@ -19,7 +19,6 @@ from banach.models.registry import (
     recipe,
     register,
 )
-from banach.models.resnet import ResNet, resnet56
 
 __all__ = [
     "Constant",

@@ -98,7 +98,10 @@ class ODENet(nn.Module):
 
     def _integrate(self, h: Tensor) -> Tensor:
         """h(1). A solver that fails says so; no batch is skipped."""
-        torchdiffeq = _torchdiffeq()
+        try:
+            import torchdiffeq
+        except ImportError:
+            raise ImportError("Neural ODEs need torchdiffeq: pip install torchdiffeq") from None
         recorded = self.adjoint and torch.is_grad_enabled()
         odeint: Any = torchdiffeq.odeint_adjoint if recorded else torchdiffeq.odeint
         # Rounding in bf16 exceeds any useful tolerance, so f runs without autocast.
@@ -122,14 +125,6 @@ class ODENet(nn.Module):
 
 def _with_time(t: Tensor, h: Tensor) -> Tensor:
     return torch.cat([t.to(h.dtype).expand(len(h), 1, *h.shape[2:]), h], 1)
-
-
-def _torchdiffeq() -> Any:
-    try:
-        import torchdiffeq
-    except ImportError:
-        raise ImportError("Neural ODEs need torchdiffeq: pip install torchdiffeq") from None
-    return torchdiffeq
 
 
 def node(image: Image = (1, 28, 28), classes: int = 10, **options: Any) -> ODENet:

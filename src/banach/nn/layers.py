@@ -48,7 +48,7 @@ def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the modules that normalise by the batch or draw at random. Most networks have none."""
     if torch.compiler.is_compiling():
         return modules
-    return [module for module in modules if _is_special(type(module))]
+    return [module for module in modules if _is_special(type(module))]  # type: ignore[arg-type]
 
 
 def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> list[nn.Module]:
