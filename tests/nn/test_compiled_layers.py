@@ -1,8 +1,7 @@
-"""torch.compile in one graph: these layers in whole passes, alone, and in a compiled R; and several threads."""
+"""torch.compile in one graph: these layers in whole passes, and in a compiled R."""
 
 import copy
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import JFB, Implicit, Mode, Neumann, Tolerance, Unroll
+from banach import JFB, Mode, Tolerance, Unroll
 from banach.nn import Lipschitz
-from nn.parts_nn import NormR, close, gradients, network, normal, state
+from nn.parts_nn import close, gradients, network, normal, state
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo's own, in some versions
 
@@ -82,22 +81,3 @@ def test_a_compiled_r_in_an_eager_loop_settles_on_its_graphs() -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compare(outer, net, eager, passes=4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-# Several threads: a network without buffers gives each its own answer and gradient.
-
-
-@pytest.mark.parametrize("mode", [JFB(), Neumann(2), Unroll(2, checkpoint=True), Implicit()])
-def test_threads_do_not_mix(mode: Mode) -> None:
-    net = network(NormR(nn.Identity()), backward=mode)
-    batches = [normal(1 + k % 5, 4, seed=k) for k in range(24)]
-
-    def gradient(d: Tensor) -> dict[str, Tensor]:
-        return gradients(net, net(d).square().sum())
-
-    wanted = [gradient(d) for d in batches]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(gradient, batches))
-    assert all(close(one, other, atol=1e-9) for one, other in zip(found, wanted, strict=True))
-    # Where products with a Jacobian are made, compiled functions run as they were written: there alone.
-    assert torch._dynamo.eval_frame._stance.stance == "default"

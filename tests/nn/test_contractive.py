@@ -39,17 +39,6 @@ def test_values_and_contraction(gamma: float) -> None:
         assert largest(J) == pytest.approx(gamma)  # reached at the origin
 
 
-def test_nested_latents() -> None:
-    class Pair(nn.Module):
-        def forward(self, u: dict[str, Tensor], v: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {"a": u["b"] + v["a"], "b": u["a"] + v["b"]}
-
-    u = {"a": normal(2, 3), "b": normal(2, 3, seed=1)}
-    v = {"a": normal(2, 3, seed=2), "b": normal(2, 3, seed=3)}
-    assert torch.equal(Scaled(Pair(), 0.5)(u, v)["a"], 0.5 * (u["b"] + v["a"]))
-    assert torch.equal(ScaledInput(Pair(), 0.5)(u, v)["b"], 0.5 * u["a"] + v["b"])
-
-
 def inflated(R: TwoStream) -> TwoStream:
     """Weights far above their bounds, so that every bound is at work."""
     with torch.no_grad():

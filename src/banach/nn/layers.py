@@ -83,12 +83,8 @@ def draws_masks(module: nn.Module) -> bool:
 
 def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> bool:
     """Return True if R mixes the samples of a batch: batch norm does, unless it uses its running statistics."""
-    for module in modules_of(R) if modules is None else modules:
-        if isinstance(module, _BatchNorm) and (
-            module.training or (module.running_mean is None and module.running_var is None)
-        ):
-            return True
-    return False
+    norms = [m for m in (modules_of(R) if modules is None else modules) if isinstance(m, _BatchNorm)]
+    return any(norm.training or (norm.running_mean is None and norm.running_var is None) for norm in norms)
 
 
 def is_hooked(module: nn.Module) -> bool:
