@@ -23,7 +23,7 @@ def network(
 ) -> tuple[nn.Module, Tensor]:
     """Return R with statistics of a few batches, and v. In eval mode weights are small, so that R contracts."""
     torch.manual_seed(seed)
-    made = {"mnist": lambda: mnist().R, "svhn": lambda: svhn().R, "cifar10": CIFARLatent}
+    made = {"mnist": lambda: mnist().R, "svhn": lambda: svhn().R, "cifar10": lambda: CIFARLatent()}
     return _prepared(made[name](), NETWORKS[name], train=train, batch=batch, device=device)
 
 
