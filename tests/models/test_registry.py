@@ -29,6 +29,18 @@ def own(image: tuple[int, int, int], classes: int) -> tuple[nn.Module, nn.Module
     return nn.Flatten(), Mix(), nn.Linear(image[0] * image[1] * image[2], classes, bias=False)
 
 
+def test_the_builder_says_what_is_not_given() -> None:
+    def half(image: tuple[int, int, int] = (1, 2, 4), classes: int = 10) -> nn.Module:
+        """Return half of it: 8 pixels.
+
+        More.
+        """
+        return nn.Flatten()
+
+    model = models.register("half", half)
+    assert (model.description, model.image) == ("half of it: 8 pixels", (1, 2, 4))
+
+
 @pytest.mark.parametrize("name", models.names())
 def test_the_description_is_one_line_with_the_true_size(name: str) -> None:
     description = models.get(name).description
@@ -78,6 +90,8 @@ def test_a_builder_may_return_a_whole_network() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="builder must be a function"):
         models.register("bad", 3, description="bad", image=(1, 2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"image must be \(channels, height, width\), .* got None"):
+        models.register("bad", own, description="bad")
     models.register("bad", lambda image, classes: "net", description="bad", image=(1, 2, 2))
     with pytest.raises(TypeError, match=r"the builder of bad must return \(Q, R, S\) or a module, got str"):
         models.build("bad")
