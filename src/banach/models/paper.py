@@ -187,7 +187,7 @@ SVHN = replace(MNIST, eps=1e-4, max_steps=200, lr=1e-4, weight_decay=2e-4)
 CIFAR10 = replace(
     MNIST, lr=1e-3, weight_decay=1e-3, epochs=1000, schedule=Steps(at=(200, 400, 600, 800), factor=0.5)
 )
-_DECAYED = replace(SVHN, lr=1e-3, epochs=25, schedule=Cosine())
+SVHN_DECAYED = replace(SVHN, lr=1e-3, epochs=25, schedule=Cosine())
 # 64,000 steps of 128 out of 45,000 images, a tenth of the rate after 32,000 and 48,000 steps.
 HE = Recipe(
     lr=0.1,
@@ -215,7 +215,7 @@ register(
 register(
     "svhn",
     svhn,
-    recipes={"released": SVHN, "paper": SVHN, "jacobian": SVHN, "decayed": _DECAYED},
+    recipes={"released": SVHN, "paper": SVHN, "jacobian": SVHN, "decayed": SVHN_DECAYED},
     channels_last=True,
 )
 register(
