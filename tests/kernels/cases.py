@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from banach.fast.weights import frozen_copy
 from banach.models.blocks import LatentResNet
-from banach.models.cifar10 import Block, CIFARLatent
-from banach.models.mnist import mnist
-from banach.models.svhn import svhn
+from banach.models.paper import Block, CIFARLatent, mnist, svhn
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import RMS, Norm, Solution, Tolerance, WorstPixel, solve
 
@@ -27,7 +25,7 @@ def network(
 ) -> tuple[nn.Module, Tensor]:
     """Return R with statistics of a few batches, and v. In eval mode weights are small, so that R contracts."""
     torch.manual_seed(seed)
-    made = {"mnist": lambda: mnist().R, "svhn": lambda: svhn().R, "cifar10": CIFARLatent}
+    made = {"mnist": lambda: mnist().R, "svhn": lambda: svhn().R, "cifar10": lambda: CIFARLatent()}
     return _prepared(made[name](), NETWORKS[name], train=train, batch=batch, device=device)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.kernels import residual_stack, stack
-from banach.models.cifar10 import Block
+from banach.models.paper import Block
 from kernels.cases import stack_of
 
 RATE = 0.25

@@ -39,14 +39,9 @@ def norm(w: State, name: str, x: Tensor, *, train: bool = False) -> Tensor:
     return y
 
 
-def mnist_Q(w: State, d: Tensor) -> Tensor:
-    x = F.max_pool2d(lrelu(norm(w, "Q.norm1", conv(w, "Q.conv1", d))), 3)
-    return lrelu(norm(w, "Q.norm2", conv(w, "Q.conv2", x)))
-
-
-def digits_Q(w: State, d: Tensor) -> Tensor:
-    x = lrelu(norm(w, "Q.norm1", conv(w, "Q.conv1", d)))
-    return F.max_pool2d(lrelu(norm(w, "Q.norm2", conv(w, "Q.conv2", x))), 2)
+def pair_Q(w: State, d: Tensor, *, pools: tuple[int, int]) -> Tensor:
+    x = F.max_pool2d(lrelu(norm(w, "Q.norm1", conv(w, "Q.conv1", d))), pools[0])
+    return F.max_pool2d(lrelu(norm(w, "Q.norm2", conv(w, "Q.conv2", x))), pools[1])
 
 
 def shortcut(x: Tensor, channels: int) -> Tensor:
@@ -108,10 +103,10 @@ def digits_S(w: State, u: Tensor) -> Tensor:
 
 
 REFERENCE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "mnist": (mnist_Q, partial(scaled_R, blocks=2, gamma=0.5), conv_S),
+    "mnist": (partial(pair_Q, pools=(3, 1)), partial(scaled_R, blocks=2, gamma=0.5), conv_S),
     "svhn": (svhn_Q, partial(scaled_R, blocks=1, gamma=0.9), conv_S),
     "cifar10": (cifar_Q, cifar_R, partial(conv_S, stride=2, padding=1)),
-    "digits": (digits_Q, partial(scaled_R, blocks=1, gamma=0.4), digits_S),
+    "digits": (partial(pair_Q, pools=(1, 2)), partial(scaled_R, blocks=1, gamma=0.4), digits_S),
 }
 IMPLICIT = tuple(REFERENCE)
 LATENT = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10), "digits": (24, 4, 4)}

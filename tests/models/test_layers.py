@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance, models
-from banach.models import ResNet, Shortcut
+from banach.models import ResNet
 from models.reference_models import (
     IMPLICIT,
     LATENT,
@@ -53,22 +53,6 @@ def test_Q_R_and_S_by_hand(name: str) -> None:
         torch.testing.assert_close(net.R(u, v), R(w, u, v, train=True), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["mnist", "digits"])
-def test_the_whole_network_by_hand(name: str) -> None:
-    """Iterated by hand to rounding, the network's answer is S at the fixed point."""
-    net = network(name).eval()
-    net.tolerance = Tolerance(atol=1e-12, max_steps=300)
-    Q, R, S = REFERENCE[name]
-    d, w = images(name), net.state_dict()
-    with torch.no_grad():
-        v = Q(w, d)
-        u = torch.zeros_like(v)
-        for _ in range(300):
-            u = R(w, u, v)
-        assert (R(w, u, v) - u).abs().max() < 1e-11
-        torch.testing.assert_close(net(d), S(w, u), rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("name", IMPLICIT)
 def test_without_batch_norm_in_R(name: str) -> None:
     net = network(name, batch_norm=False).eval()
@@ -98,17 +82,6 @@ def test_the_explicit_twin(name: str) -> None:
     # An implicit network of the same weights answers otherwise, so this compares something.
     other = network(name, image=SMALL[name], tolerance=FEW).eval()
     assert (other(d) - expected).abs().max() > 1e-3
-
-
-def test_weights_start_as_pytorch_or_he_starts_them() -> None:
-    """Uniform within 1 / sqrt(fan in), for weights and biases; for the ResNet normal, of variance 2 / fan out."""
-    torch.manual_seed(0)
-    for module in models.build("mnist").modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-            bound = module.weight[0].numel() ** -0.5
-            assert bound * 0.9 < module.weight.abs().max() <= bound
-    last = models.build("resnet56").blocks[-1].conv2.weight  # type: ignore[index,union-attr]
-    assert abs(float(last.detach().std()) / (2 / (9 * 64)) ** 0.5 - 1) < 0.02
 
 
 DROPOUT = {  # of Q, R and S, where the paper has it: never in R
@@ -172,22 +145,3 @@ def test_resnet_by_hand() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
     with torch.no_grad():
         torch.testing.assert_close(net.eval()(d), resnet(net.state_dict(), d, 2), rtol=1e-10, atol=1e-10)
-
-
-def test_resnet_has_56_layers_and_853_018_parameters() -> None:
-    net = models.build("resnet56")
-    layers = [m for m in net.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
-    assert len(layers) == 6 * 9 + 2 == 56
-    convolutions = 9 * (3 * 16 + 18 * 16**2 + 16 * 32 + 17 * 32**2 + 32 * 64 + 17 * 64**2)
-    norms = 2 * (19 * 16 + 18 * 32 + 18 * 64)
-    assert count(net) == convolutions + norms + 65 * 10 == 853_018
-    assert not isinstance(net, ImplicitNetwork)
-
-
-def test_the_shortcut_skips_pixels_and_adds_zeros() -> None:
-    x = torch.arange(2 * 3 * 5 * 4, dtype=torch.float64).reshape(2, 3, 5, 4)
-    y = Shortcut(3, 6, 2)(x)
-    assert y.shape == (2, 6, 3, 2)
-    assert torch.equal(y[:, 1:4], x[:, :, ::2, ::2])
-    assert not y[:, [0, 4, 5]].any()
-    assert Shortcut(3, 3, 1)(x) is x

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from banach import models
 from banach.models.ode import ODEFailure, ODENet
+from models.reference_models import count
+from nn.parts_nn import gradients
 
 COUNTS = {
     ("node", (1, 28, 28)): 85_316,
@@ -32,8 +34,7 @@ def images(batch: int = 3) -> Tensor:
 
 @pytest.mark.parametrize(("name", "image"), COUNTS)
 def test_counts(name: str, image: Any) -> None:
-    net = models.build(name, image=image)
-    assert sum(p.numel() for p in net.parameters()) == COUNTS[name, image]
+    assert count(models.build(name, image=image)) == COUNTS[name, image]
 
 
 def by_hand(net: ODENet, d: Tensor, steps: int = 100) -> Tensor:
@@ -56,10 +57,6 @@ def by_hand(net: ODENet, d: Tensor, steps: int = 100) -> Tensor:
     return net.linear(h.flatten(1))
 
 
-def gradients(net: ODENet, y: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(y.square().sum(), list(net.parameters())))
-
-
 @pytest.mark.parametrize("extra", [0, 2])
 @pytest.mark.parametrize("adjoint", [True, False])
 def test_value_and_gradient_are_those_of_unrolled_autograd(extra: int, adjoint: bool) -> None:
@@ -72,8 +69,8 @@ def test_value_and_gradient_are_those_of_unrolled_autograd(extra: int, adjoint: 
     expected = by_hand(net, d)
     y = net(d)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-8)
-    for got, exact in zip(gradients(net, y), gradients(net, expected), strict=True):
-        assert float((got - exact).norm() / exact.norm()) <= 1e-6
+    got, exact = gradients(net, y.square().sum()), gradients(net, expected.square().sum())
+    assert all(float((got[name] - g).norm() / g.norm()) <= 1e-6 for name, g in exact.items())
 
 
 def test_evaluations_are_counted() -> None:
@@ -93,10 +90,8 @@ def test_evaluations_are_counted() -> None:
         torch.testing.assert_close(net(d), direct(d))
 
 
-def test_fixed_steps_and_autocast() -> None:
-    net, d = small(method="rk4").float(), images().float()
-    assert net(d).shape == (3, 3)
-    assert net.evaluations.forward == 4
+def test_autocast() -> None:
+    d = images().float()
     with torch.autocast("cpu", torch.bfloat16):
         y = small().float()(d)
     torch.testing.assert_close(y.float(), small().float()(d), atol=0.05, rtol=0.05)
@@ -116,18 +111,3 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchdiffeq", None)
     with pytest.raises(ImportError, match="pip install torchdiffeq"):
         small()(images())
-
-
-def test_it_learns() -> None:
-    torch.manual_seed(0)
-    net = models.build("anode", image=(1, 4, 4), classes=4)
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    pattern, labels, losses = torch.randn(4, 1, 4, 4), torch.arange(16) % 4, []
-    for _ in range(6):
-        loss = torch.nn.functional.cross_entropy(net(pattern[labels]), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.8 * losses[0]
-    assert "method=dopri5" in repr(net)

@@ -1,7 +1,6 @@
 """What changes R between two evaluations is refused with advice; convert_dropout exchanges what it can."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -47,7 +46,6 @@ def deep(p: float = 0.2) -> nn.Module:
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (deep, r"R.inner.1.1 is Dropout, .* use banach.nn.Dropout, or banach.nn.convert_dropout\(R\)"),
     (lambda: nn.AlphaDropout(0.1), "R.inner is AlphaDropout"),
-    (lambda: nn.Dropout2d(0.1), "R.inner is Dropout2d"),
     (lambda: Attention(0.1), r"R.inner.attention is MultiheadAttention, .*convert_dropout\(R\)"),
     (lambda: convert_dropout(Attention(0.1, Own)), "R.inner.attention is Own, .* derive it from banach.nn"),
     (lambda: nn.LSTM(6, 6, num_layers=2, dropout=0.1), "R.inner is LSTM, .* set its dropout to 0, and put"),
@@ -65,14 +63,7 @@ def test_layers_are_refused_in_train_mode(make: Callable[[], nn.Module], message
         network(R)(normal(5, 4))
 
 
-def test_r_itself_is_named() -> None:
-    with pytest.raises(RuntimeError, match="R is Dropout, which draws"):
-        network(nn.Dropout(0.5))(normal(5, 4))
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: deep(0.0), lambda: deep().eval(), lambda: Attention(0.0), lambda: nn.RReLU(0.2, 0.2)]
-)
+@pytest.mark.parametrize("make", [lambda: deep(0.0), lambda: deep().eval(), lambda: Attention(0.0)])
 def test_layers_that_do_not_draw_run(make: Callable[[], nn.Module]) -> None:
     net = network(Around(make()))
     net.S = nn.Sequential(net.S, nn.Dropout(0.5))  # outside R dropout is as ever
@@ -105,8 +96,7 @@ DIRECT: list[tuple[Callable[[Tensor], Tensor], str]] = [
     ),
     (lambda u: F.scaled_dot_product_attention(u, u, u, None, 0.2), "scaled_dot_product_attention"),
     (lambda u: F.dropout(u, 0.2), r"R calls dropout .* use banach.nn.Dropout\(0.2\)"),
-    (lambda u: F.dropout(u), "R calls dropout with a dropout probability of 0.5"),
-    (lambda u: F.dropout1d(u, 0.2, True), "R calls dropout1d"),
+    (lambda u: F.dropout1d(u), "R calls dropout1d with a dropout probability of 0.5"),
     (lambda u: torch.dropout(u, 0.2, train=True), "R calls dropout"),
     (
         lambda u: F.multi_head_attention_forward(
@@ -139,83 +129,45 @@ def test_eval_mode_first_does_not_hide_train_mode_later() -> None:
         net.train()(normal(5, 4))
 
 
-def test_only_the_first_train_mode_pass_of_a_module_is_watched() -> None:
-    seen = []
-
-    class Quiet(nn.Module):
-        def forward(self, u: Tensor, v: Tensor) -> Tensor:
-            seen.append(bool(torch.overrides._get_current_function_mode_stack()))
-            return 0.3 * F.dropout(u, 0.3, training=False) + v
-
-    net = network(Quiet()).eval()
-    for training, watched in ((False, False), (True, True), (True, False)):
-        net.train(training)(normal(5, 4))
-        assert set(seen) == {watched}
-        seen.clear()
-
-
-NORM = nn.BatchNorm1d(6).double()
-DROP = nn.Dropout(0.5)
-LINEAR = nn.Linear(6, 6).double()
-
-
-def normed(u: Tensor, v: Tensor) -> Tensor:
-    return 0.3 * torch.tanh(NORM(LINEAR(u) + v))
-
-
-def dropped(scale: float, u: Tensor, v: Tensor) -> Tensor:
-    return scale * torch.tanh(DROP(LINEAR(u)) + v)
-
-
-class Called:
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm = norm
-
-    def __call__(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.3 * torch.tanh(self.norm(LINEAR(u) + v))
+def around(layer: nn.Module) -> Callable[..., Tensor]:
+    """R as a plain function that reaches a layer."""
+    linear = nn.Linear(6, 6).double()
+    return lambda u, v: 0.3 * torch.tanh(layer(linear(u) + v))
 
 
 @pytest.mark.parametrize(
-    ("R", "message"),
+    ("layer", "message"),
     [
-        (normed, "R is a function that calls batch_norm in train mode, .* give ImplicitNetwork the module itself"),
-        (lambda u, v: normed(u, v), "R is a function that calls batch_norm"),
-        (Called(NORM), "R is a Called that calls batch_norm"),
-        (Called(NORM).__call__, "R is a method that calls batch_norm"),
-        (partial(dropped, 0.3), r"R calls dropout .* use banach.nn.Dropout\(0.5\)"),
-        (Called(DROP), "R calls dropout"),
+        (nn.BatchNorm1d(6).double(), "R is a function that calls batch_norm .* give ImplicitNetwork the module"),
+        (nn.Dropout(0.5), r"R calls dropout .* use banach.nn.Dropout\(0.5\)"),
     ],
 )
-def test_a_function_that_reaches_layers_is_refused_in_train_mode_only(R: Any, message: str) -> None:
+def test_a_function_that_reaches_layers_is_refused_in_train_mode_only(layer: nn.Module, message: str) -> None:
+    R = around(layer.eval())
     net, v = network(R), normal(5, 4)
-    for layer in (NORM, DROP):
-        layer.eval()
     y, found = net(v, solution=True)
     assert bool(found.converged.all())
     u = torch.zeros(5, 6, dtype=torch.float64)
     for _ in range(100):
         u = R(u, net.Q(v))
     torch.testing.assert_close(y, net.S(u))
-    for layer in (NORM, DROP):
-        layer.train()
+    layer.train()
     with pytest.raises(RuntimeError, match=message):
         net(v)
 
 
 def test_batch_norm_without_statistics_and_batch_norm_in_start_are_allowed() -> None:
     def R(u: Tensor, v: Tensor) -> Tensor:
-        return 0.1 * F.batch_norm(LINEAR(u), None, None, training=True) + v
+        return 0.1 * F.batch_norm(u, None, None, training=True) + v
 
     network(R, coupled=True)(normal(5, 4))
     norm = nn.BatchNorm1d(6).double()
-    network(lambda u, v: 0.3 * LINEAR(u) + v, start=lambda v: norm(v))(normal(5, 4))
+    network(lambda u, v: 0.3 * u + v, start=lambda v: norm(v))(normal(5, 4))
 
 
-def test_functions_compile_whole() -> None:
-    NORM.eval()
-    for R in (normed, Called(NORM)):
-        net = network(R, tolerance=Tolerance(max_steps=5, check_every=0))
-        wanted = net(normal(5, 4))
-        torch._dynamo.reset()
-        got = torch.compile(net, backend="eager", fullgraph=True)(normal(5, 4))
-        torch.testing.assert_close(got, wanted)
+def test_a_function_compiles_whole() -> None:
+    net = network(around(nn.BatchNorm1d(6).double().eval()), tolerance=Tolerance(max_steps=5, check_every=0))
+    wanted = net(normal(5, 4))
+    torch._dynamo.reset()
+    got = torch.compile(net, backend="eager", fullgraph=True)(normal(5, 4))
+    torch.testing.assert_close(got, wanted)

@@ -1,12 +1,10 @@
 """Named networks: the paper's three, their explicit twins, ResNet-56, one for digits; and your own."""
 
 from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortcut
-from banach.models.cifar10 import cifar10
-from banach.models.digits import digits
 from banach.models.mdeq import mdeq, mdeq_tiny, unrolled
-from banach.models.mnist import mnist
 from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
 from banach.models.ode import ODENet, anode, node
+from banach.models.paper import ResNet, cifar10, digits, mnist, resnet56, svhn
 from banach.models.registry import (
     Constant,
     Cosine,
@@ -21,8 +19,6 @@ from banach.models.registry import (
     recipe,
     register,
 )
-from banach.models.resnet import ResNet, resnet56
-from banach.models.svhn import svhn
 
 __all__ = [
     "Constant",

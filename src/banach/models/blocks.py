@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -27,11 +26,6 @@ def conv3x3(inputs: int, outputs: int, *, stride: int = 1, padding: int = 1, bia
     return nn.Conv2d(inputs, outputs, 3, stride, padding, bias=bias)
 
 
-def latent_norm(channels: int, batch_norm: bool) -> nn.Module:
-    """Return batch norm without affine weights, or the identity if batch norm is left out."""
-    return nn.BatchNorm2d(channels, affine=False) if batch_norm else nn.Identity()
-
-
 class ConvPair(nn.Module):
     """Twice conv, BN, max pool, LReLU: Q of the MNIST and digits nets. A pool of 1 is left out."""
 
@@ -53,70 +47,61 @@ class ConvPair(nn.Module):
 
 
 class LatentBlock(nn.Module):
-    """x -> BN(x + res(x)),  res = conv, LReLU, conv, LReLU, LReLU."""
+    """x -> BN(x + LReLU(y)) or, if `late`, BN(LReLU(x + y)),  y = conv(dropout(LReLU(conv(x))))."""
 
     latent_block = True  # as `LatentForm` describes it
 
-    def __init__(self, channels: int, batch_norm: bool) -> None:
+    def __init__(
+        self, channels: int, batch_norm: bool = True, *, late: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.conv1 = conv3x3(channels, channels)
         self.conv2 = conv3x3(channels, channels)
-        self.norm = latent_norm(channels, batch_norm)
+        self.drop = nn.Dropout2d(dropout) if dropout else nn.Identity()
+        self.norm = nn.BatchNorm2d(channels, affine=False) if batch_norm else nn.Identity()
+        self.late = late
+
+    @property
+    def fusable(self) -> bool:
+        """True if `banach.kernels` computes a Sequential of these."""
+        return self.late
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.leaky_relu(self.conv1(x), SLOPE)
+        y = self.conv2(self.drop(F.leaky_relu(self.conv1(x), SLOPE)))
+        if self.late:
+            return self.norm(F.leaky_relu(x + y, SLOPE))
         # The authors' network applies LReLU twice here. Squaring the slope does the same in one pass over memory.
-        y = F.leaky_relu(self.conv2(y), SLOPE**2)
-        return self.norm(x + y)
+        return self.norm(x + F.leaky_relu(y, SLOPE**2))
 
 
 class LatentResNet(nn.Module):
-    """R(u, v) = gamma * (B_n o ... o B_1)(u + v), each B a `LatentBlock`: R of the paper's MNIST and SVHN nets.
+    """R(u, v) = gamma * (B_n o ... o B_1)(u + v) or, if `late`, (B_n o ... o B_1)(v + gamma * u).
 
-    gamma scales the output but does not bound the Lipschitz constant: measure the contraction.
+    Each B is a `LatentBlock`. The first is R of the paper's MNIST and SVHN nets, the second that of its CIFAR-10
+    net. gamma scales the latent but does not bound the Lipschitz constant: measure the contraction.
     """
 
-    def __init__(self, channels: int, blocks: int, gamma: float, *, batch_norm: bool = True) -> None:
+    def __init__(
+        self, channels: int, blocks: int, gamma: float, *, batch_norm: bool = True, late: bool = False
+    ) -> None:
         super().__init__()
-        self.gamma = gamma
-        self.blocks = nn.Sequential(*(LatentBlock(channels, batch_norm) for _ in range(blocks)))
-
-    @torch.no_grad()
-    def shrink_(self, factor: float) -> LatentResNet:
-        """Scale the last convolution of each residual map, so that a fresh R is closer to gamma * (u + v)."""
-        for name, parameter in self.named_parameters():
-            if ".conv2." in name:
-                parameter.mul_(factor)
-        return self
+        self.gamma, self.late = gamma, late
+        self.blocks = nn.Sequential(*(LatentBlock(channels, batch_norm, late=late) for _ in range(blocks)))
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        if self.late:
+            return self.blocks(torch.add(v, u, alpha=self.gamma))
         return self.gamma * self.blocks(u + v)
 
     @property
     def latent_form(self) -> LatentForm:
         """The formula of this map, for the kernel that iterates it."""
+        if self.late:
+            return LatentForm(inner=self.gamma, slope=SLOPE, slope_after=SLOPE, late=True)
         return LatentForm(outer=self.gamma, slope=SLOPE, slope_after=SLOPE**2)
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}"
-
-
-def readout(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """Return S of the paper's MNIST and SVHN nets: a convolution without padding, a linear map without bias."""
-    if min(height, width) < 3:
-        raise ValueError(
-            f"the latent is {height}x{width} pixels, and S begins with a 3x3 convolution; use larger images"
-        )
-    kept = 16
-    return nn.Sequential(
-        OrderedDict(
-            conv=conv3x3(channels, kept, padding=0),
-            act=nn.LeakyReLU(SLOPE),
-            drop=nn.Dropout2d(0.2),
-            flat=nn.Flatten(),
-            linear=nn.Linear(kept * (height - 2) * (width - 2), classes, bias=False),
-        )
-    )
 
 
 class Shortcut(nn.Module):

@@ -132,17 +132,19 @@ class MultiscaleMap(nn.Module):
         return total
 
 
+def _conv_norm(inputs: int, outputs: int, size: int, *, affine: bool = True) -> list[nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
+    return [conv, nn.BatchNorm2d(outputs, affine=affine), nn.ReLU()]
+
+
 class Stem(nn.Module):
     """Q: conv3x3, BN, ReLU twice, with more than two branches then conv1x1, BN, ReLU; zeros for other branches."""
 
     def __init__(self, inputs: int, channels: tuple[int, ...]) -> None:
         super().__init__()
         self.channels, c = channels, channels[0]
-        layers = [conv3x3(inputs, c, bias=False), nn.BatchNorm2d(c), nn.ReLU()]
-        layers += [conv3x3(c, c, bias=False), nn.BatchNorm2d(c), nn.ReLU()]
-        if len(channels) > 2:
-            layers += [nn.Conv2d(c, c, 1, bias=False), nn.BatchNorm2d(c), nn.ReLU()]
-        self.layers = nn.Sequential(*layers)
+        last = _conv_norm(c, c, 1) if len(channels) > 2 else []
+        self.layers = nn.Sequential(*_conv_norm(inputs, c, 3), *_conv_norm(c, c, 3), *last)
 
     def forward(self, d: Tensor) -> Branches:
         x = self.layers(d)
@@ -159,11 +161,11 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            *(nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width, affine=False), nn.ReLU()),
-            *(conv3x3(width, width, bias=False), nn.BatchNorm2d(width, affine=False), nn.ReLU()),
-            *(nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width, affine=False)),
+            *_conv_norm(inputs, width, 1, affine=False),
+            *_conv_norm(width, width, 3, affine=False),
+            *_conv_norm(width, 4 * width, 1, affine=False)[:2],
         )
-        self.shortcut = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width))
+        self.shortcut = nn.Sequential(*_conv_norm(inputs, 4 * width, 1)[:2])
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
@@ -209,17 +211,18 @@ def multiscale(image: Image, classes: int, sizes: Sizes) -> ImplicitNetwork:
 
 
 def mdeq_tiny(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
-    """Return the TINY model, two branches of 24 channels: 158,986 parameters on CIFAR-10.
+    """Return TINY, a multiscale DEQ of two branches: 158,986 parameters on CIFAR-10.
 
-    5,928 are in Q, 111,792 in R and 41,266 in S. (The paper prints 170K.)
+    Each branch has 24 channels. 5,928 are in Q, 111,792 in R and 41,266 in S. (The paper prints 170K.)
     """
     return multiscale(image, classes, TINY)
 
 
 def mdeq(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
-    """Return the LARGE model, branches of 32, 64, 128 and 256 channels: 11,098,398 parameters on CIFAR-10.
+    """Return LARGE, a multiscale DEQ of four branches: 11,098,398 parameters on CIFAR-10.
 
-    11,296 are in Q, 8,716,192 in R and 2,370,910 in S. (The paper prints 10M.)
+    They have 32, 64, 128 and 256 channels. 11,296 are in Q, 8,716,192 in R and 2,370,910 in S. (The paper prints
+    10M.)
     """
     return multiscale(image, classes, LARGE)
 
@@ -258,17 +261,5 @@ TINY_OWN = replace(OWN, epochs=50, weight_decay=2.5e-6, max_steps=22, augment="n
 PHANTOM = replace(OWN, lr=0.1, momentum=0.9, weight_decay=1e-4, backward="unroll:5:0.5", pretrain=0)
 COMMON_18 = replace(COMMON, max_steps=18, solver="picard:0.5")
 
-register(
-    "mdeq-tiny",
-    mdeq_tiny,
-    description="multiscale DEQ, two branches: 158,986 parameters on CIFAR-10",
-    image=(3, 32, 32),
-    recipes={"own": TINY_OWN, "common": COMMON_18},
-)
-register(
-    "mdeq",
-    mdeq,
-    description="multiscale DEQ, four branches: 11,098,398 parameters on CIFAR-10",
-    image=(3, 32, 32),
-    recipes={"own": OWN, "phantom": PHANTOM, "common": COMMON_18},
-)
+register("mdeq-tiny", mdeq_tiny, recipes={"own": TINY_OWN, "common": COMMON_18})
+register("mdeq", mdeq, recipes={"own": OWN, "phantom": PHANTOM, "common": COMMON_18})

@@ -28,7 +28,6 @@ class Schedule(Protocol):
 
     def multiplier(self, epoch: float, epochs: int) -> float:
         """Return the factor of the learning rate after `epoch` of `epochs` epochs; fractions count."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,8 @@ def register(
     name: str,
     builder: Builder,
     *,
-    description: str,
-    image: Image,
+    description: str | None = None,
+    image: Image | None = None,
     classes: int = 10,
     recipes: Mapping[str, Recipe] | None = None,
     channels_last: bool = False,
@@ -165,8 +164,8 @@ def register(
     Args:
         name: the name of the model.
         builder: returns (Q, R, S) or a module.
-        description: one line for `banach models`.
-        image: (channels, height, width) that the builder gets by default.
+        description: one line for `banach models`. None: the first line of the builder's docstring.
+        image: (channels, height, width) that the builder gets by default. None: the default of its `image`.
         classes: the number of classes that it gets by default.
         recipes: by name, the default one first. Without any: RMS 1e-4, Adam, 20 epochs.
         channels_last: lets `banach train` use the channels_last memory format on a CPU.
@@ -181,6 +180,11 @@ def register(
         raise ValueError(f"model {name!r} is registered already; choose another name, or pass overwrite=True")
     recipes = dict(recipes or {"default": Recipe(lr=1e-3, epochs=20, batch_size=100)})
     classes = checks.whole("classes", classes, 1)
+    if image is None:
+        own = inspect.signature(builder).parameters.get("image")
+        image = None if own is None or own.default is own.empty else own.default
+    if description is None:
+        description = (inspect.getdoc(builder) or "").partition("\n")[0].removeprefix("Return ").rstrip(".")
     _MODELS[name] = Model(name, builder, description, _shape(image), classes, recipes, channels_last)
     return _MODELS[name]
 
@@ -236,24 +240,18 @@ def build(
     shape = model.image if image is None else _shape(image)
     count = model.classes if classes is None else checks.whole("classes", classes, 1)
     made = model.builder(shape, count, **({} if batch_norm else {"batch_norm": False}))
-    given = {"solver": solver, "tolerance": tolerance, "backward": backward}
-    net = _network(model, made, {key: value for key, value in given.items() if value is not None})
-    if explicit and isinstance(net, ImplicitNetwork):
-        net.tolerance = replace(net.tolerance, max_steps=0)
-    return net
-
-
-def _network(model: Model, made: Any, given: dict[str, Any]) -> nn.Module:
-    """Return (Q, R, S) as a network with the given settings; on a network they are assigned."""
     if isinstance(made, tuple) and len(made) == 3:
-        return ImplicitNetwork(*made, **{"tolerance": model.recipe.tolerance, **given})
+        made = ImplicitNetwork(*made, tolerance=model.recipe.tolerance)
     if not isinstance(made, nn.Module):
-        got = type(made).__name__
-        raise TypeError(f"the builder of {model.name} must return (Q, R, S) or a module, got {got}")
+        raise TypeError(f"the builder of {name} must return (Q, R, S) or a module, got {type(made).__name__}")
+    given = {"solver": solver, "tolerance": tolerance, "backward": backward}
+    given = {key: value for key, value in given.items() if value is not None}
     if given and not isinstance(made, ImplicitNetwork):
-        raise ValueError(f"{model.name} has no fixed point to find; leave out {' and '.join(given)}")
+        raise ValueError(f"{name} has no fixed point to find; leave out {' and '.join(given)}")
     for key, value in given.items():
         setattr(made, key, value)
+    if explicit and isinstance(made, ImplicitNetwork):
+        made.tolerance = replace(made.tolerance, max_steps=0)
     return made
 
 

@@ -1,10 +1,16 @@
 """Pieces people build Q, R and S from: layers that behave inside a fixed point, and penalties."""
 
-from banach.nn.affine import operator_norm
-from banach.nn.attention import MultiheadAttention, scaled_dot_product_attention
 from banach.nn.contractive import Scaled, ScaledInput, TwoStream
-from banach.nn.dropout import Dropout, Dropout1d, Dropout2d, Dropout3d, convert_dropout
-from banach.nn.lipschitz import Lipschitz, lipschitz_
+from banach.nn.dropout import (
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    MultiheadAttention,
+    convert_dropout,
+    scaled_dot_product_attention,
+)
+from banach.nn.lipschitz import Lipschitz, lipschitz_, operator_norm
 from banach.nn.monotone import (
     ForwardBackward,
     MonotoneLinear,

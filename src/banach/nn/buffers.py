@@ -31,7 +31,6 @@ class Buffers:
         self.norms = _batch_norms(special, own)
         self.direct = once and len(self.norms) > 0 and _is_writable(modules, own.values())
         self.snapshot = {} if self.direct else {name: part.detach().clone() for name, part in own.items()}
-        self.scratch: Named | None = None  # the buffers of evaluations that are not recorded
         self.latest: Named | None = None
 
     def call(self, u: Latent, v: Latent, *, last: bool) -> Latent:
@@ -41,21 +40,15 @@ class Buffers:
                 return self.R(u, v)
         if not self.snapshot:
             return self.R(u, v)
-        buffers = self.fresh(recorded=torch.is_grad_enabled() or not last)
+        buffers = self.fresh()
         value = torch.func.functional_call(self.R, buffers, (u, v))
         if last:
             self.latest = buffers
         return value
 
-    def fresh(self, *, recorded: bool = True) -> Named:
-        """Return the snapshot again. A recorded evaluation gets its own copy, because its graph may hold it."""
-        if recorded:
-            return {name: buffer.clone() for name, buffer in self.snapshot.items()}
-        if self.scratch is None:
-            self.scratch = {name: buffer.clone() for name, buffer in self.snapshot.items()}
-        else:
-            _copy_all(self.scratch, self.snapshot)
-        return dict(self.scratch)
+    def fresh(self) -> Named:
+        """Return the snapshot again, as a copy: the graph of an evaluation may hold it."""
+        return {name: buffer.clone() for name, buffer in self.snapshot.items()}
 
     @property
     def skips_updates(self) -> bool:
@@ -73,7 +66,7 @@ class Buffers:
             # By `data`: a batch norm that Q has too may have saved its buffers, which its backward pass does not
             # read.
             _copy_all({name: buffer.data for name, buffer in self.R.named_buffers()}, self.latest)
-        self.latest = self.scratch = None
+        self.latest = None
 
 
 def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:

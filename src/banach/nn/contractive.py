@@ -15,32 +15,27 @@ Activation = Callable[[], nn.Module]
 Affine = Callable[[int, float], nn.Module]  # makes one affine map: features in, Lipschitz bound
 
 
-class _Scaled(nn.Module):
+class Scaled(nn.Module):
+    """u, v -> gamma R(u, v), which contracts by gamma if R is 1-Lipschitz in u. The form of the paper's MNIST
+    and SVHN networks."""
+
     def __init__(self, R: nn.Module, gamma: float) -> None:
         super().__init__()
         self.R, self.gamma = R, checks.number("gamma", gamma, below=1)
 
-    def _times_gamma(self, nest: Latent) -> Latent:
-        return map_leaves(lambda leaf: self.gamma * leaf, nest)
+    def forward(self, u: Latent, v: Latent) -> Latent:
+        return map_leaves(lambda leaf: self.gamma * leaf, self.R(u, v))
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}"
 
 
-class Scaled(_Scaled):
-    """u, v -> gamma R(u, v), which contracts by gamma if R is 1-Lipschitz in u. The form of the paper's MNIST
-    and SVHN networks."""
-
-    def forward(self, u: Latent, v: Latent) -> Latent:
-        return self._times_gamma(self.R(u, v))
-
-
-class ScaledInput(_Scaled):
+class ScaledInput(Scaled):
     """u, v -> R(gamma u, v), which contracts by gamma if R is 1-Lipschitz in u, and leaves the data at full
     strength. The form of the paper's CIFAR-10 network."""
 
     def forward(self, u: Latent, v: Latent) -> Latent:
-        return self.R(self._times_gamma(u), v)
+        return self.R(map_leaves(lambda leaf: self.gamma * leaf, u), v)
 
 
 class TwoStream(nn.Module):

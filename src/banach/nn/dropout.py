@@ -1,13 +1,14 @@
-"""Dropout that keeps one mask per pass, so that the map that is iterated stays the same map."""
+"""Dropout and attention that keep one mask per pass, so that the map that is iterated stays the same map."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from banach.nn.attention import MultiheadAttention
 from banach.nn.passes import masked, pass_of
 
 
@@ -59,6 +60,128 @@ class Dropout3d(_OneMask, nn.Dropout3d):
     spatial = 3
 
 
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    dropout: nn.Module | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return D(softmax(scale Q K' + mask)) V, as `torch.nn.functional.scaled_dot_product_attention` does.
+
+    The dropout D is a layer, such as `banach.nn.Dropout(0.1)`, so that inside R it keeps one mask per pass. In
+    train mode the weights are computed in full; in eval mode PyTorch's fused kernels are called.
+
+    Args:
+        query, key, value: (batch, ..., length, features); axis 0 must be the batch.
+        attn_mask: bool (True: may attend) or float (added to the scores); broadcasts to the weights.
+        dropout: the layer that drops weights, or None. Give each place in R its own layer.
+        is_causal: mask later positions; excludes `attn_mask`.
+        scale: factor of the scores; None is 1 / sqrt(features).
+
+    Raises:
+        ValueError: if both `attn_mask` and `is_causal` are given.
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("expected attn_mask or is_causal, got both; put the causal mask into attn_mask")
+    if dropout is None or not dropout.training or getattr(dropout, "p", 1) == 0:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+    if is_causal:
+        attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = _added(~attn_mask, query.dtype)
+    return dropout(_weights(query, key, attn_mask, scale)) @ value
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with one mask of its attention weights per pass.
+
+    In eval mode, with dropout 0 and outside a pass it is PyTorch's own. The mask belongs to the layer: called at
+    two places in R, it drops the same weights at both.
+    """
+
+    one_mask_per_pass = True
+
+    @property
+    def p(self) -> float:
+        """The probability with which a weight is dropped."""
+        return float(self.dropout)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        now = pass_of(self)
+        if now is None:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal only says that attn_mask is causal: expected that mask, got None")
+        axis = 0 if query.dim() == 3 and self.batch_first else 1  # of the batch
+        given = (query, key, value) if query.dim() == 3 else (x.unsqueeze(1) for x in (query, key, value))
+        q, k, v = self._projected(*(x.movedim(axis, 0) for x in given))
+        added = self._mask(attn_mask, key_padding_mask, k.shape[2], q.dtype)
+        weights = masked(_weights(q, k, added), self, now)
+        output = F.linear((weights @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        output, shown = output.movedim(0, axis), None
+        if need_weights:
+            shown = weights.mean(1) if average_attn_weights else weights
+        if query.dim() == 2:
+            output, shown = output.squeeze(1), None if shown is None else shown.squeeze(0)
+        return output, shown
+
+    def _projected(self, *inputs: Tensor) -> list[Tensor]:
+        """Queries, keys and values, (batch, heads, length, features), with what the options add to the keys."""
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        q, k, v = (F.linear(*parts) for parts in zip(inputs, weights, biases, strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(len(k), -1, -1)], 1)
+            v = torch.cat([v, self.bias_v.expand(len(v), -1, -1)], 1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return [x.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v)]
+
+    def _mask(
+        self, attn_mask: Tensor | None, padding: Tensor | None, keys: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Both masks as one that is added to the scores. Keys that an option added are never masked."""
+        parts = []
+        if attn_mask is not None:
+            heads = (1, 1) if attn_mask.dim() == 2 else (-1, self.num_heads)
+            parts.append(attn_mask.reshape(*heads, *attn_mask.shape[-2:]))
+        if padding is not None:
+            parts.append(padding.reshape(-1, 1, 1, padding.shape[-1]))
+        whole = [F.pad(_added(part, dtype), (0, keys - part.shape[-1])) for part in parts]
+        return sum(whole[1:], whole[0]) if whole else None
+
+
+def _weights(query: Tensor, key: Tensor, added: Tensor | None, scale: float | None = None) -> Tensor:
+    """softmax(scale Q K' + added), one row per query."""
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return torch.softmax(scores if added is None else scores + added, -1)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores: -inf where a bool mask is True; a float mask is one already."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+
+
 _TWINS: dict[type, type] = {getattr(nn, own.__name__): own for own in (Dropout, Dropout1d, Dropout2d, Dropout3d)}
 
 
@@ -92,14 +215,12 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
     """
     if not isinstance(R, nn.Module):
         return
-    if not any(module.training and _advice(module) is not None for module in modules or R.modules()):
-        return
-    for name, module in R.named_modules():
-        advice = _advice(module) if module.training else None
+    for layer in modules or R.modules():
+        advice = _advice(layer) if layer.training else None
         if advice is not None:
-            place = f"R.{name}" if name else "R"
+            name = next(f"R.{name}".rstrip(".") for name, module in R.named_modules() if module is layer)
             raise RuntimeError(
-                f"{place} is {type(module).__name__}, which draws new random numbers at every evaluation, so "
+                f"{name} is {type(layer).__name__}, which draws new random numbers at every evaluation, so "
                 f"there is no fixed point to find: {advice}"
             )
 
@@ -112,6 +233,7 @@ _RANDOM: tuple[tuple[type, str, str], ...] = (
         "dropout",
         "call banach.nn.convert_dropout(R); if it is a subclass, derive it from banach.nn.MultiheadAttention",
     ),
+    (nn.RReLU, "upper", "use nn.LeakyReLU"),
     (nn.RNNBase, "dropout", "set its dropout to 0, and put banach.nn.Dropout between modules of one layer each"),
 )
 
@@ -120,8 +242,6 @@ def _advice(module: nn.Module) -> str | None:
     """Return what to use instead of a module that draws at random, None if it does not."""
     if getattr(module, "one_mask_per_pass", False):
         return None
-    if isinstance(module, nn.RReLU) and module.lower < module.upper:
-        return "use nn.LeakyReLU"
     for kind, probability, advice in _RANDOM:  # Dynamo of torch 2.6 does not trace next(..., None)
         if isinstance(module, kind) and getattr(module, probability) > 0:
             return advice

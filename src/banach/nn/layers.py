@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,29 +34,25 @@ def modules_of(R: Any) -> list[nn.Module]:
     return list(found)
 
 
-class _Classes(dict[type, bool]):
-    """For every class that was looked at: do its modules normalise by the batch or draw at random?"""
-
-    special = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
-
-    def __missing__(self, kind: type) -> bool:
-        known = issubclass(kind, self.special) or hasattr(kind, "one_mask_per_pass")
-        self[kind] = known or hasattr(kind, "set_reshard_after_forward")  # the last are modules of FSDP2
-        return self[kind]
+_SPECIAL = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
 
 
-_is_special = _Classes()
+@functools.cache
+def _is_special(kind: type) -> bool:
+    """Return True if modules of this class normalise by the batch, draw at random, or are sharded by FSDP2."""
+    marks = ("one_mask_per_pass", "set_reshard_after_forward")
+    return issubclass(kind, _SPECIAL) or any(hasattr(kind, mark) for mark in marks)
 
 
 def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the modules that normalise by the batch or draw at random. Most networks have none."""
     if torch.compiler.is_compiling():
         return modules
-    return [module for module in modules if _is_special[type(module)]]
+    return [module for module in modules if _is_special(type(module))]  # type: ignore[arg-type]
 
 
 def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> list[nn.Module]:
-    """Return the special layers without those that are special only because FSDP2 shards them.
+    """Return the special layers.
 
     Raises:
         RuntimeError: if a part of R gathers its weights at every evaluation and the depth may differ by rank: one
@@ -66,8 +63,7 @@ def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> list[nn.Mod
             "fully_shard makes a part of R gather its weights from all ranks at every evaluation, and ranks may "
             "need different numbers of steps, so they would wait forever: pass reshard_after_forward=False for R"
         )
-    known = (*_Classes.special, nn.Module) if torch.compiler.is_compiling() else _Classes.special
-    return [module for module in special if isinstance(module, known) or hasattr(module, "one_mask_per_pass")]
+    return special
 
 
 def _gathers_often(module: Any) -> bool:
@@ -87,12 +83,8 @@ def draws_masks(module: nn.Module) -> bool:
 
 def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> bool:
     """Return True if R mixes the samples of a batch: batch norm does, unless it uses its running statistics."""
-    for module in modules_of(R) if modules is None else modules:
-        if isinstance(module, _BatchNorm) and (
-            module.training or (module.running_mean is None and module.running_var is None)
-        ):
-            return True
-    return False
+    norms = [m for m in (modules_of(R) if modules is None else modules) if isinstance(m, _BatchNorm)]
+    return any(norm.training or (norm.running_mean is None and norm.running_var is None) for norm in norms)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +20,33 @@ class MonotoneWarning(RuntimeWarning):
     """The guarantee of a monotone network does not hold: W is not monotone, or a step size is too large."""
 
 
-class Monotone(Protocol):
-    """A map u -> W u with I - W >= m I in its symmetric part, in steps that a splitting calls one by one."""
+class Monotone(nn.Module):
+    """u -> W u with I - W >= m I in its symmetric part, in the steps that a splitting calls one by one.
 
-    m: float
+    matrices()                      what W is made of, from the parameters; made once per pass
+    product(matrices, z)            W z; `border=False`: what `activate` sets to zero may have any value
+    inverse(matrices, alpha, like)  what `invert` needs for V = (I + alpha (I - W))^-1 on latents shaped so
+    invert(inverse, h)              V h
+    activate(u)                     relu, and zero on a border if there is one
+    """
 
-    def matrices(self) -> Any:
-        """Return what W is made of, from the parameters; made once per pass."""
-        ...
+    matrices: Any
+    product: Any
+    inverse: Any
+    invert: Any
+    activate: Any
 
-    def product(self, matrices: Any, z: Latent, *, border: bool = True) -> Latent:
-        """Return W z. `border=False`: entries that `activate` sets to zero may have any value."""
-        ...
+    def __init__(self, m: float) -> None:
+        super().__init__()
+        if not m > 0:
+            raise ValueError(f"m must be above 0, got {m}")
+        self.m = float(m)
 
-    def inverse(self, matrices: Any, alpha: float, like: Latent) -> Any:
-        """Return what `invert` needs for V = (I + alpha (I - W))^-1 on latents shaped like `like`."""
-        ...
-
-    def invert(self, inverse: Any, h: Latent) -> Latent:
-        """Return V h."""
-        ...
-
-    def activate(self, u: Latent) -> Latent:
-        """Return the activation of u: relu, and zero on a border if there is one."""
-        ...
+    def forward(self, u: Latent) -> Latent:
+        return self.product(self.matrices(), u)
 
 
-class MonotoneLinear(nn.Module):
+class MonotoneLinear(Monotone):
     """u -> W u,  W = (1 - m) I - A'A + B - B',  so that I - W >= m I in its symmetric part, whatever A and B.
 
     Then u = relu(W u + v) has exactly one solution for every v. W itself may have any norm: plain Picard can
@@ -55,8 +55,7 @@ class MonotoneLinear(nn.Module):
     """
 
     def __init__(self, width: int, m: float = 0.1) -> None:
-        super().__init__()
-        self.m = checked_m(m)
+        super().__init__(m)
         self.A = nn.Parameter(torch.empty(width, width))
         self.B = nn.Parameter(torch.empty(width, width))
         for part in (self.A, self.B):
@@ -67,9 +66,6 @@ class MonotoneLinear(nn.Module):
         """W, made from A and B."""
         eye = torch.eye(len(self.A), dtype=self.A.dtype, device=self.A.device)
         return (1 - self.m) * eye - self.A.mT @ self.A + self.B - self.B.mT
-
-    def forward(self, u: Tensor) -> Tensor:
-        return F.linear(u, self.weight)
 
     def matrices(self) -> Tensor:
         return self.weight
@@ -104,7 +100,7 @@ class Splitting(nn.Module):
         super().__init__()
         if not alpha > 0:
             raise ValueError(f"alpha must be above 0, got {alpha}")
-        self.layer: Any = layer
+        self.layer = layer
         self.alpha = float(alpha)
         self._kept: tuple[Any, Tensor, Any] | None = None
         self._shapes: list[torch.Size] = []
@@ -236,32 +232,22 @@ def monotonicity(layer: Monotone, shapes: list[torch.Size], steps: int = 40) -> 
         shapes: of the tensors of a latent; the batch axis is ignored.
         steps: of the power iteration.
     """
-    like: Tensor = next(layer.parameters())  # type: ignore[attr-defined]
-    generator = torch.Generator().manual_seed(0)
+    like, generator = next(layer.parameters()), torch.Generator().manual_seed(0)
     parts = [torch.randn(1, *shape[1:], generator=generator, dtype=torch.float64).to(like) for shape in shapes]
-    x: Any = parts[0] if len(parts) == 1 else tuple(parts)
-    M = layer.matrices()
+    start = parts[0] if len(parts) == 1 else tuple(parts)
+    space, M = Space.of(start), layer.matrices()
 
-    def A(x: Latent) -> Latent:
-        return map_leaves(torch.sub, x, layer.product(M, x))
+    def A(x: Tensor) -> Tensor:
+        return x - space.rows(layer.product(M, space.nest(x)))
 
+    x = y = space.rows(start)
     At = torch.func.vjp(A, x)[1]
-    y = x
     for _ in range(steps):
-        x = _unit(At(A(x))[0])
-    L = float(_length(A(x)))
+        x = F.normalize(At(A(x))[0])
+    L = float(torch.linalg.vector_norm(A(x)))
     for _ in range(steps):
-        y = _unit(map_leaves(lambda a, b, c: L * a - (b + c) / 2, y, A(y), At(y)[0]))
-    least = sum(float((a * b).sum()) for a, b in zip(leaves(y), leaves(A(y)), strict=True))
-    return least, L
-
-
-def _length(x: Latent) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(leaf) for leaf in leaves(x)]).norm()
-
-
-def _unit(x: Latent) -> Latent:
-    return map_leaves(lambda leaf, size=_length(x): leaf / size, x)
+        y = F.normalize(L * y - (A(y) + At(y)[0]) / 2)
+    return float((y * A(y)).sum()), L
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -297,13 +283,6 @@ def _inverse_by_newton(A: Tensor) -> Tensor:
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def checked_m(m: float) -> float:
-    """Refuse a strong monotonicity that is not positive."""
-    if not m > 0:
-        raise ValueError(f"m must be above 0, got {m}")
-    return float(m)
 
 
 @torch.no_grad()

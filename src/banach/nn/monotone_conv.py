@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent
-from banach.nn.monotone import at_least_float32, checked_m, inverse_of
+from banach.nn.monotone import Monotone, at_least_float32, inverse_of
 
 _ONE = math.log(math.e - 1)  # softplus of this is 1
 
@@ -33,7 +33,7 @@ class Tier(NamedTuple):
     back: Tensor | None
 
 
-class MonotoneConv2d(nn.Module):
+class MonotoneConv2d(Monotone):
     """z -> W z by circular 3x3 convolutions, with I - W >= m I in its symmetric part, whatever the weights.
 
         one tier:       W = (1 - m) I - A'A + B - B'
@@ -50,17 +50,13 @@ class MonotoneConv2d(nn.Module):
     """
 
     def __init__(self, channels: int | Sequence[int], m: float = 1.0) -> None:
-        super().__init__()
-        self.m = checked_m(m)
+        super().__init__(m)
         widths = (channels,) if isinstance(channels, int) else tuple(channels)
         self.channels = widths
         self.A = nn.ParameterList(_kernel(n, n) for n in widths)
         self.B = nn.ParameterList(_kernel(n, n) for n in widths)
         self.D = nn.ParameterList(_kernel(n, wide) for n, wide in pairwise(widths))
         self.scale = nn.Parameter(torch.full((3 * len(widths) - 1,), _ONE))
-
-    def forward(self, z: Latent) -> Latent:
-        return self.product(self.matrices(), z)
 
     def matrices(self) -> Kernels:
         scales = F.softplus(self.scale)

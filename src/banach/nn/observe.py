@@ -40,9 +40,7 @@ class Observed:
         return [space.nest(rows) for rows in self._rows]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("T", "z", "inputs", "coupled"):
-            raise AttributeError("no pass was observed: call the network inside the block of observe()")
-        raise AttributeError(name)
+        raise AttributeError(f"{name}: no pass was observed; call the network inside the block of observe()")
 
 
 @contextmanager
