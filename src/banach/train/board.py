@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from typing import Any
 
 from banach.train.metrics import Epoch
 
@@ -20,21 +18,25 @@ class Board:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder, self._make = os.fspath(folder), _writer()
-        self._writer: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            missing = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
+            raise RuntimeError(missing) from None
+        self._folder, self._make = os.fspath(folder), SummaryWriter
+        self._writer: SummaryWriter | None = None
 
     def write(self, epoch: Epoch) -> None:
         """Write the figures of one epoch to the disk; figures that are None are left out."""
-        if self._writer is None:
-            self._writer = self._make(self._folder, purge_step=epoch.epoch)
+        writer = self._writer = self._writer or self._make(self._folder, purge_step=epoch.epoch)
         for field, value in vars(epoch).items():
             if isinstance(value, dict):
                 tags = {f"{name}/{tag(field).rpartition('/')[2]}": one for name, one in value.items()}
             else:
                 tags = {} if value is None or field in ("epoch", "warm_up") else {tag(field): value}
             for name, one in tags.items():
-                self._writer.add_scalar(name, float(one), epoch.epoch)
-        self._writer.flush()
+                writer.add_scalar(name, float(one), epoch.epoch)
+        writer.flush()
 
     def __enter__(self) -> Board:
         return self
@@ -48,16 +50,3 @@ def tag(field: str) -> str:
     """Return the name of a figure in TensorBoard, by group: "validation_loss" is "loss/validation"."""
     kind, _, group = field.rpartition("_")
     return f"{group}/{kind or 'train'}"
-
-
-def _writer() -> Any:
-    with warnings.catch_warnings():
-        # Its imports use what newer versions of Python, protobuf and NumPy deprecate.
-        modules = r"tensorboard|torch\.utils\.tensorboard|google|pkg_resources"
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=modules)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            missing = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
-            raise RuntimeError(missing) from None
-    return SummaryWriter

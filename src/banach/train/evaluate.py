@@ -63,9 +63,7 @@ class Scorer:
 
     def _compiled(self, device: torch.device) -> CompiledNetwork | None:
         net = self.net
-        if self.reason is not None or not runs_graphs(device) or not isinstance(net, ImplicitNetwork):
-            return None
-        if net.training:
+        if self.reason or net.training or not runs_graphs(device) or not isinstance(net, ImplicitNetwork):
             return None
         if self._made[0] != (now := _state(net)):
             self._made = None, None  # frees its memory before the next one needs some

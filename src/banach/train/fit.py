@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
 from banach.data.loader import Loader
 from banach.fast.plan import Plan
@@ -25,7 +27,7 @@ from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
 from banach.train.settings import Settings
 from banach.train.state import TrainState
-from banach.train.steps import Penalties, Steps, counted_products
+from banach.train.steps import Penalties, Steps
 
 _FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
 _WATCHED = 8  # samples on which the contraction is measured after every epoch
@@ -80,8 +82,9 @@ def fit(
             raise ValueError(f"{text}: give {name} images of another split")
     if settings.label_smoothing and objective.loss is not F.cross_entropy:
         raise ValueError("label_smoothing applies to cross entropy, got another loss; set label_smoothing=0")
-    if (penalties := Penalties.of(settings)) is not None:
-        penalties.check(net)
+    if Penalties.of(settings) and (not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0):
+        needs = "jacobian_penalty and correction need a network with a fixed point"
+        raise ValueError(f"{needs}, got {type(net).__name__} without one; set both to 0")
     ranks = Ranks.here()
     data = _placed(train, settings, ranks)
     held = None if validation is None else _placed(validation, settings, ranks)
@@ -123,7 +126,9 @@ def fit(
                 save()  # something to return to
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
-        stack.enter_context(counted_products(state))
+        if isinstance(net, ImplicitNetwork) and isinstance(mode := net.backward, Implicit):
+            stack.callback(setattr, net, "backward", mode)
+            net.backward = replace(mode, count=state.counted)  # J-products, on the device
         signals = stack.enter_context(noted_signals(run is not None))
         steps = Steps(state, show)
         if state.epoch < settings.epochs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from banach.backward import Implicit, Neumann, Unroll
+from banach.backward import Neumann, Unroll
 from banach.data import counter
 from banach.data.loader import Loader
 from banach.fast import unchanged
@@ -48,11 +48,6 @@ class Penalties:
     def products(self) -> int:
         """J-products that the penalty makes, per sample and step."""
         return int(self.settings.jacobian_penalty > 0 and not self.settings.finite_difference)
-
-    def check(self, net: Any) -> None:
-        if not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
-            needs = "jacobian_penalty and correction need a network with a fixed point"
-            raise ValueError(f"{needs}, got {type(net).__name__} without one; set both to 0")
 
     def observing(self, net: Any) -> AbstractContextManager[Observed]:
         return observe(net, self.settings.correction_steps if self.settings.correction else ())
@@ -196,23 +191,8 @@ def _seed(number: int, device: torch.device) -> None:
 
 
 def _products_per_sample(net: Any) -> int:
-    """Return the J-products that follow from the mode alone; see `counted_products` for others."""
+    """Return the J-products that follow from the mode alone; `Implicit` counts its own."""
     mode = getattr(net, "backward", None)
     if isinstance(mode, Neumann):
         return mode.order
     return mode.steps - 1 if isinstance(mode, Unroll) else 0
-
-
-@contextmanager
-def counted_products(state: TrainState) -> Iterator[None]:
-    """Count the J-products of `Implicit` on the device."""
-    net: Any = state.net
-    mode = getattr(net, "backward", None)
-    if not isinstance(mode, Implicit):
-        yield
-        return
-    net.backward = replace(mode, count=state.counted)
-    try:
-        yield
-    finally:
-        net.backward = mode

@@ -66,7 +66,7 @@ def schedule(given: Any) -> Schedule:
     try:
         return cast(Schedule, made(**rest))
     except TypeError as error:  # of an unknown key too
-        raise ValueError(f"the schedule {given['kind']} cannot be made of {rest}: {error}") from None
+        raise ValueError(f"the schedule {given['kind']} cannot be made of {[*rest]}: {error}") from None
 
 
 def schedule_to_dict(schedule: Any) -> dict[str, Any]:
