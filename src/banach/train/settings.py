@@ -274,7 +274,8 @@ class Settings:
         words.backward(self.backward)
         words.norm(self.norm or "rms")
         wrong = [name for name in ("jacobian_penalty", "correction", "pretrain", "tune") if getattr(self, name)]
-        wrong += ["backward"] * (self.backward != "jfb")  # which is exact for the twin
+        if self.backward != "jfb":
+            wrong.append("backward")
         if self.max_steps == 0 and wrong:
             text = "max-steps 0 is the explicit twin, which does not solve and whose gradient is exact by jfb"
             raise ValueError(f"{text}; leave out {', '.join(wrong).replace('_', '-')}")
