@@ -1,4 +1,4 @@
-"""Data, networks and losses of regression and sequences; `own_data.py KIND RUN STEP` is killed at that step."""
+"""Data, a network and a loss of regression; `own_data.py RUN STEP` is killed at that step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from train.parts_train import Contraction, settings
 
 MADE = settings(checkpoint_every=2, ema=0.9, lr=0.02)
 STEPS = 4  # batches an epoch: 30 samples, 8 at a time
-SYMBOLS, LENGTH = 5, 6
 
 
 class Pairs(Dataset[Any]):
@@ -40,19 +39,6 @@ class Pairs(Dataset[Any]):
         return (self.a[i], self.b[i]), torch.sin(self.a[i, :1] + self.b[i, :1]) + noise
 
 
-class Words(Dataset[Any]):
-    """(tokens, tokens of the reversed sequence)."""
-
-    def __init__(self, count: int = 30) -> None:
-        self.tokens = torch.randint(SYMBOLS, (count, LENGTH), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.tokens[i], self.tokens[i].flip(0)
-
-
 class Sum(nn.Module):
     """Q for two inputs."""
 
@@ -64,49 +50,33 @@ class Sum(nn.Module):
         return self.first(a) + self.second(b)
 
 
-def network(kind: str, seed: int = 0) -> ImplicitNetwork:
+def network(seed: int = 0) -> ImplicitNetwork:
     torch.manual_seed(seed)
-    if kind == "regression":
-        return ImplicitNetwork(Sum(), Contraction(10), nn.Linear(10, 1), tolerance=Tolerance(atol=1e-5))
-    Q = nn.Sequential(nn.Embedding(SYMBOLS, 8), nn.Flatten(), nn.Linear(8 * LENGTH, 32))
-    S = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, LENGTH * SYMBOLS), nn.Unflatten(1, (LENGTH, SYMBOLS)))
-    return ImplicitNetwork(Q, Contraction(32), S, tolerance=Tolerance(atol=1e-5))
+    return ImplicitNetwork(Sum(), Contraction(10), nn.Linear(10, 1), tolerance=Tolerance(atol=1e-5))
 
 
 def error(output: Tensor, targets: Tensor) -> Tensor:
     return (output - targets).abs()
 
 
-def token_loss(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+OBJECTIVE: dict[str, Any] = {"loss": F.mse_loss, "metrics": {"error": error}}
 
 
-def token_accuracy(output: Tensor, targets: Tensor) -> Tensor:
-    return output.argmax(2) == targets
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Pairs(), batch_size=8, **{"shuffle": True, **options})
 
 
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "regression": (Pairs, {"loss": F.mse_loss, "metrics": {"error": error}}),
-    "sequences": (Words, {"loss": token_loss, "metrics": {"accuracy": token_accuracy}}),
-}
-
-
-def loader(kind: str, **options: Any) -> DataLoader[Any]:
-    return DataLoader(KINDS[kind][0](), batch_size=8, **{"shuffle": True, **options})
-
-
-def train(kind: str, net: nn.Module, run: Run | None = None, **options: Any) -> History:
+def train(net: nn.Module, run: Run | None = None, on_step: Any = None, **options: Any) -> History:
     """Train with a short last batch, and validate on the first half of it."""
-    objective, on_step = KINDS[kind][1], options.pop("on_step", None)
-    data, held = loader(kind, **options), DataLoader(KINDS[kind][0](16), batch_size=8)
-    return fit(net, data, held, MADE, run=run, on_step=on_step, **objective)
+    held = DataLoader(Pairs(16), batch_size=8)
+    return fit(net, loader(**options), held, MADE, run=run, on_step=on_step, **OBJECTIVE)
 
 
 if __name__ == "__main__":
-    kind, path, step = sys.argv[1:]
+    path, step = sys.argv[1:]
 
     def kill(position: Position) -> None:
         if position.epoch * STEPS + position.step == int(step):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(kind, network(kind), Run.create(Path(path), MADE), on_step=kill)
+    train(network(), Run.create(Path(path), MADE), on_step=kill)

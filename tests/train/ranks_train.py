@@ -23,7 +23,7 @@ from banach.cli.app import main
 from banach.data import Augmentation, Images
 from banach.models import Cosine
 from banach.train import DivergenceError, Run, Settings, distributed, fit, steps
-from banach.train.shards import is_sharded
+from banach.train.checkpoint import is_sharded
 from banach.train.words import augment
 from train import parts_train
 

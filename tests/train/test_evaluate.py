@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import ConvergenceWarning, Euclidean, ImplicitNetwork, Neumann, Picard, Tolerance, Unroll
+from banach import ConvergenceWarning, Picard, Tolerance, Unroll
 from banach.data import Images
-from banach.fast import CompiledNetwork, FastNetwork, plan
+from banach.fast import CompiledNetwork, plan
 from banach.train import Totals, evaluate, fit
-from banach.train.evaluate import AT_A_TIME, Scorer, measure
+from banach.train.evaluate import AT_A_TIME, Scorer
 from fast.simulated import simulate_gpu
 from train.parts_train import images, network, plain_network, settings
 
@@ -134,16 +134,6 @@ def test_without_a_kernel_every_sample_takes_its_own_steps(made: Made, tolerance
     assert got.max_residual <= wanted.max_residual * (1 + 1e-9)
 
 
-def test_a_network_in_bf16(made: Made) -> None:
-    net = network(tolerance=Tolerance(atol=3e-2, max_steps=20))
-    scorers = (Scorer(net, "bf16"), None)
-    got, wanted = (evaluate(net, images(60), precision="bf16", scorer=scorer) for scorer in scorers)
-    assert made[0].bf16
-    assert got.loss == pytest.approx(wanted.loss, rel=2e-2)
-    assert got.loss != evaluate(net, images(60)).loss
-    assert Scorer(net.eval(), "bf16")(images(4).normalise(images(4).pixels))[0].dtype == torch.float32
-
-
 def test_the_explicit_twin_has_no_residual(made: Made) -> None:
     net: Any = network(explicit=True)
     got, split = evaluate(net, images(60), scorer=Scorer(net)), images(60)
@@ -155,29 +145,10 @@ def test_the_explicit_twin_has_no_residual(made: Made) -> None:
     assert got.loss == pytest.approx(float(F.cross_entropy(output, split.labels)), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fast", "asked", "sizes"),
-    [
-        (True, 400, [AT_A_TIME, AT_A_TIME, 1100 - 2 * AT_A_TIME]),
-        (True, 20, [256, 256, 256, 256, 76]),
-        (False, 400, [400, 400, 300]),
-    ],
-)
 @pytest.mark.usefixtures("made")
-def test_graphs_take_images_by_a_power_of_two(
-    fast: bool, asked: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    own = Scorer.__call__
-
-    def spy(self: Scorer, x: Tensor) -> Any:
-        seen.append(len(x))
-        return own(self, x)
-
-    monkeypatch.setattr(Scorer, "__call__", spy)
-    net = plain_network(Tolerance(atol=1e-2))
-    evaluate(net, images(1100), batch_size=asked, scorer=Scorer(net, fast=fast))
-    assert seen == sizes
+def test_graphs_take_images_by_a_power_of_two() -> None:
+    scorer = Scorer(plain_network(Tolerance(atol=1e-2)).eval())
+    assert [scorer.batch_size(asked, torch.device("cpu")) for asked in (20, 400)] == [256, AT_A_TIME]
 
 
 def test_a_scorer_of_something_else_is_refused() -> None:
@@ -210,10 +181,6 @@ def scale(net: Any) -> None:
             weight.mul_(1.1)
 
 
-def other_r(net: Any) -> None:
-    net.R = type(net.R)(24, blocks=1, gamma=0.2).double()
-
-
 def other_address(net: Any) -> None:
     weight = net.S.linear.weight
     weight.data = weight.data.clone()
@@ -223,8 +190,6 @@ CHANGES: dict[str, tuple[Any, int]] = {
     "values of the weights": (scale, 1),
     "tolerance": (lambda net: setattr(net, "tolerance", Tolerance(atol=1e-2)), 2),
     "solver": (lambda net: setattr(net, "solver", Picard(damping=0.1)), 2),
-    "start": (lambda net: setattr(net, "start", lambda v: v), 2),
-    "R": (other_r, 2),
     "S": (lambda net: setattr(net, "S", nn.Sequential(*net.S)), 2),
     "address of a weight": (other_address, 2),
 }
@@ -244,36 +209,14 @@ def test_what_a_graph_holds_fixed_is_captured_again(made: Made, change: Any, cap
     torch.testing.assert_close(output, net(x), rtol=1e-2, atol=1e-2)
 
 
-class Doubled(ImplicitNetwork):
-    def forward(self, *args: Any, **options: Any) -> Any:
-        y, found = super().forward(*args, solution=True)
-        return (2 * y, found) if options.get("solution") else 2 * y
-
-
-def doubled() -> ImplicitNetwork:
-    net = plain_network()
-    return Doubled(net.Q, net.R, net.S, tolerance=net.tolerance)
-
-
-def batch_statistics() -> Any:
-    """Batch norm without running statistics: even in eval mode a sample depends on the others."""
-    net: Any = network()
-    for module in net.R.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.track_running_stats, module.running_mean, module.running_var = False, None, None
-    return net
-
-
 @pytest.mark.parametrize(
     "net",
     [
         plain_network(backward=Unroll(3)),
         plain_network(coupled=True),
-        doubled(),
-        batch_statistics(),
         nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
     ],
-    ids=["Unroll", "coupled", "overridden forward", "statistics of the batch", "no fixed point"],
+    ids=["Unroll", "coupled", "no fixed point"],
 )
 def test_other_networks_are_called_themselves(made: Made, net: Any) -> None:
     assert evaluate(net, images(60), scorer=Scorer(net)) == evaluate(net, images(60))
@@ -301,33 +244,6 @@ def test_what_cannot_be_captured_warns_once(made: Made, monkeypatch: pytest.Monk
         assert evaluate(net, images(60), scorer=scorer) == wanted
 
 
-class Slope(nn.Module):
-    """T(u) = s u + 1."""
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return v * u + 1
-
-
-class First(nn.Module):
-    """A slope of 1/2, but for the first image far above 1."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        slope = torch.full((len(x), 10), 0.5, dtype=torch.float64)
-        slope[0] = 1e200
-        return slope
-
-
-def test_a_sample_that_diverges_is_left_to_the_network(made: Made) -> None:
-    net: Any = ImplicitNetwork(First(), Slope(), nn.Identity(), tolerance=FINE).eval()
-    found = []
-    for scorer in (None, Scorer(net)):
-        with pytest.warns(ConvergenceWarning, match="T gave NaN or infinity"):
-            found.append(evaluate(net, images(60), scorer=scorer))
-    assert len(made) == 1
-    assert found[0] == found[1]
-    assert found[0].converged == pytest.approx(59 / 60)
-
-
 @pytest.mark.usefixtures("kernel")
 def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
     """A kernel returns the best finite iterates: nothing in the figures tells, but the network itself does."""
@@ -340,34 +256,3 @@ def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
         with pytest.warns(ConvergenceWarning, match="T gave NaN or infinity"):
             found.append(evaluate(net, images(60), batch_size=60, scorer=scorer))
     assert found[0] == found[1]
-
-
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("backward", [None, Neumann(1)], ids=["JFB", "Neumann"])
-def test_in_training_mode_it_draws_and_updates_as_the_network(backward: Any) -> None:
-    figures, buffers = [], []
-    for fast in (True, False):
-        net = in_double(Tolerance(atol=1e-9, max_steps=200, norm=Euclidean()))
-        net.backward = net.backward if backward is None else backward
-        scorer = Scorer(net.train(), fast=fast)
-        figures.append(measure(scorer, images(90), 40, lambda: torch.manual_seed(5)))
-        buffers.append(dict(net.named_buffers()))
-        assert scorer.captures(torch.device("cpu")) == fast
-    assert_near(figures[0], figures[1])
-    for name, value in buffers[0].items():
-        torch.testing.assert_close(value, buffers[1][name], msg=name)
-
-
-@pytest.mark.usefixtures("kernel")
-def test_if_a_kernel_gives_nan_the_network_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same seed, though numbers were drawn meanwhile."""
-
-    def lost(self: FastNetwork, d: Any) -> Any:
-        output, found = own(self, d)
-        return output * torch.nan, found
-
-    own = FastNetwork.__call__
-    net: Any = network()
-    wanted = measure(Scorer(net.train(), fast=False), images(90), 40, lambda: torch.manual_seed(5))
-    monkeypatch.setattr(FastNetwork, "__call__", lost)
-    assert measure(Scorer(net), images(90), 40, lambda: torch.manual_seed(5)) == wanted

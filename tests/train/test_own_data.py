@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from banach.train import CheckpointError, Epoch, Position, Run, Settings, evalua
 from banach.train.board import Board
 from banach.train.distributed import Ranks
 from banach.train.plot import plot_history
-from train.own_data import KINDS, MADE, STEPS, Pairs, error, loader, network, train
+from train.own_data import MADE, OBJECTIVE, STEPS, Pairs, error, loader, network, train
 from train.parts_train import capture_steps, figures, images, same_weights, settings
 from train.parts_train import network as classifier
 
@@ -34,27 +33,21 @@ def batches(count: int = 3, size: int = 8) -> list[Any]:
     return [((a, b), (a + b).sum(1, keepdim=True)) for a, b in zip(made[::2], made[1::2], strict=True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_regression_and_sequences_are_learnt(kind: str) -> None:
-    net = network(kind)
-    made = Settings(epochs=30, lr=0.03, device="cpu")
-    history = fit(net, loader(kind), loader(kind, shuffle=False), made, **KINDS[kind][1])
+def test_a_regression_is_learnt() -> None:
+    history = fit(
+        network(), loader(), loader(shuffle=False), Settings(epochs=30, lr=0.03, device="cpu"), **OBJECTIVE
+    )
     first, last = history.epochs[0], history.last
     assert last.loss < 0.2 * first.loss
     assert (last.converged, last.validation_converged) == (1.0, 1.0)
     assert last.sigma is not None
-    if kind == "regression":
-        assert (last.accuracy, last.validation_accuracy) == (None, None)
-        assert last.validation_metrics["error"] < 0.5 * first.validation_metrics["error"]
-    else:
-        assert (last.metrics, last.validation_metrics) == ({}, {})
-        assert last.validation_accuracy is not None
-        assert last.validation_accuracy > 0.95
+    assert (last.accuracy, last.validation_accuracy) == (None, None)
+    assert last.validation_metrics["error"] < 0.5 * first.validation_metrics["error"]
 
 
 def test_the_figures_are_those_of_the_data() -> None:
     """Nothing is learnt at lr=0. A metric gives values, or their mean, in batches of different sizes."""
-    data, net = [*batches(2), *batches(1, size=3)], network("regression").double()
+    data, net = [*batches(2), *batches(1, size=3)], network().double()
     metrics: Any = {"error": error, "mean_error": lambda output, targets: error(output, targets).mean()}
     epoch = fit(net, data, data, settings(epochs=1, lr=0.0), loss=F.mse_loss, metrics=metrics).last
     a, b, y = (torch.cat(parts) for parts in zip(*[(*d, targets) for d, targets in data], strict=True))
@@ -67,7 +60,7 @@ def test_the_figures_are_those_of_the_data() -> None:
 
 
 def test_a_loop_written_by_hand_gives_the_same() -> None:
-    net, other = network("regression").double(), network("regression").double()
+    net, other = network().double(), network().double()
     made = settings(optimizer="sgd", lr=0.05, epochs=2)
     fit(net, batches(), None, made, loss=F.l1_loss)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
@@ -102,24 +95,6 @@ def stop_at(step: int) -> Any:
     return stop
 
 
-class Shuffled:
-    """Batches in an order that `set_epoch` decides, as samplers of distributed training do."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-
-    def __len__(self) -> int:
-        return STEPS
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        found = batches(STEPS)
-        random.Random(self.epoch).shuffle(found)
-        return iter([((a.float(), b.float()), y.float()) for (a, b), y in found])
-
-
 def generator() -> dict[str, Any]:
     return {"generator": torch.Generator().manual_seed(int(torch.randint(99, ())))}
 
@@ -135,36 +110,29 @@ LOADERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_resumed_run_ends_bit_by_bit_as_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    whole = network("regression")
-    wanted = train("regression", whole, **LOADERS[name]())
+    whole = network()
+    wanted = train(whole, **LOADERS[name]())
     for step in (3, 7):
         path = tmp_path / str(step)
         with pytest.raises(Interrupted):
-            train(
-                "regression",
-                network("regression"),
-                Run.create(path, MADE),
-                on_step=stop_at(step),
-                **LOADERS[name](),
-            )
+            train(network(), Run.create(path, MADE), stop_at(step), **LOADERS[name]())
         latest = Run.open(path).latest()
         assert latest is not None
         assert latest.position.step == 2  # within an epoch
-        again = network("regression", seed=9)
-        history = train("regression", again, Run.open(path), **LOADERS[name]())
+        again = network(seed=9)
+        history = train(again, Run.open(path), **LOADERS[name]())
         assert same_weights(again, whole)
         assert figures(history) == figures(wanted)
         assert Run.open(path).metrics() == history.epochs
 
 
-@pytest.mark.parametrize(("kind", "step"), [("regression", 3), ("sequences", 7)])
-def test_after_kill_9(kind: str, step: int, tmp_path: Path) -> None:
+def test_after_kill_9(tmp_path: Path) -> None:
     path, script = tmp_path / "run", str(ROOT / "tests/train/own_data.py")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
-    done = subprocess.run([sys.executable, script, kind, str(path), str(step)], env=env, timeout=120, check=False)
+    done = subprocess.run([sys.executable, script, str(path), "7"], env=env, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    whole, again = network(kind), network(kind, seed=9)
-    wanted, history = train(kind, whole), train(kind, again, Run.open(path))
+    whole, again = network(), network(seed=9)
+    wanted, history = train(whole), train(again, Run.open(path))
     assert history.finished
     assert same_weights(again, whole)
     assert figures(history) == figures(wanted)
@@ -176,29 +144,27 @@ def test_epochs_have_their_own_order_and_the_seed_decides_it() -> None:
             seen.append(i)
             return super().__getitem__(i)
 
-    orders = []
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append(epoch)
+
+    orders, epochs = [], list[int]()
     for seed in (0, 0, 1):
         seen: list[int] = []
         torch.manual_seed(seed + 40)  # the caller's numbers do not matter
         data = DataLoader(Seen(), batch_size=8, shuffle=True)
-        fit(network("regression"), data, None, settings(seed=seed), loss=F.mse_loss)
+        fit(network(), data, None, settings(seed=seed), loss=F.mse_loss)
         orders.append(seen)
+    assert epochs == [0, 1] * 3
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
     assert sorted(orders[0][:30]) == sorted(orders[0][30:]) == list(range(30))
     assert orders[0][:30] != orders[0][30:]
 
 
-def test_set_epoch_is_called() -> None:
-    data = Shuffled()
-    fit(network("regression"), data, None, settings(epochs=3), loss=F.mse_loss)
-    assert data.epoch == 2
-
-
 def test_the_callers_random_numbers_stay() -> None:
-    net = network("regression")
+    net = network()
     before = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]
-    train("regression", net)
+    train(net)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     np.testing.assert_equal(np.random.get_state(legacy=False)["state"], before[2])
@@ -212,20 +178,16 @@ def test_captured_steps_read_the_batches_of_a_loader(
     made = settings(optimizer="sgd", lr=0.1, ema=0.5, checkpoint_every=1)
     trained = []
     for name in ("eager", "captured"):
-        run, net, objective = (
-            Run.create(tmp_path / name, made),
-            network("regression").double(),
-            KINDS["regression"][1],
-        )
+        run, net = Run.create(tmp_path / name, made), network().double()
         data = [((a.double(), b.double()), y.double()) for (a, b), y in DataLoader(Pairs(noise=0), batch_size=8)]
         if name == "captured":
             capture_steps(monkeypatch)
         if begin:
             with pytest.raises(Interrupted):
-                fit(net, data, data, made, run=run, on_step=stop_at(begin + 1), **objective)
+                fit(net, data, data, made, run=run, on_step=stop_at(begin + 1), **OBJECTIVE)
             assert run.latest().position == Position(0, begin)  # type: ignore[union-attr]
         plans: list[Any] = []
-        history = fit(net, data, data, made, run=run, on_plan=plans.append, **objective)
+        history = fit(net, data, data, made, run=run, on_plan=plans.append, **OBJECTIVE)
         assert bool(plans[-1].graph) == (name == "captured")
         trained.append((net, history.last))
     for a, b in zip(trained[0][0].parameters(), trained[1][0].parameters(), strict=True):
@@ -246,7 +208,7 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path) -> N
 
 def test_metrics_reach_every_file(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", MADE)
-    history = train("regression", network("regression"), run)
+    history = train(network(), run)
     assert run.metrics() == history.epochs == tuple(Epoch.from_dict(one.to_dict()) for one in history.epochs)
     assert plot_history(history.epochs, tmp_path / "plot.png").exists()
     with Board(tmp_path / "board") as board:
@@ -261,15 +223,15 @@ def test_metrics_reach_every_file(tmp_path: Path) -> None:
     [
         ({"loss": F.l1_loss}, "started with loss="),
         ({"metrics": {}}, r"started with metrics=\['error'\], got \[\]"),
-        ({"train": loader("regression", drop_last=True)}, "started with train=DataLoader of 4 batches of 8, got"),
+        ({"train": loader(drop_last=True)}, "started with train=DataLoader of 4 batches of 8, got"),
     ],
 )
 def test_a_run_resumes_only_with_its_data_and_objective(change: Any, match: str, tmp_path: Path) -> None:
-    given = {"train": loader("regression"), "validation": None, **KINDS["regression"][1]}
+    given = {"train": loader(), "validation": None, **OBJECTIVE}
     run = Run.create(tmp_path / "run", MADE)
-    fit(network("regression"), settings=MADE, run=run, **given)
+    fit(network(), settings=MADE, run=run, **given)
     with pytest.raises(CheckpointError, match=match):
-        fit(network("regression"), settings=MADE, run=run, **{**given, **change})
+        fit(network(), settings=MADE, run=run, **{**given, **change})
 
 
 class Short(list[Any]):
@@ -294,11 +256,11 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 @pytest.mark.parametrize(("data", "kind", "match"), BAD)
 def test_other_data_are_refused(data: Any, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
-        fit(network("regression"), data, None, settings(), loss=F.mse_loss)
+        fit(network(), data, None, settings(), loss=F.mse_loss)
 
 
 def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = network("regression")
+    net = network()
     with pytest.raises(ValueError, match="label_smoothing applies to cross entropy"):
         fit(net, batches(), None, settings(label_smoothing=0.1), loss=F.mse_loss)
     with pytest.raises(ValueError, match="augment applies to Images, got list of 3 batches"):
@@ -311,17 +273,6 @@ def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         fit(net, batches(), None, settings(), loss=F.mse_loss)
 
 
-def test_the_block_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    page = (ROOT / "docs/training.md").read_text().partition("## Your own data and loss")[2]
-    monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng():
-        exec(page.partition("```python\n")[2].partition("```")[0], {})
-    loss, measured = re.findall(r"[\d.]+", capsys.readouterr().out)[:2]
-    assert float(loss) < 0.1
-    assert float(measured) < 0.3
-    assert len(Run.open("runs/product").metrics()) == 10
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_captured_steps_on_a_gpu() -> None:
@@ -329,7 +280,7 @@ def test_captured_steps_on_a_gpu() -> None:
     plans: list[Any] = []
     ends = []
     for fast in (True, False):
-        net = network("regression").double()
+        net = network().double()
         data = [((a.double(), b.double()), y.double()) for (a, b), y in DataLoader(Pairs(noise=0), batch_size=8)]
         changed = Settings(**{**vars(made), "fast": fast})
         ends.append(fit(net, data, data, changed, loss=F.mse_loss, metrics={"error": error}, on_plan=plans.append))

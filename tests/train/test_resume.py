@@ -1,11 +1,8 @@
 """A run that was interrupted ends bit by bit as if it had not been."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,53 +141,6 @@ def test_the_monitor_warns_once_also_over_a_resume(tmp_path: Path) -> None:
     sigma = train(run, made, expanding_network()).last.sigma  # a second warning would be an error
     assert sigma is not None
     assert sigma > 1
-
-
-# The other process kills itself with SIGKILL: when a step begins, or in the middle of writing a checkpoint.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from banach.train import Run
-from train.parts_train import network, settings
-from train.test_resume import KINDS, interrupt, train
-from banach.train import checkpoint
-path, where, count = sys.argv[1:]
-die = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
-made, net = settings(**KINDS["adam"]), network()
-run = Run.open(path) if Path(path, "settings.json").exists() else Run.create(path, made)
-if where == "step":
-    interrupt(net, int(count), die)
-else:
-    real, calls = checkpoint.sync, [0]
-    def sync(folder):
-        calls[0] += 1
-        die() if calls[0] == int(count) else real(folder)
-    checkpoint.sync = sync
-train(run, made, net)
-"""
-
-
-def killed(path: Path, where: str, count: int) -> int:
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root / "tests")])}
-    command = [sys.executable, "-c", KILLED, str(path), where, str(count)]
-    return subprocess.run(command, env=env, cwd=path.parent, timeout=120, check=False).returncode
-
-
-@pytest.mark.parametrize(("where", "count"), [("step", 9), ("writing", 5)])
-def test_after_kill_9(where: str, count: int, tmp_path: Path, whole: Any) -> None:
-    # Each checkpoint syncs two folders, its own first: the fifth sync is inside the third checkpoint.
-    path = tmp_path / "run"
-    assert killed(path, where, count) == -signal.SIGKILL
-    if where == "writing":
-        assert len(list(path.glob("checkpoints/.half-*"))) == 1
-    made, again = settings(**KINDS["adam"]), network(seed=9)
-    history = train(Run.open(path), made, again)
-    assert same_weights(again, whole["adam"][0])
-    assert figures(history) == figures(whole["adam"][1])
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [1, 2]
-    assert not list(path.glob("checkpoints/.half-*"))
 
 
 def test_a_run_of_an_older_version_has_the_same_identity() -> None:

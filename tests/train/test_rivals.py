@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import Implicit, ImplicitNetwork, Picard, Tolerance, Unroll, models
+from banach import Implicit, ImplicitNetwork, Picard, Tolerance, models
 from banach.data import Batches
 from banach.models import ODENet
 from banach.models.registry import get
@@ -50,16 +50,6 @@ def test_recipes_of_the_authors() -> None:
     assert {one.backward for one in common} == {"jfb", None}
 
 
-def test_words_of_the_modes() -> None:
-    assert words.backward("unroll:5:0.5") == Unroll(5, damping=0.5)
-    exact = words.backward("implicit:picard:1e-2:20")
-    assert isinstance(exact, Implicit)
-    assert exact.tolerance == Tolerance(atol=0, rtol=1e-2, max_steps=20)
-    for word, said in (("unroll:5:2", "damping"), ("implicit:picard:1e-2:0", "steps must be a whole number")):
-        with pytest.raises(ValueError, match=said):
-            words.backward(word)
-
-
 def test_pixels_without_normalisation() -> None:
     pixels = Settings.choose({"model": "node", "data": "digits"}).load("train")
     x = pixels.normalise(pixels.pixels[:50])
@@ -70,7 +60,7 @@ def test_pixels_without_normalisation() -> None:
 def test_what_needs_a_fixed_point(refused: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"node has no fixed point; leave out {next(iter(refused))}"):
         Settings.choose({"model": "node", "data": "digits", **refused})
-    with pytest.raises(ValueError, match="explicit twin, which does not solve; leave out pretrain and tune"):
+    with pytest.raises(ValueError, match=f"explicit twin, .*; leave out {next(iter(refused))}"):
         Settings.choose({"data": "digits", "max_steps": 0, **refused})
 
 

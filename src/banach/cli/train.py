@@ -170,7 +170,7 @@ class Session:
 
     def _board(self) -> Board | None:
         try:
-            return Board(self.run.path / BOARD, before=self.run.metrics)
+            return Board(self.run.path / BOARD)
         except RuntimeError as error:
             console.print(str(error))
             return None

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
 
 from banach.train.metrics import Epoch
 
@@ -13,35 +10,33 @@ from banach.train.metrics import Epoch
 class Board:
     """Writes epochs to an event file in `folder`; use it in a `with`.
 
-    The file is opened at the first write, and begins with the epochs of `before()`. Earlier files in the folder,
-    which an interrupted run left, are hidden: each epoch occurs once.
+    The file is opened at the first write. The same and later epochs in earlier files, which an interrupted run
+    left, are hidden: each epoch occurs once.
 
     Raises:
         RuntimeError: if tensorboard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], before: Callable[[], Iterable[Epoch]] = tuple) -> None:
-        self._folder, self._before, self._make = os.fspath(folder), before, _writer()
-        self._writer: Any = None
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            missing = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
+            raise RuntimeError(missing) from None
+        self._folder, self._make = os.fspath(folder), SummaryWriter
+        self._writer: SummaryWriter | None = None
 
     def write(self, epoch: Epoch) -> None:
         """Write the figures of one epoch to the disk; figures that are None are left out."""
-        if self._writer is None:
-            self._writer = self._make(self._folder, purge_step=1)  # epochs are counted from 1
-            for earlier in self._before():
-                if earlier.epoch < epoch.epoch:
-                    self._add(earlier)
-        self._add(epoch)
-        self._writer.flush()
-
-    def _add(self, epoch: Epoch) -> None:
+        writer = self._writer = self._writer or self._make(self._folder, purge_step=epoch.epoch)
         for field, value in vars(epoch).items():
             if isinstance(value, dict):
                 tags = {f"{name}/{tag(field).rpartition('/')[2]}": one for name, one in value.items()}
             else:
                 tags = {} if value is None or field in ("epoch", "warm_up") else {tag(field): value}
             for name, one in tags.items():
-                self._writer.add_scalar(name, float(one), epoch.epoch)
+                writer.add_scalar(name, float(one), epoch.epoch)
+        writer.flush()
 
     def __enter__(self) -> Board:
         return self
@@ -55,17 +50,3 @@ def tag(field: str) -> str:
     """Return the name of a figure in TensorBoard, by group: "validation_loss" is "loss/validation"."""
     kind, _, group = field.rpartition("_")
     return f"{group}/{kind or 'train'}"
-
-
-def _writer() -> Any:
-    """Return torch's SummaryWriter."""
-    with warnings.catch_warnings():
-        # Its imports use what newer versions of Python, protobuf and NumPy deprecate.
-        modules = r"tensorboard|torch\.utils\.tensorboard|google|pkg_resources"
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=modules)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            missing = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
-            raise RuntimeError(missing) from None
-    return SummaryWriter

@@ -1,10 +1,12 @@
-"""A checkpoint on disk: tensors as safetensors, the rest as JSON, checksums of both; nothing that can run code."""
+"""A checkpoint on disk: tensors as safetensors or shards, the rest as JSON, checksums; nothing can run code."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -13,17 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from banach import checks
 from banach.provenance import naming, sync, write_bytes
 from banach.train.metrics import Epoch
-from banach.train.shards import are_sharded, local, read_shards, write_shards
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
-_PREFIX, _HALF = "epoch-", ".half-"
-KEYS = ("epoch", "step", "products", "seconds", "warned", "done", "identity")  # of a complete state
+_PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
+_COUNTS = ("epoch", "step", "products", "rewinds")
 _LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
+_KEYS = (*_COUNTS, "tensors", "seconds", "warned", "done", "identity")  # of a complete state
+_IN = "torch.distributed.checkpoint."
+_RECORDS = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata ChunkStorageMetadata"
+_ALLOWED = {  # classes that the metadata of shards may name
+    *("pathlib.PosixPath", "pathlib.WindowsPath", "torch.Size", "torch.serialization._get_layout"),
+    *(_IN + "filesystem._StorageInfo", _IN + "metadata._MEM_FORMAT_ENCODING"),
+    *(f"{_IN}metadata.{name}" for name in _RECORDS.split()),
+}
 
 
 class CheckpointError(RuntimeError):
@@ -94,23 +105,24 @@ def write_checkpoint(
         shutil.rmtree(half, ignore_errors=True)
         raise
     sync(folder)
-    _prune(folder, target, keep, best)
+    found = checkpoints(folder)
+    kept = [path for path in found if path <= target][-keep:]
+    for path in found:
+        if path not in kept and (best is None or path.name != best.name):
+            shutil.rmtree(path, ignore_errors=True)
+    remove_halves(folder)
     return target
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a safetensors file and return its checksum."""
-    from safetensors.torch import save
-
-    # Copies: safetensors refuses tensors that share memory, as tied weights do.
-    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
-    write_bytes(path, data)
-    return _digest(data)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+
+
+def remove_halves(folder: Path) -> None:
+    """Remove what killed processes left of checkpoints they were writing."""
+    for path in folder.glob(f"{_HALF}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -124,69 +136,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / STATE).read_bytes())
         state, written = content["state"], content["tensors"]
-        _compare(STATE, _digest(_canonical(state)), content["sha256"])
-        read = read_shards if isinstance(written, dict) else _read_tensors
-        return Checkpoint(path, read(path, written), check_state(state))
+        _compare(STATE, _canonical(state), content["sha256"])
+        read = _read_shards if isinstance(written, dict) else _read_tensors
+        return Checkpoint(path, read(path, written), _checked(state))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {said}") from None
 
 
-def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
-    from safetensors.torch import load
-
-    data = (folder / TENSORS).read_bytes()
-    _compare(TENSORS, _digest(data), checksum)
-    return load(data)
-
-
 def read_finite(path: Path) -> Checkpoint:
-    """Read a checkpoint of a run and refuse one whose training had diverged.
-
-    Raises:
-        CheckpointError: if it is damaged, of another position than its name says, or holds NaN or infinity.
-    """
+    """Read a checkpoint of a run; refuse one of another position than its name says, or with NaN or infinity."""
     checkpoint = read_checkpoint(path)
     if checkpoint.position.name != path.name:
         raise CheckpointError(f"the checkpoint {path} is damaged: it is of {checkpoint.position.name}")
     if name := nonfinite(checkpoint.tensors):
         raise CheckpointError(f"the checkpoint {path} holds NaN or infinity in {name}: its training had diverged")
     return checkpoint
-
-
-def check_state(state: Any) -> dict[str, Any]:
-    """Return the state of a checkpoint with the keys of `KEYS` and `_LATER`.
-
-    Raises:
-        ValueError: if a key is missing or a value has the wrong type.
-    """
-    if not isinstance(state, dict):
-        raise ValueError(f"the state must be a table, got {short(state)}")
-    if missing := [key for key in KEYS if key not in state]:
-        raise ValueError(f"state.json has no {', '.join(missing)}")
-    state = {**_LATER, **state}
-    if unknown := sorted({*state} - {*KEYS, *_LATER}):
-        raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
-    for key in ("epoch", "step", "products", "rewinds"):
-        checks.whole(key, state[key])
-    checks.number("seconds", state["seconds"])
-    if not isinstance(state["warned"], bool):
-        raise ValueError(f"warned must be true or false, got {short(state['warned'])}")
-    if state["tensors"] is not None:
-        checks.whole("tensors", state["tensors"])
-    named = state["identity"]
-    if not isinstance(named, dict) or not all(isinstance(value, str) for value in named.values()):
-        raise ValueError(f"identity must be a table of strings, got {short(named)}")
-    _check_epochs(state["done"], state["epoch"])
-    return state
-
-
-def _check_epochs(done: Any, count: int) -> None:
-    if not isinstance(done, list) or not all(isinstance(values, dict) for values in done):
-        raise ValueError(f"done must be a list of tables, got {short(done)}")
-    numbers = [Epoch.from_dict(values).epoch for values in done]
-    if len(done) != count or numbers != list(range(1, count + 1)):
-        raise ValueError(f"done must hold the epochs 1 to {short(count)}, got {short(numbers)}")
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
@@ -203,8 +168,121 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _compare(name: str, got: str, expected: str) -> None:
-    if got != expected:
+def _checked(state: Any) -> dict[str, Any]:
+    """Return the state of a checkpoint with all keys, each of its type."""
+    if not isinstance(state, dict):
+        raise ValueError(f"the state must be a table, got {short(state)}")
+    state = {**_LATER, **state}
+    if missing := [key for key in _KEYS if key not in state]:
+        raise ValueError(f"state.json has no {', '.join(missing)}")
+    if unknown := sorted({*state} - {*_KEYS}):
+        raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
+    for key in _COUNTS if state["tensors"] is None else (*_COUNTS, "tensors"):
+        checks.whole(key, state[key])
+    checks.number("seconds", state["seconds"])
+    done, named = state["done"], state["identity"]
+    if not isinstance(state["warned"], bool):
+        raise ValueError(f"warned must be true or false, got {short(state['warned'])}")
+    if not isinstance(named, dict) or not all(isinstance(value, str) for value in named.values()):
+        raise ValueError(f"identity must be a table of strings, got {short(named)}")
+    if not isinstance(done, list) or not all(isinstance(values, dict) for values in done):
+        raise ValueError(f"done must be a list of tables, got {short(done)}")
+    numbers = [Epoch.from_dict(values).epoch for values in done]
+    if len(done) != state["epoch"] or numbers != list(range(1, len(done) + 1)):
+        raise ValueError(f"done must hold the epochs 1 to {short(state['epoch'])}, got {short(numbers)}")
+    return state
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file and return its checksum."""
+    from safetensors.torch import save
+
+    # Copies: safetensors refuses tensors that share memory, as tied weights do.
+    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+    write_bytes(path, data)
+    return _digest(data)
+
+
+def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    data = (folder / TENSORS).read_bytes()
+    _compare(TENSORS, data, checksum)
+    return load(data)
+
+
+def local(value: Any) -> Tensor:
+    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
+    found: Tensor = value.detach()
+    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
+
+
+def is_sharded(value: Any) -> bool:
+    """Return True for a DTensor."""
+    return hasattr(value, "full_tensor")
+
+
+def are_sharded(tensors: Mapping[str, Tensor]) -> bool:
+    """Return True if some tensors are sharded over ranks."""
+    return any(map(is_sharded, tensors.values()))
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> dict[str, str]:
+    """Write tensors by torch.distributed.checkpoint, each rank its part; all ranks call this together.
+
+    The first rank gives the folder, and gets the SHA-256 of every file by its name.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    given = [folder]
+    dist.broadcast_object_list(given)
+    place = Path(str(given[0]))
+    save(dict(tensors), storage_writer=FileSystemWriter(place))
+    return {path.name: _digest(path.read_bytes()) for path in sorted(place.iterdir())} if folder else {}
+
+
+def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return all tensors, whole, on the CPU. No other rank takes part."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    for name, expected in files.items():
+        if Path(name).name != name:
+            raise ValueError(f"a shard must be a file in the folder, got {short(name)}")
+        _compare(name, (folder / name).read_bytes(), expected)
+    with (folder / _METADATA).open("rb") as file:
+        metadata = _Unpickler(file).load()
+    entries = metadata.state_dict_metadata
+    read_from = {info.relative_path for info in metadata.storage_data.values()}
+    if not all(type(entry) is TensorStorageMetadata for entry in entries.values()) or not read_from <= {*files}:
+        raise ValueError(f"{_METADATA} must describe tensors in {', '.join(sorted(files))}, got something else")
+    size = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values())
+    if size > (held := sum((folder / name).stat().st_size for name in files)):
+        raise ValueError(f"{_METADATA} describes {size:,} bytes of tensors, but the files have {held:,}")
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    reader: Any = FileSystemReader(folder)
+    reader.read_metadata = lambda *args, **options: metadata  # PyTorch would unpickle it
+    try:  # `load` would wait for other ranks in the versions of PyTorch without no_dist
+        _load_state_dict(tensors, reader, no_dist=True)
+    except CheckpointException as error:  # a BaseException
+        raise ValueError(f"its shards cannot be read: {list(error.failures.values())}") from None
+    return tensors
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds the records of a checkpoint's metadata and nothing else, so that a forged file runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if f"{module}.{name}" not in _ALLOWED and not is_type:
+            raise ValueError(f"{_METADATA} names {module}.{name}, which tensors do not need")
+        return super().find_class(module, name)
+
+
+def _compare(name: str, data: bytes, expected: str) -> None:
+    if (got := _digest(data)) != expected:
         raise ValueError(f"{name} has the SHA-256 {got}, expected {expected}")
 
 
@@ -214,18 +292,3 @@ def _canonical(state: Any) -> bytes:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _prune(folder: Path, newest: Path, keep: int, best: Position | None) -> None:
-    found = checkpoints(folder)
-    kept = [path for path in found if path <= newest][-keep:]
-    for path in found:
-        if path not in kept and (best is None or path.name != best.name):
-            shutil.rmtree(path, ignore_errors=True)
-    remove_halves(folder)
-
-
-def remove_halves(folder: Path) -> None:
-    """Remove what killed processes left of checkpoints they were writing."""
-    for path in folder.glob(f"{_HALF}*"):
-        shutil.rmtree(path, ignore_errors=True)

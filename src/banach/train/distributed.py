@@ -19,14 +19,13 @@ from banach.latent import Space
 from banach.network import ImplicitNetwork
 from banach.solve import Picard
 from banach.solve.tolerance import Norm
+from banach.train.checkpoint import is_sharded
 from banach.train.metrics import MetricSums
 from banach.train.run import RunError
 from banach.train.settings import Settings
-from banach.train.shards import is_sharded
 
 Value = TypeVar("Value")
 _LOST = ("gloo", "nccl", "connection", "socket", "timed out", "process group", "broken pipe")
-_LOCAL = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,7 @@ class Ranks:
 
     @staticmethod
     def here() -> Ranks:
-        """Return the ranks of the process group, if there is one.
-
-        Raises:
-            RunError: if torchrun started several processes that do not know each other: all would train the same.
-        """
+        """Return the ranks of the process group; refuse processes without one, which would all train the same."""
         if dist.is_available() and dist.is_initialized():
             return Ranks(dist.get_rank(), dist.get_world_size())
         if (count := _started()) > 1:
@@ -63,13 +58,7 @@ class Ranks:
         return self.rank, self.count
 
     def check(self, net: nn.Module, images: int, settings: Settings) -> None:
-        """Refuse what several ranks cannot train.
-
-        Raises:
-            ValueError: if a rank would get no image of some batch, or another number of parts than other ranks; if
-                the solver or the backward mode does not work with synchronised batch norm in R; or if PyTorch
-                cannot shard on the device.
-        """
+        """Refuse what several ranks cannot train, by a ValueError."""
         if self.count == 1:
             return
         if settings.tune:  # each rank would choose its own step size
@@ -77,9 +66,7 @@ class Ranks:
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
         if settings.sharded and not can_shard(settings.torch_device):
-            raise ValueError(
-                f"PyTorch {torch.__version__} shards on GPUs only; use a newer one, or leave out sharded"
-            )
+            raise ValueError(f"PyTorch {torch.__version__} shards on GPUs only; update it, or leave out sharded")
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
             _check_batch(size, self.count, settings.accumulate)
         kind = _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm
@@ -92,7 +79,7 @@ class Ranks:
             return
         if settings.torch_device.type == "cuda":
             nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        elif self.first and any(type(module) in _LOCAL for module in net.modules()):
+        elif self.first and any(isinstance(module, _BatchNorm) for module in net.modules()):
             text = "batch norm uses the statistics of each rank's part of a batch: PyTorch synchronises them"
             warnings.warn(f"{text} on GPUs only; for those of the whole batch use one process", stacklevel=3)
         if settings.sharded:
@@ -128,13 +115,12 @@ class Ranks:
 
     def pool(self, state: Any) -> None:
         """Replace the sums of each rank by those of all, and buffers by those of the first rank."""
-        if self.count == 1:
-            return
-        self.add(state.metrics)
-        state.collect_products()
-        state.products = int(_reduced(torch.tensor(state.products)))
-        for buffer in state.net.buffers():
-            dist.broadcast(buffer, 0)
+        if self.count > 1:
+            self.add(state.metrics)
+            state.collect_products()
+            state.products = int(_reduced(torch.tensor(state.products)))
+            for buffer in state.net.buffers():
+                dist.broadcast(buffer, 0)
 
     def go_on(self, state: Any) -> None:
         """After `pool`, in the middle of an epoch: the first rank keeps the sums, others start at zero."""
@@ -149,20 +135,13 @@ class Parallel:
 
     DDP and FSDP2 average gradients over ranks, so a rank weights its loss by its share of the batch. If batch norm
     in R is synchronised, every evaluation of R waits for all ranks, so the stopping test is over all ranks too.
-
-    Args:
-        net: the network, after `Ranks.prepare`.
-        count: the number of ranks.
-        total: total() is the number of samples of the batch, on all ranks.
-        sharded: the network is sharded, so it is not put into DDP.
+    `total()` is the number of samples of the batch, on all `count` ranks.
     """
 
     def __init__(self, net: nn.Module, count: int, total: Callable[[], int], *, sharded: bool) -> None:
         self.net, self.count, self.total = net, count, total
         self.coupled = _has_in_R(net, nn.SyncBatchNorm)
-        self.call: nn.Module = net
-        if not sharded:
-            self.call = nn.parallel.DistributedDataParallel(net)
+        self.call = net if sharded else nn.parallel.DistributedDataParallel(net)
 
     def __call__(self, *d: Any, **options: Any) -> Any:
         net: Any = self.net
@@ -187,7 +166,6 @@ class LargestOnRanks:
     norm: Norm
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
-        """Return the largest norm per row."""
         return Ranks.here().largest(self.norm.scale(space) * self.norm.measure(rows, space))
 
     def scale(self, space: Space) -> float:
@@ -198,9 +176,7 @@ class LargestOnRanks:
 def joined(settings: Settings) -> Iterator[Ranks]:
     """Join the processes that torchrun started, in the block; without torchrun nothing happens.
 
-    Raises:
-        RunError: if another rank ends inside the block.
-        ValueError: if there is no GPU for every rank of this machine.
+    If another rank ends inside the block, a RunError says so.
     """
     if dist.is_initialized() or _started() == 1:
         yield Ranks.here()
@@ -216,9 +192,8 @@ def joined(settings: Settings) -> Iterator[Ranks]:
         ranks.agree([])  # a barrier: no rank leaves while another one needs it
     except RuntimeError as error:
         said = " ".join(str(error).split())
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-            raise
-        if not any(word in said.lower() for word in _LOST):
+        from_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        if not from_torch or not any(word in said.lower() for word in _LOST):
             raise
         text = f"rank {ranks.rank} of {ranks.count} stopped, because another rank has ended"
         raise RunError(f"{text}; resume the run from its last checkpoint ({said[:200]})") from error
@@ -255,39 +230,28 @@ def released(net: Any) -> None:
 
 
 def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, sharded like those of the state that they will replace."""
-    likes: dict[str, Any] = state.tensors()
+    """Return the tensors of a checkpoint, sharded like those of the state; all ranks call this together."""
     weights = [weight for group in state.optimizer.param_groups for weight in group["params"]]
-    return {  # sorted: each one is a collective, and a file may be read in another order on every rank
-        name: _placed(tensors[name], likes.get(name, _weight_of(name, weights))) for name in sorted(tensors)
-    }
+    likes = {f"optimizer.{index}": weight for index, weight in enumerate(weights)} | state.tensors()
+    found = dict(tensors)
+    for name in sorted(tensors):  # each one is a collective, and a file may be read in another order on every rank
+        like, value = likes.get(name, likes.get(name.rpartition(".")[0])), tensors[name]
+        if is_sharded(like) and value.shape == like.shape:
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _placed(value: Tensor, like: Any) -> Tensor:
-    """Return the tensor, sharded like another one of its shape; all ranks call this together."""
-    if not is_sharded(like) or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-def _weight_of(name: str, weights: list[Any]) -> Any:
-    """Return the weight to which the optimizer's tensor of this name belongs, None for other names."""
-    part, _, rest = name.partition(".")
-    index = rest.partition(".")[0]
-    return weights[int(index)] if part == "optimizer" and index.isdigit() and int(index) < len(weights) else None
+            found[name] = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return found
 
 
 def _reduced(value: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a tensor over all ranks, in place, and return it."""
+    """Reduce a tensor over all ranks in place."""
     dist.all_reduce(value, how)
     return value
 
 
 def _has_in_R(net: Any, kind: type[nn.Module]) -> bool:
-    R = net.R if isinstance(net, ImplicitNetwork) else None
-    return isinstance(R, nn.Module) and any(isinstance(module, kind) for module in R.modules())
+    has_module = isinstance(net, ImplicitNetwork) and isinstance(net.R, nn.Module)
+    return has_module and any(isinstance(module, kind) for module in net.R.modules())
 
 
 def _check_synchronised(net: Any) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from banach.backward import JFB, Implicit, Neumann
 from banach.data import Augmentation, Batches, Images
 from banach.data.loader import Batch, Loader
-from banach.fast.body import FastNetwork
-from banach.fast.capture import CapturedCalls, reason_of
+from banach.fast.capture import reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
@@ -27,93 +23,54 @@ from banach.train.metrics import Compared, MetricSums, Objective, Totals
 from banach.train.precision import arithmetic, autocast
 
 Scores = tuple[Tensor, Solution | None]
-AT_A_TIME = 512  # images per captured batch in eval mode; batches are powers of two
+AT_A_TIME = 512  # images per captured batch; batches are powers of two
 
 
 class Scorer:
     """x -> (scores in at least fp32, Solution or None), without gradients, in the mode that the network is in.
 
-    On a GPU a network is captured at the first call, and again when its tolerance, solver,
-    a part, a module's mode or the address of a weight has changed. In eval mode `CompiledNetwork` predicts; in
-    training mode only an R that the kernels know is captured. Everything else goes through the network itself. So
-    does, with one warning, what cannot be captured: `reason` then says why. With several `ranks`, all of them
-    evaluate together: each scores its part of every batch.
+    On a GPU a network in eval mode is captured at the first call, and again when its
+    tolerance, solver, a part or the address of a weight has changed. Everything else goes through the network
+    itself. So does, with one warning, what cannot be captured: `reason` then says why. Several `ranks` evaluate
+    together: each scores its part of every batch.
     """
 
     def __init__(self, net: Any, precision: str = "fp32", *, fast: bool = True, ranks: Ranks = Ranks()) -> None:
         self.net, self.precision, self.ranks = net, precision, ranks
         self.reason: str | None = None if fast and ranks.count == 1 else "fast is off"
-        self._made: dict[bool, tuple[Any, Callable[[Tensor], Scores] | None]] = {}  # by mode: state, program
+        self._made: tuple[Any, CompiledNetwork | None] = None, None  # for which state of the network
 
     @torch.no_grad()
     def __call__(self, x: Tensor, *more: Tensor) -> Scores:
-        program = None if more else self._program(x.device)
-        if program is not None:
+        predict = None if more else self._compiled(x.device)
+        if predict is not None:
             try:
-                return program(x)
+                output, found = predict(x, solution=True)
+                return at_least_fp32(output), found
             except Exception as error:  # a user's network may do anything
-                self.reason = reason_of(error)
-                self._made.clear()
+                self.reason, self._made = reason_of(error), (None, None)
                 text = "the evaluation could not be captured as a CUDA graph and runs eagerly"
                 warn_user(f"{text}: {self.reason}", UserWarning)
         return scores(self.net, (x, *more), self.precision)
 
     def captures(self, device: torch.device) -> bool:
         """Return True if images are scored by CUDA graphs, in the mode that the network is in."""
-        return self._program(device) is not None
+        return self._compiled(device) is not None
 
     def batch_size(self, asked: int, device: torch.device) -> int:
-        """Return how many images to score at a time. In training mode scores depend on it: then as asked."""
-        if self.net.training or not self.captures(device):
-            return asked
-        # Without gradients there is room for more images than in training, but how many is unknown.
-        return min(AT_A_TIME, 1 << (8 * asked - 1).bit_length())
+        """Return how many images to score at a time; without gradients there is room for more."""
+        return min(AT_A_TIME, 1 << (8 * asked - 1).bit_length()) if self.captures(device) else asked
 
-    def _program(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
-        """Return the program for the network as it is, None if there is none."""
-        if self.reason is not None or not runs_graphs(device) or not isinstance(self.net, ImplicitNetwork):
+    def _compiled(self, device: torch.device) -> CompiledNetwork | None:
+        net = self.net
+        if self.reason or net.training or not runs_graphs(device) or not isinstance(net, ImplicitNetwork):
             return None
-        mode, now = self.net.training, _state(self.net)
-        if mode not in self._made or self._made[mode][0] != now:
-            self._made.pop(mode, None)  # frees its memory before the next one needs some
-            self._made[mode] = now, self._in_training(device) if mode else self._in_evaluation(device)
-        return self._made[mode][1]
-
-    def _in_evaluation(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
-        how = plan(self.net, device, self.precision, training=False)
-        if not how.graph or not how.own_loop:
-            return None
-        predict = CompiledNetwork(self.net, bf16=self.precision == "bf16")
-
-        def program(x: Tensor) -> Scores:
-            output, found = predict(x, solution=True)
-            return at_least_fp32(output), found
-
-        return program
-
-    def _in_training(self, device: torch.device) -> Callable[[Tensor], Scores] | None:
-        """Dropout draws and batch norm updates as if the network had been called."""
-        net = copy.copy(self.net)  # modules are shared
-        if type(net.backward) in (Neumann, Implicit):
-            net.backward = JFB()  # the same value, and the mode that FastNetwork takes apart
-        # Not as bf16, which autocast does: fused blocks draw other dropout masks, and bf16 weights need a refresh.
-        how = plan(net, device, "tf32" if self.precision == "tf32" else "fp32")
-        if not (how.graph and how.own_loop and how.kernel):
-            return None
-        network, calls = FastNetwork(net, how), CapturedCalls(net.buffers())
-
-        def forward(x: Tensor) -> Scores:
-            with autocast(self.precision, x.device):
-                output, found = network(x)
-            return at_least_fp32(output), found
-
-        def program(x: Tensor) -> Scores:
-            output, found = calls((x.shape, x.stride(), x.dtype), forward, (x,), len(x))
-            names = ("residual", "converged", "nonfinite", "steps")
-            kept = {name: getattr(found, name).clone() for name in names}  # the next replay overwrites the tensors
-            return output.clone(), replace(found, **kept, value=())
-
-        return program
+        if self._made[0] != (now := _state(net)):
+            self._made = None, None  # frees its memory before the next one needs some
+            how = plan(net, device, self.precision, training=False)
+            made = CompiledNetwork(net, bf16=self.precision == "bf16") if how.graph and how.own_loop else None
+            self._made = now, made
+        return self._made[1]
 
 
 def scores(net: Any, x: Tensor | tuple[Tensor, ...], precision: str = "fp32") -> Scores:
@@ -176,21 +133,26 @@ def measure(
 ) -> Totals:
     """Evaluate in the mode that the network is in.
 
-    Args:
-        scorer, data, batch_size: as for `evaluate`.
-        begin: called before the first sample; it may be called twice.
-        augment: changes the images, differently in every `epoch`.
-        objective: the loss and the metrics.
+    `begin` is called before the first sample, perhaps twice. `augment` changes the images, differently in every
+    `epoch`.
     """
+    device = data.device
 
     def once(scorer: Scorer) -> MetricSums:
         begin()
-        size = scorer.batch_size(batch_size, data.device)
-        return _sums(scorer, _batches(data, size, scorer.ranks, augment, epoch), data.device, objective)
+        sums, size = MetricSums(device, objective.metrics), scorer.batch_size(batch_size, device)
+        with arithmetic(scorer.precision, device):
+            for d, targets in _batches(data, size, scorer.ranks, augment, epoch):
+                output, found = scorer(*d)
+                sums.add(objective.loss(output, targets), output, targets, found)
+                sums.add_evaluations(scorer.net, len(targets))
+        scorer.ranks.add(sums)
+        released(scorer.net)
+        return sums
 
     sums = once(scorer)
     totals = sums.read()
-    if not scorer.captures(data.device):
+    if not scorer.captures(device):
         return totals  # the network itself has warned of samples that did not converge
     if sums.nonfinite or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
@@ -199,19 +161,6 @@ def measure(
         text = f"the fixed point was not found for all samples: {Status.MAX_STEPS.value}"
         warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)
     return totals
-
-
-def _sums(scorer: Scorer, batches: Iterable[Batch], device: torch.device, objective: Objective) -> MetricSums:
-    """Score batches, on all ranks."""
-    sums = MetricSums(device, objective.metrics)
-    with arithmetic(scorer.precision, device):
-        for d, targets in batches:
-            output, found = scorer(*d)
-            sums.add(objective.loss(output, targets), output, targets, found)
-            sums.add_evaluations(scorer.net, len(targets))
-    scorer.ranks.add(sums)
-    released(scorer.net)
-    return sums
 
 
 def _batches(

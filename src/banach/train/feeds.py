@@ -24,8 +24,9 @@ class Feed:
         self.place = torch.zeros(1, dtype=torch.int64, device=state.device)
 
     def eager(self) -> Batch:
+        batch = self.batch()  # before the place, which it may reset
         self.begin_step()
-        return self.batch()
+        return batch
 
     def begin_step(self) -> None:
         """Set the learning rate and the number of the next step."""
@@ -52,7 +53,7 @@ class ImageFeed(Feed):
         self.batches, device = cast(Batches, state.batches), state.device
         batch, steps = state.settings.batch_size, len(self.batches)
         self.full = len(self.batches.images) // batch  # batches of full size
-        self.epoch = self.order_epoch = -1
+        self.epoch = -1  # that of order, keys and rates
         self.order = torch.zeros(len(self.batches.images), dtype=torch.int64, device=device)
         self.keys = torch.zeros(steps, dtype=torch.int64, device=device)
         self.rates = torch.zeros(steps, dtype=torch.float32, device=device)
@@ -68,20 +69,20 @@ class ImageFeed(Feed):
         return min(batch, len(self.batches.images) - self.state.step * batch)
 
     def load(self) -> None:
-        """Write what captured steps read, once per epoch."""
+        """Write what steps read, once per epoch."""
         state = self.state
         if self.epoch == state.epoch:
             return
         self.epoch, steps = state.epoch, range(len(self.batches))
-        self._order()
+        self.order.copy_(self.batches.order(state.epoch))
         self.keys.copy_(torch.tensor([self.batches.key(state.epoch, k) for k in steps], dtype=torch.int64))
         self.rates.copy_(torch.tensor([state.rate(k) for k in steps], dtype=torch.float32))
         self.place.fill_(state.step)
 
     def batch(self) -> Batch:
-        """Return the next batch."""
         state, batches = self.state, self.batches
-        index = batches.index(self._order(), state.step)
+        self.load()
+        index = batches.index(self.order, state.step)
         images, labels = batches.make(index, batches.key(state.epoch, state.step))
         return (images,), labels
 
@@ -92,13 +93,6 @@ class ImageFeed(Feed):
             group["lr"].copy_(self.rates.index_select(0, self.place)[0])
         self.place += 1
         return (images,), labels
-
-    def _order(self) -> Tensor:
-        """Return the order of this epoch, which is made once."""
-        if self.order_epoch != self.state.epoch:
-            self.order_epoch = self.state.epoch
-            self.order.copy_(self.batches.order(self.state.epoch))
-        return self.order
 
 
 class LoaderFeed(Feed):
@@ -117,7 +111,6 @@ class LoaderFeed(Feed):
         return _kinds(_flat(self.batch())) == _kinds(self.kept)
 
     def count(self) -> int:
-        """Return the number of samples of the next batch."""
         return len(self.batch()[1])
 
     def load(self) -> None:
@@ -146,11 +139,6 @@ class LoaderFeed(Feed):
 
     def captured(self) -> Batch:
         return self.kept[:-1], self.kept[-1]
-
-
-def feed_of(state: TrainState) -> ImageFeed | LoaderFeed:
-    """Return the feed for the batches of the state."""
-    return LoaderFeed(state) if isinstance(state.batches, Loader) else ImageFeed(state)
 
 
 def _flat(batch: Batch) -> tuple[Tensor, ...]:

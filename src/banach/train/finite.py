@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from banach.train.checkpoint import local
 from banach.train.run import DivergenceError, Run
-from banach.train.shards import local
 from banach.train.state import LOWER, TrainState
 
 REWINDS = 5  # after that many the learning rate is not the cause
 _EVERY = {"cpu": 1, "cuda": 100}  # steps between two reads; on a GPU each one is a host sync
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The first bad step of an epoch (from 1), how many there were, and what happened."""
-
-    step: int
-    count: int
-    cause: str
 
 
 class Watch:
@@ -33,11 +23,8 @@ class Watch:
 
     `begin` and `end` are part of a training step, also of a captured one: they never sync with the host. Loss,
     gradients, weights, averaged weights, buffers and optimizer state are watched. With the policy "skip" a bad
-    step is undone: all that it changed is as before, and the batch does not count in the metrics.
-
-    Args:
-        state: what is trained.
-        place: holds the number of the step that runs, from 1.
+    step is undone: all that it changed is as before, and the batch does not count in the metrics. `place` holds
+    the number of the step that runs, from 1.
     """
 
     def __init__(self, state: TrainState, place: Tensor) -> None:
@@ -46,11 +33,11 @@ class Watch:
         self.first = torch.zeros(2, dtype=torch.float64, device=state.device)  # bad step (0: none), count
         self.sizes = self.first[:0]  # at that step: the largest entry of everything watched
         self._before: dict[int, Tensor] = {}
-        self.failure: Fault | None = None  # a step that raised an error
+        self.failure: str | None = None  # of a step that raised an error
 
     def failed(self, error: Exception) -> None:
         """Record that a solver raised an error in the next step of the state."""
-        self.failure = Fault(self.state.step + 1, 1, f"the solver failed ({error})")
+        self.failure = self._sentence(f"the solver failed ({error})", self.state.step + 1)
 
     def begin(self) -> None:
         """Keep what the step will change, if it may have to be undone."""
@@ -77,40 +64,37 @@ class Watch:
                 now.copy_(torch.where(bad, torch.zeros_like(now) if before is None else before, now))
             self._before = {}
 
-    def read(self) -> Fault | None:
-        """Return the first bad step since `reset`, with one host sync."""
+    def read(self) -> str | None:
+        """Return what happened in the first bad step of the epoch, None if there was none, with one host sync."""
         if not self.first[0]:
             return None
-        (step, count), sizes = self.first.tolist(), self.sizes.tolist()
         names = ["the loss", *(name for name, _ in self._watched())]
-        bad = [name for name, size in zip(names, sizes, strict=False) if not math.isfinite(size)]
-        return Fault(int(step), int(count), f"{bad[0] if bad else 'a tensor'} became NaN or infinite")
+        pairs = zip(names, self.sizes.tolist(), strict=False)
+        bad = next((name for name, size in pairs if not math.isfinite(size)), "a tensor")
+        return self._sentence(f"{bad} became NaN or infinite", int(self.first[0]))
 
-    def reset(self) -> None:
-        """Forget all bad steps."""
-        self.first.zero_()
+    def _sentence(self, cause: str, step: int) -> str:
+        return f"{cause} in step {step} of epoch {self.state.epoch + 1}"
 
-    def _watched(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors by name, causes before consequences."""
+    def _watched(self) -> list[tuple[str, Tensor]]:
+        """Return tensors by name, causes before consequences."""
+        weights = list(self.state.net.named_parameters())
+        named = [(f"the gradient of {name}", p.grad) for name, p in weights if p.grad is not None]
+        named += [(name, value) for name, value in self._trained(weights) if not name.endswith("'s step")]
+        return [(name, t) for name, t in named if t.is_floating_point() and t.numel()]
+
+    def _trained(self, weights: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that training changes besides the metrics, by name."""
         net, average = self.state.net, self.state.average
-        weights = dict(net.named_parameters())
-        named = [(f"the gradient of {name}", p.grad) for name, p in weights.items() if p.grad is not None]
-        named += [(f"the weight {name}", p) for name, p in weights.items()]
-        named += [(f"the buffer {name}", b) for name, b in net.named_buffers()]
-        named += [("the average of the weights", w) for w in (average.weights.values() if average else ())]
-        named += [(f"the optimizer's {key}", v) for key, v in self._optimizer_state() if key != "step"]
-        return ((name, t) for name, t in named if t.is_floating_point() and t.numel())
+        yield from ((f"the weight {name}", p) for name, p in weights)
+        yield from ((f"the buffer {name}", b) for name, b in net.named_buffers())
+        yield from (("the average of the weights", w) for w in (average.weights.values() if average else ()))
+        for values in self.state.optimizer.state.values():
+            yield from ((f"the optimizer's {key}", v) for key, v in values.items() if isinstance(v, Tensor))
 
     def _changing(self) -> list[Tensor]:
-        state = self.state
-        average = [] if state.average is None else [*state.average.weights.values()]
-        own = [value for _, value in self._optimizer_state()]
-        sums = [state.metrics.sums, state.metrics.most]
-        return [*state.net.parameters(), *state.net.buffers(), *average, *own, *sums]
-
-    def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        for values in self.state.optimizer.state.values():
-            yield from ((key, value) for key, value in values.items() if isinstance(value, Tensor))
+        net, metrics = self.state.net, self.state.metrics
+        return [*(value for _, value in self._trained(net.named_parameters())), metrics.sums, metrics.most]
 
 
 def _largest(tensors: list[Tensor]) -> Any:
@@ -131,11 +115,7 @@ class Divergence:
     def found(self, watch: Watch, *, now: bool) -> bool:
         """Look for a bad step and follow the policy; return True if training was rewound.
 
-        Args:
-            watch: the watch on the steps.
-            now: look also if that costs a host sync, as before a checkpoint.
-        Raises:
-            DivergenceError: if the policy is to stop, or cannot help.
+        With `now`, look even if that costs a host sync. A DivergenceError stops the training.
         """
         state = self.state
         if watch.failure is not None:  # such a batch has no answer, and is not skipped
@@ -152,37 +132,28 @@ class Divergence:
         self._rewind(fault)
         return True
 
-    def _rewind(self, fault: Fault) -> None:
+    def _rewind(self, fault: str) -> None:
         """Return to the newest checkpoint and lower the rate, or raise a DivergenceError."""
         state, run = self.state, self.run
         checkpoint = None if run is None or self.policy != "rewind" else run.latest()
         if checkpoint is None or state.rewinds >= REWINDS:
-            raise DivergenceError(self._sentence(fault))
-        rewinds, text = state.rewinds + 1, self._place(fault)
+            raise DivergenceError(self._explained(fault))
+        rewinds = state.rewinds + 1
         rate = f"the learning rate times {LOWER**rewinds:g}"
-        warnings.warn(f"{text}; back to {checkpoint.path.name} with {rate}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{fault}; back to {checkpoint.path.name} with {rate}", RuntimeWarning, stacklevel=3)
         state.restore(checkpoint)
         state.rewinds = rewinds
 
-    def _report_skipped(self, watch: Watch, fault: Fault) -> None:
+    def _report_skipped(self, watch: Watch, fault: str) -> None:
         """Warn of the batches that an epoch skipped; stop if it skipped all of them."""
         if not self.state.metrics.sums[0]:
-            raise DivergenceError(f"no batch of the epoch could be used: {self._sentence(fault)}")
-        watch.reset()
-        batches = "one batch" if fault.count == 1 else f"{fault.count} batches"
-        warnings.warn(
-            f"skipped {batches}, the first one because {self._place(fault)}", RuntimeWarning, stacklevel=3
-        )
+            raise DivergenceError(f"no batch of the epoch could be used: {self._explained(fault)}")
+        batches = "one batch" if watch.first[1] == 1 else f"{int(watch.first[1])} batches"
+        watch.first.zero_()
+        warnings.warn(f"skipped {batches}, the first one because {fault}", RuntimeWarning, stacklevel=3)
 
-    def _place(self, fault: Fault) -> str:
-        return f"{fault.cause} in step {fault.step} of epoch {self.state.epoch + 1}"
-
-    def _sentence(self, fault: Fault) -> str:
-        checkpoint: Any = None if self.run is None else self.run.latest()
-        kept = (
-            "there is no checkpoint yet"
-            if checkpoint is None
-            else f"the last good checkpoint is {checkpoint.path}"
-        )
+    def _explained(self, fault: str) -> str:
+        checkpoint = None if self.run is None else self.run.latest()
+        kept = f"the last good checkpoint is {checkpoint.path}" if checkpoint else "there is no checkpoint yet"
         advice = "lower --lr, set --clip 1, check the data, or choose --on-nonfinite skip or rewind"
-        return f"training diverged: {self._place(fault)}; {kept}; {advice}"
+        return f"training diverged: {fault}; {kept}; {advice}"

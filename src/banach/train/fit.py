@@ -5,28 +5,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
 from banach.data.loader import Loader
 from banach.fast.plan import Plan
+from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
-from banach.train.checkpoint import Position
+from banach.train.checkpoint import Position, are_sharded, write_shards
 from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
 from banach.train.finite import Divergence
 from banach.train.metrics import Compared, Epoch, History, Objective
-from banach.train.penalties import Penalties
 from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
 from banach.train.settings import Settings
-from banach.train.shards import are_sharded, write_shards
 from banach.train.state import TrainState
-from banach.train.steps import Steps, counted_products
+from banach.train.steps import Penalties, Steps
 
 _FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
 _WATCHED = 8  # samples on which the contraction is measured after every epoch
@@ -75,16 +76,25 @@ def fit(
         CheckpointError, RunError: if the run directory is damaged, or of another run.
     """
     device, objective = settings.torch_device, Objective.of(loss, metrics)
-    _check_splits(train, validation)
+    for name, given in (("train", train), ("validation", validation)):
+        if isinstance(given, Images) and given.split == "test":
+            text = f"{name} is the test split, which chooses nothing"
+            raise ValueError(f"{text}: give {name} images of another split")
     if settings.label_smoothing and objective.loss is not F.cross_entropy:
         raise ValueError("label_smoothing applies to cross entropy, got another loss; set label_smoothing=0")
-    if (penalties := Penalties.of(settings)) is not None:
-        penalties.check(net)
+    if Penalties.of(settings) and (not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0):
+        needs = "jacobian_penalty and correction need a network with a fixed point"
+        raise ValueError(f"{needs}, got {type(net).__name__} without one; set both to 0")
     ranks = Ranks.here()
     data = _placed(train, settings, ranks)
     held = None if validation is None else _placed(validation, settings, ranks)
     ranks.check(net, len(data), settings)
-    batches = _batches(data, augment, settings, ranks)
+    if isinstance(data, Images):
+        batches: Batches | Loader = Batches(data, settings.batch_size, settings.seed, augment, part=ranks.part)
+    elif augment is None:
+        batches = data
+    else:
+        raise ValueError(f"augment applies to Images, got {data}; let the data set change its samples")
     ranks.prepare(net.to(device), settings)
     state = TrainState(net, batches, held, settings, ranks, objective)
     divergence = Divergence(state, run)
@@ -116,7 +126,9 @@ def fit(
                 save()  # something to return to
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
-        stack.enter_context(counted_products(state))
+        if isinstance(net, ImplicitNetwork) and isinstance(mode := net.backward, Implicit):
+            stack.callback(setattr, net, "backward", mode)
+            net.backward = replace(mode, count=state.counted)  # J-products, on the device
         signals = stack.enter_context(noted_signals(run is not None))
         steps = Steps(state, show)
         if state.epoch < settings.epochs:
@@ -169,17 +181,6 @@ def _placed(data: Images | Iterable[Any], settings: Settings, ranks: Ranks) -> I
     return Loader(data, settings.torch_device, settings.seed)
 
 
-def _batches(
-    train: Images | Loader, augment: Augmentation | None, settings: Settings, ranks: Ranks
-) -> Batches | Loader:
-    """Return the batches to train on."""
-    if isinstance(train, Images):
-        return Batches(train, settings.batch_size, settings.seed, augment, part=ranks.part)
-    if augment is not None:
-        raise ValueError(f"augment applies to Images, got {train}; let the data set change its samples")
-    return train
-
-
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
     state.ranks.pool(state)
@@ -190,12 +191,11 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
         "products": state.products,
         "seconds": state.seconds,  # of training; the device has finished
         "warm_up": state.warm_up,
+        # Before the validation, which in batches of another size has another peak.
+        "memory": torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None,
     }
-    # Before the validation, which in batches of another size has another peak.
-    memory = torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None
     state.net.eval()
-    held, sigma = _validate(state, scorer), _contraction(state)
-    epoch = Epoch(epoch=state.epoch + 1, **figures, **held, sigma=sigma, memory=memory)
+    epoch = Epoch(epoch=state.epoch + 1, **figures, **_validate(state, scorer), sigma=_contraction(state))
     if _is_unsolved(state, epoch) and not any(_is_unsolved(state, earlier) for earlier in state.done):
         text = f"in epoch {epoch.epoch} only {epoch.converged:.1%} of the samples converged"
         warnings.warn(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning, stacklevel=3)
@@ -220,11 +220,11 @@ def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
 
 def _contraction(state: TrainState) -> float | None:
     """Return the largest sigma_max(dT/du) on a few training samples, in eval mode; None if R is sharded."""
-    net: Any = state.net
-    sharded = state.settings.sharded and state.ranks.count > 1
-    if sharded or not state.settings.monitor or not state.implicit or net.tolerance.max_steps == 0:
+    net, data, settings = state.net, state.batches, state.settings
+    if not settings.monitor or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         return None
-    data: Any = state.batches
+    if settings.sharded and state.ranks.count > 1:
+        return None
     few = data.few if isinstance(data, Loader) else data.images.normalise(data.images.pixels[:_WATCHED])
     try:
         state.monitor(net, few)
@@ -246,19 +246,10 @@ def _resume(run: Run, state: TrainState) -> None:
     run.check(state.settings)
     if state.ranks.first:
         run.clean()
-    checkpoint = run.latest()
-    if checkpoint is not None:
+    if (checkpoint := run.latest()) is not None:
         state.restore(checkpoint)
         if state.ranks.first:
             run.write_metrics(state.done)
     if (place := state.ranks.from_first(lambda: state.position)) != state.position:
         text = f"the first rank resumes {run.path} at {place.name}, this one at {state.position.name}"
         raise RunError(f"{text}; put the run on a disk that all ranks share")
-
-
-def _check_splits(train: Any, validation: Any) -> None:
-    for name, images in (("train", train), ("validation", validation)):
-        if isinstance(images, Images) and images.split == "test":
-            raise ValueError(
-                f"{name} is the test split, which chooses nothing: give {name} images of another split"
-            )

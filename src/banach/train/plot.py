@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from banach.train.metrics import Epoch
 
 _STYLES = ("-", "--", ":", "-.")  # after ten runs the colours repeat, with another line style
 _NO_EPOCH, _NO_FIXED_POINT = "no epoch is done yet", "no fixed point: nothing to show"
-_MISSING = {"depth": _NO_FIXED_POINT, "residual": _NO_FIXED_POINT}  # why a panel of one run is empty
 # Panels of one run: the name of the axis, then label and field of each line.
 _HISTORY = {
     "loss": {"train": "loss", "validation": "validation_loss"},
@@ -23,12 +22,12 @@ _HISTORY = {
     "depth": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
     "residual": {"train, mean": "residual", "train, max": "max_residual"},
 }
-# Panels of several runs: both axes, the field, and what an empty panel says.
+# Panels of several runs: both axes, and the field.
 _COMPARISON = (
-    ("epoch", "accuracy, validation", "validation_accuracy", "nothing was validated"),
-    ("seconds", "accuracy, validation", "validation_accuracy", "nothing was validated"),
-    ("epoch", "loss, train", "loss", "no finite value"),
-    ("epoch", "depth, train, mean", "depth", _NO_FIXED_POINT),
+    ("epoch", "accuracy, validation", "validation_accuracy"),
+    ("seconds", "accuracy, validation", "validation_accuracy"),
+    ("epoch", "loss, train", "loss"),
+    ("epoch", "depth, train, mean", "depth"),
 )
 
 
@@ -54,15 +53,15 @@ def history_figure(epochs: Sequence[Epoch], *, title: str = "", eps: float | Non
     for axes, (name, fields) in zip(figure.subplots(2, 2).flat, _HISTORY.items(), strict=True):
         for number, (label, field) in enumerate(fields.items()):
             values = _values(epochs, field)
-            if any(math.isfinite(value) for value in values):
-                axes.plot(_numbers(epochs), values, marker=".", color=f"C{number}", label=label)
-        if name == "residual":
-            _residual_axis(axes, eps)
+            if any(map(math.isfinite, values)):
+                axes.plot([one.epoch for one in epochs], values, marker=".", color=f"C{number}", label=label)
+        if name == "residual" and eps is not None and axes.lines:
+            axes.axhline(eps, color="black", linestyle=":", linewidth=1, label=f"eps = {eps:g}")
+        if name == "residual" and any(value > 0 for line in axes.lines for value in line.get_ydata()):
+            axes.set_yscale("log", nonpositive="mask")
         if axes.lines:
             axes.legend()
-        missing = all(getattr(epoch, field) is None for epoch in epochs for field in fields.values())
-        why = _MISSING.get(name, "nothing was measured") if missing else "no finite value"
-        _finish(axes, "epoch", name, why if epochs else _NO_EPOCH)
+        _finish(axes, "epoch", name, epochs, [*fields.values()])
     if title:
         figure.suptitle(title, parse_math=False)
     return figure
@@ -71,13 +70,18 @@ def history_figure(epochs: Sequence[Epoch], *, title: str = "", eps: float | Non
 def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
     """Return the matplotlib Figure that `plot_comparison` writes."""
     figure = new_figure()
-    for axes, (across, name, field, empty) in zip(figure.subplots(2, 2).flat, _COMPARISON, strict=True):
+    for axes, (across, name, field) in zip(figure.subplots(2, 2).flat, _COMPARISON, strict=True):
         for number, epochs in enumerate(runs.values()):
             style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "marker": "."}
-            seconds = list(accumulate(epoch.seconds for epoch in epochs))
-            axes.plot(_numbers(epochs) if across == "epoch" else seconds, _values(epochs, field), **style)
-        _finish(axes, across, name, empty if any(runs.values()) else _NO_EPOCH)
-    _legend(figure, figure.axes[0].lines, list(runs))
+            seconds = accumulate(epoch.seconds for epoch in epochs)
+            at = [epoch.epoch for epoch in epochs] if across == "epoch" else [*seconds]
+            axes.plot(at, _values(epochs, field), **style)
+        _finish(axes, across, name, [*chain(*runs.values())], [field])
+    # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
+    labels = [f" {name}" if name.startswith("_") else name for name in runs]
+    options: Any = {"loc": "outside lower center", "ncols": min(3, max(1, len(labels)))}
+    for text in figure.legend(figure.axes[0].lines, labels, **options).get_texts():
+        text.set_parse_math(False)
     return figure
 
 
@@ -107,33 +111,17 @@ def _values(epochs: Sequence[Epoch], field: str) -> list[float]:
     return [float(value) if value is not None and math.isfinite(value) else math.nan for value in found]
 
 
-def _numbers(epochs: Sequence[Epoch]) -> list[int]:
-    return [epoch.epoch for epoch in epochs]
-
-
-def _residual_axis(axes: Any, eps: float | None) -> None:
-    """Draw a line at eps; use a logarithmic axis if a value is positive."""
-    if eps is not None and axes.lines:
-        axes.axhline(eps, color="black", linestyle=":", linewidth=1, label=f"eps = {eps:g}")
-    if any(value > 0 for line in axes.lines for value in line.get_ydata()):
-        axes.set_yscale("log", nonpositive="mask")
-
-
-def _finish(axes: Any, across: str, name: str, empty: str) -> None:
-    """Label a panel, and write `empty` into it if it shows nothing."""
+def _finish(axes: Any, across: str, name: str, epochs: Sequence[Epoch], fields: Sequence[str]) -> None:
+    """Label a panel; one that shows nothing says why."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=across, ylabel=name)
     axes.grid(alpha=0.3)
     if across == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    if not any(math.isfinite(value) for line in axes.lines for value in line.get_ydata()):
-        axes.text(0.5, 0.5, empty, ha="center", va="center", transform=axes.transAxes, color="0.4")
-
-
-def _legend(figure: Any, lines: Sequence[Any], names: Sequence[str]) -> None:
-    """Draw one legend below all panels. matplotlib would leave out a name that begins with "_"."""
-    labels = [f" {name}" if name.startswith("_") else name for name in names]
-    legend = figure.legend(lines, labels, loc="outside lower center", ncols=min(3, max(1, len(labels))))
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a "$" in a name is not mathematics
+    if any(math.isfinite(value) for line in axes.lines for value in line.get_ydata()):
+        return
+    missing = all(getattr(epoch, field) is None for epoch in epochs for field in fields)
+    why = "nothing was measured" if "accuracy" in name else _NO_FIXED_POINT
+    why = (why if missing else "no finite value") if epochs else _NO_EPOCH
+    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")

@@ -13,10 +13,7 @@ import torch
 def arithmetic(precision: str, device: torch.device, *, search: bool | None = None) -> Iterator[None]:
     """Set TF32 for the block and restore it: on a GPU it is a global switch, and on for convolutions.
 
-    Args:
-        precision: "fp32", "tf32" or "bf16".
-        device: where the network runs; on a CPU nothing is set.
-        search: let cuDNN try its algorithms, which pays where shapes repeat. None: as it is.
+    `search` lets cuDNN try its algorithms, which pays where shapes repeat; None: as it is.
     """
     if device.type != "cuda":
         yield

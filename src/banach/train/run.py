@@ -80,9 +80,14 @@ class Run:
         except OSError as error:
             raise RunError(f"there is no run in {path}: {error.strerror}: {SETTINGS}") from None
         with _reading(path / SETTINGS, "fix the file, or start a new run with --out"):
-            if not text.strip(b"\0 \r\n"):  # what a power cut leaves of a file
-                return Run(path, _restored_settings(path))
-            return Run(path, Settings.from_dict(unsigned(json.loads(text))))
+            if text.strip(b"\0 \r\n"):
+                return Run(path, Settings.from_dict(unsigned(json.loads(text))))
+            # What a power cut leaves of a file.
+            settings = Settings.from_dict(json.loads((path / ENVIRONMENT).read_bytes())["settings"])
+            said = f"{path / SETTINGS} was empty and is restored from {ENVIRONMENT}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            write_json(path / SETTINGS, signed(settings.to_dict()))
+            return Run(path, settings)
 
     def check(self, settings: Settings) -> None:
         """Refuse to resume with other settings, but for those of `FREE`."""
@@ -190,14 +195,6 @@ def _best(epochs: Sequence[Epoch]) -> Position | None:
     return Position(-max(judged)[1], 0) if judged else None
 
 
-def _restored_settings(path: Path) -> Settings:
-    """Return the settings that environment.json holds, and write them to settings.json again."""
-    settings = Settings.from_dict(json.loads((path / ENVIRONMENT).read_bytes())["settings"])
-    warnings.warn(f"{path / SETTINGS} was empty and is restored from {ENVIRONMENT}", RuntimeWarning, stacklevel=3)
-    write_json(path / SETTINGS, signed(settings.to_dict()))
-    return settings
-
-
 @contextmanager
 def _reading(path: Path, advice: str) -> Iterator[None]:
     """Say which file is damaged, and what to do."""
@@ -209,10 +206,7 @@ def _reading(path: Path, advice: str) -> Iterator[None]:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold the directory of a run: a second process that trains it is refused.
-
-    The system releases the lock when the process ends.
-    """
+    """Hold the directory of a run, until the process ends: a second one that trains it is refused."""
     try:
         import fcntl
     except ImportError:  # on Windows there is no lock
@@ -243,24 +237,21 @@ def noted_signals(wanted: bool = True) -> Iterator[list[int]]:
     Outside the main thread, where Python does not allow signal handlers, nothing changes.
     """
     noted: list[int] = []
-    if not wanted or threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    before: dict[int, Any] = {}
+    usable = wanted and threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATING) if usable}
+    # An ignored signal stays ignored, as in a background job. None: a handler that Python did not install.
+    before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
 
-    def restore() -> None:
-        for number, handler in before.items():
+    def install(handlers: Mapping[int, Any]) -> None:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
     def note(number: int, frame: Any) -> None:
         noted.append(number)
-        restore()
+        install(before)
 
-    for number in (signal.SIGINT, *TERMINATING):
-        # An ignored signal stays ignored, as in a background job. None: a handler that Python did not install.
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            before[number] = signal.signal(number, note)
+    install(dict.fromkeys(before, note))
     try:
         yield noted
     finally:
-        restore()
+        install(before)

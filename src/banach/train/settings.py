@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from banach.network import ImplicitNetwork
 from banach.solve import Tolerance
 from banach.train import words
 
-OPTIMIZERS, PRECISIONS = ("adam", "adamw", "sgd"), ("fp32", "tf32", "bf16")
-POLICIES = ("stop", "skip", "rewind")
 FREE = ("device", "on_nonfinite", "keep", "sharded")  # these may change when a run is resumed
 FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
 # These, too, need a network with a fixed point.
@@ -32,6 +29,18 @@ IMPLICIT = ("jacobian_penalty", "finite_difference", "correction", "correction_s
 _TOML_BYTES = 2**20
 _COUNT = 10**9  # at most, of epochs, steps and images
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
+_CHOICES = {
+    "optimizer": ("adam", "adamw", "sgd"),
+    "precision": ("fp32", "tf32", "bf16"),
+    "on_nonfinite": ("stop", "skip", "rewind"),
+}
+_LIMITS: dict[str, Any] = {  # of numbers; without an entry they are at least 0
+    **{name: {"least": 1} for name in ("batch_size", "accumulate", "keep", "subset")},
+    **{name: {"most": 1e30} for name in ("lr", "weight_decay")},  # a step is computed in fp32
+    **{name: {"below": 1} for name in ("momentum", "label_smoothing", "ema")},
+    "threads": {"least": 1, "most": 1024},
+    "seed": {"most": 2**63 - 1},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +48,8 @@ class Settings:
     """What is trained on what, and how. Strings are those of `banach.train.words`.
 
     The first group describes the data and the network, which `load`, `augmentation` and `build` make; leave it
-    None if you pass your own to `fit`. `whole` trains on the validation images too, so nothing is validated.
-    Without `normalise`, pixels are in [0, 1].
+    None if you pass your own to `fit`. `whole` trains on the validation images too. Without `normalise`, pixels
+    are in [0, 1].
 
     `batch_size` images make one step of the optimizer; `accumulate` parts of a batch go through the network one
     after the other, for less memory and the same gradient (but batch norm sees the parts). `weight_decay` is
@@ -48,24 +57,21 @@ class Settings:
     the averaged weights, a <- d a + (1 - d) w at every step. `clip` bounds the norm of the gradient.
 
     `jacobian_penalty` times |dT/du|_F^2 / n at the fixed point is added to the loss, estimated by one product with
-    the Jacobian or, with `finite_difference`, by a difference, for an R without second derivatives. `correction`
-    times the losses at the iterates of `correction_steps` is added, see `banach.nn.fixed_point_correction`. The
-    reported loss is without them.
+    the Jacobian or, with `finite_difference`, by a difference. `correction` times the losses at the iterates of
+    `correction_steps` is added, see `banach.nn.fixed_point_correction`. The reported loss is without them.
 
-    The first `pretrain` steps do not solve: they unroll R ten times from the start, by plain backpropagation. With
-    `tune`, modules of the network that have a method `tune(net, *d)` are called with a batch at step 30 and in the
-    middle of every epoch; it returns True if it changed something, such as a step size.
+    The first `pretrain` steps unroll R ten times instead of solving. With `tune`, modules that have a method
+    `tune(net, *d)` are called with a batch at step 30 and in the middle of every epoch; it returns True if it
+    changed something, such as a step size.
 
     A run is checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. The last `keep`
     checkpoints and the best one on the validation images are kept. A step that is not finite ends the training
     (`on_nonfinite` "stop"), is undone ("skip"), or returns to the last checkpoint with a tenth of the rate
     ("rewind", at most five times).
 
-    `fast` captures steps as CUDA graphs where possible and uses channels_last on a CPU; the mathematics are the
-    same. `compile` also compiles Q, R and S on a GPU, which takes from half a minute to some minutes at the start.
-    `threads` are the CPU threads of the process: another number rounds differently. `sharded` applies to several
-    ranks: FSDP2 shards the weights over them, for networks that do not fit on one; without it every rank has a
-    copy (DDP).
+    `fast` captures steps as CUDA graphs where possible and uses channels_last on a CPU. `compile` also compiles Q,
+    R and S on a GPU, which takes minutes at the start. `threads` are CPU threads: another number rounds
+    differently. `sharded`: on several ranks FSDP2 shards the weights; without it every rank has a copy (DDP).
     """
 
     data: str | None = None
@@ -113,8 +119,8 @@ class Settings:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            check(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name), str(field.type))
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum is a setting of sgd, got {self.momentum!r} for {self.optimizer}; use 0")
         if self.finite_difference and not self.jacobian_penalty:
@@ -132,9 +138,11 @@ class Settings:
         flags = {key: value for key, value in given.items() if value is not None}
         given = _as_fields({**({} if file is None else read_toml(file)), **flags})
         for key in ("data", "model", "recipe"):
-            _NAME(key, given.get(key))
+            _check(key, given.get(key), "str | None")
         name = given.get("data", "digits")
-        dataset, model = data.get(name), given.get("model") or _own_model(name)
+        dataset, model = data.get(name), given.get("model") or name
+        if model not in models.names() and "model" not in given:
+            raise ValueError(f"no model is named after the data set {name}; choose one with --model")
         recipe = models.recipe(model, given.get("recipe"))
         defaults: dict[str, Any] = {
             "data": name,
@@ -265,15 +273,12 @@ class Settings:
         words.solver(self.solver)
         words.backward(self.backward)
         words.norm(self.norm or "rms")
-        if self.max_steps != 0:
-            return
-        if self.jacobian_penalty or self.correction:
-            raise ValueError("max-steps 0 is the explicit twin, without a fixed point to penalise; leave that out")
-        if self.pretrain or self.tune:
-            raise ValueError("max-steps 0 is the explicit twin, which does not solve; leave out pretrain and tune")
+        wrong = [name for name in ("jacobian_penalty", "correction", "pretrain", "tune") if getattr(self, name)]
         if self.backward != "jfb":
-            text = "max-steps 0 is the explicit twin, whose gradient is exact by jfb, got backward"
-            raise ValueError(f"{text} {self.backward}; leave that out")
+            wrong.append("backward")
+        if self.max_steps == 0 and wrong:
+            text = "max-steps 0 is the explicit twin, which does not solve and whose gradient is exact by jfb"
+            raise ValueError(f"{text}; leave out {', '.join(wrong).replace('_', '-')}")
 
 
 _NAMES = [field.name for field in dataclasses.fields(Settings)]
@@ -304,7 +309,6 @@ def _is_shallow(value: Any, levels: int = 3) -> bool:
 
 
 def _fresh(model: str, dataset: data.DataSet, *, batch_norm: bool = True) -> nn.Module:
-    """Build a network for the images of a data set."""
     return models.build(model, image=dataset.shape, classes=len(dataset.classes), batch_norm=batch_norm)
 
 
@@ -317,64 +321,26 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _own_model(name: str) -> str:
-    if name not in models.names():
-        raise ValueError(f"no model is named after the data set {name}; choose one with --model")
-    return name
-
-
-def _is_a(kind: Any, wanted: str) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
-
-    return check
-
-
-def _check_schedule(name: str, value: Any) -> None:
-    if not callable(getattr(value, "multiplier", None)) or isinstance(value, type):
-        raise ValueError(f"schedule must be an object such as Constant() or Cosine(), got {value!r}")
-
-
-def _check_steps(name: str, value: Any) -> None:
-    if not isinstance(value, tuple) or not value:
-        raise ValueError(f"{name} must be numbers of iterates such as (2, 5), got {value!r}")
-    for step in value:
-        checks.whole(f"every one of {name}", step, 1, _COUNT)
-
-
-def _check_device(name: str, value: Any) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+def _check(name: str, value: Any, kind: str) -> None:
+    """Refuse a value that the field `name`, whose type is written as `kind`, cannot have."""
+    if value is None and kind.endswith("| None"):
+        return
+    if name in _CHOICES:
+        nearest(name, value, _CHOICES[name])
+    elif kind.startswith("int"):
+        checks.whole(name, value, **{"most": _COUNT, **_LIMITS.get(name, {})})
+    elif kind.startswith("float"):
+        checks.number(name, value, **_LIMITS.get(name, {}))
+    elif kind == "bool" and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    elif kind == "str | None" and not isinstance(value, str):
+        raise ValueError(f"{name} must be a name, or None, got {value!r}")
+    elif name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
-
-
-def _optional(check: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-_NAME = _is_a((str, type(None)), "a name, or None")
-_SWITCH = _is_a(bool, "true or false")
-_CHECKS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("data", "augment", "model", "recipe", "solver", "backward", "norm"), _NAME),
-    **dict.fromkeys(
-        ("whole", "normalise", "batch_norm", "finite_difference", "tune", "monitor", "fast", "compile", "sharded"),
-        _SWITCH,
-    ),
-    **dict.fromkeys(("epochs", "pretrain", "checkpoint_every"), partial(checks.whole, most=_COUNT)),
-    **dict.fromkeys(("batch_size", "accumulate", "keep"), partial(checks.whole, least=1, most=_COUNT)),
-    **dict.fromkeys(("lr", "weight_decay"), partial(checks.number, most=1e30)),  # a step is computed in fp32
-    **dict.fromkeys(("jacobian_penalty", "correction"), checks.number),
-    **dict.fromkeys(("momentum", "label_smoothing"), partial(checks.number, below=1)),
-    **dict.fromkeys(("clip", "eps", "rtol"), _optional(checks.number)),
-    "seed": partial(checks.whole, most=2**63 - 1),
-    "subset": _optional(partial(checks.whole, least=1, most=_COUNT)),
-    "max_steps": _optional(partial(checks.whole, most=_COUNT)),
-    "threads": _optional(partial(checks.whole, least=1, most=1024)),
-    "ema": _optional(partial(checks.number, below=1)),
-    "optimizer": partial(nearest, known=OPTIMIZERS),
-    "precision": partial(nearest, known=PRECISIONS),
-    "on_nonfinite": partial(nearest, known=POLICIES),
-    "schedule": _check_schedule,
-    "correction_steps": _check_steps,
-    "device": _check_device,
-}
+    elif name == "schedule" and (not callable(getattr(value, "multiplier", None)) or isinstance(value, type)):
+        raise ValueError(f"schedule must be an object such as Constant() or Cosine(), got {value!r}")
+    elif name == "correction_steps":
+        if not isinstance(value, tuple) or not value:
+            raise ValueError(f"{name} must be numbers of iterates such as (2, 5), got {value!r}")
+        for step in value:
+            checks.whole(f"every one of {name}", step, 1, _COUNT)

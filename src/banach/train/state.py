@@ -25,6 +25,7 @@ from banach.train.settings import FREE, Settings
 LOWER = 0.1  # times the learning rate, after every rewind
 _OPTIMIZER = ("step", "exp_avg", "exp_avg_sq")
 _COUNTS = [0, -5, -4, -2, -1]  # entries of tally.sums that count
+_PLAIN = ("epoch", "step", "products", "rewinds")  # attributes that a checkpoint stores as they are
 
 
 class Average:
@@ -74,10 +75,8 @@ class TrainState:
         objective: Objective = Objective(),
     ) -> None:
         self.net, self.batches, self.validation, self.settings = net, batches, validation, settings
-        self.objective = objective
         self.ranks, self.parallel = ranks, cast(Any, None)  # a `Parallel`, once steps are made on several ranks
-        self.device = settings.torch_device
-        self.implicit = isinstance(net, ImplicitNetwork)
+        self.objective, self.device = objective, settings.torch_device
         self.optimizer = settings.make_optimizer(net)
         self.metrics = MetricSums(self.device, objective.metrics)
         self.counted = torch.zeros((), dtype=torch.int64, device=self.device)  # J-products not in `products` yet
@@ -115,16 +114,16 @@ class TrainState:
         self.products, self.spent = 0, 0.0
         self.begin_clock()
 
-    def collect_products(self) -> None:
-        """Add the J-products that were counted on the device, with a host sync."""
-        self.products += int(self.counted)
-        self.counted.zero_()
-
     def begin_clock(self) -> None:
         """Measure time and peak memory from now on."""
         self.since = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+
+    def collect_products(self) -> None:
+        """Add the J-products that were counted on the device, with a host sync."""
+        self.products += int(self.counted)
+        self.counted.zero_()
 
     def end_epoch(self, epoch: Epoch) -> None:
         """Store the figures of an epoch and go to the next one."""
@@ -147,16 +146,12 @@ class TrainState:
     def state(self) -> dict[str, Any]:
         """Return the rest of a checkpoint, as plain values."""
         self.collect_products()
-        kept = {name: getattr(self, name) for name in ("epoch", "step", "products", "seconds", "rewinds")}
+        kept = {name: getattr(self, name) for name in (*_PLAIN, "seconds", "identity")}
         kept |= {"warned": self.monitor.warned, "tensors": len(self.tensors())}
-        return {**kept, "done": [epoch.to_dict() for epoch in self.done], "identity": self.identity}
+        return {**kept, "done": [epoch.to_dict() for epoch in self.done]}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint.
-
-        Raises:
-            CheckpointError: if it is of another network, other data or other settings.
-        """
+        """Continue from a checkpoint; refuse one of another network, other data or other settings."""
         check_identity(checkpoint.state["identity"], self.identity)
         checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, self))
         load_weights(self.net, checkpoint)
@@ -165,13 +160,18 @@ class TrainState:
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
         tensors, state = checkpoint.tensors, checkpoint.state
-        self._restore_optimizer(checkpoint.under("optimizer"))
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in checkpoint.under("optimizer").items():
+            index, _, key = name.partition(".")
+            moments.setdefault(int(index), {})[key] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         if self.average is not None:
             for name, value in checkpoint.under("average").items():
                 self.average.weights[name].copy_(value)
         self.metrics.sums.copy_(tensors["tally.sums"])
         self.metrics.most.copy_(tensors["tally.most"])
-        for name in ("epoch", "step", "products", "rewinds"):
+        for name in _PLAIN:
             setattr(self, name, state[name])
         self.counted.zero_()
         self.spent, self.since = state["seconds"], time.perf_counter()
@@ -181,25 +181,27 @@ class TrainState:
 
     def _check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint that is not complete, before anything but the weights is restored."""
-        position, count = checkpoint.position, checkpoint.state["tensors"]
+        position, count, got = checkpoint.position, checkpoint.state["tensors"], checkpoint.tensors
         if position.step > len(self.batches) or position > Position(self.settings.epochs, 0):
             raise ValueError(f"it is at {position}, expected at most {self.settings.epochs} epochs")
-        adam, held = self.settings.optimizer != "sgd", checkpoint.under("optimizer")
-        keys = _OPTIMIZER if adam else ("momentum_buffer",) if self.settings.momentum else ()
         own = {k: v for k, v in self.tensors().items() if not k.startswith("optimizer.")}
-        own |= {f"optimizer.{k}": v for k, v in optimizer_tensors(held, self.optimizer, keys).items()}
-        check_tensors(checkpoint.tensors, own)
+        own |= self._optimizer_tensors({name.partition(".")[0] for name in checkpoint.under("optimizer")})
+        _check_tensors(got, own)
         if count not in (None, len(own)):
             raise ValueError(f"it has {len(own)} tensors, expected {count}")
-        check_tally(checkpoint.tensors["tally.sums"], checkpoint.tensors["tally.most"])
+        counts = torch.cat([got["tally.sums"][_COUNTS], got["tally.most"][:1]])
+        if not bool((counts.isfinite() & (counts >= 0)).all()):
+            raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 
-    def _restore_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    def _optimizer_tensors(self, indices: set[str]) -> dict[str, Tensor]:
+        """Return tensors like the optimizer's state; only weights that had a gradient, `indices`, have one."""
+        keys: tuple[str, ...] = _OPTIMIZER
+        if self.settings.optimizer == "sgd":
+            keys = ("momentum_buffer",) if self.settings.momentum else ()
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        found = [(index, weight) for index, weight in enumerate(weights) if str(index) in indices]
+        step = torch.zeros((), dtype=torch.get_default_dtype())
+        return {f"optimizer.{index}.{key}": step if key == "step" else p for index, p in found for key in keys}
 
 
 def load_weights(net: nn.Module, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
@@ -211,50 +213,21 @@ def load_weights(net: nn.Module, checkpoint: Checkpoint, *, averaged: bool = Fal
     weights, average = checkpoint.under("net"), checkpoint.under("average")
     has_average = checkpoint.state["identity"].get("setting ema", "None") != "None"
     try:
-        check_tensors(weights, net.state_dict())
-        check_tensors(average, dict(net.named_parameters()) if has_average else {})
+        _check_tensors(weights, net.state_dict())
+        _check_tensors(average, dict(net.named_parameters()) if has_average else {})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
     net.load_state_dict({**weights, **(average if averaged else {})})
 
 
-def check_tensors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Refuse other names, shapes or dtypes than those of `wanted`.
-
-    Raises:
-        ValueError: if something differs.
-    """
+def _check_tensors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse other names, shapes or dtypes than those of `wanted`."""
     for name in sorted({*got, *wanted}):
         if name not in got or name not in wanted:
             raise ValueError(f"{short(name)} is {'missing' if name in wanted else 'not expected'}")
         here, own = (f"{tuple(t.shape)} of {t.dtype}" for t in (got[name], wanted[name]))
         if here != own:
             raise ValueError(f"{name} has the shape {here}, expected {own}")
-
-
-def optimizer_tensors(
-    got: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, keys: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Return tensors as the optimizer's state must have them, by "INDEX.KEY", for the weights that `got` names.
-
-    A weight that never had a gradient has no state, so not every index needs to occur.
-    """
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    step = torch.zeros((), dtype=torch.get_default_dtype())
-    indices = {name.partition(".")[0] for name in got}
-    found = [index for index in range(len(weights)) if str(index) in indices]
-    return {f"{index}.{key}": step if key == "step" else weights[index] for index in found for key in keys}
-
-
-def check_tally(sums: Tensor, most: Tensor) -> None:
-    """Refuse counts that no epoch can have.
-
-    Raises:
-        ValueError: if a count is negative or not finite.
-    """
-    counts = torch.cat([sums[_COUNTS], most[:1]])
-    if not bool((counts.isfinite() & (counts >= 0)).all()):
-        raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 
 
 def described(net: Any, settings: Settings) -> dict[str, str]:

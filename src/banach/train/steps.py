@@ -1,40 +1,90 @@
-"""The training steps of `fit`: a TrainStep for the network as it is, seeds and J-products."""
+"""The training steps of `fit`: a TrainStep for the network as it is, penalties, seeds and J-products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from banach.backward import Implicit, Neumann, Unroll
+from banach.backward import Neumann, Unroll
 from banach.data import counter
+from banach.data.loader import Loader
 from banach.fast import unchanged
 from banach.fast.plan import Plan, plan
-from banach.fast.step import Extras, TrainStep
+from banach.fast.step import Extras, TrainStep, at_least_fp32
+from banach.latent import leaves
 from banach.models import ODENet, unrolled
 from banach.models.ode import ODE_FAILURES
 from banach.network import ImplicitNetwork
+from banach.nn import Observed, finite_difference_penalty, fixed_point_correction, jacobian_penalty, observe
 from banach.train.distributed import Parallel
-from banach.train.feeds import feed_of
+from banach.train.feeds import ImageFeed, LoaderFeed
 from banach.train.finite import Watch
-from banach.train.penalties import Penalties
 from banach.train.precision import autocast
+from banach.train.settings import Settings
 from banach.train.state import TrainState
 
 _DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1, Loader 3
 _TUNED = 30  # the step of an epoch at which modules tune themselves, and once more in its middle
 
 
+@dataclass(frozen=True)
+class Penalties:
+    """What settings add to the loss: a penalty on dT/du, and losses on iterates; a part of a `TrainStep`."""
+
+    settings: Settings
+
+    @staticmethod
+    def of(settings: Settings) -> Penalties | None:
+        return Penalties(settings) if settings.jacobian_penalty or settings.correction else None
+
+    @property
+    def products(self) -> int:
+        """J-products that the penalty makes, per sample and step."""
+        return int(self.settings.jacobian_penalty > 0 and not self.settings.finite_difference)
+
+    def observing(self, net: Any) -> AbstractContextManager[Observed]:
+        return observe(net, self.settings.correction_steps if self.settings.correction else ())
+
+    def added(self, seen: Observed, loss: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what is added to the loss of an observed pass, in the precision of the pass."""
+        settings, first = self.settings, leaves(seen.z)[0]
+        total = first.new_zeros(())
+        with autocast(settings.precision, first.device):
+            if settings.jacobian_penalty:
+                estimate = finite_difference_penalty if settings.finite_difference else jacobian_penalty
+                found = estimate(seen.T, seen.z, seen.inputs, coupled=seen.coupled)
+                total = total + settings.jacobian_penalty * found.mean()
+            if settings.correction:
+                found = fixed_point_correction(seen, lambda output: loss(at_least_fp32(output)))
+                total = total + settings.correction * found
+        return total
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say what to do where a penalty's gradient fails because R has no second derivative."""
+        try:
+            yield
+        except RuntimeError as error:
+            why, advice = str(error), "set finite_difference=True (--finite-difference)"
+            if not self.products or not ("once_differentiable" in why or "is not implemented" in why):
+                raise
+            needs = "jacobian_penalty needs second derivatives of R, and a layer of R has none"
+            raise RuntimeError(f"{needs} ({why[:200]}); {advice}") from error
+
+
 class Steps:
     """`take()` is the next training step of the state; `show` gets the plan of how it runs, when that changes."""
 
     def __init__(self, state: TrainState, show: Callable[[Plan], None] = lambda plan: None) -> None:
-        self.state, self.feed, self.show = state, feed_of(state), show
+        self.state, self.show = state, show
+        self.feed = LoaderFeed(state) if isinstance(state.batches, Loader) else ImageFeed(state)
         self._shown: Plan | None = None
         self.watch = Watch(state, self.feed.place)
         self._make()
@@ -50,23 +100,17 @@ class Steps:
         if (ranks := state.ranks.count) > 1:
             refused = f"{ranks} ranks exchange gradients within a step"
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
+        options: Any = {"compile": settings.compile, "observed": self.penalties is not None}
         with self._phase():
-            how = plan(
-                net,
-                state.device,
-                settings.precision,
-                compile=settings.compile,
-                observed=self.penalties is not None,
-                refused=refused if settings.fast else "fast is off",
-            )
+            refused = refused if settings.fast else "fast is off"
+            how = plan(net, state.device, settings.precision, refused=refused, **options)
         if how.graph and how.channels_last:
             from banach.fast.weights import align_state, channels_last
 
             channels_last(net)
             align_state(state.optimizer)
-        more: Any = {"metrics": state.metrics, "watch": self.watch, "parallel": state.parallel}
-        extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, **more)
-        loss = state.objective.loss
+        added = (self.penalties, state.average, state.metrics, self.watch, state.parallel)
+        extras, loss = Extras(settings.accumulate, settings.clip, *added), state.objective.loss
         if loss is F.cross_entropy:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
@@ -91,7 +135,6 @@ class Steps:
         return state.epoch * len(state.batches) + state.step < state.settings.pretrain
 
     def _phase(self) -> AbstractContextManager[None]:
-        """Unroll R in the block, if the next step is to."""
         return unrolled(cast(ImplicitNetwork, self.state.net)) if self._pretrain else nullcontext()
 
     def prepare(self) -> None:
@@ -103,10 +146,9 @@ class Steps:
             if not self.step.prepared:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
-        if self.plan is not self._shown:
-            if self.plan != self._shown:
-                self.show(self.plan)
-            self._shown = self.plan
+        if self.plan is not self._shown and self.plan != self._shown:
+            self.show(self.plan)
+        self._shown = self.plan
 
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
@@ -149,23 +191,8 @@ def _seed(number: int, device: torch.device) -> None:
 
 
 def _products_per_sample(net: Any) -> int:
-    """Return the J-products that follow from the mode alone; see `counted_products` for others."""
+    """Return the J-products that follow from the mode alone; `Implicit` counts its own."""
     mode = getattr(net, "backward", None)
     if isinstance(mode, Neumann):
         return mode.order
     return mode.steps - 1 if isinstance(mode, Unroll) else 0
-
-
-@contextmanager
-def counted_products(state: TrainState) -> Iterator[None]:
-    """Count the J-products of `Implicit` on the device."""
-    net: Any = state.net
-    mode = getattr(net, "backward", None)
-    if not isinstance(mode, Implicit):
-        yield
-        return
-    net.backward = replace(mode, count=state.counted)
-    try:
-        yield
-    finally:
-        net.backward = mode

@@ -63,13 +63,10 @@ def schedule(given: Any) -> Schedule:
         raise ValueError(f'a schedule is {{"kind": ...}} with one of {", ".join(_SCHEDULES)}, got {given!r}')
     rest = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if key != "kind"}
     made = _SCHEDULES[nearest("schedule", given["kind"], _SCHEDULES)]
-    known = [field.name for field in dataclasses.fields(made)]
-    for key in rest:
-        nearest(f"setting of the schedule {given['kind']}", key, known)
     try:
         return cast(Schedule, made(**rest))
-    except TypeError as error:
-        raise ValueError(f"the schedule {given['kind']} cannot be made of {rest}: {error}") from None
+    except TypeError as error:  # of an unknown key too
+        raise ValueError(f"the schedule {given['kind']} cannot be made of {[*rest]}: {error}") from None
 
 
 def schedule_to_dict(schedule: Any) -> dict[str, Any]:
@@ -98,10 +95,6 @@ def _implicit(method: str = "cg", rtol: float = 1e-3, steps: int = 500) -> Impli
     return Implicit(made, Tolerance(atol=0, rtol=rtol, max_steps=whole("steps", steps, 1)))
 
 
-def _unroll(steps: int = 1, damping: float = 0.0) -> Unroll:
-    return Unroll(whole("steps", steps, 1, RECORDED), damping)
-
-
 # What KIND:ARGUMENT:.. calls, and one reader per argument.
 _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "solver": {
@@ -112,7 +105,7 @@ _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "backward": {
         "jfb": (JFB,),
         "neumann": (lambda order=5: Neumann(whole("order", order, 0, RECORDED)), int),
-        "unroll": (_unroll, int, float),
+        "unroll": (lambda steps=1, damping=0.0: Unroll(whole("steps", steps, 1, RECORDED), damping), int, float),
         "implicit": (_implicit, str, float, int),
     },
     "norm": {name: (made,) for name, made in _NORMS.items()},
@@ -125,9 +118,7 @@ _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "affine": (Affine,),
     },
     "schedule": {
-        "constant": (Constant,),
-        "cosine": (Cosine,),
-        "one-cycle": (OneCycle,),
+        **{name: (made,) for name, made in _SCHEDULES.items()},
         "steps": (lambda at, factor=0.1: Steps(at, factor), integers, float),
     },
 }
