@@ -19,13 +19,15 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
 
 
-def refused(arguments: list[str], capsys: Any, *words: str) -> None:
-    """Check that a command exits with code 2, and that its one sentence contains the words."""
+def refused(arguments: list[str], capsys: Any, *words: str) -> str:
+    """Check that a command exits with code 2 and a sentence with these words; return what else it printed."""
     capsys.readouterr()
     assert main(arguments) == 2
-    *_, said = capsys.readouterr().err.splitlines()  # warnings may come first
+    out, error = capsys.readouterr()
+    *warnings, said = error.splitlines()
     assert said.startswith("banach: ")
     assert all(word in said for word in words), said
+    return "\n".join([*warnings, out])
 
 
 @pytest.fixture(scope="session")
