@@ -43,8 +43,6 @@ class Batches:
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch, from batch `start` on."""
-        if not 0 <= start <= len(self):
-            raise ValueError(f"an epoch has batches 0 to {len(self) - 1}, got start={start}")
         order = self.order(epoch)
         for k in range(start, len(self)):
             yield self.make(self.index(order, k), self.key(epoch, k))

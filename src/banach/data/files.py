@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import shutil
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -205,15 +207,18 @@ def _retrieve(url: str, digest: str, path: Path) -> None:
 
 def _members(dataset: DataSet, archive: Path) -> list[Path]:
     """Extract the files that the data set names, if they are plain files; return them when all are there."""
-    names = [
-        f"{dataset.folders[0]}/{name}{dataset.endings[0]}" for part in dataset.files.values() for name in part
-    ]
+    names, paths = [name + dataset.endings[0] for part in dataset.files.values() for name in part], []
     try:
         with tarfile.open(archive) as tar:
             plain = {member.name: member for member in tar if member.isreg()}
-            if missing := [name for name in names if name not in plain]:
-                raise DataError(f"{archive.name} holds no plain file {missing[0]}; get it elsewhere")
-            tar.extractall(archive.parent, [plain[name] for name in names], filter="data")
+            for name in names:
+                inside = f"{dataset.folders[0]}/{name}"
+                if inside not in plain:
+                    raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
+                source: Any = tar.extractfile(plain[inside])
+                paths.append(archive.parent / name)
+                with source, open(paths[-1], "wb") as target:
+                    shutil.copyfileobj(source, target)
     except tarfile.TarError as error:
         raise DataError(f"{archive.name} is not an archive that can be opened ({error})") from error
-    return [archive.parent / name for name in names]
+    return paths
