@@ -14,17 +14,9 @@ from banach.cli.opened import open_run
 from banach.cli.predict import classify, looks_inverted
 from banach.data import CIFAR10, DIGITS
 from cli.conftest import SMALL, refused, rows
+from data.parts_data import grey, written
 
-Image: Any = pytest.importorskip("PIL.Image")
-
-
-def written(array: Any, name: str = "image.png", **options: Any) -> Path:
-    Image.fromarray(np.asarray(array)).save(name, **options)
-    return Path(name)
-
-
-def grey(seed: int = 0, shape: tuple[int, ...] = (8, 8)) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+pytest.importorskip("PIL.Image")
 
 
 def test_the_answers_are_those_of_the_network_run_by_hand(run: Path, capsys: Any) -> None:

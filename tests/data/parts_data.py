@@ -41,6 +41,17 @@ def refusal(name: str, folder: Path, file: str, split: str = "train+validation")
     return sentence
 
 
+def grey(seed: int = 0, shape: tuple[int, ...] = (8, 8)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+def written(array: Any, name: str = "image.png", **options: Any) -> Path:
+    """Write an image file into the working directory."""
+    Image: Any = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.asarray(array)).save(name, **options)
+    return Path(name)
+
+
 def idx(array: np.ndarray) -> bytes:
     """The bytes of an IDX file."""
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()

@@ -10,6 +10,7 @@ import torch
 
 from banach.data import CIFAR10, DIGITS, DataError
 from banach.data.pictures import images_in, read_image
+from data.parts_data import grey, written
 
 Image: Any = pytest.importorskip("PIL.Image")
 
@@ -17,15 +18,6 @@ Image: Any = pytest.importorskip("PIL.Image")
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def written(array: Any, name: str = "image.png", **options: Any) -> Path:
-    Image.fromarray(np.asarray(array)).save(name, **options)
-    return Path(name)
-
-
-def grey(seed: int = 0, shape: tuple[int, ...] = (8, 8)) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
 
 
 def read(path: Path, dataset: Any = DIGITS) -> np.ndarray:
