@@ -1,10 +1,7 @@
 """`banach diagnose`: its figures against plain autograd and dense matrices, and a run that it leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,8 @@ from banach import JFB, Implicit, Mode, Unroll, data, models
 from banach.cli.app import main
 from banach.cli.diagnose import draw, measure
 from banach.cli.opened import open_run
-from banach.models import registry
 from banach.train import Run, Settings, fit
+from cli.conftest import refused
 
 EPS, COUNT = 1e-3, 12
 
@@ -46,11 +43,9 @@ def tiny(image: Any, classes: int) -> tuple[nn.Module, nn.Module, nn.Module]:
     return Q.double(), R().double(), nn.Linear(6, 10).double()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_model() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def own_model(here: Path) -> None:
     models.register("tiny", tiny, description="for a test", image=(1, 8, 8))
-    yield
-    del registry._MODELS["tiny"]
 
 
 def make_run(path: Path, model: str, **changes: Any) -> Path:
@@ -73,11 +68,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return (held.pixels.float() / 255 - held.mean[0]) / held.std[0], held.labels
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("diagnose") / "tiny", "tiny", eps=EPS, max_steps=60)
-
-
 def iterated(net: Any, d: Tensor, steps: int) -> Tensor:
     """All iterates of Picard from zero, recorded by autograd."""
     v = net.Q(d)
@@ -87,21 +77,23 @@ def iterated(net: Any, d: Tensor, steps: int) -> Tensor:
     return torch.stack(u)
 
 
-def test_the_curve_is_that_of_the_iteration(tiny_run: Path, capsys: Any) -> None:
+def test_the_curve_is_that_of_the_iteration(tmp_path: Path, capsys: Any) -> None:
     """The curve, and what is printed and written besides."""
     pytest.importorskip("matplotlib")
+    tiny_run = make_run(tmp_path / "tiny", "tiny", eps=EPS, max_steps=60)
+    capsys.readouterr()
     with torch.no_grad():
         residuals = iterated(open_run(tiny_run, "cpu").net, batch()[0], 60).diff(dim=0).pow(2).mean(2).sqrt()
     found = diagnosed(tiny_run)
-    ordered, shown = residuals[:20].sort(1).values, found["convergence"]
+    ordered, figures = residuals[:20].sort(1).values, found["figures"]
     places = {"low": round(0.1 * (COUNT - 1)), "median": round(0.5 * (COUNT - 1)), "worst": COUNT - 1}
     for name, place in places.items():
-        got = torch.tensor(shown["curve"][name], dtype=torch.float64)
+        got = torch.tensor(found["curve"][name], dtype=torch.float64)
         torch.testing.assert_close(got[:20], ordered[:, place], rtol=1e-4, atol=1e-14)
         assert float(got.min()) < 1e-9  # far below the run's own tolerance
-    assert shown["steps"]["values"] == ((residuals > EPS).sum(0) + 1).tolist()
-    assert (shown["converged"], shown["tolerance"]["atol"]) == (COUNT, EPS)
-    assert max(shown["least_residual"]["values"]) < 1e-12
+    assert figures["steps"]["values"] == ((residuals > EPS).sum(0) + 1).tolist()
+    assert (found["converged"], found["tolerance"]["atol"]) == (COUNT, EPS)
+    assert figures["least residual, further on"]["max"] < 1e-12
     out, err = capsys.readouterr()
     assert err == ""
     assert found["verdict"] in " ".join(out.split())
@@ -183,9 +175,5 @@ def test_a_map_that_expands_is_called_that(mode: Mode, name: str, tmp_path: Path
 @pytest.mark.parametrize("model", ["resnet56", "digits"])
 def test_without_a_fixed_point_it_is_refused(tmp_path: Path, capsys: Any, model: str) -> None:
     path = make_run(tmp_path / "r", model, epochs=1, batch_size=48, max_steps=0)
-    capsys.readouterr()
-    assert main(["diagnose", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "no fixed point" in err
+    refused(["diagnose", str(path)], capsys, "no fixed point")
     assert not (path / "diagnose.json").exists()

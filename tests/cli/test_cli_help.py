@@ -1,7 +1,5 @@
 """--help explains every flag and cuts no word; shells complete commands and flags."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -17,8 +15,7 @@ from banach.cli.app import main
 from banach.cli.flags import FLAGS
 from banach.train import Settings
 
-NAMES = ("train", "evaluate", "diagnose", "predict", "compare", "models", "data")
-COMMANDS = [[], *([name] for name in NAMES), ["data", "list"], ["data", "verify"], ["data", "fetch"]]
+COMMANDS = [[], *([name] for name in app._SHORT), ["data", "list"], ["data", "verify"], ["data", "fetch"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -57,8 +54,9 @@ def test_no_arguments_show_the_help_and_version_the_version(capsys: Any) -> None
 @pytest.mark.parametrize(("words", "expected"), [("banach tr", "train"), ("banach train --back", "--backward")])
 def test_shells_complete(words: str, expected: str, tmp_path: Path) -> None:
     """The name of a command at once: this torch cannot be imported."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    paths = [str(Path(app.__file__).parents[2]), *([] if "--" in words else [str(tmp_path)])]
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise ImportError")
+    paths = [str(Path(app.__file__).parents[2]), *([] if "--" in words else [str(tmp_path / "broken")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(reversed(paths))}
     position = str(len(words.split()) - 1)
     environment |= {"_BANACH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": position}

@@ -1,7 +1,5 @@
 """Models and data of your own on the command line: --import, entry points, folders; runs find them again."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,7 +14,6 @@ import pytest
 from banach.cli import app, plugins
 from banach.cli.app import main
 from banach.data import dataset
-from banach.models import registry
 from banach.train import Run
 from cli.conftest import SMALL
 
@@ -30,10 +27,8 @@ data.register(replace(data.DIGITS, name="{0}-data"), replace=True)
 
 @pytest.fixture(autouse=True)
 def packages(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two modules in the working directory; what they register is forgotten afterwards."""
+    """Two modules in the working directory."""
     monkeypatch.syspath_prepend(here)
-    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
-    monkeypatch.setattr(dataset, "_registry", dict(dataset._registry))
     for name in ("mine", "theirs"):
         Path(f"{name}_package.py").write_text(CODE.format(name))
     plugins.load_entry_points.cache_clear()
@@ -43,20 +38,13 @@ def packages(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def in_a_new_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed entry point, whose path does not hold the working directory."""
-    code = (
-        "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; from banach.cli.entry import main"
-    )
+def in_a_new_process(*arguments: str, hidden: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the installed entry point, whose path holds neither the working directory nor `hidden` packages."""
+    kept = f"[p for p in sys.path if p not in ('', '.') and not ({hidden!r} and {hidden!r} in p)]"
+    code = f"import sys; sys.path[:] = {kept}; from banach.cli.entry import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
-    return subprocess.run(
-        [sys.executable, "-c", f"{code}; sys.exit(main())", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_import_is_recorded_and_found_again(capsys: Any) -> None:
@@ -74,26 +62,28 @@ def test_import_is_recorded_and_found_again(capsys: Any) -> None:
     capsys.readouterr()
     for command in (["evaluate"], ["diagnose", "--samples", "4"]):
         assert main([*command, "runs/mine-data-1", "--device", "cpu", "--import", "mine_package"]) == 0
-    capsys.readouterr()
-    assert main(["models", "--import", "theirs_package"]) == 0
-    assert "theirs" in capsys.readouterr().out
-    assert main(["data", "list", "--import", "theirs_package"]) == 0
-    assert "theirs-data" in capsys.readouterr().out
+    for command in (["models"], ["data", "list"]):
+        capsys.readouterr()
+        assert main([*command, "--import", "theirs_package"]) == 0
+        assert "theirs" in capsys.readouterr().out
     # Names that need no import stay as they are.
     assert main([*SMALL, "--import", "mine_package", "--model", "mine", "--epochs", "0", "--out", "r"]) == 0
     assert (Run.open("r").settings.model, Run.open("r").settings.data) == ("mine_package:mine", "digits")
 
 
-def test_only_import_looks_into_the_working_directory(here: Path) -> None:
+def test_a_module_that_replaces_a_model_is_recorded() -> None:
+    """It was stored under the plain name, and later commands used another network."""
+    Path("mine_package.py").write_text(CODE.format("digits"))
+    assert main([*SMALL, "--import", "mine_package", "--epochs", "0", "--out", "r"]) == 0
+    assert (Run.open("r").settings.model, Run.open("r").settings.data) == ("mine_package:digits", "digits")
+
+
+def test_only_import_looks_into_the_working_directory() -> None:
     """A file there could pass for an optional package that is missing."""
     Path("listed.py").write_text("import os, sys; assert os.getcwd() == sys.path[-1]")
     assert in_a_new_process("models", "--import", "listed").returncode == 0
     Path("typer.py").write_text("import sys; sys.exit('run from the working directory')")
-    hidden = "import sys; sys.path[:] = [p for p in sys.path if 'packages' not in p and p]"  # typer is missing
-    code = f"{hidden}; from banach.cli.entry import main; sys.exit(main())"
-    environment = {**os.environ, "PYTHONPATH": str(Path(app.__file__).parents[2])}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = in_a_new_process(hidden="packages")  # typer is missing
     assert done.stderr == "banach: the command line needs typer; run: pip install 'banach[app]'\n"
 
 
@@ -101,8 +91,8 @@ def test_entry_points_are_loaded_and_broken_ones_only_warn(capsys: Any, monkeypa
     made = [EntryPoint("a", "no_such_package.x", "banach"), EntryPoint("b", "theirs_package", "banach")]
     monkeypatch.setattr(plugins, "entry_points", lambda group: made if group == "banach" else [])
     with pytest.warns(UserWarning, match=r"the entry point no_such_package.x of banach cannot be loaded"):
-        names = plugins.load_entry_points()
-    assert {"theirs", "theirs-data", "mnist"} <= names
+        known = plugins.load_entry_points()
+    assert {"theirs", "mnist"} <= known["model"].keys()
     assert main([*SMALL, "--model", "theirs", "--epochs", "0", "--out", "r"]) == 0
     assert Run.open("r").settings.model == "theirs"
 

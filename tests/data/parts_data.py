@@ -1,6 +1,4 @@
-"""Small MNIST files, and a server on this machine that offers files for download."""
-
-from __future__ import annotations
+"""Small data sets and MNIST files, refusals, and a server on this machine that offers files for download."""
 
 import gzip
 import hashlib
@@ -8,11 +6,50 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+
+from banach.data import DataError, DataSet, load, register
+
+
+def small(dataset: DataSet, train: int = 40, test: int = 20, **changes: Any) -> DataSet:
+    """The same data set with few images and no known SHA-256, registered in its place."""
+    options = {"counts": {"train": train, "test": test}, "validation": 10, "known": {}, **changes}
+    return register(replace(dataset, **options), replace=True)
+
+
+def random_arrays(count: int, shape: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Images that are all different, and labels in which every class occurs."""
+    generator = np.random.default_rng(seed)
+    pixels = generator.integers(0, 256, (count, *shape), dtype=np.uint8)
+    return pixels, generator.permutation(np.arange(count) % 10).astype(np.uint8)
+
+
+def refusal(name: str, folder: Path, file: str, split: str = "train+validation") -> str:
+    """The sentence with which loading is refused; one line, and it names the file and what to do."""
+    with pytest.raises(DataError) as caught:
+        load(name, split, folder)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert file in sentence
+    assert f"banach data fetch {name}" in sentence
+    return sentence
+
+
+def grey(seed: int = 0, shape: tuple[int, ...] = (8, 8)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+def written(array: Any, name: str = "image.png", **options: Any) -> Path:
+    """Write an image file into the working directory."""
+    Image: Any = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.asarray(array)).save(name, **options)
+    return Path(name)
 
 
 def idx(array: np.ndarray) -> bytes:

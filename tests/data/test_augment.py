@@ -1,6 +1,4 @@
-"""Each augmentation against a loop over images and pixels."""
-
-from __future__ import annotations
+"""Each augmentation against a loop over images."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from scipy.ndimage import affine_transform
 from torch import Tensor
 
 from banach.data import Affine, Augmentation, Chain, Crop, Erase, Flip, counter, paper_cifar10
@@ -24,33 +23,23 @@ def draws(augmentation: Augmentation, n: int = 40, key: int = 11) -> Tensor:
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_flip(p: float) -> None:
     x, u = batch(), draws(Flip(p))
-    got = Flip(p).apply(x, u)
-    for i in range(len(x)):
-        for j in range(7):
-            source = 6 - j if u[i, 0] < p else j
-            assert torch.equal(got[i, :, :, j], x[i, :, :, source])
+    for got, image, draw in zip(Flip(p).apply(x, u), x, u, strict=True):
+        assert torch.equal(got, image.flip(2) if draw < p else image)
 
 
-@pytest.mark.parametrize(("pad", "fill"), [(0, 0.0), (1, 0.0), (2, 0.449), (4, -3.0)])
+@pytest.mark.parametrize(("pad", "fill"), [(0, 0.0), (2, 0.449), (4, -3.0)])
 def test_crop(pad: int, fill: float) -> None:
     x, u = batch(), draws(Crop(pad, fill))
-    got = Crop(pad, fill).apply(x, u)
-    assert got.shape == x.shape
-    for i in range(len(x)):
-        down, right = (math.floor(float(v) * (2 * pad + 1)) - pad for v in u[i])
-        for r in range(9):
-            for c in range(7):
-                inside = 0 <= r + down < 9 and 0 <= c + right < 7
-                expected = x[i, :, r + down, c + right] if inside else torch.full((3,), fill, dtype=x.dtype)
-                assert torch.equal(got[i, :, r, c], expected)
+    for got, image, draw in zip(Crop(pad, fill).apply(x, u), x, u, strict=True):
+        top, left = (math.floor(float(v) * (2 * pad + 1)) for v in draw)
+        padded = np.pad(image.numpy(), ((0, 0), (pad, pad), (pad, pad)), constant_values=fill)
+        assert np.array_equal(got.numpy(), padded[:, top : top + 9, left : left + 7])
 
 
 def test_the_largest_draw_stays_inside() -> None:
-    u = torch.full((1, 2), 1 - 2.0**-24)
-    for pad in (1, 2, 3, 4, 7, 8, 50):
-        assert Crop(pad).apply(batch(1), u).shape == (1, 3, 9, 7)
-    x = batch(1)
+    x, u = batch(1), torch.full((1, 2), 1 - 2.0**-24)
     assert torch.equal(Crop(2).apply(x, u)[0, :, :7, :5], x[0, :, 2:, 2:])
+    assert Crop(50).apply(x, u).shape == x.shape
 
 
 def erased(erase: Erase, u: list[float], height: int, width: int) -> tuple[int, int, int, int] | None:
@@ -93,17 +82,6 @@ def test_erase(erase: Erase) -> None:
         assert 0 < rectangles.count(None) < 120
 
 
-def bilinear(image: np.ndarray, row: float, column: float, fill: float) -> np.ndarray:
-    """The value between four pixels; outside the image is `fill`."""
-    r, c = math.floor(row), math.floor(column)
-    total = np.zeros(image.shape[0])
-    for i, weight_r in ((r, 1 - (row - r)), (r + 1, row - r)):
-        for j, weight_c in ((c, 1 - (column - c)), (c + 1, column - c)):
-            inside = 0 <= i < image.shape[1] and 0 <= j < image.shape[2]
-            total += weight_r * weight_c * (image[:, i, j] if inside else fill)
-    return total
-
-
 @pytest.mark.parametrize(
     "affine",
     [
@@ -113,6 +91,7 @@ def bilinear(image: np.ndarray, row: float, column: float, fill: float) -> np.nd
     ],
 )
 def test_affine(affine: Affine) -> None:
+    """Against scipy, whose axes are rows and columns."""
     n, height, width = 12, 9, 6
     x, u = batch(n, (2, height, width)), draws(affine, n)
     got = affine.apply(x, u)
@@ -120,14 +99,13 @@ def test_affine(affine: Affine) -> None:
         a, s, right, down = (float(v) for v in u[i])
         angle = math.radians(affine.degrees) * (2 * a - 1)
         scale = affine.scale[0] + (affine.scale[1] - affine.scale[0]) * s
-        shift = np.array([(2 * right - 1) * affine.translate * width, (2 * down - 1) * affine.translate * height])
-        forward = scale * np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-        centre = np.array([(width - 1) / 2, (height - 1) / 2])
-        for r in range(height):
-            for c in range(width):
-                column, row = np.linalg.solve(forward, np.array([c, r]) - centre - shift) + centre
-                expected = bilinear(x[i].numpy(), row, column, affine.fill)
-                np.testing.assert_allclose(got[i, :, r, c].numpy(), expected, atol=1e-9)
+        shift = affine.translate * np.array([(2 * down - 1) * height, (2 * right - 1) * width])
+        forward = scale * np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
+        centre, inverse = np.array([(height - 1) / 2, (width - 1) / 2]), np.linalg.inv(forward)
+        options = {"order": 1, "mode": "grid-constant", "cval": affine.fill}
+        for plane, expected in zip(got[i].numpy(), x[i].numpy(), strict=True):
+            moved = affine_transform(expected, inverse, centre - inverse @ (centre + shift), **options)
+            np.testing.assert_allclose(plane, moved, atol=1e-9)
 
 
 def test_a_chain_gives_each_its_own_draws() -> None:
@@ -143,10 +121,8 @@ def test_a_chain_gives_each_its_own_draws() -> None:
 
 
 def test_the_papers_augmentation() -> None:
-    flip, crop, erase = paper_cifar10().parts
-    assert flip == Flip(p=0.5)
-    assert crop == Crop(pad=2, fill=0.449)
-    assert erase == Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0), fill=0.0, attempts=10)
+    erase = Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0), fill=0.0, attempts=10)
+    assert paper_cifar10().parts == (Flip(p=0.5), Crop(pad=2, fill=0.449), erase)
 
 
 @pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
@@ -164,17 +140,13 @@ def test_an_image_does_not_depend_on_its_batch_and_needs_no_host(augmentation: A
     [
         (lambda: Flip(1.5), "p must be a number, at least 0 and at most 1"),
         (lambda: Crop(-1), "pad must be a whole number"),
-        (lambda: Crop(1.5), "pad must be a whole number"),  # type: ignore[arg-type]
         (lambda: Erase(area=(0.5, 0.2)), "area must be"),
         (lambda: Erase(ratio=(0.0, 1.0)), "ratio must be"),
         (lambda: Erase(attempts=0), "attempts must be"),
         (lambda: Affine(degrees=-1), "degrees must be"),
-        (lambda: Affine(translate=math.nan), "translate must be"),
         (lambda: Affine(scale=(0, 1)), "scale must be"),
     ],
 )
 def test_bad_options_are_refused(make: Callable[[], object], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         make()
-    with pytest.raises(TypeError, match=r"Flip\(\)"):
-        Chain(Flip)  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """CIFAR-10: records and pickles are read as published; damaged ones are refused, and nothing in them is run."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 from banach.data import CIFAR10, load
+from data.parts_data import random_arrays, refusal, small, write
 
 Writer = Callable[[np.ndarray, list[int]], bytes]
 
@@ -35,34 +34,27 @@ def python_2(data: np.ndarray, labels: list[int]) -> bytes:
 
 
 def newer(protocol: int) -> Writer:
-    def write(data: np.ndarray, labels: list[int]) -> bytes:
+    def dump(data: np.ndarray, labels: list[int]) -> bytes:
         batch = {"batch_label": "x", "labels": labels, "data": data, "filenames": ["a.png"] * len(labels)}
         return pickle.dumps(batch, protocol=protocol)
 
-    return write
+    return dump
 
 
-@pytest.fixture
-def batches(tmp_path: Path, small: Callable, random_arrays: Callable) -> Callable[..., Any]:
-    """Writes five batches and returns their arrays."""
-
-    def write(writer: Writer = python_2) -> Any:
-        small(CIFAR10)
-        version, ending = ("bin", ".bin") if writer is records else ("py", "")
-        folder = tmp_path / f"cifar-10-batches-{version}"
-        folder.mkdir()
-        pixels, labels = random_arrays(40, (3, 32, 32))
-        for k, part in enumerate(np.split(np.arange(40), 5), 1):
-            content = writer(pixels[part].reshape(8, -1), labels[part].tolist())
-            (folder / f"data_batch_{k}{ending}").write_bytes(content)
-        return pixels, labels
-
-    return write
+def batches(root: Path, writer: Writer = python_2) -> tuple[np.ndarray, np.ndarray]:
+    """Write five batches and return their arrays."""
+    small(CIFAR10)
+    version, ending = ("bin", ".bin") if writer is records else ("py", "")
+    pixels, labels = random_arrays(40, (3, 32, 32))
+    for k, part in enumerate(np.split(np.arange(40), 5), 1):
+        content = writer(pixels[part].reshape(8, -1), labels[part].tolist())
+        write(root / f"cifar-10-batches-{version}", {f"data_batch_{k}{ending}": content})
+    return pixels, labels
 
 
-@pytest.mark.parametrize("writer", [records, python_2, *map(newer, range(6))])
-def test_every_version_is_read(tmp_path: Path, batches: Callable, writer: Writer) -> None:
-    pixels, labels = batches(writer)
+@pytest.mark.parametrize("writer", [records, python_2, *map(newer, (0, 2, 5))])
+def test_every_version_is_read(tmp_path: Path, writer: Writer) -> None:
+    pixels, labels = batches(tmp_path, writer)
     got = load("cifar10", "train+validation", tmp_path)
     assert np.array_equal(got.pixels.numpy(), pixels)
     assert np.array_equal(got.labels.numpy(), labels)
@@ -82,10 +74,8 @@ def test_every_version_is_read(tmp_path: Path, batches: Callable, writer: Writer
         (lambda b: b[:-3073], "39 images"),  # between two records
     ],
 )
-def test_damaged_records_are_refused(
-    tmp_path: Path, batches: Callable, refusal: Callable, change: Callable, expected: str
-) -> None:
-    batches(records)
+def test_damaged_records_are_refused(tmp_path: Path, change: Callable, expected: str) -> None:
+    batches(tmp_path, records)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_4.bin"
     path.write_bytes(change(path.read_bytes()))
     assert expected in refusal("cifar10", tmp_path, path.name)
@@ -113,8 +103,6 @@ ONE = np.zeros((1, 3072), np.uint8)
         ({"data": ONE, "labels": [0, 1]}, "2 labels"),
         ({"data": ONE, "labels": [0]}, "33 images and 33 labels, expected 40"),
         ({"data": ONE, "labels": [-1]}, "not a readable pickle"),
-        ({"data": ONE, "labels": [10**30]}, "not a readable pickle"),
-        ([1, 2], "0 labels"),
         ({"data": "é" * 3071 + "€", "labels": [0]}, "not a readable pickle"),
         (b"\x80\x02](" + b"}" * 2**18 + b"e.", "more than 262,144 opcodes"),
         (python_2(ONE, [0])[:-9], "not a readable pickle"),
@@ -122,20 +110,16 @@ ONE = np.zeros((1, 3072), np.uint8)
         (bytes(2**26 + 1), "at most 67,108,864"),
     ],
 )
-def test_damaged_pickles_are_refused(
-    tmp_path: Path, batches: Callable, refusal: Callable, content: Any, expected: str
-) -> None:
-    batches()
+def test_damaged_pickles_are_refused(tmp_path: Path, content: Any, expected: str) -> None:
+    batches(tmp_path)
     data = content if isinstance(content, bytes) else pickle.dumps(content, protocol=4)
     (tmp_path / "cifar-10-batches-py" / "data_batch_5").write_bytes(data)
     assert expected in refusal("cifar10", tmp_path, "data_batch_5")
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_a_call_in_a_pickle_is_not_made(
-    tmp_path: Path, batches: Callable, refusal: Callable, protocol: int
-) -> None:
-    batches()
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_call_in_a_pickle_is_not_made(tmp_path: Path, protocol: int) -> None:
+    batches(tmp_path)
     marker = tmp_path / "marker"
     for content in (Touch(marker), {"labels": [0, {"x": (1, [Touch(marker)])}]}):
         data = pickle.dumps(content, protocol=protocol)

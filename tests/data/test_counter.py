@@ -1,7 +1,5 @@
 """Counter-based random numbers: SplitMix64, on any device, with no state."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -45,8 +43,6 @@ def test_numbers_are_uniform_and_orders_random() -> None:
 def test_keys_differ() -> None:
     keys = {counter.key(a, b, c) for a in range(20) for b in range(20) for c in range(20)}
     assert len(keys) == 8_000
-    assert all(-(2**63) <= key < 2**63 for key in keys)
-    assert counter.key(10**30) != counter.key(10**30 + 1)
 
 
 def test_keys_and_orders_never_change() -> None:

@@ -1,7 +1,5 @@
 """Your data: folders of images and .npz files become data sets; wrong ones are refused in one sentence."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import zipfile
@@ -105,7 +103,6 @@ def zipped(path: Path, **members: bytes) -> Path:
     [
         ({"x": PIXELS}, "expected arrays x_train, y_train, x_test, y_test, or images, labels, got"),
         ({**WHOLE, "images": PIXELS / 2}, "images has the type float64, expected uint8"),
-        ({**WHOLE, "labels": LABELS / 2}, "labels has the type float64, expected integer"),
         ({**WHOLE, "labels": np.array([{"a": 1}] * 60)}, "labels has the type object"),
         ({**WHOLE, "labels": LABELS[:9]}, "9 labels for images"),
         ({**WHOLE, "labels": LABELS + 10**9}, "a label of 1000000002, expected 0 to 255"),
@@ -129,7 +126,6 @@ def test_files_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
     labels = io.BytesIO()
     np.save(labels, LABELS)
     (tmp_path / "text.npz").write_text("text")
-    (tmp_path / "cut.npz").write_bytes(npz(tmp_path / "x.npz", **WHOLE).read_bytes()[:-30])
     (tmp_path / "empty").mkdir()
     folder(tmp_path / "bad")
     (tmp_path / "bad" / "a" / "00.png").write_text("text")
@@ -141,14 +137,12 @@ def test_files_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
     for name, said in {
         "none.npz": "cannot be read (No such file",
         "text.npz": "not a .npz file that can be used",
-        "cut.npz": "not a .npz file that can be used",
         "bomb.npz": "expected at most 2,147,483,648 bytes",
         "short.npz": "not a .npz file that can be used",
         "folder:none": "none is not a folder",
         "folder:empty": "empty has no images; put them into one folder per class",
         "folder:bad": "00.png is not an image that can be read",
         "folder:more": "test images of a class without training images",
-        "folder:bad@9999": "00.png is not an image that can be read",
     }.items():
         kind, _, rest = name.rpartition(":")
         with pytest.raises(DataError) as caught:

@@ -1,7 +1,5 @@
 """The real files: their SHA-256, splits, titles, and a flipped bit. MNIST always, the larger ones when asked."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -54,9 +52,6 @@ def test_one_flipped_bit_is_refused(name: str, real_data: Callable[[str], Path],
 def test_first_labels_of_mnist(real_data: Callable[[str], Path]) -> None:
     images = load("mnist", "train+validation", real_data("mnist"))
     assert images.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    x = images.normalise(images.pixels)
-    assert abs(float(x.mean())) < 1e-3
-    assert abs(float(x.std()) - 1) < 1e-3
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """The validation split: fixed, stratified, disjoint from the rest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -27,7 +26,7 @@ def shares(labels: np.ndarray, count: int) -> dict[int, int]:
     return {c: n for c, n in whole.items() if n}
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 199, 1_000, 2_000])
+@pytest.mark.parametrize("count", [0, 7, 199, 2_000])
 def test_every_class_gives_its_share(count: int) -> None:
     index = held_out(LABELS, count)
     assert len(index) == len(set(index.tolist())) == count
@@ -83,19 +82,10 @@ def test_an_unknown_split_or_name_is_refused() -> None:
 
 
 def mine(read: Callable[..., Arrays], **changes: object) -> DataSet:
-    options = {
-        "name": "mine",
-        "title": "Mine",
-        "shape": (2, 3, 4),
-        "classes": ("a", "b"),
-        "mean": (0.5, 0.25),
-        "std": (1.0, 2.0),
-        "counts": {"train": 10, "test": 4},
-        "validation": 4,
-        "read": read,
-        **changes,
-    }
-    return DataSet(**options)  # type: ignore[arg-type]
+    made = DataSet(
+        "mine", "Mine", (2, 3, 4), ("a", "b"), (0.5, 0.25), (1.0, 2.0), {"train": 10, "test": 4}, 4, read
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def read_mine(part: str, paths: tuple) -> Arrays:
@@ -110,45 +100,32 @@ def test_a_data_set_of_ones_own() -> None:
     assert get("mine").title == "Mine"
     got = load("mine", "validation")
     assert got.labels.tolist().count(0) == 2
-    expected = (got.pixels.double() / 255 - torch.tensor([0.5, 0.25]).view(2, 1, 1)) / torch.tensor([1, 2]).view(
-        2, 1, 1
-    )
-    torch.testing.assert_close(got.normalise(got.pixels).double(), expected, atol=1e-6, rtol=0)
+    mean, std = torch.tensor([[0.5, 0.25], [1, 2]])[..., None, None]
+    torch.testing.assert_close(got.normalise(got.pixels), (got.pixels / 255 - mean) / std, atol=1e-6, rtol=0)
     with pytest.raises(DataError, match="replace=True"):
         register(mine(read_mine))
-    with pytest.raises(TypeError, match="register takes a DataSet, got str"):
-        register("mine")  # type: ignore[arg-type]
+
+
+GOOD, LABEL = np.zeros((10, 2, 3, 4), np.uint8), np.zeros(10, np.uint8)
 
 
 @pytest.mark.parametrize(
     ("arrays", "expected"),
     [
-        (lambda: Arrays(np.zeros((10, 2, 3, 4)), np.zeros(10, np.uint8)), "float64 images"),
-        (lambda: Arrays(np.zeros((10, 2, 4, 3), np.uint8), np.zeros(10, np.uint8)), r"\(2, 4, 3\)"),
-        (lambda: Arrays(np.zeros((9, 2, 3, 4), np.uint8), np.zeros(9, np.uint8)), "9 images and 9 labels"),
-        (lambda: Arrays(np.zeros((10, 2, 3, 4), np.uint8), np.zeros(9, np.uint8)), "10 images and 9 labels"),
-        (
-            lambda: Arrays(np.zeros((10, 2, 3, 4), np.uint8), np.full(10, 2, np.uint8)),
-            "label of 2, expected 0 to 1",
-        ),
+        (Arrays(GOOD / 2, LABEL), "float64 images"),
+        (Arrays(GOOD.transpose(0, 1, 3, 2), LABEL), r"\(2, 4, 3\)"),
+        (Arrays(GOOD[1:], LABEL[1:]), "9 images and 9 labels"),
+        (Arrays(GOOD, LABEL[1:]), "10 images and 9 labels"),
+        (Arrays(GOOD, LABEL + 2), "label of 2, expected 0 to 1"),
     ],
 )
-def test_a_reader_that_returns_something_else_is_refused(arrays: Callable, expected: str) -> None:
-    register(mine(lambda part, paths: arrays()))
+def test_a_reader_that_returns_something_else_is_refused(arrays: Arrays, expected: str) -> None:
+    register(mine(lambda part, paths: arrays))
     with pytest.raises(DataError, match=f"mine cannot be used: .*{expected}"):
         load("mine", "train")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"counts": {"train": 10}},
-        {"validation": 10},
-        {"validation": 0},
-        {"mean": (0.5,)},
-        {"std": (1.0, 0.0)},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"counts": {"train": 10}}, {"validation": 10}, {"mean": (0.5,)}])
 def test_a_definition_that_cannot_be_is_refused(changes: dict) -> None:
     with pytest.raises(ValueError, match="got"):
         mine(read_mine, **changes)
@@ -161,5 +138,3 @@ def test_images_check_themselves() -> None:
         Images(good.pixels.float(), good.labels, **options)
     with pytest.raises(TypeError, match="labels must be int64"):
         Images(good.pixels, good.labels[:-1], **options)
-    with pytest.raises(ValueError, match="one number per channel"):
-        Images(good.pixels.expand(-1, 3, -1, -1), good.labels, **options)

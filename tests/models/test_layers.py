@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import ImplicitNetwork, Tolerance, models
+from banach import Tolerance, models
 from banach.models import ResNet
 from models.reference_models import (
     IMPLICIT,

@@ -1,7 +1,5 @@
 """`banach`: the sub-commands, and main(), which turns bad input into one sentence and exit code 2."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -102,9 +100,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 2 for bad input, 3 for a divergence, or 128 + signal.
 
-    What went wrong is one sentence on stderr.
-
-    With BANACH_DEBUG=1 errors show their traceback.
+    What went wrong is one sentence on stderr; with BANACH_DEBUG=1 it is a traceback.
     """
     try:
         with spoken_warnings():
@@ -129,8 +125,7 @@ def _usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message)
         return BAD_INPUT
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "banach"
+    path = error.ctx.command_path if getattr(error, "ctx", None) else "banach"
     return _refuse(f"{message.rstrip('.')}; see: {path} --help")
 
 

@@ -1,8 +1,7 @@
 """Output of the command line: tables on standard output, warnings on standard error."""
 
-from __future__ import annotations
-
 import os
+import re
 import sys
 import textwrap
 import warnings
@@ -14,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+NUMBER = re.compile(r"\d|-\d|-$")  # how a cell of a right-aligned column starts
 # How typer shows help: plain text.
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -27,8 +27,7 @@ class Patient(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # No emoji, markup or highlighting: brackets in names are printed as they are.
@@ -40,9 +39,9 @@ if console.width < 1:  # COLUMNS=0, which some systems set for "unknown"
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table | str:
     """Return a table of these rows, numbers right-aligned; or one block per row if the console is too narrow.
 
-    Words are never cut: a column is at least as wide as its longest word.
+    Words are never cut: a column is at least as wide as its longest word. None is "-".
     """
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [[_cell(value) for value in row] for row in rows]
     texts = [[column, *(row[index] for row in cells)] for index, column in enumerate(columns)]
     least = [max(cell_len(word) for text in column for word in text.split() or [""]) for column in texts]
     spare = console.width - sum(least) - 3 * (len(columns) - 1)
@@ -52,10 +51,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     for column, width in zip(texts, least, strict=True):
         more = min(spare, max(map(cell_len, column)) - width)
         spare -= more
-        made.add_column(column[0], justify="right" if _are_numbers(column[1:]) else "left", width=width + more)
+        numbers = all(NUMBER.match(cell) for cell in column[1:])
+        made.add_column(column[0], justify="right" if numbers else "left", width=width + more)
     for row in cells:
         made.add_row(*row)
     return made
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -70,8 +74,8 @@ def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 def wrapped(text: str, first: str = "", then: str = "") -> str:
     """Return a text as lines of the width of the console; no word is cut."""
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, console.width, initial_indent=first, subsequent_indent=then, **options)
+    wrapper = textwrap.TextWrapper(console.width, first, then, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 # Advice for callers of the library, and its replacement on the command line.
@@ -96,7 +100,3 @@ def spoken_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = say
         yield
-
-
-def _are_numbers(cells: Iterable[str]) -> bool:
-    return all(cell == "-" or cell[:1].isdigit() or cell[:2] in ("-0", "-1", "0.") for cell in cells)

@@ -1,7 +1,5 @@
 """`banach diagnose`: contraction of T, convergence of the solver, quality of the cheap gradient."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from banach import checks
-from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, Unroll
+from banach.backward import GMRES, JFB, Implicit, Mode, Neumann
 from banach.cli.console import console, table, wrapped
 from banach.cli.opened import DataDir, Device, RunDir, number, open_run, show_plot
 from banach.cli.plugins import Imports
@@ -22,7 +20,7 @@ from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
 from banach.network import ImplicitNetwork
-from banach.provenance import Summary, provenance, write_json
+from banach.provenance import provenance, write_json
 from banach.solve import Status, Tolerance, solve
 from banach.train.plot import new_figure, write_figure
 from banach.train.precision import arithmetic
@@ -78,17 +76,20 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
         c, found, t = self.contraction, self.contraction.solution, self.tolerance
+        figures = {
+            "sigma_max(dT/du)": c.sigma,
+            "observed rate": c.rate,
+            "steps": found.steps,
+            "residual after them": found.residual,
+            "least residual, further on": self.trace.amin(0),
+        }
         return {
             "verdict": self.words,
-            "contraction": {"sigma": _values(c.sigma), "rate": _values(c.rate), "violations": c.violations},
-            "convergence": {
-                "tolerance": {"atol": t.atol, "rtol": t.rtol, "max_steps": t.max_steps, "norm": str(t.norm)},
-                "steps": _values(found.steps),
-                "residual": _values(found.residual),
-                "converged": int(found.converged.sum()),
-                "least_residual": _values(self.trace.amin(0)),
-                "curve": self.curve,
-            },
+            "figures": {name: _figure(values) for name, values in figures.items()},
+            "violations": c.violations,
+            "converged": int(found.converged.sum()),
+            "tolerance": {"atol": t.atol, "rtol": t.rtol, "max_steps": t.max_steps, "norm": str(t.norm)},
+            "curve": self.curve,
             "gradients": {name: _parts(one) for name, one in self.gradients.items()},
             "sound": self.sound,
         }
@@ -116,17 +117,16 @@ def diagnose(
     checks.whole("seed", seed, 0, 2**63 - 1)
     chosen = found.subset(samples).to(opened.device)
     measured = measure(net, chosen, label_smoothing=settings.label_smoothing, seed=seed)
-    kind = "training" if settings.whole else "validation"
-    show(measured, f"{settings.model} on {samples} {kind} images of {chosen.title}")
+    content, kind = measured.to_dict(), "training" if settings.whole else "validation"
+    show(content, f"{settings.model} on {samples} {kind} images of {chosen.title}")
     given = {"samples": samples, "seed": seed, "precision": "fp32", "run": settings.to_dict()}
-    content = {
+    about = {
         "run": opened.run.path,
-        "position": {"epoch": opened.position.epoch, "step": opened.position.step},
+        "position": vars(opened.position),
         "data": chosen.title,
         "split": chosen.split,
-        "provenance": provenance(given, device=opened.device),
-        **measured.to_dict(),
     }
+    content |= about | {"provenance": provenance(given, device=opened.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     show_plot(draw, measured, opened.run.path / "diagnose.png")
 
@@ -155,10 +155,10 @@ def measure(net: Any, images: Images, *, label_smoothing: float = 0.0, seed: int
 
 def _go_far(net: Any, d: Tensor) -> Tensor:
     """Return the residuals of the network's solver until rounding stops it."""
-    steps = min(max(100, net.tolerance.max_steps), 1000)
-    tolerance, at = Tolerance(atol=0.0, max_steps=steps, norm=net.tolerance.norm), network_map(net, d)
-    options: dict[str, Any] = {"tolerance": tolerance, "coupled": at.coupled, "record": True}
-    trace: Any = solve(at.T, at.z0, net.solver, inputs=at.inputs, **options).trace
+    steps, at = min(max(100, net.tolerance.max_steps), 1000), network_map(net, d)
+    tolerance = Tolerance(atol=0.0, max_steps=steps, norm=net.tolerance.norm)
+    found = solve(at.T, at.z0, net.solver, inputs=at.inputs, tolerance=tolerance, coupled=at.coupled, record=True)
+    trace: Any = found.trace
     return trace.double().cpu().nan_to_num(nan=math.inf, posinf=math.inf)
 
 
@@ -179,27 +179,8 @@ def _compare(
 def _name(mode: Mode) -> str:
     if isinstance(mode, Implicit):
         return f"Implicit {type(mode.method).__name__}"
-    size = mode.order if isinstance(mode, Neumann) else mode.steps if isinstance(mode, Unroll) else ""
+    size = getattr(mode, "order", getattr(mode, "steps", ""))  # of Neumann, of Unroll
     return f"{type(mode).__name__} {size}".strip()
-
-
-def show(measured: Diagnosis, title: str) -> None:
-    """Print two tables and the verdict."""
-    c, found = measured.contraction, measured.contraction.solution
-    figures = {
-        "sigma_max(dT/du)": c.sigma,
-        "observed rate": c.rate,
-        "steps": found.steps,
-        "residual after them": found.residual,
-        "least residual, further on": measured.trace.amin(0),
-    }
-    console.print(table(title, ("figure", "mean", "worst"), [(name, *_cells(x)) for name, x in figures.items()]))
-    console.print(f"T contracts on {len(c.sigma) - c.violations} of {len(c.sigma)} samples\n")
-    shown = {name: _parts(one) for name, one in measured.gradients.items()}
-    rows = [(name, *(f"{x['cosine']:.3f}  {x['ratio']:.3g}" for x in row.values())) for name, row in shown.items()]
-    title = "cosine with the exact gradient, and ratio of the norms"
-    console.print(table(title, ("gradient", *shown[IN_TRAINING]), rows))
-    console.print(f"\n{wrapped(measured.words)}\n")
 
 
 def _parts(found: Descent) -> dict[str, dict[str, float]]:
@@ -207,22 +188,38 @@ def _parts(found: Descent) -> dict[str, dict[str, float]]:
     return {name: {"cosine": x.cosine, "ratio": x.ratio} for name, x in {"all": found, **found.parts}.items()}
 
 
-def _values(values: Tensor) -> dict[str, Any]:
-    """Return every value, and the summary of those that are not NaN."""
-    known = [x for x in values.double().tolist() if not math.isnan(x)]
-    return {"summary": Summary.of(known) if known else None, "max": max(known, default=None), "values": values}
+def _figure(values: Tensor) -> dict[str, Any]:
+    """Return every value, and mean and largest of those that are not NaN."""
+    known = values.double()[~values.double().isnan()]
+    mean, most = (float(known.mean()), float(known.max())) if len(known) else (math.nan, math.nan)
+    return {"mean": mean, "max": most, "values": values}
 
 
-def _cells(values: Tensor) -> tuple[str, str]:
-    found = _values(values)
-    return (f"{found['summary'].mean:.3g}", f"{found['max']:.3g}") if found["summary"] else ("-", "-")
+def show(content: Mapping[str, Any], title: str) -> None:
+    """Print two tables and the verdict."""
+    means = [(name, f"{x['mean']:.3g}", f"{x['max']:.3g}") for name, x in content["figures"].items()]
+    console.print(table(title, ("figure", "mean", "worst"), means))
+    console.print()
+    shown = content["gradients"]
+    rows = [(name, *(f"{x['cosine']:.3f}  {x['ratio']:.3g}" for x in row.values())) for name, row in shown.items()]
+    title = "cosine with the exact gradient, and ratio of the norms"
+    console.print(table(title, ("gradient", *shown[IN_TRAINING]), rows))
+    console.print(f"\n{wrapped(content['verdict'])}\n")
 
 
 def draw(measured: Diagnosis, path: Path) -> Path:
     """Write the plot: residuals by step, contraction by sample."""
     figure = new_figure(9, 4)
     left, right = figure.subplots(1, 2)
-    _draw_residuals(left, measured)
+    # The axis is logarithmic: zeros and infinities are left out.
+    curve = {name: r.where(r.isfinite() & (r > 0), torch.nan) for name, r in measured.curve.items()}
+    steps, t = range(1, len(measured.trace) + 1), measured.tolerance
+    left.fill_between(steps, curve["low"], curve["high"], alpha=0.25, linewidth=0, label="10-90%")
+    for name in ("median", "worst"):
+        left.plot(steps, curve[name], label=name)
+    if t.atol > 0:
+        left.axhline(t.atol, label="tolerance of the run", **LINE)
+    left.set(title="convergence", xlabel="step", ylabel=f"residual, {type(t.norm).__name__}", yscale="log")
     sigma, rate = measured.contraction.sigma.cpu(), measured.contraction.rate.cpu()
     order, rank = sigma.argsort(), range(1, len(sigma) + 1)
     right.plot(rank, sigma[order], "o", markersize=4, label="sigma_max(dT/du)")
@@ -231,19 +228,6 @@ def draw(measured: Diagnosis, path: Path) -> Path:
     right.set(
         title="contraction: below 1", xlabel="sample, by sigma_max", ylabel="factor per step", ylim=(0, None)
     )
-    right.legend(fontsize="small")
+    for axes in (left, right):
+        axes.legend(fontsize="small")
     return write_figure(figure, path)
-
-
-def _draw_residuals(axes: Any, measured: Diagnosis) -> None:
-    # The axis is logarithmic: zeros and infinities are left out.
-    curve = {name: r.where(r.isfinite() & (r > 0), torch.nan) for name, r in measured.curve.items()}
-    steps = range(1, len(measured.trace) + 1)
-    axes.fill_between(steps, curve["low"], curve["high"], alpha=0.25, linewidth=0, label="10-90%")
-    for name in ("median", "worst"):
-        axes.plot(steps, curve[name], label=name)
-    if measured.tolerance.atol > 0:
-        axes.axhline(measured.tolerance.atol, label="tolerance of the run", **LINE)
-    norm = type(measured.tolerance.norm).__name__
-    axes.set(title="convergence", xlabel="step", ylabel=f"residual, {norm}", yscale="log")
-    axes.legend(fontsize="small")

@@ -1,7 +1,5 @@
 """The entry point of `banach`: exit codes of signals, and what is missing if only the library was installed."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from typing import Any

@@ -1,13 +1,11 @@
 """`banach evaluate`: accuracy, loss, depth and residual of a trained network on a split."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from banach.cli.console import console, table
-from banach.cli.opened import DataDir, Device, RunDir, number, open_run
+from banach.cli.opened import DataDir, Device, RunDir, number, open_run, option
 from banach.cli.plugins import Imports
 from banach.cli.train import figures, record
 from banach.network import ImplicitNetwork
@@ -22,21 +20,17 @@ Examples:
   banach evaluate runs/cifar10-1 --solver anderson --device cuda"""
 
 
-def _option(help: str) -> Any:
-    return typer.Option(help=help, show_default=False)
-
-
 def evaluate(
     run: RunDir,
     split: Annotated[str, typer.Option(help="test | validation | train.")] = "test",
     data_dir: DataDir = None,
-    solver: Annotated[str | None, _option(words.SOLVERS + ".")] = None,
+    solver: Annotated[str | None, option(words.SOLVERS + ".")] = None,
     eps: Annotated[float | None, number(float, "Stop at a residual of eps; alone, rtol is 0.")] = None,
     rtol: Annotated[float | None, number(float, "Or at one relative to the latent, plus eps.")] = None,
-    norm: Annotated[str | None, _option(words.NORMS + ".")] = None,
+    norm: Annotated[str | None, option(words.NORMS + ".")] = None,
     max_steps: Annotated[int | None, number(int, "Steps at most.")] = None,
     batch_size: Annotated[int, number(int, "Images at a time; changes no answer.", show_default=True)] = 400,
-    precision: Annotated[str | None, _option("fp32 | tf32 | bf16.  [the run's]")] = None,
+    precision: Annotated[str | None, option("fp32 | tf32 | bf16.  [the run's]")] = None,
     device: Device = "auto",
     modules: Imports = None,
 ) -> None:

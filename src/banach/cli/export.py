@@ -1,7 +1,5 @@
 """`banach export`: the network of a run as one file for onnxruntime or PyTorch, with a model card."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +8,7 @@ import typer
 
 from banach import checks
 from banach.cli.console import console
-from banach.cli.opened import Opened, RunDir, open_run
+from banach.cli.opened import RunDir, open_run, option
 from banach.export import ENDING
 from banach.export import export as write
 from banach.network import ImplicitNetwork
@@ -18,18 +16,16 @@ from banach.train import words
 
 EPILOG = """\b
 Examples:
-  banach export runs/digits-1                           runs/digits-1/model.onnx
-  banach export runs/digits-1 --format torch            runs/digits-1/model.pt2
+  banach export runs/digits-1                     runs/digits-1/model.onnx
+  banach export runs/digits-1 --format torch      runs/digits-1/model.pt2
   banach export runs/mnist-1 --solver anderson --out mnist.onnx"""
 
 
 def export(
     run: RunDir,
     format: Annotated[str, typer.Option(help="onnx | torch.")] = "onnx",
-    out: Annotated[
-        Path | None, typer.Option(help="File to write.  [model.onnx or model.pt2 in the run]", show_default=False)
-    ] = None,
-    solver: Annotated[str | None, typer.Option(help=f"{words.SOLVERS}.  [the run's]", show_default=False)] = None,
+    out: Annotated[Path | None, option("File to write.  [model.onnx or model.pt2 in the run]")] = None,
+    solver: Annotated[str | None, option(f"{words.SOLVERS}.  [the run's]")] = None,
 ) -> None:
     """Export a run's newest weights: any batch size, every image stops at its own step.
 
@@ -44,20 +40,15 @@ def export(
         if not isinstance(opened.net, ImplicitNetwork):
             raise ValueError(f"{opened.settings.model} has no fixed point; leave out --solver")
         opened.settings.changed({"solver": solver}).configure(opened.net)
-    write(opened.net, torch.zeros(2, *opened.dataset.shape), path, format=format, card=_card(opened))
-    console.print(f"{format} file: {path}\nmodel card, with the line that loads it: {path}.json")
-
-
-def _card(opened: Opened) -> dict[str, object]:
-    """Return what the model card says about the weights and the images."""
-    dataset, settings = opened.dataset, opened.run.settings
-    trained = {"run": opened.run.path.resolve(), "epochs": opened.position.epoch, "settings": settings.to_dict()}
-    return {
-        "model": settings.model,
-        "weights": trained,
+    dataset, trained = opened.dataset, opened.run.settings
+    card = {
+        "model": trained.model,
+        "weights": {"run": run.resolve(), "epochs": opened.position.epoch, "settings": trained.to_dict()},
         "data": dataset.title,
         "classes": dataset.classes,
-        "normalisation": "(pixels / 255 - mean) / std" if settings.normalise else "pixels / 255",
+        "normalisation": "(pixels / 255 - mean) / std" if trained.normalise else "pixels / 255",
         "mean": dataset.mean,
         "std": dataset.std,
     }
+    write(opened.net, torch.zeros(2, *dataset.shape), path, format=format, card=card)
+    console.print(f"{format} file: {path}\nmodel card, with the line that loads it: {path}.json")

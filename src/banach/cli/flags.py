@@ -1,10 +1,7 @@
 """The flags of `banach train`: one per setting, in the groups that --help shows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -73,28 +70,23 @@ FLAGS: dict[str, dict[str, tuple[str, str | None]]] = {
 
 def with_flags(command: Callable[..., int]) -> Callable[..., int]:
     """Replace **flags in the signature, which typer reads, by one option per setting."""
-    kinds = get_type_hints(Settings)
-    *others, _ = inspect.signature(command, eval_str=True).parameters.values()
-
-    def option(group: str, name: str, help: str, metavar: str | None) -> inspect.Parameter:
-        kind, word = kinds[name], name.replace("_", "-")
-        flag = f"--{word}/--no-{word}" if kind is bool else f"--{word}"
-        read = next((one for one in (int, float) if one in (kind, *get_args(kind))), None)
-        options: dict[str, Any] = {"help": help, "metavar": metavar, "rich_help_panel": group}
-        if read and name not in words.READERS:
-            options["parser"] = lenient(read)
-        made: Any = Annotated[
-            (bool if kind is bool else str) | None, typer.Option(flag, show_default=False, **options)
-        ]
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=made)
-
-    listed = {name for part in FLAGS.values() for name in part}
-    more = {field.name: ("", None) for field in fields(Settings) if field.name not in listed}
-    groups: dict[str, Any] = {**FLAGS, "Other settings": more}
-    parameters = [
-        *others,
-        *(option(group, name, *about) for group, part in groups.items() for name, about in part.items()),
-    ]
+    *parameters, _ = inspect.signature(command, eval_str=True).parameters.values()
+    for group, part in FLAGS.items():
+        for name, (help, metavar) in part.items():
+            made = _option(name, help=help, metavar=metavar, rich_help_panel=group)
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=made)
+            )
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def _option(name: str, **options: Any) -> Any:
+    kind, word = get_type_hints(Settings)[name], name.replace("_", "-")
+    if kind is bool:
+        return Annotated[bool | None, typer.Option(f"--{word}/--no-{word}", show_default=False, **options)]
+    read = next((one for one in (int, float) if one in (kind, *get_args(kind))), None)
+    if read and name not in words.READERS:
+        options["parser"] = lenient(read)
+    return Annotated[str | None, typer.Option(f"--{word}", show_default=False, **options)]

@@ -1,16 +1,14 @@
 """`banach models`: list the networks, or describe one."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import nn
 
 from banach import models as registry
 from banach.cli.console import console, table
+from banach.cli.opened import argument
 from banach.cli.plugins import Imports
 from banach.latent import leaves
 from banach.models import Model, Recipe
@@ -24,10 +22,7 @@ Examples:
 COLUMNS = ("name", "parameters", "latent", "images", "explicit twin", "without batch norm", "recipes")
 
 
-def models(
-    name: Annotated[str | None, typer.Argument(help="A model to describe.", show_default=False)] = None,
-    modules: Imports = None,
-) -> None:
+def models(name: Annotated[str | None, argument("A model to describe.")] = None, modules: Imports = None) -> None:
     """List the networks, or describe one: parameters, recipes, layers."""
     if name is not None:
         _describe(registry.get(name))
@@ -38,15 +33,9 @@ def models(
 
 def _row(model: Model) -> tuple[Any, ...]:
     net = _fresh(model)
-    return (
-        model.name,
-        _count(net),
-        _latent(model, net),
-        _by(model.image),
-        "yes" if isinstance(net, ImplicitNetwork) else "is explicit",
-        "yes" if model.has_twin else "no",
-        ", ".join(model.recipes),
-    )
+    explicit = "yes" if isinstance(net, ImplicitNetwork) else "is explicit"
+    norm_free, recipes = "yes" if model.has_twin else "no", ", ".join(model.recipes)
+    return model.name, _count(net), _latent(model, net), _by(model.image), explicit, norm_free, recipes
 
 
 def _describe(model: Model) -> None:
@@ -56,17 +45,12 @@ def _describe(model: Model) -> None:
     console.print(f"{model.name}: {model.description}")
     console.print(f"images {_by(model.image)}, {model.classes} classes, latent {_latent(model, net) or '-'}")
     console.print(f"parameters: {sizes}\n")
-    settings = [field.name for field in dataclasses.fields(Recipe)]
-    values = [(name, *(_value(recipe, name) for recipe in model.recipes.values())) for name in settings]
+    settings = {field.name: field.name for field in dataclasses.fields(Recipe)} | {
+        "momentum": "momentum (- is Adam)"
+    }
+    values = [(said, *(getattr(one, name) for one in model.recipes.values())) for name, said in settings.items()]
     console.print(table("Recipes, the default one first", ("setting", *model.recipes), values))
     console.print(f"\nLayers:\n{net}\n\nTrain it: banach train --model {model.name} --data NAME")
-
-
-def _value(recipe: Recipe, field: str) -> str:
-    value = getattr(recipe, field)
-    if field == "momentum":
-        return "Adam" if value is None else f"SGD, {value:g}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _latent(model: Model, net: nn.Module) -> str | None:

@@ -1,7 +1,5 @@
 """A run with its trained network, as evaluate, predict and diagnose use it; and options that commands share."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +18,16 @@ from banach.train.plot import PlotError
 from banach.train.state import check_identity, described, load_weights
 
 
+def option(help: str, **options: Any) -> Any:
+    """Return an option whose help states the default itself."""
+    return typer.Option(help=help, **{"show_default": False, **options})
+
+
+def argument(help: str) -> Any:
+    """Return an argument without a default."""
+    return typer.Argument(help=help, show_default=False)
+
+
 def lenient(kind: type[int] | type[float]) -> Callable[[str], Any]:
     """Return a reader of numbers that leaves other text as it is: the checks of the command then refuse it."""
 
@@ -34,14 +42,11 @@ def lenient(kind: type[int] | type[float]) -> Callable[[str], Any]:
 
 def number(kind: type[int] | type[float], help: str, *, show_default: bool = False) -> Any:
     """Return an option for a number."""
-    metavar = "N" if kind is int else "X"
-    return typer.Option(help=help, parser=lenient(kind), metavar=metavar, show_default=show_default)
+    return option(help, parser=lenient(kind), metavar="N" if kind is int else "X", show_default=show_default)
 
 
-RunDir = Annotated[Path, typer.Argument(help="The run directory.", show_default=False)]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Folder of the data.  [BANACH_DATA, then the cache]", show_default=False)
-]
+RunDir = Annotated[Path, argument("The run directory.")]
+DataDir = Annotated[Path | None, option("Folder of the data.  [BANACH_DATA, then the cache]")]
 Device = Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")]
 
 
@@ -66,12 +71,7 @@ class Opened:
 
 
 def open_run(path: Path, device: str = "auto") -> Opened:
-    """Load the network of a run from its newest checkpoint.
-
-    Raises:
-        RunError: if there is no run, no checkpoint, or the run does not name its data and model.
-        CheckpointError: if the checkpoint does not hold this network.
-    """
+    """Load the network of a run from its newest checkpoint."""
     run = Run.open(path)
     if run.settings.data is None or run.settings.model is None:
         raise RunError(f"{path} was made from Python, and does not name its data and model; use it from Python")

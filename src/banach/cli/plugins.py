@@ -1,7 +1,5 @@
 """Models and data sets of other packages: entry points of the group "banach", and --import."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -38,38 +36,38 @@ def import_modules(modules: Sequence[str] | None) -> list[str]:
     return list(modules or ())
 
 
+_HELP = "Import a module that registers models or data sets; may be repeated."
 Imports = Annotated[
     list[str] | None,
-    typer.Option(
-        "--import",
-        help="Import a module that registers models or data sets; may be repeated.",
-        metavar="MODULE",
-        callback=import_modules,
-        show_default=False,
-    ),
+    typer.Option("--import", help=_HELP, metavar="MODULE", callback=import_modules, show_default=False),
 ]
 
 
 @functools.cache
-def load_entry_points() -> frozenset[str]:
-    """Import what packages have registered, once; return the names that need no --import."""
+def load_entry_points() -> dict[str, dict[str, object]]:
+    """Import what packages have registered, once; return what needs no --import."""
     for point in entry_points(group=GROUP):
         try:
             point.load()
         except Exception as error:  # another package's bug must not stop every command
             warnings.warn(f"the entry point {point.value} of {GROUP} cannot be loaded: {error}", stacklevel=2)
-    return frozenset((*models.names(), *data.names()))
+    return _registered()
+
+
+def _registered() -> dict[str, dict[str, object]]:
+    known = {"data": (data.get, data.names()), "model": (models.get, models.names())}
+    return {kind: {name: get(name) for name in names} for kind, (get, names) in known.items()}
 
 
 def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
     """Return the settings as a run stores them: enough to find its data again, and to say which modules it needs.
 
-    Names that --import registered become MODULE:NAME, and paths of your data absolute.
+    Names that --import registered or replaced become MODULE:NAME, and paths of your data absolute.
     """
     mine = own(str(settings.data))
     given = {"data": mine.name if mine else str(settings.data), "model": str(settings.model)}
-    known, prefix = load_entry_points(), ",".join(modules or ())
+    before, now = load_entry_points(), _registered()
     for key, name in given.items():
-        if prefix and name not in known and ":" not in name:
-            given[key] = f"{prefix}:{name}"
+        if modules and name in now[key] and now[key][name] is not before[key].get(name):
+            given[key] = f"{','.join(modules)}:{name}"
     return settings.changed(given)

@@ -1,9 +1,7 @@
 """`banach predict`: classify image files with a trained network."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +11,10 @@ from torch import Tensor
 
 from banach import checks
 from banach.cli.console import console, table, wrapped
-from banach.cli.opened import Device, Opened, RunDir, number, open_run
+from banach.cli.opened import Device, Opened, RunDir, argument, number, open_run
 from banach.cli.plugins import Imports
 from banach.data import DataSet
-from banach.data.pictures import ENDINGS, Picture, images_in, read_image
+from banach.data.pictures import ENDINGS, images_in, read_image
 from banach.train.evaluate import scores
 from banach.train.precision import arithmetic
 
@@ -33,7 +31,7 @@ COLUMNS = ("file", "class", "next classes", "solver steps", "residual", "converg
 
 def predict(
     run: RunDir,
-    image: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.", show_default=False)],
+    image: Annotated[list[Path], argument("Image files, or folders of them.")],
     invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light.")] = False,
     top: Annotated[int, number(int, "How many classes to show.", show_default=True)] = 3,
     device: Device = "auto",
@@ -45,35 +43,23 @@ def predict(
     like the data set, and resized to its size.
     """
     opened = open_run(run, device)
-    top = checks.whole("top", top, 1, len(opened.dataset.classes))
-    files = [file for path in image for file in (_files(path) if path.is_dir() else [path])]
-    pictures = {file: read_image(file, opened.dataset.shape) for file in files}
+    dataset, top = opened.dataset, checks.whole("top", top, 1, len(opened.dataset.classes))
+    files = {path: images_in(path) if path.is_dir() else [path] for path in image}
+    if empty := [path for path, found in files.items() if not found]:
+        raise ValueError(f"{empty[0]} has no image files; pass files, or a folder with {', '.join(ENDINGS)}")
+    pictures = {file: read_image(file, dataset.shape) for found in files.values() for file in found}
     pixels = torch.stack([picture.pixels for picture in pictures.values()])
     pixels = 255 - pixels if invert else pixels
-    title = f"{opened.settings.model} trained on {opened.dataset.title}, after {opened.position.epoch} epochs"
+    title = f"{opened.settings.model} trained on {dataset.title}, after {opened.position.epoch} epochs"
     rows = [(path, *answer) for path, answer in zip(pictures, classify(opened, pixels, top), strict=True)]
     console.print(table(title, COLUMNS, rows))
-    for hint in _hints(opened.dataset, pictures, pixels):
-        console.print(wrapped(hint))
-
-
-def _files(folder: Path) -> list[Path]:
-    found = images_in(folder)
-    if not found:
-        raise ValueError(f"{folder} has no image files; pass files, or a folder with {', '.join(ENDINGS)}")
-    return found
-
-
-def _hints(dataset: DataSet, pictures: Mapping[Path, Picture], pixels: Tensor) -> Iterator[str]:
-    """Yield what may be wrong with the images, rather than with the network."""
-    inverted = [path for path, one in zip(pictures, pixels, strict=True) if looks_inverted(dataset, one)]
-    if inverted:
-        usual = sum(dataset.mean) / len(dataset.mean)
-        means = f"the mean brightness of {dataset.title} is {usual:.0%}, of these more than half"
-        yield f"looks inverted: {_named(inverted)} ({means}); try --invert"
+    # What may be wrong with the images, rather than with the network.
+    if inverted := [path for path, one in zip(pictures, pixels, strict=True) if looks_inverted(dataset, one)]:
+        means = f"the mean brightness of {dataset.title} is {_brightness(dataset):.0%}, of these more than half"
+        console.print(wrapped(f"looks inverted: {_named(inverted)} ({means}); try --invert"))
     if squashed := [path for path, picture in pictures.items() if picture.squashed]:
-        size = f"{dataset.shape[2]} x {dataset.shape[1]}"
-        yield f"squashed to {size} pixels: {_named(squashed)} (the sides have another ratio); crop or pad it first"
+        said = f"squashed to {dataset.shape[2]} x {dataset.shape[1]} pixels: {_named(squashed)}"
+        console.print(wrapped(f"{said} (the sides have another ratio); crop or pad it first"))
 
 
 def looks_inverted(dataset: DataSet, pixels: Tensor) -> bool:
@@ -81,8 +67,12 @@ def looks_inverted(dataset: DataSet, pixels: Tensor) -> bool:
 
     Never for data of medium brightness, such as photos.
     """
-    usual, here = sum(dataset.mean) / len(dataset.mean), float(pixels.float().mean()) / 255
+    usual, here = _brightness(dataset), float(pixels.float().mean()) / 255
     return abs(here - usual) > abs(1 - here - usual) + 0.2
+
+
+def _brightness(dataset: DataSet) -> float:
+    return sum(dataset.mean) / len(dataset.mean)
 
 
 def _named(paths: Sequence[Path]) -> str:
@@ -91,12 +81,7 @@ def _named(paths: Sequence[Path]) -> str:
 
 
 def classify(opened: Opened, pixels: Tensor, top: int) -> list[list[Any]]:
-    """Classify uint8 pixels (N, C, H, W), in the precision of the run.
-
-    Returns:
-        Per image its class with the probability, the next classes; then steps, residual and whether it converged,
-        None if the network has no fixed point.
-    """
+    """Return classes and end of the solve of uint8 pixels (N, C, H, W), as cells; in the precision of the run."""
     labels = torch.zeros(len(pixels), dtype=torch.int64)  # not used: Images normalises the pixels
     images = opened.settings.scaled(opened.dataset.images(pixels, labels, split="given")).to(opened.device)
     with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():

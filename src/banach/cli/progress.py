@@ -1,9 +1,8 @@
 """Progress of training: a live bar over the run on a terminal, and one permanent line per epoch everywhere."""
 
-from __future__ import annotations
-
 import math
 import time
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -67,7 +66,7 @@ class Progress:
         self._console.print(line(epoch, self._epochs), soft_wrap=True)
         self._show(Position(epoch.epoch, 0))
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 

@@ -1,7 +1,5 @@
 """`banach train`: train a network from nothing, or resume a run; the test set is read once, at the end."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
@@ -17,7 +15,7 @@ from torch import nn
 from banach import data as registry
 from banach.cli.console import console, table
 from banach.cli.flags import with_flags
-from banach.cli.opened import DataDir, show_plot
+from banach.cli.opened import DataDir, option, show_plot
 from banach.cli.plugins import Imports, recorded
 from banach.cli.progress import Progress
 from banach.data import Images
@@ -45,15 +43,10 @@ Examples:
 def train(
     *,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Continue this run; on a CPU bit for bit the same.", metavar="RUN", show_default=False),
+        Path | None, option("Continue this run; on a CPU bit for bit the same.", metavar="RUN")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run directory.  [runs/DATA-N, the next N]", show_default=False)
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A TOML file of settings; flags override it.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, option("The run directory.  [runs/DATA-N, the next N]")] = None,
+    config: Annotated[Path | None, option("A TOML file of settings; flags override it.")] = None,
     data_dir: DataDir = None,
     modules: Imports = None,
     tensorboard: Annotated[bool, typer.Option(help="Write curves for TensorBoard.")] = True,
@@ -75,27 +68,9 @@ def train(
         console.quiet = not ranks.first
         parts = _parts(settings, data_dir)  # before the directory is made: a refused command leaves nothing
         ranks.check(parts[0], len(parts[1]), settings)
-        path = made.path if made else ranks.from_first(lambda: _new(out, settings))
-        return _train(Session(Run(path, settings), *parts, data_dir, ranks), tensorboard=tensorboard)
-
-
-def _new(out: Path | None, settings: Settings) -> Path:
-    """Make the directory of a new run and return its path."""
-    return Run.create(out or _next_free(str(settings.data)), settings).path
-
-
-def _train(session: Session, *, tensorboard: bool) -> int:
-    """Train the run to its end, or until a signal; return the exit code."""
-    if session.settings.threads is not None:
-        torch.set_num_threads(session.settings.threads)
-    console.print(session.opening())
-    history = session.train(tensorboard=tensorboard)
-    if history.stopped_by is not None:
-        if session.ranks.first:
-            console.print(f"stopped after {session.reached()}; resume with: {session.resume_command()}")
-        return 128 + history.stopped_by
-    session.finish(history)
-    return 0
+        name = str(settings.data)
+        path = made.path if made else ranks.from_first(lambda: Run.create(out or _next_free(name), settings).path)
+        return Session(Run(path, settings), *parts, data_dir, ranks).train(tensorboard=tensorboard)
 
 
 def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images, Images | None]:
@@ -131,22 +106,26 @@ class Session:
     data_dir: Path | None
     ranks: Ranks = Ranks()
 
-    @property
-    def settings(self) -> Settings:
-        return self.run.settings
-
-    def opening(self) -> str:
-        """Return what is trained on what, in two lines."""
-        settings, weights = self.settings, sum(p.numel() for p in self.net.parameters())
+    def train(self, *, tensorboard: bool) -> int:
+        """Train the run to its end, or until a signal; return the exit code."""
+        settings, weights = self.run.settings, sum(p.numel() for p in self.net.parameters())
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
         how = f", {settings.solver}, {settings.backward}" if settings.backward else ""
-        return (
-            f"{settings.model} ({weights:,} parameters{how}) on {len(self.train_images):,} images of "
-            f"{self.train_images.title}, {settings.torch_device}, seed {settings.seed}\nrun: {self.run.path}"
-        )
+        images = f"{len(self.train_images):,} images of {self.train_images.title}"
+        where = f"{settings.torch_device}, seed {settings.seed}"
+        console.print(f"{settings.model} ({weights:,} parameters{how}) on {images}, {where}\nrun: {self.run.path}")
+        history = self._fit(tensorboard)
+        if history.stopped_by is None:
+            self.finish(history)
+            return 0
+        if self.ranks.first:
+            console.print(self._stopped())
+        return 128 + history.stopped_by
 
-    def train(self, *, tensorboard: bool = True) -> History:
+    def _fit(self, tensorboard: bool) -> History:
         """Call fit() with a progress bar and TensorBoard."""
-        settings = self.settings
+        settings = self.run.settings
         progress = Progress(settings.epochs, math.ceil(len(self.train_images) / settings.batch_size))
         board = self._board() if tensorboard and self.ranks.first else None
 
@@ -175,42 +154,38 @@ class Session:
             console.print(str(error))
             return None
 
-    def resume_command(self) -> str:
-        """Return the command that resumes the run."""
+    def _stopped(self) -> str:
+        """Return where the run stopped, and the command that resumes it."""
         command = ["banach", "train", "--resume", str(self.run.path)]
-        return shlex.join(command if self.data_dir is None else [*command, "--data-dir", str(self.data_dir)])
-
-    def reached(self) -> str:
-        """Return the position of the newest checkpoint in words."""
+        command += [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
         checkpoint = self.run.latest()
-        epoch, step = (0, 0) if checkpoint is None else (checkpoint.state["epoch"], checkpoint.state["step"])
-        return f"epoch {epoch} of {self.settings.epochs}" + (f" and {step} steps" if step else "")
+        epoch, step = (0, 0) if checkpoint is None else (checkpoint.position.epoch, checkpoint.position.step)
+        more = f" and {step} steps" if step else ""
+        return (
+            f"stopped after epoch {epoch} of {self.run.settings.epochs}{more}; resume with: {shlex.join(command)}"
+        )
 
     def finish(self, history: History) -> None:
         """Evaluate the test set, once in the life of a run; print a table, write a plot."""
-        content = self.run.test()
+        settings, content = self.run.settings, self.run.test()
         if content is None:
-            images = self.settings.load("test", self.data_dir).to(self.settings.torch_device)
-            precision = self.settings.precision
-            scorer = Scorer(self.net, precision, fast=False, ranks=self.ranks)
-            totals = evaluate(self.net, images, precision=precision, scorer=scorer)
-            content = record(totals, images, "test", self.settings)
+            images = settings.load("test", self.data_dir).to(settings.torch_device)
+            scorer = Scorer(self.net, settings.precision, fast=False, ranks=self.ranks)
+            totals = evaluate(self.net, images, precision=settings.precision, scorer=scorer)
+            content = record(totals, images, "test", settings)
             if self.ranks.first:
                 self.run.write_test(content)
         if not self.ranks.first:
             return
-        console.print()
-        console.print(self._summary(history, content))
-        title = f"{self.settings.model} on {self.train_images.title}, {self.settings.backward or 'explicit'}"
-        show_plot(plot_history, history.epochs, self.run.path / PLOT, title=title, eps=self.settings.eps)
-
-    def _summary(self, history: History, content: dict[str, Any]) -> Any:
         rows = figures(Totals(**numbers(content["totals"])), "test")
         if history.epochs and history.last.validation_accuracy is not None:
             rows.insert(0, ("validation accuracy", f"{history.last.validation_accuracy:.2%}"))
         rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))
         rows.append(("seconds of training", f"{sum(epoch.seconds for epoch in history.epochs):.1f}"))
-        return table(f"{content['title']}: {content['count']:,} test images", ("figure", "value"), rows)
+        console.print()
+        console.print(table(f"{content['title']}: {content['count']:,} test images", ("figure", "value"), rows))
+        title = f"{settings.model} on {self.train_images.title}, {settings.backward or 'explicit'}"
+        show_plot(plot_history, history.epochs, self.run.path / PLOT, title=title, eps=settings.eps)
 
 
 def record(totals: Totals, images: Images, split: str, settings: Settings) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from banach.data.batches import Batches
 from banach.data.cifar10 import CIFAR10
 from banach.data.dataset import Arrays, DataError, DataSet, get, names, register
 from banach.data.digits import DIGITS, MNIST
-from banach.data.fetch import fetch
-from banach.data.files import cache_dir, load
+from banach.data.files import cache_dir, fetch, load
 from banach.data.images import SPLITS, Images
 from banach.data.svhn import SVHN
 

@@ -1,7 +1,6 @@
 """Batches: shuffled, augmented, normalised batches, a function of (seed, epoch, batch) alone."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from banach import checks
 from banach.data import counter
-from banach.data.augment import Augmentation, check_augmentation
+from banach.data.augment import Augmentation
 from banach.data.images import Images
 
 _ORDER, _CHANGE = 0, 1  # streams of random numbers: the order of the images, and their augmentation
@@ -34,22 +33,16 @@ class Batches:
 
     def __post_init__(self) -> None:
         checks.whole("the batch size", self.size, 1)
-        if self.augment is not None:
-            check_augmentation(self.augment)
         if len(self) == 0:
-            raise ValueError(
-                f"{len(self.images)} images make no batch of {self.size}; choose a smaller batch size"
-            )
+            got = f"{len(self.images)} images make no batch of {self.size}"
+            raise ValueError(f"{got}; choose a smaller batch size")
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        whole, left = divmod(len(self.images), self.size)
-        return whole if self.drop_last or not left else whole + 1
+        return len(self.images) // self.size if self.drop_last else math.ceil(len(self.images) / self.size)
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch, from batch `start` on."""
-        if not 0 <= start <= len(self):
-            raise ValueError(f"an epoch has batches 0 to {len(self) - 1}, got start={start}")
         order = self.order(epoch)
         for k in range(start, len(self)):
             yield self.make(self.index(order, k), self.key(epoch, k))

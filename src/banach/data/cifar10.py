@@ -1,7 +1,5 @@
 """CIFAR-10: the binary version, or the Python version, whose pickles are scanned and never unpickled."""
 
-from __future__ import annotations
-
 import pickletools
 from pathlib import Path
 from typing import Any

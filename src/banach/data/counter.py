@@ -5,8 +5,6 @@ operations. So the numbers are the same on every device and need no host sync. W
 graph draws new numbers at every replay, which a seeded torch.Generator cannot do.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

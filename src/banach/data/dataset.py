@@ -1,7 +1,5 @@
 """DataSet: what a data set is, which files it has and how they are read; the registry that users extend."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,20 +10,27 @@ import numpy as np
 from torch import Tensor
 
 from banach import checks
-from banach.data.images import SPLITS, Images
+from banach.data.images import Images
 
 
 class DataError(ValueError):
     """Data that cannot be used. The message is one sentence: what is wrong, and what to do."""
 
 
+class NotFound(DataError):
+    """No file of a part of a data set is there."""
+
+
 class Damaged(DataError):
     """A file that is not what its publisher wrote. Readers raise it; `load` adds what to do."""
 
     def __init__(self, path: Path | str, what: str) -> None:
-        # A hostile file may put text into `what`: at most 400 characters, and none that control a terminal.
-        clean = "".join(c if c.isprintable() else "?" for c in " ".join(what[:2000].split()))
-        super().__init__(f"{path} cannot be used: {clean[:400]}")
+        super().__init__(f"{path} cannot be used: {printable(what)}")
+
+
+def printable(text: object) -> str:
+    """Return text that a hostile file may have chosen: 400 characters at most, none that control a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(text)[:2000].split()))[:400]
 
 
 class Arrays(NamedTuple):
@@ -74,21 +79,10 @@ class DataSet:
             got = f"{self.mean} and {self.std}"
             raise ValueError(f"mean and std need {self.shape[0]} numbers each, those of std positive, got {got}")
 
-    def locate(self, folder: Path, part: str) -> tuple[Path | None, ...]:
-        """Return the files of a part in a folder, in order; None for a missing one."""
-        candidates = ([folder / (name + ending) for ending in self.endings] for name in self.files.get(part, ()))
-        return tuple(next(filter(Path.exists, paths), None) for paths in candidates)
-
-    def part(self, split: str) -> str:
-        """Return the part of the files that a split is taken from."""
-        if split not in SPLITS:
-            raise DataError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)}")
-        return "test" if split == "test" else "train"
-
     def images(self, pixels: Tensor, labels: Tensor, *, split: str, title: str | None = None) -> Images:
         """Return tensors as images of this data set."""
-        about = {"name": self.name, "title": title or self.title, "classes": self.classes}
-        return Images(pixels, labels, split=split, mean=self.mean, std=self.std, **about)  # type: ignore[arg-type]
+        about = (self.name, title or self.title, split, self.classes, self.mean, self.std)
+        return Images(pixels, labels, *about)
 
     @property
     def remedy(self) -> str:
@@ -111,8 +105,6 @@ def register(dataset: DataSet, *, replace: bool = False) -> DataSet:
     Raises:
         DataError: if the name is taken and `replace` is False.
     """
-    if not isinstance(dataset, DataSet):
-        raise TypeError(f"register takes a DataSet, got {type(dataset).__name__}")
     if dataset.name in _registry and not replace:
         raise DataError(
             f"data set {dataset.name!r} is registered already; choose another name or pass replace=True"
@@ -125,8 +117,8 @@ def get(name: str) -> DataSet:
     """Return the data set of that name.
 
     Args:
-        name: of a registered data set; "package.module:name", which imports the module that registers it; or
-            your data: "folder:PATH", "folder:PATH@SIZE", "npz:PATH", "PATH.npz".
+        name: of a registered data set; "package.module:name", if that module has been imported; or your data:
+            "folder:PATH", "folder:PATH@SIZE", "npz:PATH", "PATH.npz".
     Raises:
         DataError: if there is none; the message suggests the closest name.
     """

@@ -1,7 +1,5 @@
 """Two data sets of digits: scikit-learn's (inside a package) and MNIST (IDX files)."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

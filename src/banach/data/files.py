@@ -1,19 +1,18 @@
-"""load() and verify(): find the files of a data set, read them and check what they hold."""
-
-from __future__ import annotations
+"""load(), verify() and fetch(): find the files of a data set, read and check them, or download them."""
 
 import hashlib
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import tarfile
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from banach.data.dataset import Arrays, Damaged, DataError, DataSet, get
-from banach.data.images import Images, held_out, rest
+from banach.data.dataset import Arrays, Damaged, DataError, DataSet, NotFound, get, need
+from banach.data.images import SPLITS, Images, held_out, rest
 
 Folder = str | os.PathLike[str]
 PARTS = ("train", "test")
@@ -37,7 +36,9 @@ def load(
         DataError: if the files are missing or damaged.
     """
     dataset = get(name)
-    part = dataset.part(split)
+    if split not in SPLITS:
+        raise DataError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)}")
+    part = "test" if split == "test" else "train"
     (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)))
     if split in ("train", "validation"):
         index = held_out(labels, dataset.validation)
@@ -48,88 +49,65 @@ def load(
 
 
 def verify(dataset: DataSet, part: str, places: tuple[Path, ...]) -> str:
-    """Read a part of a data set and compare it with its known SHA-256; return a sentence about it.
-
-    Raises:
-        DataError: if the files are missing or damaged.
-    """
+    """Read a part of a data set and compare it with its known SHA-256; return a sentence about it."""
     arrays, title, digest = _read(dataset, part, find(dataset, part, places))
     verdict = "as expected" if dataset.known else "with no known value to compare it to"
     return f"{title}, {part}: {len(arrays.labels):,} images, SHA-256 {digest}, {verdict}"
 
 
-def located(dataset: DataSet, places: tuple[Path, ...]) -> Path | None:
-    """Return the folder of a data set, even of a part; None if nothing was found. Reads no file."""
-    for folder, paths in (found for part in PARTS for found in _candidates(dataset, part, places)):
-        if not paths or any(paths):
-            return folder
-    return None
-
-
 def cache_dir() -> Path:
-    """Return BANACH_CACHE, or `banach` in XDG_CACHE_HOME, in Windows' local folder, or in ~/.cache."""
-    own = os.environ.get("BANACH_CACHE")
-    if own:
-        return Path(own).expanduser()
-    windows = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else None
-    shared = os.environ.get("XDG_CACHE_HOME") or windows or "~/.cache"
-    return Path(shared).expanduser() / "banach"
+    """Return BANACH_CACHE, or `banach` in XDG_CACHE_HOME or in ~/.cache."""
+    own, shared = os.environ.get("BANACH_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own or f"{shared}/banach").expanduser()
 
 
 def roots(dataset: DataSet, data_dir: Folder | None = None) -> tuple[Path, ...]:
     """Return the folders to look in, first to last. `data_dir` and BANACH_DATA must exist; the cache need not."""
     if not dataset.files:
         return (Path(),)  # such data comes inside a package, so a wrong folder does not matter
-    named = (("the data folder", data_dir), ("BANACH_DATA", os.environ.get("BANACH_DATA")))
-    given = [(what, Path(folder).expanduser()) for what, folder in named if folder]
-    for what, folder in given:
+    named = {"the data folder": data_dir, "BANACH_DATA": os.environ.get("BANACH_DATA")}
+    given = {what: Path(folder).expanduser() for what, folder in named.items() if folder}
+    for what, folder in given.items():
         if not folder.is_dir():
             raise DataError(f"{what} {folder} is not a folder; pass an existing one")
-    return (*(folder for _, folder in given), cache_dir())
+    return (*given.values(), cache_dir())
 
 
 def find(dataset: DataSet, part: str, places: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Return the files of a part, in the first place that has them all.
-
-    Raises:
-        DataError: if no place has them all; it names a missing file of the first place that has some.
-    """
-    incomplete = []
-    for folder, paths in _candidates(dataset, part, places):
-        present = tuple(path for path in paths if path is not None)
-        if len(present) == len(paths):
-            return present
-        if present or (folder.is_dir() and folder not in places):
-            missing = dataset.files[part][paths.index(None)] + dataset.endings[0]
-            incomplete.append((not present, f"{folder} has no {missing}; {dataset.remedy}"))
-    if incomplete:
-        raise DataError(min(incomplete, key=lambda one: one[0])[1])
-    looked = ", ".join(map(str, places))
-    advice = "or pass its folder (--data-dir, BANACH_DATA)"
-    raise DataError(f"{dataset.name} was not found in {looked}; {dataset.remedy}, {advice}")
-
-
-def _candidates(
-    dataset: DataSet, part: str, places: tuple[Path, ...]
-) -> Iterator[tuple[Path, tuple[Path | None, ...]]]:
-    """Yield each folder to look in, with the files of the part that are there."""
+    """Return the files of a part, in the first folder that has them all; refuse an incomplete or absent part."""
+    incomplete = None
     for folder in (place / name for place in places for name in (*dataset.folders, ".")):
-        yield folder, dataset.locate(folder, part)
+        wanted = {name: [folder / (name + end) for end in dataset.endings] for name in dataset.files.get(part, ())}
+        # Reversed: of two files, that with the first of the endings is taken.
+        found = {name: path for name, paths in wanted.items() for path in reversed(paths) if path.exists()}
+        if len(found) == len(wanted):
+            return tuple(found[name] for name in wanted)
+        if found and incomplete is None:
+            missing = next(paths[0] for name, paths in wanted.items() if name not in found)
+            incomplete = DataError(f"{folder} has no {missing.name}; {dataset.remedy}")
+    looked, advice = ", ".join(map(str, places)), "or pass its folder (--data-dir, BANACH_DATA)"
+    what = f"{dataset.name} ({part} part) was not found in {looked}"
+    raise incomplete or NotFound(f"{what}; {dataset.remedy}, {advice}")
 
 
 def _read(dataset: DataSet, part: str, paths: tuple[Path, ...]) -> tuple[Arrays, str, str]:
     """Return the arrays of a part, their title and SHA-256; refuse wrong ones."""
-    with _advice(dataset):
+    known = dataset.known.get(part)
+    try:
         arrays = dataset.read(part, paths)
-        wrong, digest, known = _fault(dataset, part, arrays), _sha256(arrays), dataset.known.get(part)
+        wrong, digest = _fault(dataset, part, arrays), _sha256(arrays)
         if not wrong and known not in (None, digest) and not _published(dataset, paths):
             wrong = f"the {part} arrays have SHA-256 {digest}, expected {known}"
         if wrong:
             first, *others = paths or (dataset.name,)
             one_of = "one of " if others else ""
             raise Damaged(one_of + ", ".join([str(first), *(path.name for path in others)]), wrong)
-        title = dataset.known_title if digest == known else None
-        return arrays, title or dataset.title, digest
+    except Damaged as error:
+        raise DataError(f"{error}; delete it and {dataset.remedy}") from error
+    except OSError as error:
+        where = error.filename or dataset.name
+        raise DataError(f"{where} cannot be read ({error.strerror or error}); {dataset.remedy}") from error
+    return arrays, (digest == known and dataset.known_title) or dataset.title, digest
 
 
 def _published(dataset: DataSet, paths: tuple[Path, ...]) -> bool:
@@ -169,13 +147,78 @@ def _fault(dataset: DataSet, part: str, arrays: Arrays) -> str | None:
     return None
 
 
-@contextmanager
-def _advice(dataset: DataSet) -> Iterator[None]:
-    """Add what to do to a reader's error, which names the file and the fault."""
+def fetch(name: str, data_dir: Folder | None = None) -> list[str]:
+    """Download the files of a data set that are missing or damaged, and verify them.
+
+    Files appear under their names only when they are complete and have their published digest.
+
+    Args:
+        name: the data set.
+        data_dir: where the files go; else BANACH_DATA, else the cache. It is created.
+    Returns:
+        A sentence about each part.
+    Raises:
+        DataError: if the data cannot be downloaded, written or verified.
+    """
+    dataset = get(name)
+    root = Path(data_dir or os.environ.get("BANACH_DATA") or cache_dir()).expanduser()
     try:
-        yield
-    except Damaged as error:
-        raise DataError(f"{error}; delete it and {dataset.remedy}") from error
+        return [verify(dataset, part, (root,)) for part in PARTS]
+    except DataError:
+        _download(dataset, root)
+    return [verify(dataset, part, (root,)) for part in PARTS]
+
+
+def _download(dataset: DataSet, root: Path) -> None:
+    """Download each file to a temporary folder, and move it to its place in one step."""
+    if not dataset.downloads:
+        raise DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
+    folder = root / dataset.folders[0]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as temporary:
+            for url, digest in dataset.downloads.items():
+                path = Path(temporary) / url.rsplit("/", 1)[-1]
+                if matches(folder / path.name, digest):
+                    continue
+                _retrieve(url, digest, path)
+                for file in _members(dataset, path) if path.name.endswith(".tar.gz") else [path]:
+                    file.chmod(0o644)  # temporary files are readable by their owner only
+                    os.replace(file, folder / file.name)
     except OSError as error:
-        where = error.filename or dataset.name
-        raise DataError(f"{where} cannot be read ({error.strerror or error}); {dataset.remedy}") from error
+        raise DataError(
+            f"{dataset.name} cannot be written to {root} ({error}); free space or choose another folder"
+        ) from error
+
+
+def _retrieve(url: str, digest: str, path: Path) -> None:
+    pooch = need("pooch", "a download")
+    refused = need("requests", "a download").exceptions.RequestException
+    try:
+        pooch.retrieve(url, digest, fname=path.name, path=path.parent)
+    except refused as error:
+        if error.response is not None:
+            error.response.close()  # pooch leaves it open
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise DataError(f"{url} cannot be reached ({why}); check the connection") from error
+    except ValueError as error:  # pooch's error for another digest
+        raise DataError(f"{url} does not have its published {digest}; try again, or get it elsewhere") from error
+
+
+def _members(dataset: DataSet, archive: Path) -> list[Path]:
+    """Extract the files that the data set names, if they are plain files; return them when all are there."""
+    names, paths = [name + dataset.endings[0] for part in dataset.files.values() for name in part], []
+    try:
+        with tarfile.open(archive) as tar:
+            plain = {member.name: member for member in tar if member.isreg()}
+            for name in names:
+                inside = f"{dataset.folders[0]}/{name}"
+                if inside not in plain:
+                    raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
+                source: Any = tar.extractfile(plain[inside])
+                paths.append(archive.parent / name)
+                with source, open(paths[-1], "wb") as target:
+                    shutil.copyfileobj(source, target)
+    except tarfile.TarError as error:
+        raise DataError(f"{archive.name} is not an archive that can be opened ({error})") from error
+    return paths

@@ -1,10 +1,9 @@
 """Images: one split of a data set, as tensors on the training device; and which images a split holds out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,9 +37,6 @@ class Images:
         if self.labels.dtype != torch.int64 or self.labels.shape != self.pixels.shape[:1]:
             got = f"{self.labels.dtype} {tuple(self.labels.shape)}"
             raise TypeError(f"labels must be int64 of shape ({len(self.pixels)},), got {got}")
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != self.pixels.shape[1]:
-                raise ValueError(f"{name} must have one number per channel: {self.pixels.shape[1]}, got {values}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -58,15 +54,15 @@ class Images:
     def device(self) -> torch.device:
         return self.pixels.device
 
-    def to(self, device: torch.device | str) -> Images:
+    def to(self, device: torch.device | str) -> Self:
         return replace(self, pixels=self.pixels.to(device), labels=self.labels.to(device))
 
-    def take(self, index: Tensor | Sequence[int]) -> Images:
+    def take(self, index: Tensor | Sequence[int]) -> Self:
         """Return the images of `index`, in its order."""
         index = torch.as_tensor(index, dtype=torch.int64, device=self.device)
         return replace(self, pixels=self.pixels.index_select(0, index), labels=self.labels.index_select(0, index))
 
-    def subset(self, count: int) -> Images:
+    def subset(self, count: int) -> Self:
         """Return `count` images, stratified by class; the same ones at every call."""
         return self.take(torch.from_numpy(held_out(self.labels.cpu().numpy(), count)))
 
@@ -78,9 +74,9 @@ class Images:
     @cached_property
     def _affine(self) -> tuple[Tensor, Tensor]:
         # Cached: making a tensor from Python numbers is a copy that the device waits for.
-        mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
-        both = torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
-        return both[0].view(-1, 1, 1), both[1].view(-1, 1, 1)
+        mean, std = torch.tensor([self.mean, self.std], dtype=torch.float64)[..., None, None]
+        scale, shift = torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
+        return scale, shift
 
 
 def held_out(labels: np.ndarray, count: int, key: int = KEY) -> np.ndarray:

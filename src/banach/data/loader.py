@@ -1,7 +1,5 @@
 """Loader: the batches of a DataLoader, or of another iterable with a length, in an order that a resume repeats."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,14 +19,9 @@ _LOADED = 3  # the stream of what samplers and data sets draw; `Batches` has str
 class Loader:
     """Batches (inputs, targets) of `data`.
 
-    Batch k of epoch e depends on (seed, e, k) alone: they seed what `data` draws from PyTorch, NumPy or `random`,
-    and the generators of samplers; `set_epoch(e)` is called where loader, sampler or data set have it.
-
-    Args:
-        data: a DataLoader, with or without workers, or another iterable with a length. Inputs are a tensor, or a
-            tuple of tensors for a Q that takes several.
-        device: where batches go.
-        seed: decides all that is drawn.
+    `data` is a DataLoader, with or without workers, or another iterable with a length. Batch k of epoch e depends
+    on (seed, e, k) alone: they seed what `data` draws from PyTorch, NumPy or `random`, and the generators of
+    samplers; `set_epoch(e)` is called where loader, sampler or data set have it.
     """
 
     augment = None
@@ -52,7 +45,9 @@ class Loader:
 
     def epoch(self, epoch: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch, where the data has them."""
-        for part in _parts(self.data):
+        by_batch = getattr(self.data, "batch_sampler", None)
+        inner = [getattr(self.data, name, None) for name in ("dataset", "sampler")]
+        for part in (self.data, *inner, by_batch, getattr(by_batch, "sampler", None)):
             if isinstance(generator := getattr(part, "generator", None), torch.Generator):
                 generator.manual_seed(counter.key(self.seed, _LOADED, epoch, 0))
             if callable(begin := getattr(part, "set_epoch", None)):
@@ -68,9 +63,8 @@ class Loader:
 
     def placed(self, batch: Batch) -> Batch:
         """Return a batch on the device."""
-        d, targets = batch
-        moved = tuple(one.to(self.device, non_blocking=True) for one in d)
-        return moved, targets.to(self.device, non_blocking=True)
+        *d, targets = (one.to(self.device, non_blocking=True) for one in (*batch[0], batch[1]))
+        return tuple(d), targets
 
     def own(self, size: int, rank: int) -> slice:
         """Return the part of a batch that a rank gets: there is one rank, which gets all."""
@@ -80,13 +74,6 @@ class Loader:
     def few(self) -> tuple[Tensor, ...]:
         """The inputs of the first batch, on which a network is measured."""
         return self.placed(next(self.epoch()))[0]
-
-
-def _parts(data: Any) -> list[Any]:
-    """Return a loader, its data set and its samplers."""
-    by_batch = getattr(data, "batch_sampler", None)
-    sampler, dataset = getattr(data, "sampler", None), getattr(data, "dataset", None)
-    return [data, dataset, sampler, by_batch, getattr(by_batch, "sampler", None)]
 
 
 def _checked(given: Any) -> Batch:

@@ -1,7 +1,5 @@
 """own(): your data as a data set: a folder of images by class, or arrays in a .npz file."""
 
-from __future__ import annotations
-
 import math
 import re
 import zipfile
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from banach.data.dataset import Arrays, DataError, DataSet
+from banach.data.dataset import Arrays, DataError, DataSet, printable
 from banach.data.images import held_out, rest
 from banach.data.pictures import images_in, read_image
 
@@ -49,7 +47,11 @@ def _folder(text: str) -> DataSet:
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; pass --data folder:PATH with the folder of your images")
     parts = [part for part in (root / "train", root / "test") if part.is_dir()]
-    listed = [_images_by_class(part) for part in (parts if len(parts) == 2 else [root])]
+    listed = list[list[Path]]()
+    for part in parts if len(parts) == 2 else [root]:
+        listed.append([path for inner in sorted(part.iterdir()) if inner.is_dir() for path in images_in(inner)])
+        if not listed[-1]:
+            raise DataError(f"{part} has no images; put them into one folder per class, as in {part}/cat/1.png")
     classes = {name: number for number, name in enumerate(sorted({path.parent.name for path in listed[0]}))}
     labels = [np.array([classes.get(path.parent.name, -1) for path in files]) for files in listed]
     channels, height, width = read_image(listed[0][0]).pixels.shape
@@ -69,14 +71,6 @@ def _folder(text: str) -> DataSet:
     return _dataset(name, root.name, (channels, *size), tuple(classes), labels, read)
 
 
-def _images_by_class(folder: Path) -> list[Path]:
-    """Return the images of the folders in a folder."""
-    found = [path for inner in sorted(folder.iterdir()) if inner.is_dir() for path in images_in(inner)]
-    if not found:
-        raise DataError(f"{folder} has no images; put them into one folder per class, as in {folder}/cat/1.png")
-    return found
-
-
 def _npz(path: Path) -> DataSet:
     """Return the arrays x_train, y_train, x_test and y_test, or images and labels."""
     with _opened(path) as file:
@@ -89,16 +83,16 @@ def _npz(path: Path) -> DataSet:
         most = max(int(one.max(initial=0)) for one in labels)
         if most >= CLASSES:
             raise ValueError(f"it has a label of {most}, expected 0 to {CLASSES - 1}")
-    for shape, numbers in zip(shapes, labels, strict=True):
-        if shape[:1] != (len(numbers),) or shape[1:] != shapes[0][1:]:
-            raise DataError(f"{path} holds {len(numbers):,} labels for images {shape}; make them match")
+        for shape, numbers in zip(shapes, labels, strict=True):
+            if shape[:1] != (len(numbers),) or shape[1:] != shapes[0][1:]:
+                raise ValueError(f"{len(numbers):,} labels for images {shape}; make them match")
+        _, channels, height, width = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape  # without memory
 
     def read(index: int) -> np.ndarray:
         with _opened(path) as file:
             return np.ascontiguousarray(_planes(_member(file, names[2 * index], np.uint8)))
 
     classes = tuple(map(str, range(1 + most)))
-    _, channels, height, width = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape  # without memory
     return _dataset(f"npz:{path}", path.name, (channels, height, width), classes, labels, read)
 
 
@@ -111,8 +105,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); pass a .npz file") from None
     except Exception as error:  # a damaged file makes zipfile and NumPy raise almost anything
-        said = "".join(c if c.isprintable() else "?" for c in str(error)[:400])
-        raise DataError(f"{path} is not a .npz file that can be used: {said}") from None
+        raise DataError(f"{path} is not a .npz file that can be used: {printable(error)}") from None
 
 
 def _shape(file: zipfile.ZipFile, name: str, kind: type) -> tuple[int, ...]:
@@ -138,7 +131,7 @@ def _planes(pixels: np.ndarray) -> np.ndarray:
     if pixels.ndim == 3:
         return pixels[:, None]
     if pixels.ndim != 4 or not {1, 3} & {pixels.shape[1], pixels.shape[3]}:
-        raise DataError(f"images must be (N, H, W), (N, C, H, W) or (N, H, W, C), C 1 or 3, got {pixels.shape}")
+        raise ValueError(f"images must be (N, H, W), (N, C, H, W) or (N, H, W, C), C 1 or 3, got {pixels.shape}")
     return pixels if pixels.shape[1] in (1, 3) else pixels.transpose(0, 3, 1, 2)
 
 
@@ -151,23 +144,23 @@ def _dataset(
     read: Callable[[int], np.ndarray],
 ) -> DataSet:
     """Return the data set of one array of labels, a tenth of which is the test part, or of two."""
-    index: dict[str, Any] = {"train": (0, slice(None)), "test": (1, slice(None))}
+    chosen: list[Any] = [slice(None), slice(None)]
     if len(labels) == 1:
-        test = held_out(labels[0], len(labels[0]) // TENTH)
-        index = {"train": (0, rest(len(labels[0]), test)), "test": (0, test)}
-    counts = {part: len(labels[array][chosen]) for part, (array, chosen) in index.items()}
-    if counts["train"] < TENTH or counts["test"] < 1 or not 2 <= len(classes) <= CLASSES:
-        got = f"{counts['train']:,} training images, {counts['test']:,} test images and {len(classes)} classes"
+        held = held_out(labels[0], len(labels[0]) // TENTH)
+        chosen = [rest(len(labels[0]), held), held]
+    train, test = len(labels[0][chosen[0]]), len(labels[-1][chosen[1]])
+    if train < TENTH or test < 1 or not 2 <= len(classes) <= CLASSES:
+        got = f"{train:,} training images, {test:,} test images and {len(classes)} classes"
         raise DataError(f"{name} has {got}, expected at least {TENTH} and 1, and 2 to {CLASSES} classes")
-    if not 0 < sum(counts.values()) * math.prod(shape) <= LIMIT:
-        got = f"{sum(counts.values()):,} images {shape}"
+    if not 0 < (train + test) * math.prod(shape) <= LIMIT:
+        got = f"{train + test:,} images {shape}"
         raise DataError(f"{name} has {got}, expected 1 to {LIMIT:,} bytes; choose a size, as in folder:PATH@32")
     if min(one.min() for one in labels) < 0:
         raise DataError(f"{name} has labels below 0, or test images of a class without training images; fix them")
 
     def read_part(part: str, paths: tuple[Path, ...]) -> Arrays:
-        array, chosen = index[part]
-        return Arrays(read(array)[chosen], labels[array][chosen].astype(np.uint8))
+        array, index = (-1 if part == "test" else 0), chosen[part == "test"]
+        return Arrays(read(array)[index], labels[array][index].astype(np.uint8))
 
-    half = (0.5,) * shape[0]
-    return DataSet(name, title, shape, classes, half, half, counts, max(1, counts["train"] // TENTH), read_part)
+    half, counts = (0.5,) * shape[0], {"train": train, "test": test}
+    return DataSet(name, title, shape, classes, half, half, counts, max(1, train // TENTH), read_part)

@@ -1,7 +1,5 @@
 """read_image(): an image file as pixels. Its size is checked before it is decoded."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.data.dataset import DataError, need
+from banach.data.dataset import DataError, need, printable
 
 # Formats of pixels only: Pillow would hand EPS, for example, to another program.
 FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "TIFF", "WEBP", "PPM")
@@ -43,52 +41,39 @@ def images_in(folder: Path) -> list[Path]:
 def read_image(path: Path, shape: tuple[int, int, int] | None = None) -> Picture:
     """Read an image file: rotated as its EXIF data says, on white where it is transparent.
 
-    Args:
-        path: the file.
-        shape: (channels, height, width) to convert and resize it to; its own, grey or RGB, by default.
-    Returns:
-        The pixels, and the size of the file's image.
-    Raises:
-        DataError: if the file cannot be read as one picture.
+    It is converted and resized to `shape` (channels, height, width); by default it keeps its own, grey or RGB.
     """
-    image_module = need("PIL.Image", "reading images")
+    pillow = need("PIL.Image", "reading images")
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise DataError(f"{path} {what}; pass image files")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # damaged EXIF data and the like
-        warnings.simplefilter("error", image_module.DecompressionBombWarning)
+        warnings.simplefilter("ignore")  # damaged EXIF data and the like; the size is checked here
         try:
-            return _read(image_module, path, shape)
-        except (image_module.DecompressionBombWarning, image_module.DecompressionBombError):
-            raise DataError(f"{path} has too many pixels, more than {PIXELS:,}; scale it down first") from None
-        except _Refused as error:
+            return _read(pillow, path, shape)
+        except DataError as error:
             raise DataError(f"{path} {error}") from None
         except Exception as error:  # a damaged file makes Pillow raise almost anything
-            said = " ".join(str(error).split()).replace(f" {str(path)!r}", "") or type(error).__name__
+            said = printable(error).replace(f" {str(path)!r}", "") or type(error).__name__
             raise DataError(f"{path} is not an image that can be read: {said}") from None
 
 
-class _Refused(ValueError):
-    """An image that is too large, or can be read in more than one way."""
-
-
-def _read(image_module: Any, path: Path, shape: tuple[int, int, int] | None) -> Picture:
-    image_module.init()
-    formats = [name for name in FORMATS if name in image_module.OPEN]
+def _read(pillow: Any, path: Path, shape: tuple[int, int, int] | None) -> Picture:
+    pillow.init()
+    formats = [name for name in FORMATS if name in pillow.OPEN]
     if path.stat().st_size > BYTES:
-        raise _Refused(f"has {path.stat().st_size:,} bytes, expected at most {BYTES:,}; scale it down first")
-    with image_module.open(path, formats=formats) as image:
+        raise DataError(f"has {path.stat().st_size:,} bytes, expected at most {BYTES:,}; scale it down first")
+    with pillow.open(path, formats=formats) as image:
         _check(image)
         # In place: a copy would lose the format, and cost memory.
         need("PIL.ImageOps", "reading images").exif_transpose(image, in_place=True)
-        flat = _flattened(image_module, image)
+        flat = _flattened(pillow, image)
     size = flat.size
     channels, height, width = shape or (1 if flat.mode in ("1", "L") else 3, size[1], size[0])
     flat = flat.convert("L" if channels == 1 else "RGB")
     if size != (width, height):
         # This filter averages all pixels that become one, without ringing at edges.
-        flat = flat.resize((width, height), image_module.Resampling.BILINEAR)
+        flat = flat.resize((width, height), pillow.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(flat)).reshape(height, width, channels)
     return Picture(pixels.movedim(2, 0).contiguous(), size)
 
@@ -98,21 +83,21 @@ def _check(image: Any) -> None:
     width, height = image.size
     if width * height > PIXELS or max(width, height) > SIDE:
         limits = f"at most {PIXELS:,} pixels and {SIDE:,} on a side"
-        raise _Refused(f"has {width:,} x {height:,} pixels, expected {limits}; scale it down first")
+        raise DataError(f"has {width:,} x {height:,} pixels, expected {limits}; scale it down first")
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":  # an MPO's second picture shows the same scene
-        raise _Refused(f"holds {frames} pictures, expected one; save one of them to a file")
+        raise DataError(f"holds {frames} pictures, expected one; save one of them to a file")
     image.load()
 
 
-def _flattened(image_module: Any, image: Any) -> Any:
+def _flattened(pillow: Any, image: Any) -> Any:
     """Return 8 bits per channel, without alpha: Pillow alone would clip 16 bits at 255 and drop alpha."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         wide = np.array(image).astype(np.int64)
-        return image_module.fromarray(((wide.clip(0, 65_535) + 128) // 257).astype(np.uint8))
+        return pillow.fromarray(((wide.clip(0, 65_535) + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise _Refused("has pixels of 32 bits, whose scale is not known; save it with 8 or 16 bits")
+        raise DataError("has pixels of 32 bits, whose scale is not known; save it with 8 or 16 bits")
     if "transparency" not in image.info and image.mode not in ("RGBA", "LA", "PA", "RGBa", "La"):
         return image
     image = image.convert("RGBA")
-    return image_module.alpha_composite(image_module.new("RGBA", image.size, "white"), image).convert("RGB")
+    return pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image).convert("RGB")

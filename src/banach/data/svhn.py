@@ -4,13 +4,11 @@ scipy.io reads many more kinds of file, but a forged type number crashes its com
 forged size makes it decompress without a limit.
 """
 
-from __future__ import annotations
-
-import io
 import math
 import struct
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +19,7 @@ from banach.data.dataset import Arrays, Damaged, DataSet
 URL = "http://ufldl.stanford.edu/housenumbers/"  # no https: the files have a pinned SHA-256
 UINT8, MATRIX, COMPRESSED = 2, 14, 15  # type numbers of the format
 COMPLEX = 0x800
-SMALL = 64  # bytes: more than a part of an array's header needs
+LIMIT = 2**28  # bytes of a variable that are read or decompressed; the largest X has 225 million
 
 
 def read_svhn(part: str, paths: tuple[Path, ...]) -> Arrays:
@@ -30,12 +28,11 @@ def read_svhn(part: str, paths: tuple[Path, ...]) -> Arrays:
     found: dict[str, np.ndarray] = {}
     try:
         with open(path, "rb") as file:
-            for stream in _variables(file):
-                name, shape = _header(stream)
+            for content in _variables(file):
+                name, array = _array(content)
                 if name in found:
                     raise ValueError(f"it holds {name} twice")
-                if name in ("X", "y"):
-                    found[name] = _array(stream, name, shape)
+                found[name] = array
     except (ValueError, zlib.error, struct.error) as error:
         raise Damaged(path, f"it is not a MATLAB 5 file of X and y: {error}") from error
     if len(found) != 2:
@@ -47,73 +44,50 @@ def read_svhn(part: str, paths: tuple[Path, ...]) -> Arrays:
     return Arrays(np.ascontiguousarray(found["X"].transpose(3, 2, 0, 1)), labels % 10)
 
 
-def _variables(file: BinaryIO) -> Iterator[BinaryIO]:
-    """Yield a stream at the start of each variable."""
+def _variables(file: BinaryIO) -> Iterator[memoryview]:
+    """Yield the content of each variable, at most LIMIT bytes of it."""
     if file.read(128)[126:] != b"IM":
         raise ValueError("it does not start with a header of 128 bytes, little-endian")
     while tag := file.read(8):
         kind, size = struct.unpack("<II", tag)
-        after, stream = file.tell() + size, file
+        content = memoryview(file.read(min(size, LIMIT)))
         if kind == COMPRESSED:
-            stream = io.BufferedReader(_Inflated(file, size))
-            kind, _ = struct.unpack("<II", stream.read(8))
+            content = memoryview(zlib.decompressobj().decompress(content, LIMIT))
+            kind, content = struct.unpack_from("<II", content)[0], content[8:]
         if kind != MATRIX:
             raise ValueError(f"it has an element of type {kind}, expected {MATRIX}")
-        yield stream
-        file.seek(after)
+        yield content
 
 
-def _header(stream: BinaryIO) -> tuple[str, tuple[int, ...]]:
-    """Return name and shape of an array."""
-    (_, flags), (_, shape), (_, name) = (_element(stream, SMALL) for _ in range(3))
+def _array(content: memoryview) -> tuple[str, np.ndarray]:
+    """Return name and values of a variable."""
+    (_, flags), (_, sizes), (_, letters), (kind, values) = islice(_elements(content), 4)
+    name, shape = bytes(letters).decode("latin1"), struct.unpack(f"<{len(sizes) // 4}i", sizes)
+    if name not in ("X", "y"):
+        raise ValueError(f"it holds {name}")
     if struct.unpack("<II", flags)[0] & COMPLEX:
         raise ValueError("it holds complex numbers")
-    return name.decode("latin1"), struct.unpack(f"<{len(shape) // 4}i", shape)
-
-
-def _array(stream: BinaryIO, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array. Its shape is checked before anything of that size is read."""
-    most = max(SVHN.counts.values())
-    rows, others = (shape[3:], shape[:3]) if name == "X" else (shape[:1], shape[1:])
-    expected = {"X": (32, 32, 3), "y": (1,)}[name]
-    if others != expected or len(rows) != 1 or not 0 < rows[0] <= most:
+    most, count = max(SVHN.counts.values()), shape[-1 if name == "X" else 0] if shape else 0
+    if shape != ((32, 32, 3, count) if name == "X" else (count, 1)) or not 0 < count <= most:
         wanted = "(32, 32, 3, N)" if name == "X" else "(N, 1)"
         raise ValueError(f"{name} has the shape {shape}, expected {wanted} with N at most {most:,}")
-    kind, content = _element(stream, math.prod(shape))
-    if kind != UINT8 or len(content) != math.prod(shape):
-        got = f"{len(content):,} bytes of type {kind}"
+    if kind != UINT8 or len(values) != math.prod(shape):
+        got = f"{len(values):,} bytes of type {kind}"
         raise ValueError(f"{name} has {got}, expected {math.prod(shape):,} of type {UINT8} (uint8)")
-    return np.frombuffer(content, np.uint8).reshape(shape, order="F")
+    return name, np.frombuffer(values, np.uint8).reshape(shape, order="F")
 
 
-def _element(stream: BinaryIO, most: int) -> tuple[int, bytes]:
-    """Return type and content of the next element; four bytes or fewer are inside its tag."""
-    tag = stream.read(8)
-    kind, size = struct.unpack("<II", tag)
-    if kind >> 16:
-        return kind & 0xFFFF, tag[4 : 4 + (kind >> 16)]
-    if size > most:
-        raise ValueError(f"it has an element of {size:,} bytes, expected at most {most:,}")
-    return kind, stream.read(size + -size % 8)[:size]
-
-
-class _Inflated(io.RawIOBase):
-    """The decompressed content of the next `size` bytes of a file, as a stream."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.left, self.inflate = file, size, zlib.decompressobj()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data, block = b"", b"start"
-        while not data and block and not self.inflate.eof:
-            block = self.inflate.unconsumed_tail or self.file.read(min(self.left, 2**16))
-            self.left -= 0 if self.inflate.unconsumed_tail else len(block)
-            data = self.inflate.decompress(block, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+def _elements(content: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield type and content of each element; four bytes or fewer are inside its tag."""
+    place = 0
+    while place < len(content):
+        kind, size = struct.unpack_from("<II", content, place)
+        if kind >> 16:
+            yield kind & 0xFFFF, content[place + 4 : place + 4 + (kind >> 16)]
+            place += 8
+        else:
+            yield kind, content[place + 8 : place + 8 + size]
+            place += 8 + size + -size % 8
 
 
 SVHN = DataSet(
