@@ -14,10 +14,7 @@ from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks.results import Benchmark
 
-FILES = (
-    *("loop", "memory", "onestep", "per_sample", "modes", "starts", "layout", "penalty"),
-    "training_step",
-)
+FILES = ("loop", "memory", "onestep", "per_sample", "modes", "training_step")
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
 FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu")}
 

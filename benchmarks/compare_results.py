@@ -27,12 +27,9 @@ LOWER = {  # the less, the better
     "memory": ("peak MB",),
     "onestep": ("ratio",),
     "modes": ("time / JFB",),
-    "penalty": ("cost of a step",),
-    "starts": ("steps",),
 }
-HIGHER = {"compaction": ("useful %",), "layout": ("gain",)}
 COLUMNS = [(name, column, 1) for name, some in LOWER.items() for column in some]
-COLUMNS += [(name, column, -1) for name, some in HIGHER.items() for column in some]
+COLUMNS += [("compaction", "useful %", -1)]  # the more, the better
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,11 +78,8 @@ def _values(content: dict[str, Any], column: str) -> dict[tuple[str, ...], float
     for row in content["rows"]:
         value = row.get(column)
         value = value["median"] if isinstance(value, dict) else value
-        name = tuple(
-            f"{row[key]}"
-            for key in row
-            if (isinstance(row[key], str) and key != "T evals") or key in ("eps", "depth", "batch")
-        )
+        words = [key for key in row if (isinstance(row[key], str) and key != "T evals") or key == "depth"]
+        name = tuple(str(row[key]) for key in words)
         if isinstance(value, (int, float)) and not any("TorchDEQ" in part for part in name):
             found[name] = float(value)
     return found

@@ -165,15 +165,6 @@ def test_both_libraries_are_measured_on_equal_terms() -> None:
     assert difference["float64", "Picard"] < 1e-13
 
 
-def test_a_start_near_the_answer_saves_steps() -> None:
-    """The frame before, and a neighbour among the frames before, which is the same sample."""
-    saved = {row["start"]: row["of those from zeros"] for row in quick("starts").report.rows}
-    assert saved["zeros"] == 1
-    assert saved["the frame before"] < 1
-    assert saved["the nearest neighbour"] <= saved["the frame before"] + 0.2
-    assert saved["a fitted convolution"] < 1
-
-
 def test_actions_run_in_turn_and_figures_summarise_them() -> None:
     order: list[str] = []
     seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, warm_up=1)
