@@ -13,11 +13,10 @@ from typing import Any
 
 from reproduction import table1
 from reproduction.intervals import NOT_REPRODUCED, REPRODUCED, Claim
-from reproduction.study import panels, table
+from reproduction.study import table
 from reproduction.trainings import Training
 
 RECORDS, Row, run = table1.RECORDS, Training, table1.run
-KINDS = (("sigma", "sigma_max(dT/du)", "C3"), ("rate", "observed rate", "C0"))
 
 
 def _measured(rows: Sequence[Training]) -> dict[str, table1.Group]:
@@ -59,18 +58,5 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
-    """Draw sigma_max and the rate over training: mean over images and runs, and the range."""
-    groups = _measured(rows)
-    figure, axes = panels(len(groups), width=4.2)
-    for one, (data, group) in zip(axes, groups.items(), strict=True):
-        lines = _lines(group)
-        epochs = sorted({line["epoch"] for line in lines})
-        for key, label, color in KINDS:
-            found = [[x for line in lines if line["epoch"] == k for x in _numbers(line, key)] for k in epochs]
-            one.plot(epochs, [fmean(x) for x in found], marker=".", label=label, color=color)
-            one.fill_between(epochs, [min(x) for x in found], [max(x) for x in found], alpha=0.2, color=color)
-        one.axhline(1, color="black", linewidth=0.8)
-        one.set(title=f"{table1.TITLES[data]}, {group.length}", xlabel="epoch", xscale="log", ylim=(0, 2.1))
-    axes[0].set_ylabel("100 training images: mean, range")
-    axes[0].legend(fontsize="small")
-    return {"contraction": figure}
+    """Return none: the figure of the theory study shows both over training."""
+    return {}

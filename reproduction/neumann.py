@@ -9,13 +9,14 @@ with k > 0 evaluates T once more for its products.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from banach import Implicit, Mode, Picard, Tolerance
 from reproduction.intervals import REPRODUCED, UNTESTED, Claim, Interval, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import Options, panels, table
+from reproduction.study import panels, table
 from reproduction.table1 import TITLES
 from reproduction.table2 import ratios
 from reproduction.trainings import Training, draw_curve, of_group, trained
@@ -39,11 +40,7 @@ def _job(data: str, order: int, seed: int, **changes: Any) -> Job:
 QUICK = [_job("digits", order, 0, epochs=2, subset=256) for order in ORDERS]
 JOBS = [_job("mnist", order, seed, epochs=10, recipe="released") for order in ORDERS for seed in range(3)]
 JOBS += [_job("svhn", order, 0, epochs=6, recipe="released") for order in ORDERS]
-
-
-def run(options: Options) -> list[Training]:
-    """Train what the records lack."""
-    return trained(QUICK if options.quick else JOBS, options)
+run = partial(trained, JOBS, QUICK)
 
 
 def _runs(rows: Sequence[Training], data: str) -> dict[int, list[Training]]:

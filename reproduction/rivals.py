@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from banach import models
 from reproduction.intervals import Interval, percent
 from reproduction.jobs import Job, settings
-from reproduction.study import Options, panels, table
+from reproduction.study import panels, table
 from reproduction.table1 import ENTRIES, TITLES
 from reproduction.trainings import Training, draw_curve, of_group, trained
 
@@ -73,11 +74,7 @@ def _job(key: tuple[str, str, str], recipe: str, seed: int, **changes: Any) -> J
 QUICK = [_job(("digits", "mon", "jfb"), "common", 0, epochs=1, subset=256)]
 JOBS = [_job(key, "own", seed, **changes) for key, changes in OWN.items() for seed in range(3)]
 JOBS += [_job(key, "common", seed, **changes) for key, changes in COMMON.items() for seed in range(3)]
-
-
-def run(options: Options) -> list[Training]:
-    """Train what the records lack."""
-    return trained(QUICK if options.quick else JOBS, options)
+run = partial(trained, JOBS, QUICK)
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:

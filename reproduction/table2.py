@@ -10,6 +10,7 @@ pages/table2.md explains earlier rows, such as CG as released ("absolute"): they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +18,7 @@ from banach import Implicit, NormalCG, Picard, Tolerance, models
 from reproduction import table1
 from reproduction.intervals import UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import Options, panels, table
+from reproduction.study import panels, table
 from reproduction.trainings import Training, draw_curve, of_group, runs_table, trained
 
 RECORDS = "table2.jsonl"
@@ -72,11 +73,7 @@ def _jobs(data: str) -> list[Job]:
 
 QUICK = _jobs("digits")
 JOBS = [job for data in PAPER for job in _jobs(data)]
-
-
-def run(options: Options) -> list[Training]:
-    """Train what the records lack, and return all records of the table."""
-    return trained(QUICK if options.quick else JOBS, options)
+run = partial(trained, JOBS, QUICK)
 
 
 def runs_of(rows: Sequence[Training], data: str, tag: str) -> list[Training]:
