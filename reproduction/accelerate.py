@@ -14,9 +14,9 @@ from typing import Any
 from banach import Anderson, Broyden, Picard, Solver
 from reproduction import neumann
 from reproduction.jobs import Job, settings
-from reproduction.study import panels, table
+from reproduction.study import table
 from reproduction.table1 import TITLES
-from reproduction.trainings import Training, draw_curve, of_group, trained
+from reproduction.trainings import Training, learning_curves, of_group, trained
 
 RECORDS = "trainings.jsonl"
 Row = Training
@@ -65,12 +65,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw test accuracy against seconds of training, by solver."""
-    known = _runs(rows)
-    figure, axes = panels(len(known) or 1, width=4.5)
-    for one, (data, runs) in zip(axes, known.items(), strict=False):
-        for solver, training in runs.items():
-            draw_curve(one, [training], solver.capitalize(), time=True)
-        one.set(title=TITLES[data], xlabel="seconds of training")
-    axes[0].set_ylabel("test accuracy, % (clean protocol)")
-    axes[0].legend(fontsize="small", loc="lower right")
-    return {"accelerate": figure}
+    known = {
+        TITLES[data]: {s.capitalize(): [one] for s, one in runs.items()} for data, runs in _runs(rows).items()
+    }
+    return {"accelerate": learning_curves(known)} if known else {}

@@ -56,7 +56,7 @@ def forget_after(folder: Path, epoch: int) -> None:
 class Segment:
     """One process's part of a run: a line of segments.jsonl, updated while it runs."""
 
-    def __init__(self, folder: Path, epoch: int, device: torch.device, *, changed_sources: bool = False) -> None:
+    def __init__(self, folder: Path, epoch: int, device: torch.device) -> None:
         self.path = folder / SEGMENTS
         self.earlier = read_lines(self.path)
         self.line: dict[str, Any] = {
@@ -73,10 +73,10 @@ class Segment:
             "sources": source_hash(),
         }
         before = self.earlier[-1] if self.earlier else self.line
-        if before["sources"] != self.line["sources"] and not changed_sources:
+        if before["sources"] != self.line["sources"]:
             raise RunError(
                 f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
-                f"{self.line['sources'][:12]}; use those sources, or pass --changed-sources"
+                f"{self.line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
             )
         self.update()
 

@@ -54,7 +54,6 @@ class Options:
     pack: Path | None = None
     unpack: Path | None = None
     resume: bool = False
-    changed_sources: bool = False
     say: Callable[[str], None] = field(default=partial(print, flush=True), repr=False)
 
     @property

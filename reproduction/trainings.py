@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,7 @@ from reproduction import codec
 from reproduction.intervals import percent
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options, draw_band, table
+from reproduction.study import Options, draw_band, panels, table
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
@@ -162,6 +162,19 @@ def draw_curve(axes: Any, runs: Sequence[Training], label: str, *, time: bool = 
         x = fmean(run.elapsed[epoch - 1] for run in runs) if time else epoch
         values[x] = [curve[epoch] for curve in curves]
     draw_band(axes, values, label, linewidth=1.2, marker="." if len(values) < 25 else "", **style)
+
+
+def learning_curves(shown: Mapping[str, Mapping[str, Sequence[Training]]], times: Sequence[bool] = (True,)) -> Any:
+    """Return a figure with panels by title: the accuracy of labelled runs against seconds, or against epochs."""
+    places = [(title, groups, time) for title, groups in shown.items() for time in times]
+    figure, axes = panels(len(places), width=4.2)
+    for one, (title, groups, time) in zip(axes, places, strict=True):
+        for label, runs in groups.items():
+            draw_curve(one, runs, f"{label} (n = {len(runs)})", time=time)
+        one.set(title=title, xlabel="seconds of training" if time else "epoch")
+        one.legend(fontsize="small", loc="lower right")
+    axes[0].set_ylabel("test accuracy, % (clean protocol)")
+    return figure
 
 
 def trained(full: Sequence[Job], quick: Sequence[Job], options: Options) -> list[Training]:
