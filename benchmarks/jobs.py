@@ -41,8 +41,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], tuple[str, ...], int], ...] = (
     ),
     ("curve", ("transformer", "cifar100"), EAGER_AND_CAPTURED, 3),
     ("prediction", ("cifar512",), ("banach-fast", "explicit-fast", "plain", "plain-tuned"), 3),
-    ("step", ("svhn100-relative",), ("banach-fast", "explicit-fast", "banach-eager"), 3),
-    ("step", PAPER_POINTS, ("authors", "banach-captured", "banach-general", "banach-modules"), 3),
+    ("step", PAPER_POINTS, ("authors", "banach-captured"), 3),
 )
 TIMED = ("step", "per-step", "prediction")  # these take turns on the device
 
@@ -167,7 +166,7 @@ def _precisions(
     study: str, point: str, name: str, number: int, records: list[Record], settings: Settings
 ) -> tuple[str, ...]:
     where, contender = settings.point(point), CONTENDERS[name]
-    if contender.missing(where) is not None:
+    if not contender.installed:
         return ()
     if study == "depth":
         return ("fp32",)  # the arithmetic of the eager solve that it is compared with

@@ -119,15 +119,12 @@ def pack(folder: Path, target: Path) -> list[Path]:
     snapshots = sorted((folder / SNAPSHOTS).glob("*.safetensors"))
     if _size([*main, *snapshots]) <= MOST:
         return [_write(target / f"{folder.name}.tar", folder, [*main, *snapshots])]
-    groups: list[list[Path]] = []
-    for path in snapshots:
-        if not groups or _size([*groups[-1], path]) > MOST:
-            groups.append([])
-        groups[-1].append(path)
-    parts = [
-        _write(target / f"{folder.name}.snapshots-{n}.tar", folder, group) for n, group in enumerate(groups, 1)
-    ]
-    return [_write(target / f"{folder.name}.tar", folder, main), *parts]
+    files = [_write(target / f"{folder.name}.tar", folder, main)]
+    few = max(MOST // (_size(snapshots[:1]) or 1), 1)  # all snapshots of a run have one size
+    for first in range(0, len(snapshots), few):
+        path = target / f"{folder.name}.snapshots-{len(files)}.tar"
+        files.append(_write(path, folder, snapshots[first : first + few]))
+    return files
 
 
 def unpack(source: Path, runs: Path) -> None:
