@@ -245,8 +245,8 @@ class Captured(Eager):
 
     def __init__(self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False) -> None:
         super().__init__(net, setting)
-        how = {"bf16": setting.precision == "bf16", "compile": compiled and setting.compile}
-        self.step = TrainStep(net, self.optimizer, self.loss, **how)
+        bf16, compiled = setting.precision == "bf16", compiled and setting.compile
+        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, compile=compiled)
 
     def __call__(self, d: Tensor, y: Tensor) -> Tensor:
         loss = self.step(d, y)

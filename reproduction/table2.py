@@ -154,7 +154,7 @@ def figures(rows: Sequence[Training]) -> dict[str, Any]:
     for data in DATA:
         cg, jfb = chosen(rows, data)
         if cg:
-            pair = {"CG, R without batch norm": cg, "JFB, the same R": jfb}
-            with_norm = runs_of(rows, data, "jfb-captured-bn")
-            shown[table1.TITLES[data]] = pair | ({"JFB, batch norm in R": with_norm} if with_norm else {})
+            drawn = {"CG, R without batch norm": cg, "JFB, the same R": jfb}
+            drawn["JFB, batch norm in R"] = runs_of(rows, data, "jfb-captured-bn")
+            shown[table1.TITLES[data]] = {label: runs for label, runs in drawn.items() if runs}
     return {"table2": learning_curves(shown)}
