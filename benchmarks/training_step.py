@@ -10,6 +10,7 @@ Result: results/gpu/training-step.jsonl, one line per process, and a summary in 
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from banach.provenance import provenance, source_commit
 from benchmarks import summary
-from benchmarks.jobs import Job, Settings, next_jobs, read_job, unknown_name
+from benchmarks.jobs import Job, Settings, next_jobs, unknown_name
 from benchmarks.processes import Gate, Record, append, read, run_wave
 from benchmarks.results import Benchmark, Report
 
@@ -65,7 +66,7 @@ def measure_in_process(given: str, *handles: str) -> None:
     """Measure one job in this process and append its record; an exception becomes a record too."""
     from benchmarks.studies import measure
 
-    job, settings = read_job(given)
+    job, settings = pickle.loads(bytes.fromhex(given))
     began = time.monotonic()
     try:
         found = measure(job, settings, Gate(tuple(map(int, handles))))

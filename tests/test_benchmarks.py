@@ -15,7 +15,7 @@ from benchmarks import libraries, maps, onestep, per_sample
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes, host_syncs
 from benchmarks.results import Figure, Result, Target, earlier
-from benchmarks.timer import interleaved, ratio, switches
+from benchmarks.timer import interleaved, ratio
 from rich.console import Console
 
 from banach import Tolerance, solve
@@ -199,8 +199,6 @@ def test_the_command_writes_its_files(
         with pytest.raises(SystemExit):
             main(line.split())
         assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="got 'fp8'"), switches("fp8", CPU):
-        pass
 
 
 def test_new_figures_are_shown_next_to_those_before(tmp_path: Path) -> None:
