@@ -85,12 +85,13 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         warnings.simplefilter("ignore")  # missing fixed points are counted
         here, there = (diagnose.measure_contraction(tight(one), d) for one in (net, training))
         found = here.solution.converged
-        sigma, rate, lipschitz = (x.where(found, math.nan).tolist() for x in (here.sigma, here.rate, _L(net, d)))
+        per_image = here.sigma, here.rate, _lipschitz(net, d)
+        sigma, rate, lipschitz = (x.where(found, math.nan).tolist() for x in per_image)
         own, train = (_cosines(one, d, partial(loss, target=labels)) for one in (net, training))
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
         locals_ = [local(net, d[one], partial(loss, target=labels[one])) for one in chosen]
     rates = below(rate, 1)
-    return {
+    measured = {
         "sigma": below(sigma, 1),
         "rate": replace(rates, held=(*rates.held, *([False] * int((~found).sum())))),
         "training.sigma": below([float(there.sigma.max())], 1),
@@ -99,8 +100,10 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         "cosine": positive(own[:1]),
         "exact.cosine": positive(own[1:]),
         "training.cosine": positive(train[:1]),
-        **{key: Cases.joined(one[key] for one in locals_ if key in one) for key in dict.fromkeys(chain(*locals_))},
     }
+    for key, cases in chain(*(one.items() for one in locals_)):
+        measured[key] = Cases.joined((measured.get(key, Cases()), cases))
+    return measured
 
 
 def tight(net: Any) -> Any:
@@ -117,7 +120,7 @@ def _cosines(net: Any, d: Tensor, loss: Loss) -> tuple[float, float]:
     return (own.cosine, exact.cosine) if known else (math.nan, math.nan)
 
 
-def _L(net: Any, d: Tensor) -> Tensor:
+def _lipschitz(net: Any, d: Tensor) -> Tensor:
     """(images,): sigma_max(dT/dd) at u*, as that of (d, u) -> (0, T(u*; d)), which keeps its shape."""
     at = diagnose.network_map(tight(net), d)
     return contraction_factor(lambda z: (torch.zeros_like(z[0]), at.T(at.u, net.Q(z[0]))), (d, at.u))
