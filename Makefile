@@ -22,7 +22,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       build the docs site into build/site, without warnings and without network access"
 	@echo "make package    build sdist and wheel into dist, install the wheel in a fresh environment, train with it"
-	@echo "make bench      measure against TorchDEQ (6 minutes); writes results/*.json and compares them with the committed ones"
+	@echo "make bench      measure against TorchDEQ, in minutes; writes results/*.json and shows the figures before"
 	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
@@ -107,7 +107,6 @@ package:
 
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks cpu
-	$(BIN)/python -m benchmarks.compare_results
 
 bench-gpu:
 	@$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null || { echo "bench-gpu needs a Python that has torch with CUDA, got $(GPU_PYTHON); run: make bench-gpu GPU_PYTHON=..." >&2; exit 2; }

@@ -12,12 +12,9 @@ import torch
 
 from banach.data import DataError
 from banach.provenance import source_commit
-from benchmarks.results import Benchmark
+from benchmarks.results import Benchmark, earlier
 
-FILES = (
-    *("loop", "memory", "onestep", "per_sample", "modes", "layout", "penalty"),
-    "training_step",
-)
+FILES = ("loop", "memory", "onestep", "per_sample", "training_step")
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
 FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu")}
 
@@ -25,7 +22,7 @@ QUICK = Path("build/benchmarks")  # figures at tiny sizes are not results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run benchmarks, print their tables and write one JSON file each.
+    """Run benchmarks, print their tables and write one JSON file each. Figures of the file before are shown too.
 
     Args:
         arguments: those of the command line; None takes sys.argv.
@@ -49,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = one.measure(one.settings(quick=chosen.quick, **changes))
         except DataError as error:
             parser.error(str(error))
+        before = earlier(FOLDERS[one.group] / f"{one.name}.json")
         written = result.write(chosen.out or (QUICK if chosen.quick else FOLDERS[one.group]))
-        result.show(_console())
+        result.show(_console(), {} if chosen.quick else before)
         print(f"  written to {written}")
         missed += result.missed
     print(f"targets missed: {missed}" + (", which means nothing at this size" if chosen.quick else ""))

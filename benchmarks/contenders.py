@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from banach import ImplicitNetwork
-from banach.fast import Choice, TrainStep, plan
+from banach.fast import TrainStep
 from banach.train.precision import autocast
-from benchmarks.libraries import ABSENT, has_torchdeq, torchdeq_layer
+from benchmarks.libraries import has_torchdeq, torchdeq_layer
 from benchmarks.points import Point
 
 
@@ -239,18 +239,14 @@ class Eager(Step):
 
 
 class Captured(Eager):
-    """banach.fast.TrainStep: the whole step as CUDA graphs. `without` names choices of its plan that are off."""
+    """banach.fast.TrainStep: the whole step as CUDA graphs."""
 
     captured = True
 
-    def __init__(
-        self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False, without: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, net: ImplicitNetwork, setting: Setting, *, compiled: bool = False) -> None:
         super().__init__(net, setting)
-        bf16 = setting.precision == "bf16"
-        how = plan(net, precision="bf16" if bf16 else None, compile=compiled and setting.compile)
-        off: dict[str, Any] = {name: Choice(False, "switched off") for name in without}
-        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, how=replace(how, **off))
+        bf16, compiled = setting.precision == "bf16", compiled and setting.compile
+        self.step = TrainStep(net, self.optimizer, self.loss, bf16=bf16, compile=compiled)
 
     def __call__(self, d: Tensor, y: Tensor) -> Tensor:
         loss = self.step(d, y)
@@ -263,19 +259,6 @@ class Captured(Eager):
 def as_twin(net: ImplicitNetwork) -> ImplicitNetwork:
     """Make a network its explicit twin S(R(0, Q(d))): the same weights, no step of a solver."""
     net.tolerance = replace(net.tolerance, max_steps=0)
-    return net
-
-
-def hide_form(net: ImplicitNetwork) -> ImplicitNetwork:
-    """Give R another class whose `forward` no kernel knows; it computes the same."""
-    R: nn.Module = net.R
-    known: Any = type(R)
-
-    class Own(known):
-        def forward(self, u: Any, v: Any) -> Any:
-            return known.forward(self, u, v)
-
-    R.__class__ = Own
     return net
 
 
@@ -293,13 +276,9 @@ class Contender:
     change: Callable[[ImplicitNetwork], ImplicitNetwork] = lambda net: net
     fast: bool = False  # measured in the point's precision alone
 
-    def missing(self, point: Point) -> str | None:
-        """Return why it is not measured at a point, or None."""
-        if "torchdeq" in self.name and not has_torchdeq():
-            return ABSENT
-        if self.role in ("peer", "tuned") and point.relative and not point.own:
-            return "has no relative test in this norm"
-        return None
+    @property
+    def installed(self) -> bool:
+        return "torchdeq" not in self.name or has_torchdeq()
 
     def precisions(self, point: Point) -> tuple[str, ...]:
         """Return the precisions it is tried in."""
@@ -322,13 +301,6 @@ CONTENDERS = {
         Contender("banach-eager", Eager, "ours"),
         Contender("banach-captured", Captured, "ours", fast=True),
         Contender("banach-fast", partial(Captured, compiled=True), "ours", fast=True),
-        Contender("banach-general", partial(Captured, compiled=True), "ours", hide_form, fast=True),
-        Contender(
-            "banach-modules",
-            partial(Captured, compiled=True, without=("fused_blocks", "windows")),
-            "ours",
-            fast=True,
-        ),
         Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, fast=True),
     )
 }

@@ -109,8 +109,6 @@ POINTS = {
         replace(SVHN, name="svhn100-trained", warm_up=6000),  # late in training a solve takes about 100 steps
         Point("cifar100", "cifar10", 100, 1e-1, 50, "bf16"),
         Point("cifar512", "cifar10", 512, 1e-1, 50, "bf16"),
-        # Measured without peers, which have no such test.
-        Point("svhn100-relative", "svhn", 100, 1e-2, 200, "bf16", relative=True),
         TRANSFORMER,
         replace(TRANSFORMER, name="transformer-8", mean_steps=8),
         Point("mlp", "mlp", 256, 1e-2, 40, None, relative=True),

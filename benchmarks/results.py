@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,27 @@ class Target:
     def met(self) -> bool:
         return self.measured >= self.bound if self.at_least else self.measured <= self.bound
 
-    def sentence(self) -> str:
+    def sentence(self, before: float | None = None) -> str:
+        """Return the target in words; `before` is the figure of an earlier run."""
         side = "at least" if self.at_least else "at most"
-        return f"{self.what}: {cell(self.measured)}, {side} {cell(self.bound)}"
+        words = f"{self.what}: {cell(self.measured)}, {side} {cell(self.bound)}"
+        if before is not None:
+            words += f"; before: {cell(before)}" + (", worse" if self.is_worse(before) else "")
+        return words
+
+    def is_worse(self, before: float) -> bool:
+        """Return True if an earlier figure was better by more than 3%."""
+        low, high = (self.measured, before) if self.at_least else (before, self.measured)
+        return high > 1.03 * low
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one run measured. The keys of `rows` are the columns of the table; `details` are written only."""
+    """What one run measured. The keys of `rows` are the columns of the table."""
 
     rows: list[Row]
     targets: Sequence[Target] = ()
     notes: Sequence[str] = ()
-    details: Any = None
 
 
 @dataclass(frozen=True)
@@ -105,17 +114,23 @@ class Result:
         content["provenance"] = provenance(asdict(self.settings), device=device)
         return write_json(folder / f"{self.name}.json", content)
 
-    def show(self, console: Any) -> None:
-        """Print the table, the targets and the notes on a `rich.console.Console`."""
+    def show(self, console: Any, before: Mapping[str, float]) -> None:
+        """Print the table, the targets and the notes on a `rich.console.Console`; `before`: see `earlier`."""
         rows = self.report.rows
         title = f"{self.name}: {self.question}"
         console.print(table(title, rows) if rows else title, highlight=False)  # no rows: no title in a table
         for target in self.report.targets:
             mark = "[green]met[/]    " if target.met else "[bold red]missed[/] "
-            console.print(f"  {mark}{target.sentence()}")
+            console.print(f"  {mark}{target.sentence(before.get(target.what))}")
         for note in self.report.notes:
             console.print(f"  {note}", style="dim", highlight=False, markup=False)
         console.print()
+
+
+def earlier(path: Path) -> dict[str, float]:
+    """Return the figures in a file of results by the names of their targets, none if there is no file."""
+    targets = json.loads(path.read_text("utf-8"))["targets"] if path.exists() else []
+    return {one["what"]: float(one["measured"]) for one in targets}
 
 
 def table(title: str, rows: list[Row]) -> Any:

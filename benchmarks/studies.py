@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 import banach
 from banach import Anderson, ImplicitNetwork, Picard
+from banach.train.precision import arithmetic
 from benchmarks.contenders import CONTENDERS, Captured, Eager, Seen, Setting, Step
 from benchmarks.counting import host_syncs
 from benchmarks.jobs import Job, Settings
 from benchmarks.points import Batch, Point, feed
 from benchmarks.processes import Gate, Record
 from benchmarks.results import Figure
-from benchmarks.timer import milliseconds_of, switches, timed_steps
+from benchmarks.timer import milliseconds_of, timed_steps
 
 PARTS = ("Q", "R", "S")
 TURNS, LOOKS = 2, 3  # timed blocks; steps after each, whose depth is read
@@ -335,5 +336,5 @@ def measure(job: Job, settings: Settings, gate: Gate) -> Record:
     Returns:
         the fields of a record, without where and when it was measured.
     """
-    with switches(job.precision, torch.device(settings.device)):
+    with arithmetic(job.precision, torch.device(settings.device), search=True):
         return STUDIES[job.study](job, settings, gate)

@@ -1,4 +1,4 @@
-"""The timer: actions in turn on a CPU, events between steps on a GPU, peak memory, precision switches.
+"""The timer: actions in turn on a CPU, events between steps on a GPU, peak memory.
 
 Ratios are taken within one run, never across runs. On a CPU the processor time of this process counts: with one
 thread it equals the wall clock on an idle machine, and it leaves out other programs on a busy one.
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
-from banach.train.precision import arithmetic
 from benchmarks.counting import LiveBytes
 from benchmarks.results import Figure
 
 Action = Callable[[], object]
 Input = TypeVar("Input")
-PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 def interleaved(actions: Mapping[str, Action], repeats: int, *, warm_up: int = 2) -> dict[str, list[float]]:
@@ -97,10 +94,3 @@ def peak_bytes(action: Action, device: torch.device) -> int:
     action()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def switches(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a block in which TF32 is allowed for "tf32" alone and cuDNN searches for algorithms."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    return arithmetic(precision, device, search=True)

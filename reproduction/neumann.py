@@ -9,16 +9,17 @@ with k > 0 evaluates T once more for its products.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from banach import Implicit, Mode, Picard, Tolerance
 from reproduction.intervals import REPRODUCED, UNTESTED, Claim, Interval, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import Options, panels, table
+from reproduction.study import table
 from reproduction.table1 import TITLES
 from reproduction.table2 import ratios
-from reproduction.trainings import Training, draw_curve, of_group, trained
+from reproduction.trainings import Training, learning_curves, of_group, trained
 
 RECORDS = "neumann.jsonl"
 Row = Training
@@ -39,11 +40,7 @@ def _job(data: str, order: int, seed: int, **changes: Any) -> Job:
 QUICK = [_job("digits", order, 0, epochs=2, subset=256) for order in ORDERS]
 JOBS = [_job("mnist", order, seed, epochs=10, recipe="released") for order in ORDERS for seed in range(3)]
 JOBS += [_job("svhn", order, 0, epochs=6, recipe="released") for order in ORDERS]
-
-
-def run(options: Options) -> list[Training]:
-    """Train what the records lack."""
-    return trained(QUICK if options.quick else JOBS, options)
+run = partial(trained, JOBS, QUICK)
 
 
 def _runs(rows: Sequence[Training], data: str) -> dict[int, list[Training]]:
@@ -73,14 +70,8 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw test accuracy against epochs and against seconds of training, by order."""
-    names = [data for data in DATA if _runs(rows, data)]
-    figure, axes = panels(2 * len(names), width=3.6)
-    for number, data in enumerate(names):
-        pair = axes[2 * number : 2 * number + 2]
-        for one, time in zip(pair, (False, True), strict=True):
-            for order, some in _runs(rows, data).items():
-                draw_curve(one, some, f"k = {order}", time=time)
-            one.set(title=TITLES[data], xlabel="seconds of training" if time else "epoch")
-        pair[0].set_ylabel("test accuracy, % (clean protocol)")
-        pair[0].legend(fontsize="small", loc="lower right")
-    return {"neumann": figure}
+    known = {data: _runs(rows, data) for data in DATA}
+    shown = {
+        TITLES[d]: {f"k = {order}": some for order, some in runs.items()} for d, runs in known.items() if runs
+    }
+    return {"neumann": learning_curves(shown, times=(False, True))}

@@ -8,7 +8,6 @@ give the same bytes.
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from reproduction.study import Options, origins, table
 PAGES = Path(__file__).parent / "pages"
 MAIN, HTML = "reproduction.md", "report.html"
 NOT_RUN = "not run"
-WIDTH = 150  # characters of a line of prose
 _PLACEHOLDER = re.compile(r"\{([a-z0-9]+)\.([A-Za-z0-9_.\-]+)(?::([^{}]*))?\}")
 _LINK = re.compile(r'(href|src)="(?:reproduction/)?([\w-]+)\.(md|svg)"')
 
@@ -45,7 +43,7 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
     for name, some in rows.items():
         if some:
             draw(studies[name].figures(some), folder)
-    pages = {name: wrap(fill(text, known)) for name, text in _templates(options.quick, studies).items()}
+    pages = {name: fill(text, known) for name, text in _templates(options.quick, studies).items()}
     files = {docs / name if name == MAIN else folder / name: text for name, text in pages.items()}
     for path, text in (files | {folder / HTML: html(pages)}).items():
         with whole_file(path) as file:
@@ -69,27 +67,6 @@ def fill(text: str, values: Mapping[str, Mapping[str, Any]]) -> str:
         return found if isinstance(found, str) else format(found, spec or "")
 
     return _PLACEHOLDER.sub(value, text)
-
-
-def wrap(text: str) -> str:
-    """Break the lines of paragraphs and list items again, since values have changed their length."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        if lines and _is_prose(lines[-1]) and _is_prose(line) and not line.startswith("- "):
-            lines[-1] += " " + line.strip()
-        else:
-            lines.append(line)
-    options: dict[str, Any] = {"width": WIDTH, "break_long_words": False, "break_on_hyphens": False}
-    return "".join(
-        textwrap.fill(line, subsequent_indent="  " * line.startswith("- "), **options) + "\n"
-        if _is_prose(line)
-        else line + "\n"
-        for line in lines
-    )
-
-
-def _is_prose(line: str) -> bool:
-    return bool(line) and not line.startswith(("|", "#", "!", "    "))
 
 
 def html(pages: Mapping[str, str]) -> str:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from banach import models
 from reproduction.intervals import Interval, percent
 from reproduction.jobs import Job, settings
-from reproduction.study import Options, panels, table
+from reproduction.study import table
 from reproduction.table1 import ENTRIES, TITLES
-from reproduction.trainings import Training, draw_curve, of_group, trained
+from reproduction.trainings import Training, learning_curves, of_group, trained
 
 RECORDS = "trainings.jsonl"
 Row = Training
@@ -73,11 +74,7 @@ def _job(key: tuple[str, str, str], recipe: str, seed: int, **changes: Any) -> J
 QUICK = [_job(("digits", "mon", "jfb"), "common", 0, epochs=1, subset=256)]
 JOBS = [_job(key, "own", seed, **changes) for key, changes in OWN.items() for seed in range(3)]
 JOBS += [_job(key, "common", seed, **changes) for key, changes in COMMON.items() for seed in range(3)]
-
-
-def run(options: Options) -> list[Training]:
-    """Train what the records lack."""
-    return trained(QUICK if options.quick else JOBS, options)
+run = partial(trained, JOBS, QUICK)
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
@@ -119,12 +116,8 @@ def _pairs(rows: Sequence[Training]) -> dict[str, list[list[Training]]]:
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw accuracy against time for JFB and the exact gradient, where both are trained."""
-    pairs = _pairs(rows)
-    figure, axes = panels(len(pairs) or 1, width=4.2)
-    for one, (data, pair) in zip(axes, pairs.items(), strict=False):
-        for runs, label in zip(pair, ("JFB", "exact gradient"), strict=True):
-            draw_curve(one, runs, f"{label} (n = {len(runs)})", time=True)
-        one.set(title=f"{TITLES[data]}, {PAIRED[data].removeprefix(f'{data}-')}", xlabel="seconds of training")
-        one.legend(fontsize="small", loc="lower right")
-    axes[0].set_ylabel("test accuracy, % (clean protocol)")
-    return {"rivals": figure} if pairs else {}
+    shown = {
+        f"{TITLES[data]}, {PAIRED[data].removeprefix(f'{data}-')}": {"JFB": jfb, "exact gradient": exact}
+        for data, (jfb, exact) in _pairs(rows).items()
+    }
+    return {"rivals": learning_curves(shown)} if shown else {}

@@ -56,7 +56,7 @@ def forget_after(folder: Path, epoch: int) -> None:
 class Segment:
     """One process's part of a run: a line of segments.jsonl, updated while it runs."""
 
-    def __init__(self, folder: Path, epoch: int, device: torch.device, *, changed_sources: bool = False) -> None:
+    def __init__(self, folder: Path, epoch: int, device: torch.device) -> None:
         self.path = folder / SEGMENTS
         self.earlier = read_lines(self.path)
         self.line: dict[str, Any] = {
@@ -73,10 +73,10 @@ class Segment:
             "sources": source_hash(),
         }
         before = self.earlier[-1] if self.earlier else self.line
-        if before["sources"] != self.line["sources"] and not changed_sources:
+        if before["sources"] != self.line["sources"]:
             raise RunError(
                 f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
-                f"{self.line['sources'][:12]}; use those sources, or pass --changed-sources"
+                f"{self.line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
             )
         self.update()
 
@@ -119,15 +119,12 @@ def pack(folder: Path, target: Path) -> list[Path]:
     snapshots = sorted((folder / SNAPSHOTS).glob("*.safetensors"))
     if _size([*main, *snapshots]) <= MOST:
         return [_write(target / f"{folder.name}.tar", folder, [*main, *snapshots])]
-    groups: list[list[Path]] = []
-    for path in snapshots:
-        if not groups or _size([*groups[-1], path]) > MOST:
-            groups.append([])
-        groups[-1].append(path)
-    parts = [
-        _write(target / f"{folder.name}.snapshots-{n}.tar", folder, group) for n, group in enumerate(groups, 1)
-    ]
-    return [_write(target / f"{folder.name}.tar", folder, main), *parts]
+    files = [_write(target / f"{folder.name}.tar", folder, main)]
+    few = max(MOST // (_size(snapshots[:1]) or 1), 1)  # all snapshots of a run have one size
+    for first in range(0, len(snapshots), few):
+        path = target / f"{folder.name}.snapshots-{len(files)}.tar"
+        files.append(_write(path, folder, snapshots[first : first + few]))
+    return files
 
 
 def unpack(source: Path, runs: Path) -> None:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class Options:
     pack: Path | None = None
     unpack: Path | None = None
     resume: bool = False
-    changed_sources: bool = False
     say: Callable[[str], None] = field(default=partial(print, flush=True), repr=False)
 
     @property
@@ -109,6 +109,13 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.2e}"
     return str(value)
+
+
+def draw_band(axes: Any, values: Mapping[float, Sequence[float]], label: str, **style: Any) -> None:
+    """Draw the mean of the values at each x as a line, and their range as a band."""
+    low, mean, high = ([f(some) for some in values.values()] for f in (min, fmean, max))
+    (line,) = axes.plot(list(values), mean, label=label, **style)
+    axes.fill_between(list(values), low, high, alpha=0.2, color=line.get_color())
 
 
 def panels(count: int = 1, *, width: float = 5.0, height: float = 3.6) -> tuple[Any, Any]:

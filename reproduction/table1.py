@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 from banach import models
 from reproduction.intervals import SEEDS, UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import Options, panels, table
+from reproduction.study import panels, table
 from reproduction.trainings import Training, draw_curve, runs_table, trained
 
 RECORDS = "trainings.jsonl"
@@ -93,11 +94,7 @@ JOBS = [
     *_pair("mnist", 3, "-decayed", recipe="decayed"),
     *_pair("svhn", 3, "-decayed", recipe="decayed", augment="crop:2"),
 ]
-
-
-def run(options: Options) -> list[Training]:
-    """Train what the records lack."""
-    return trained(QUICK if options.quick else JOBS, options)
+run = partial(trained, JOBS, QUICK)
 
 
 @dataclass(frozen=True)

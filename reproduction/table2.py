@@ -10,6 +10,7 @@ pages/table2.md explains earlier rows, such as CG as released ("absolute"): they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -17,8 +18,8 @@ from banach import Implicit, NormalCG, Picard, Tolerance, models
 from reproduction import table1
 from reproduction.intervals import UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import Options, panels, table
-from reproduction.trainings import Training, draw_curve, of_group, runs_table, trained
+from reproduction.study import table
+from reproduction.trainings import Training, learning_curves, of_group, runs_table, trained
 
 RECORDS = "table2.jsonl"
 Row = Training
@@ -72,11 +73,7 @@ def _jobs(data: str) -> list[Job]:
 
 QUICK = _jobs("digits")
 JOBS = [job for data in PAPER for job in _jobs(data)]
-
-
-def run(options: Options) -> list[Training]:
-    """Train what the records lack, and return all records of the table."""
-    return trained(QUICK if options.quick else JOBS, options)
+run = partial(trained, JOBS, QUICK)
 
 
 def runs_of(rows: Sequence[Training], data: str, tag: str) -> list[Training]:
@@ -153,16 +150,11 @@ def _timing(rows: Sequence[Training]) -> str:
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw accuracy against time: the like-for-like pair, and JFB with batch norm, which CG cannot have."""
-    names = [data for data in DATA if chosen(rows, data)[0]]
-    figure, axes = panels(len(names), width=4.2)
-    for one, data in zip(axes, names, strict=True):
+    shown: dict[str, dict[str, Sequence[Training]]] = {}
+    for data in DATA:
         cg, jfb = chosen(rows, data)
-        with_norm = runs_of(rows, data, "jfb-captured-bn")
-        drawn = {"CG, R without batch norm": cg, "JFB, the same R": jfb, "JFB, batch norm in R": with_norm}
-        for color, (label, runs) in zip(("C1", "C0", "C2"), drawn.items(), strict=True):
-            if runs:
-                draw_curve(one, runs, f"{label} (n = {len(runs)})", time=True, color=color)
-        one.set(title=table1.TITLES[data], xlabel="seconds of training")
-        one.legend(fontsize="small", loc="lower right")
-    axes[0].set_ylabel("test accuracy, % (clean protocol)")
-    return {"table2": figure}
+        if cg:
+            drawn = {"CG, R without batch norm": cg, "JFB, the same R": jfb}
+            drawn["JFB, batch norm in R"] = runs_of(rows, data, "jfb-captured-bn")
+            shown[table1.TITLES[data]] = {label: runs for label, runs in drawn.items() if runs}
+    return {"table2": learning_curves(shown)}

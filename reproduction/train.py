@@ -109,8 +109,7 @@ class Trainer:
         run = Run.create(self.folder, self.settings) if is_new else Run.open(self.folder)
         done = _epochs_done(run)
         rundir.forget_after(self.folder, done)
-        device, changed = self.settings.torch_device, self.options.changed_sources
-        self.segment = rundir.Segment(self.folder, done, device, changed_sources=changed)
+        self.segment = rundir.Segment(self.folder, done, self.settings.torch_device)
         name = self.segment.line["device"]
         self.options.say(f"{self.job.name}: {done} of {self.settings.epochs} epochs are done; {name}")
         return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,7 @@ from reproduction import codec
 from reproduction.intervals import percent
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options, table
+from reproduction.study import Options, draw_band, panels, table
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
@@ -157,20 +157,33 @@ def runs_table(rows: Sequence[Training]) -> str:
 def draw_curve(axes: Any, runs: Sequence[Training], label: str, *, time: bool = False, **style: Any) -> None:
     """Draw clean test accuracy against epochs, or seconds: the mean over runs, and the band of their range."""
     curves = [{point.epoch: 100 * point.clean.accuracy for point in run.test} for run in runs]
-    epochs = sorted(set.intersection(*(set(curve) for curve in curves)))
-    some = [[curve[epoch] for curve in curves] for epoch in epochs]
-    x = [fmean(run.elapsed[epoch - 1] for run in runs) for epoch in epochs] if time else epochs
-    marker = "." if len(epochs) < 25 else ""
-    (line,) = axes.plot(x, [fmean(one) for one in some], linewidth=1.2, marker=marker, label=label, **style)
-    axes.fill_between(x, [min(o) for o in some], [max(o) for o in some], alpha=0.25, color=line.get_color())
+    values = {}
+    for epoch in sorted(set.intersection(*(set(curve) for curve in curves))):
+        x = fmean(run.elapsed[epoch - 1] for run in runs) if time else epoch
+        values[x] = [curve[epoch] for curve in curves]
+    draw_band(axes, values, label, linewidth=1.2, marker="." if len(values) < 25 else "", **style)
 
 
-def trained(jobs: Sequence[Job], options: Options) -> list[Training]:
-    """Return the records of jobs; train those that have none, and add them to the records.
+def learning_curves(shown: Mapping[str, Mapping[str, Sequence[Training]]], times: Sequence[bool] = (True,)) -> Any:
+    """Return a figure with panels by title: the accuracy of labelled runs against seconds, or against epochs."""
+    places = [(title, groups, time) for title, groups in shown.items() for time in times]
+    figure, axes = panels(len(places), width=4.2)
+    for one, (title, groups, time) in zip(axes, places, strict=True):
+        for label, runs in groups.items():
+            draw_curve(one, runs, f"{label} (n = {len(runs)})", time=time)
+        one.set(title=title, xlabel="seconds of training" if time else "epoch")
+        one.legend(fontsize="small", loc="lower right")
+    axes[0].set_ylabel("test accuracy, % (clean protocol)")
+    return figure
+
+
+def trained(full: Sequence[Job], quick: Sequence[Job], options: Options) -> list[Training]:
+    """Return the records of the jobs of a study; train those that have none, and add them to the records.
 
     Raises:
         RunError: if a training stopped before its end; the same command resumes it.
     """
+    jobs = quick if options.quick else full
     known = _known(jobs, options.records)
     missing = [job for job in jobs if job.name not in known]
     if missing:

@@ -8,15 +8,14 @@ import json
 import math
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from benchmarks import compare_results, libraries, maps, onestep, per_sample
+from benchmarks import libraries, maps, onestep, per_sample
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes, host_syncs
-from benchmarks.results import Figure, Result, Target
-from benchmarks.timer import interleaved, ratio, switches
+from benchmarks.results import Figure, Result, Target, earlier
+from benchmarks.timer import interleaved, ratio
 from rich.console import Console
 
 from banach import Tolerance, solve
@@ -40,7 +39,7 @@ def quick(name: str) -> Result:
 def test_a_result_fits_in_120_columns_and_in_json(name: str, tmp_path: Path) -> None:
     result = quick(name)
     console = Console(width=120, record=True, file=io.StringIO())
-    result.show(console)
+    result.show(console, {})
     shown = console.export_text()
     assert result.question in shown
     assert max(map(len, shown.splitlines())) <= 120
@@ -200,26 +199,17 @@ def test_the_command_writes_its_files(
         with pytest.raises(SystemExit):
             main(line.split())
         assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="got 'fp8'"), switches("fp8", CPU):
-        pass
 
 
-def test_new_results_are_compared_with_committed_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def content(*values: float) -> dict[str, Any]:
-        rows = [
-            {"map": name, "T evals": "1 / 1", "ratio": value} for name, value in zip("ab", values, strict=True)
-        ]
-        return {"name": "onestep", "rows": [*rows, {"map": "TorchDEQ", "ratio": 1.0}]}
-
-    better = compare_results.compare(content(1.0, 2.0), content(1.1, 1.0), "ratio", 1)
-    assert (better["rows"], better["worst row"]) == (2, "a")
-    assert (better["mean"], better["worst"]) == (pytest.approx(0.55**0.5), pytest.approx(1.1))
-    worse = compare_results.compare(content(1.0, 2.0), content(1.1, 1.0), "ratio", -1)
-    assert worse["mean"] == pytest.approx(0.55**-0.5)
-    assert compare_results.compare(content(0.0, 1.0), content(1.0, 1.0), "ratio", 1)["mean"] == math.inf
-    results = Path(compare_results.__file__).parents[1] / "results"
-    assert compare_results.main(["--out", str(results)]) == 0
-    assert "onestep" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        compare_results.main(["--out", str(tmp_path)])
-    assert "python -m benchmarks cpu --out" in capsys.readouterr().err
+def test_new_figures_are_shown_next_to_those_before(tmp_path: Path) -> None:
+    """Worse by more than 3%, in the direction of the target; a count that was 0 has no ratio."""
+    result = quick("overhead")
+    found = earlier(result.write(tmp_path))
+    assert found == {target.what: target.measured for target in result.report.targets}
+    assert earlier(tmp_path / "no.json") == {}
+    console = Console(width=120, record=True, file=io.StringIO())
+    result.show(console, {result.report.targets[0].what: 0.5})
+    assert "; before: 0.5, worse" in console.export_text()
+    cases = [(1.02, 1.0, False), (1.04, 1.0, True), (0.0, 0.0, False), (1.0, 0.0, True)]
+    assert [Target("x", new, 1.0).is_worse(old) for new, old, _ in cases] == [worse for *_, worse in cases]
+    assert Target("x", 90.0, 80.0, at_least=True).is_worse(98.0)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from benchmarks import libraries, processes, summary, training_step
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.contenders import CONTENDERS, Setting, Step
-from benchmarks.jobs import Job, Settings, next_jobs, read_job
+from benchmarks.jobs import Job, Settings, next_jobs
 from benchmarks.points import OWN_POINTS, POINTS, Batch, Point, feed
 from benchmarks.processes import Gate, Record, run_wave
 from benchmarks.studies import measure
@@ -208,7 +208,6 @@ def test_later_processes_use_the_fastest_precision_that_meets_the_tolerance(tmp_
     failed = [record(wave[0], error="no"), record(wave[1], error="no")]
     assert [job.study for job in next_jobs(failed, settings, "here")] == ["depth"]
     assert next_jobs(failed, settings, "another commit")[:2] == wave
-    assert read_job(first.command(settings)[-1]) == (first, settings)
 
 
 def test_processes_write_records_and_a_second_call_goes_on(

@@ -117,13 +117,7 @@ def test_pages_show_values_and_name_those_that_are_missing() -> None:
         report.fill("{a.q}", values)
 
 
-def test_paragraphs_are_wrapped_and_tables_are_not() -> None:
-    words, rest = "word " * 60, "- one\n  item\n- two\n\n| a |\n| - |\n\n    code\n    code\n"
-    text = f"# A title\n\n{words}\nand more\n\n{rest}"
-    made = report.wrap(text).splitlines()
-    assert max(len(line) for line in made) <= report.WIDTH
-    assert made[-8:] == ["- one item", "- two", "", "| a |", "| - |", "", "    code", "    code"]
-    assert "and more" in " ".join(made)
+def test_links_between_pages_become_anchors_of_one_page() -> None:
     page = report.html({"reproduction.md": "[x](reproduction/b.md) ![y](reproduction/c.svg)", "b.md": "# B"})
     assert 'href="#b"' in page
     assert '<section id="b">' in page

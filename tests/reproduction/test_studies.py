@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from banach import Neumann, Tolerance, models
+from banach import Neumann, models
 from banach.train import Epoch
 from reproduction import accelerate, codec, contraction, jobs, neumann, rivals, rundir, table1, table2, train
 from reproduction.__main__ import _modules, main
 from reproduction.intervals import percent
 from reproduction.study import Options
-from reproduction.trainings import Final, Point, Totals, Training
+from reproduction.trainings import Final, Point, Totals, Training, trained
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,8 +101,13 @@ def test_shares_and_seconds_of_a_training() -> None:
     assert one.elapsed == [2.0, 4.0, 6.0]  # the first epoch counts like the others
     reached = zip(one.epochs, (0.5, 0.7, 0.9), (10.0, 8.0, 6.0), strict=True)
     epochs = tuple(replace(epoch, validation_accuracy=a, depth=depth) for epoch, a, depth in reached)
-    spent = accelerate.spent("mnist", "Picard", replace(one, epochs=epochs), 0.7)
-    assert (spent.iterations, spent.seconds) == (18.0, 4.0)
+    picard = replace(one, job="accelerate-mnist-picard-seed0", epochs=epochs)
+    assert accelerate.spent(picard, 0.7) == (18.0, 4.0)
+    deeper = [replace(epoch, depth=2 * (epoch.depth or 0)) for epoch in epochs]
+    others = [
+        replace(picard, job=f"accelerate-mnist-{s}-seed0", epochs=tuple(deeper)) for s in ("anderson", "broyden")
+    ]
+    assert accelerate.values([picard, *others])["mnist.anderson.iterations"] == 2
 
 
 def test_the_monitor_counts_images_and_batches() -> None:
@@ -145,12 +150,6 @@ def test_an_order_of_the_study_is_the_neumann_series(order: int) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_picards_count_is_the_known_one() -> None:
-    """From 0 the residuals of u/2 + 1 are 1, 1/2, 1/4, ...: the eleventh is below 1e-3."""
-    row = accelerate.timed("line", "Picard", lambda u, v: u / 2 + v, torch.ones(5, 3), Tolerance(atol=1e-3), 1)
-    assert (row.iterations, row.level, row.what) == (11, 1e-3, "solve")
-
-
 def test_jobs_differ_in_what_their_names_say() -> None:
     known = jobs.by_name()
     jfb, cg = (known[f"table2-svhn-{kind}-pair-seed1"] for kind in ("jfb", "cg"))
@@ -180,16 +179,14 @@ def shortened(job: jobs.Job, name: str) -> jobs.Job:
     return replace(job, name=name, settings=replace(job.settings, epochs=1, subset=64))
 
 
-def test_a_study_trains_what_is_missing_and_reads_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_trains_what_is_missing_and_reads_the_rest(tmp_path: Path) -> None:
     said: list[str] = []
     options = Options(quick=True, device="cpu", records=tmp_path, runs=tmp_path / "runs", say=said.append)
-    monkeypatch.setattr(neumann, "QUICK", [shortened(job, job.name) for job in neumann.QUICK[:2]])
-    rows = neumann.run(options)
+    few = [shortened(job, job.name) for job in neumann.QUICK[:2]]
+    rows = trained([], few, options)
     assert [row.group for row in rows] == ["neumann-digits-k0", "neumann-digits-k1"]
     said.clear()
-    assert neumann.run(options) == rows
+    assert trained([], few, options) == rows
     assert not said, "nothing is trained again"
     assert codec.read(Training, tmp_path / "neumann.jsonl") == rows
     assert set(neumann.figures(rows)) == {"neumann"}
