@@ -7,6 +7,7 @@ BENCH  := $(VENV)/.bench-installed
 DOCS   := $(VENV)/.docs-installed
 BROWSER := $(VENV)/.browser-installed
 JOBS   ?= 2
+PORT   ?= 8000
 OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
 OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/backward tests/test_network.py
@@ -15,13 +16,14 @@ OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
 FRESH  := $(VENV)-fresh
 
-.PHONY: setup train test test-slow test-gpu test-browser test-oldest test-endurance fuzz leaks audit lint docs package bench bench-gpu paper clean help
+.PHONY: setup train test test-slow test-gpu test-browser test-oldest test-endurance fuzz leaks audit lint docs demo demo-build package bench bench-gpu paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       build the docs site into build/site, without warnings and without network access"
+	@echo "make demo       a page that shows a network converging: built in a minute, served on http://127.0.0.1:$(PORT)"
 	@echo "make package    build sdist and wheel into dist, install the wheel in a fresh environment, train with it"
 	@echo "make bench      measure against TorchDEQ (6 minutes); writes results/*.json and compares them with the committed ones"
 	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
@@ -106,6 +108,12 @@ docs: $(DOCS)
 	$(BIN)/zensical build --strict --clean
 	$(BIN)/python -m pytest -m slow tests/test_docs.py
 	@echo "open build/site/index.html; for its search run: $(BIN)/zensical serve"
+
+demo: setup
+	PYTHONPATH=src $(BIN)/python demo/build.py --serve --port $(PORT)
+
+demo-build: setup
+	PYTHONPATH=src $(BIN)/python demo/build.py
 
 # The wheel is built from the sdist, so both are tested.
 package:
