@@ -61,16 +61,17 @@ DIGITS = Source("digits", ("--epochs", "15"), box=8, centre=3.5, peak=240)
 SCHEDULE = ("--lr", "5e-3", "--schedule", "one-cycle", "--batch-size", "50")
 
 
-def build(folder: Path = BUILD) -> Path:
+def build(folder: Path | None = None) -> Path:
     """Build what is missing or out of date.
 
     Args:
-        folder: where to build; the trained run stays there, too.
+        folder: where to build, build/demo by default; the trained run stays there, too.
     Returns:
         The folder to serve.
     Raises:
         DemoError: if onnxruntime-web cannot be downloaded, or the training failed.
     """
+    folder = BUILD if folder is None else folder
     site = folder / "site"
     shutil.copytree(PAGE, site, dirs_exist_ok=True)
     if not (site / "runtime" / RUNTIME).exists():

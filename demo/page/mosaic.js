@@ -1,4 +1,4 @@
-// The latent as a mosaic: one small image per channel. Positive values have the accent colour, negative ones the ink's.
+// The latent as a mosaic of its channels. Positive values have the accent colour, negative ones that of the ink.
 
 /** Draw a latent of shape [channels, height, width]; `scale` is the value that gets the full colour. */
 export function drawMosaic(canvas, latent, [channels, height, width], scale) {

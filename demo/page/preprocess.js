@@ -1,4 +1,4 @@
-// Turn a drawing into an image like those of the training data: cropped, scaled to a box, centred by its centre of mass.
+// Turn a drawing into an image like those of the training data: cropped, scaled to a box, centred by its mass.
 
 const FAINT = 0.1; // of white: fainter pixels do not count as ink
 

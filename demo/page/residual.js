@@ -14,26 +14,28 @@ export class ResidualChart {
   constructor(svg, onEps) {
     this.svg = svg;
     onDrag(svg, (_, y) => onEps(HIGH - (y - EDGE.top) / SLOPE));
-    new ResizeObserver(() => this.draw(this.content)).observe(svg);
+    new ResizeObserver(() => this.content && this.draw(this.content)).observe(svg);
   }
 
-  /** `runs` holds the residuals of each solver by name; the one called `chosen` is emphasised, with a mark at `step`. */
+  /** Draw the residuals of `runs`, one per solver. That of `solver` is emphasised, with a mark at `step`. */
   draw(content) {
     this.content = content;
-    const { runs, chosen, step, eps } = content;
+    const { runs, solver, step, eps } = content;
     const right = this.svg.clientWidth - EDGE.right;
-    const longest = Math.max(10, ...Object.values(runs).map((residuals) => residuals.length));
+    const longest = Math.max(10, ...Object.values(runs).map(({ residuals }) => residuals.length));
     const xOf = (k) => EDGE.left + (k / longest) * (right - EDGE.left);
     this.svg.setAttribute("viewBox", `0 0 ${this.svg.clientWidth} ${HEIGHT}`);
     this.svg.replaceChildren(
       ...axes(xOf, longest, right),
       line(EDGE.left, yOf(eps), right, yOf(eps), "tolerance"),
       text(right + 8, yOf(eps) + 4, `ε = ${scientific(eps)}`, "accent"),
-      ...Object.keys(runs).flatMap((name) => curve(name, runs[name], xOf, name === chosen)),
-      ...(step > 0 ? [make("circle", { cx: xOf(step), cy: yOf(runs[chosen][step - 1]), r: 6, class: "now" })] : []),
+      ...Object.keys(runs).flatMap((name) => curve(name, runs[name].residuals, xOf, name === solver)),
+      ...(step > 0 ? [mark(xOf(step), yOf(runs[solver].residuals[step - 1]))] : []),
     );
   }
 }
+
+const mark = (cx, cy) => make("circle", { cx, cy, r: 6, class: "now" });
 
 function axes(xOf, longest, right) {
   const every = longest > 30 ? 10 : longest > 12 ? 5 : 2;
@@ -46,13 +48,14 @@ function axes(xOf, longest, right) {
   return [...parts, text(right + 8, HEIGHT - 8, "steps", "tick")];
 }
 
-/** One line with its name in the middle: Picard's above it, Anderson's below, since Anderson's line falls faster. */
+/** One line with its name in the middle: Picard's above it, Anderson's below, since that line falls faster. */
 function curve(name, residuals, xOf, chosen) {
   const kind = chosen ? "chosen" : "other";
   const places = residuals.map((residual, i) => [xOf(i + 1), yOf(residual)]);
   const dots = chosen ? places.map(([cx, cy]) => make("circle", { cx, cy, r: 2.5, class: kind })) : [];
   const [x, y] = places[Math.floor(places.length / 2)] ?? [0, 0];
-  const label = name === "picard" ? text(x + 6, y - 8, "Picard", kind) : text(x - 6, y + 16, "Anderson", kind, "end");
+  const above = name === "picard";
+  const label = above ? text(x + 6, y - 8, "Picard", kind) : text(x - 6, y + 16, "Anderson", kind, "end");
   return [make("polyline", { points: points(places), class: kind }), ...dots, label];
 }
 

@@ -1,14 +1,14 @@
-// Find z = T(z) by Picard or Anderson, as banach.solve does for one sample. A solver sees z and T(z) and proposes the next z.
+// Find z = T(z), as banach.solve does for one sample. A solver sees z and T(z) and proposes the next z.
 
 export const picard = () => (at) => at.Tz;
 
 /**
  * Anderson acceleration: z <- T(z) - (dZ + dR) c, where c minimises |r - dR c| and r = T(z) - z.
- * dZ and dR hold the last `memory` differences. A fit that cannot be trusted is replaced by a Picard step; the limits
+ * dZ and dR hold the last `memory` differences. A fit that cannot be trusted gives way to a Picard step; limits
  * are those of banach.Anderson.
  */
 export function anderson(memory = 5, { ridge = 10 * 2 ** -23, bound = 1e4, growth = 10, patience = 10 } = {}) {
-  const gram = Array.from({ length: memory }, (_, i) => Array.from({ length: memory }, (_, j) => (i === j ? 1 : 0)));
+  const gram = Array.from({ length: memory }, () => new Float64Array(memory));
   const dZ = [], dR = [];
   let before = null;
 
@@ -26,8 +26,12 @@ export function anderson(memory = 5, { ridge = 10 * 2 ** -23, bound = 1e4, growt
     dR[slot] = subtract(at.r, last.r);
     dR.forEach((other, i) => { gram[slot][i] = gram[i][slot] = dot(dR[slot], other); });
     gram[slot][slot] *= 1 + ridge;
-    const c = eliminate(gram.slice(0, dR.length).map((row, i) => [...row.slice(0, dR.length), dot(dR[i], at.r)]));
-    return trusted(c, at) ? at.Tz.map((value, i) => value - c.reduce((sum, ci, j) => sum + ci * (dZ[j][i] + dR[j][i]), 0)) : at.Tz;
+    const used = dR.length;
+    const rows = dR.map((difference, i) => [...gram[i].slice(0, used), dot(difference, at.r)]);
+    const c = eliminate(rows);
+    if (!trusted(c, at)) return at.Tz;
+    const correction = (i) => c.reduce((sum, ck, k) => sum + ck * (dZ[k][i] + dR[k][i]), 0);
+    return at.Tz.map((value, i) => value - correction(i));
   };
 }
 
@@ -35,7 +39,7 @@ export const SOLVERS = { picard, anderson };
 
 /**
  * Iterate from z0 until the RMS of T(z) - z is at most eps.
- * Returns { iterates, residuals, converged }: iterates[k] is z after k steps, residuals[k - 1] the residual of step k.
+ * Returns { iterates, residuals, converged }: iterates[k] is z after k steps, residuals[k - 1] that of step k.
  */
 export async function solve(T, z0, step, { eps, maxSteps }) {
   const iterates = [z0], residuals = [];
@@ -64,7 +68,7 @@ function dot(a, b) {
   return sum;
 }
 
-/** Solve A x = b by Gaussian elimination. `rows` are those of [A | b]; A is positive definite, so nothing is exchanged. */
+/** Solve A x = b by Gaussian elimination in `rows`, those of [A | b]. A is positive definite: no pivoting. */
 function eliminate(rows) {
   const n = rows.length;
   for (let k = 0; k < n; k++) {

@@ -10,12 +10,14 @@ export function make(tag, attributes = {}, ...children) {
 
 export const line = (x1, y1, x2, y2, kind) => make("line", { x1, y1, x2, y2, class: kind });
 
-export const text = (x, y, content, kind, anchor = "start") => make("text", { x, y, class: kind, "text-anchor": anchor }, content);
+export function text(x, y, content, kind, anchor = "start") {
+  return make("text", { x, y, class: kind, "text-anchor": anchor }, content);
+}
 
 /** Return "x,y x,y ..." for a polyline. */
 export const points = (pairs) => pairs.map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" ");
 
-/** Call `move(x, y)`, in units of the viewBox, while the pointer is down on an SVG. A touch must move: it may scroll. */
+/** Call `move(x, y)`, in units of the viewBox, while the pointer is down. A touch that only scrolls is ignored. */
 export function onDrag(svg, move) {
   const report = (event) => {
     const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
