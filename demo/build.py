@@ -1,6 +1,6 @@
 """Build the live page into build/demo, and serve it: a small network is trained, then Q, R and S are exported.
 
-    python demo/build.py            build what is missing: 2 minutes the first time, then a second
+    python demo/build.py            build what is missing: a minute or two at first, then a second
     python demo/build.py --serve    the same, then serve it on http://127.0.0.1:8000
 
 The network is trained on MNIST where its files are found (BANACH_DATA, the cache, or ../shared/data), else on
@@ -76,31 +76,23 @@ def build(folder: Path | None = None) -> Path:
     shutil.copytree(PAGE, site, dirs_exist_ok=True)
     if not (site / "runtime" / RUNTIME).exists():
         add_runtime(site / "runtime")
-    if not is_current(site, MNIST):  # only then import torch
+    if not has_network(site):
         add_network(folder, site)
     return site
 
 
-def is_current(site: Path, source: Source) -> bool:
-    """Return True if the network of the page was trained on this source in this way."""
+def has_network(site: Path) -> bool:
+    """Return True if the page has a network that was trained as below. This does not import torch."""
     path = site / "network.json"
-    return path.exists() and json.loads(path.read_text())["command"] == source.command
+    return path.exists() and json.loads(path.read_text())["command"] in (MNIST.command, DIGITS.command)
 
 
 def add_runtime(folder: Path) -> None:
     """Download onnxruntime-web and keep the files for WebAssembly, with an empty file that names the version."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        command = ["npm", "pack", RUNTIME, "--silent", "--pack-destination", temporary]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-            advice = "install Node.js with npm, and check the network"
-            raise DemoError(f"npm could not download {RUNTIME} ({reason}); {advice}") from None
-        (archive,) = Path(temporary).glob("*.tgz")
         kept = Path(temporary) / "kept"
         kept.mkdir()
-        with tarfile.open(archive) as packed:
+        with tarfile.open(download(RUNTIME, temporary)) as packed:
             for name in RUNTIME_FILES:
                 content: Any = packed.extractfile(f"package/dist/{name}")
                 (kept / name).write_bytes(content.read())
@@ -109,12 +101,23 @@ def add_runtime(folder: Path) -> None:
         kept.rename(folder)
 
 
+def download(package: str, folder: str) -> Path:
+    """Download a package from the npm registry, without what it depends on, and return the archive."""
+    command = ["npm", "pack", package, "--silent", "--pack-destination", folder]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        advice = "install Node.js with npm, and check the network"
+        raise DemoError(f"npm could not download {package} ({reason}); {advice}") from None
+    (archive,) = Path(folder).glob("*.tgz")
+    return archive
+
+
 def add_network(folder: Path, site: Path) -> None:
     """Train a network on the best data at hand, and write its parts and samples; network.json comes last."""
     data_dir = find_mnist(folder)
     source = DIGITS if data_dir is None else MNIST
-    if is_current(site, source):
-        return
     (site / "network.json").unlink(missing_ok=True)
     register_network()
     train(source, folder / "run", data_dir)
