@@ -52,13 +52,14 @@ class Source:
     @property
     def command(self) -> list[str]:
         """The arguments of `banach` that decide what is learnt."""
-        return ["train", "--model", "demo", "--data", self.data, *self.flags, *SCHEDULE]
+        return ["train", "--model", "demo", "--data", self.data, *self.flags, *SCHEDULE, *THREADS]
 
 
 # A digit of MNIST fills 20 of 28 pixels. One of scikit-learn's digits fills all 8; its largest value is 16 * 15.
 MNIST = Source("mnist", ("--subset", "10000", "--epochs", "2", "--augment", "affine"), box=20, centre=14, peak=255)
 DIGITS = Source("digits", ("--epochs", "15"), box=8, centre=3.5, peak=240)
 SCHEDULE = ("--lr", "5e-3", "--schedule", "one-cycle", "--batch-size", "50")
+THREADS = ("--threads", "1")  # steps are short: on a busy machine, threads wait for each other most of the time
 
 
 def build(folder: Path | None = None) -> Path:

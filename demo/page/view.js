@@ -13,7 +13,7 @@ export class View {
     element("bars").replaceChildren(...samples.map((_, digit) => bar(digit)));
   }
 
-  /** Take what there is to show: `runs` by solver, the chosen `solver`, `eps`. */
+  /** Replace what is shown: `runs` by solver, the chosen `solver`, `eps`. */
   update(content) {
     Object.assign(this.content, content);
     this.show(Infinity);

@@ -263,7 +263,7 @@ def test_it_works_by_keyboard_and_clears(page: Any) -> None:
     assert page.locator("#answer").inner_text() == "?"
 
 
-def test_touch_draws_on_a_phone(visit: Callable[..., Any], url: str, about: dict[str, Any]) -> None:
+def test_touch_draws_on_a_phone(visit: Callable[..., Any], url: str) -> None:
     page = opened(visit, url, phone=True)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.locator("#pad").tap()
