@@ -5,7 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BENCH  := $(VENV)/.bench-installed
 DOCS   := $(VENV)/.docs-installed
+BROWSER := $(VENV)/.browser-installed
 JOBS   ?= 2
+PORT   ?= 8000
 OLDEST_TORCH ?= 2.6.0
 GPU_PYTHON ?= python3
 OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/backward tests/test_network.py
@@ -14,19 +16,21 @@ OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
 FRESH  := $(VENV)-fresh
 
-.PHONY: setup train test test-slow test-gpu test-oldest test-endurance fuzz leaks audit lint docs package bench bench-gpu paper clean help
+.PHONY: setup train test test-slow test-gpu test-browser test-oldest test-endurance fuzz leaks audit lint docs demo demo-build package bench bench-gpu paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
 	@echo "make test       set up, lint, type-check, run the tests"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       build the docs site into build/site, without warnings and without network access"
+	@echo "make demo       a page that shows a network converging: built in a minute, served on http://127.0.0.1:$(PORT)"
 	@echo "make package    build sdist and wheel into dist, install the wheel in a fresh environment, train with it"
 	@echo "make bench      measure against TorchDEQ, in minutes; writes results/*.json and shows the figures before"
 	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
+	@echo "make test-browser  the pages (docs site, demo, report) in Chromium, which it installs; writes docs/images/*.png"
 	@echo "make test-oldest  the tests of the library on torch $(OLDEST_TORCH); downloads 3 GB, since that wheel brings CUDA"
 	@echo "make fuzz       100,000 damaged files; make leaks  10,000 steps per backward mode; both write results/*.json"
 	@echo "make audit      look up known vulnerabilities of the pinned packages (needs the advisory service of PyPI)"
@@ -45,13 +49,17 @@ $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
+$(BROWSER): $(DOCS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	touch $@
+
 setup: $(STAMP)
 
 train: setup
 	$(BIN)/banach train
 
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" --cov=src/banach --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not browser" --cov=src/banach --cov-report=
 	@echo "line coverage of src/banach: $$($(BIN)/coverage report --format=total)%"
 
 test-slow: setup
@@ -61,6 +69,11 @@ test-endurance: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/train/test_kills.py tests/train/test_mutations.py
 	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python tests/random_kills.py
 
+test-browser: $(BROWSER)
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || apt-get install -y chromium || { \
+	  echo "test-browser needs Chromium, which apt-get could not install; run: sudo apt-get install chromium" >&2; exit 2; }
+	$(BIN)/python -m pytest -m browser tests/browser
+
 # The pinned packages, but for torch and for sympy, which torch 2.6 pins itself.
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
@@ -69,7 +82,7 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(OLDEST_TESTS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu and not browser" $(OLDEST_TESTS)
 
 fuzz: setup
 	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz
@@ -95,6 +108,12 @@ docs: $(DOCS)
 	$(BIN)/zensical build --strict --clean
 	$(BIN)/python -m pytest -m slow tests/test_docs.py
 	@echo "open build/site/index.html; for its search run: $(BIN)/zensical serve"
+
+demo: setup
+	PYTHONPATH=src $(BIN)/python demo/build.py --serve --port $(PORT)
+
+demo-build: setup
+	PYTHONPATH=src $(BIN)/python demo/build.py
 
 # The wheel is built from the sdist, so both are tested.
 package:
