@@ -1,4 +1,4 @@
-"""The page of `banach report` in Chromium: everything is drawn, readable in both themes and on a phone, and local."""
+"""The page of `banach report` in Chromium: drawn completely, readable in both themes and on a phone, local."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_is_there(digits: Path, visit: Callable[..., Any], screenshot: Callable[..., Path]) -> None:
     page = visit(digits / "report.html")
-    sections = ["Summary", "Learning curves", "Depth and residual over training", "Measured on the validation images"]
-    assert page.locator("h2").all_inner_texts() == [*sections, "Settings, environment, plan"]
+    sections = page.locator("h2").all_inner_texts()
+    assert sections[:3] == ["Summary", "Learning curves", "Depth and residual over training"]
+    assert sections[3:] == ["Measured on the validation images", "Settings, environment, plan"]
     parts = ["Convergence of single images", "Contraction", "Quality of the gradient", "Confusion matrix"]
     assert page.locator("h3").all_inner_texts() == [*parts, "Hardest images"]
     for name in ("Summary", "Quality of the gradient", "Confusion matrix", "Settings", "Environment"):

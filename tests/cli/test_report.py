@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from banach import ImplicitNetwork, data
+from banach import ImplicitNetwork, data, models
 from banach.cli.app import main
 from banach.cli.chart import histogram, line_chart, ticks
 from banach.cli.opened import open_run
+from banach.models import registry
 from banach.train import Run, Settings, fit
 from train.parts_train import NO_FIXED_POINT, Contraction, epoch
 
@@ -89,7 +90,7 @@ def test_the_page_of_a_run(run: Path, capsys: Any) -> None:
     right = round(test["totals"]["accuracy"] * 360)
     assert f"{test['totals']['accuracy']:.2%} {right} of 360 images Test accuracy" in page.text
     assert page.row("Loss, last epoch") == [f"{last.validation_loss:.4g} validation; train {last.loss:.4g}"]
-    assert "The training loss includes label smoothing (0.1)" in page.text
+    assert "The training loss includes label smoothing; the validation loss does not." in page.text
     net: Any = opened.net
     parts = [sum(p.numel() for p in part.parameters()) for part in (net, net.Q, net.R)]
     assert page.row("Parameters")[0].startswith("{:,} Q {:,}, R {:,}, S ".format(*parts))
@@ -159,6 +160,15 @@ def test_hostile_names_are_text(run: Path) -> None:
     assert page.headings[0] == name
 
 
+def test_an_ode_has_steps_without_a_fixed_point(here: Path) -> None:
+    made = Run.create("ode", Settings(epochs=2, device="cpu"))
+    made.write_metrics([epoch(number, **{**NO_FIXED_POINT, "depth": 26.0, "max_depth": 32}) for number in (1, 2)])
+    report("ode")
+    labels = " ".join(Page(Path("ode/report.html")).labels)
+    assert "Solver steps by epoch; train, mean 26 to 26; train, most 32 to 32" in labels
+    assert "Residual" not in labels
+
+
 def test_two_runs_are_compared(run: Path, capsys: Any) -> None:
     settings = Settings(data="digits", model="digits", max_steps=0, epochs=3, lr=0.125, device="cpu", whole=True)
     other = Run.create("twin", settings)
@@ -184,8 +194,11 @@ def test_two_runs_are_compared(run: Path, capsys: Any) -> None:
     assert "twin has no checkpoint yet" in page.text  # so nothing was measured
 
 
-@pytest.mark.parametrize(("model", "flags"), [("digits", ["--max-steps", "0"]), ("anode", [])])
-def test_explicit_networks(model: str, flags: list[str], here: Path) -> None:
+@pytest.mark.parametrize(("model", "flags"), [("digits", ["--max-steps", "0"]), ("linear", [])])
+def test_explicit_networks(model: str, flags: list[str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    models.register("linear", lambda image, classes: linear, description="for a test", image=(1, 8, 8))
     few = ["--subset", "16", "--batch-size", "8", "--epochs", "1", "--no-tensorboard", "--device", "cpu"]
     assert main(["train", "--model", model, *few, *flags, "--out", "r"]) == 0
     report("r")
@@ -193,6 +206,7 @@ def test_explicit_networks(model: str, flags: list[str], here: Path) -> None:
     assert "The network is explicit: there is no fixed point to measure." in page.text
     assert {"Confusion matrix", "Hardest images"} <= {*page.headings}
     assert not {"Contraction", "Quality of the gradient", "Convergence of single images"} & {*page.headings}
+    assert "There are no solves to show" in page.text
     assert not re.search(r"\d+ steps", page.text.partition("Hardest images")[2].partition("Settings")[0])
 
 
