@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from banach import ImplicitNetwork, data, models
 from banach.cli.app import main
 from banach.cli.chart import histogram, line_chart, ticks
+from banach.cli.diagnose import measure
 from banach.cli.opened import open_run
+from banach.diagnose import verdict
 from banach.models import registry
 from banach.train import Run, Settings, fit
 from train.parts_train import NO_FIXED_POINT, Contraction, epoch
@@ -112,18 +114,21 @@ def test_the_page_of_a_run(run: Path, capsys: Any) -> None:
 
 def test_the_figures_are_those_of_diagnose(run: Path) -> None:
     report(run, samples=12)
-    assert main(["diagnose", str(run), "--samples", "12", "--device", "cpu"]) == 0
-    page, found = Page(run / "report.html"), json.loads((run / "diagnose.json").read_text())
-    contraction, steps = found["contraction"], found["convergence"]["steps"]["values"]
-    kept = 12 - contraction["violations"]
-    sigma = f"{contraction['sigma']['max']:.3f} of 12 validation images; T contracts on {kept}"
-    assert page.row("Largest singular value of dT/du") == [sigma]
-    assert found["verdict"].split(". ", 1)[1].split(" In train mode")[0] in page.text
-    for name, parts in found["gradients"].items():
-        cosine, ratio = parts["all"]["cosine"], parts["all"]["ratio"]
-        assert page.row(name) == [f"{cosine:.3f}", f"{cosine:.3f}", f"{ratio:.3g}"]
-    assert f"{min(steps)} steps" in page.text
-    assert f"{max(steps)} steps" in page.text
+    page, opened = Page(run / "report.html"), open_run(run, "cpu")
+    smoothing = opened.settings.label_smoothing
+    found = measure(opened.net, data.load("digits", "validation").subset(12), label_smoothing=smoothing)
+    sigma, kept = found.contraction.sigma, 12 - found.contraction.violations
+    shown = f"{float(sigma.max()):.3f} of 12 validation images; T contracts on {kept}"
+    assert page.row("Largest singular value of dT/du") == [shown]
+    assert verdict(found.contraction, found.gradients["JFB"]) in page.text
+    for name, one in found.gradients.items():
+        assert page.row(name) == [f"{one.cosine:.3f}", f"{one.cosine:.3f}", f"{one.ratio:.3g}"]
+    steps = found.contraction.solution.steps
+    assert f"{int(steps.min())} steps" in page.text
+    assert f"{int(steps.max())} steps" in page.text
+    label = next(one for one in page.labels if one.startswith("Residual by step; image "))
+    easiest = found.trace[:, int(steps.argsort(stable=True)[0])]
+    assert f" {float(easiest[0]):.3g} to {float(easiest[2 * int(steps.max()) - 1]):.3g};" in label
 
 
 def test_several_batches_are_summed_up(run: Path) -> None:
@@ -133,6 +138,16 @@ def test_several_batches_are_summed_up(run: Path) -> None:
     mean, least, _ = map(float, page.row("JFB"))
     assert least < mean
     assert f"{mean:.3f} JFB, mean of 2 batches, least {least:.3f}" in page.text
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_the_same(run: Path) -> None:
+    report(run, "--out", "cpu.html")
+    assert main(["report", str(run), "--samples", "8", "--out", "gpu.html", "--device", "cuda"]) == 0
+    pages = [Page(Path(name)) for name in ("cpu.html", "gpu.html")]
+    sigmas = [float(page.row("Largest singular value of dT/du")[0].split()[0]) for page in pages]
+    assert sigmas[0] == pytest.approx(sigmas[1], abs=2e-3)
+    assert pages[0].images == pages[1].images
 
 
 def test_no_diagnosis_if_none_is_wanted(run: Path) -> None:

@@ -1,7 +1,5 @@
 """Charts of the report: lines or bars, with ticks at round numbers. report.html draws them as SVG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

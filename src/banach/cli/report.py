@@ -1,13 +1,11 @@
 """`banach report`: one self-contained HTML page about a run, or one that compares several."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,6 +159,7 @@ def _check_out(path: Path) -> None:
 
 
 def _environment(path: Path) -> dict[str, Any]:
+    """Return what environment.json holds, nothing if it is damaged or missing."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads((path / ENVIRONMENT).read_bytes()))
     return {}
@@ -175,30 +174,33 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     except (RunError, DataError) as error:
         return replace(one, why=f"Nothing was measured: {error}.")
     console.print(f"measuring {one.name} on {len(images):,} validation images")
-    probabilities, steps = _score(opened, images.to(opened.device))
-    one = replace(one, images=images, probabilities=probabilities, steps=steps)
+    one = _score(replace(one, images=images), opened, images.to(opened.device))
     if not isinstance(opened.net, ImplicitNetwork) or opened.net.tolerance.max_steps == 0:
         return replace(one, why="The network is explicit: there is no fixed point to measure.", steps=None)
     if samples == 0:
         return replace(one, why="Contraction and gradient were not measured: --samples 0.")
     chosen = held_out(images.labels.numpy(), min(samples, len(images))).tolist()
     parts = torch.tensor(chosen).chunk(math.ceil(len(chosen) / DIAGNOSED))
-    shown = track(parts, "diagnosing", console=console, transient=True, disable=not is_terminal(console))
-    batches, smoothing = (images.take(part).to(opened.device) for part in shown), opened.settings.label_smoothing
-    diagnoses = [measure(opened.net, batch, label_smoothing=smoothing) for batch in batches]
+    batches = (images.take(part).to(opened.device) for part in _tracked(parts, "diagnosing"))
+    diagnoses = [measure(opened.net, batch, label_smoothing=opened.settings.label_smoothing) for batch in batches]
     return replace(one, chosen=chosen, diagnoses=diagnoses)
 
 
-def _score(opened: Opened, images: Images) -> tuple[Tensor, Tensor]:
-    """Return probabilities and solver steps of all images, in the precision of the run."""
+def _score(one: Reported, opened: Opened, images: Images) -> Reported:
+    """Add the probabilities and solver steps of all images, in the precision of the run."""
     probabilities, steps = [], []
     with arithmetic(opened.settings.precision, images.device), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the page says how many converged
-        for part in images.pixels.split(SCORED):
+        for part in _tracked(images.pixels.split(SCORED), "scoring"):
             output, found = scores(opened.net, images.normalise(part), opened.settings.precision)
             probabilities.append(output.double().softmax(1).cpu())
             steps.append(torch.zeros(len(part)) if found is None else found.steps.cpu())
-    return torch.cat(probabilities), torch.cat(steps)
+    return replace(one, probabilities=torch.cat(probabilities), steps=torch.cat(steps))
+
+
+def _tracked(parts: Sequence[Tensor], name: str) -> Iterable[Tensor]:
+    """Return the parts with a progress bar, if the console can show one."""
+    return track(parts, name, console=console, transient=True, disable=not is_terminal(console))
 
 
 def _picture(pixels: Tensor) -> str:
@@ -211,8 +213,8 @@ def _picture(pixels: Tensor) -> str:
 
 def render(reported: Sequence[Reported]) -> str:
     """Return the page."""
-    folder, trimmed = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
-    pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, **trimmed)  # type: ignore[arg-type]
+    folder = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters |= {"percent": percent, "commas": lambda count: f"{int(count):,}"}
     return pages.get_template(PAGE).render(
         runs=reported,
