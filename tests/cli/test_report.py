@@ -288,6 +288,22 @@ def test_bad_input_is_refused_in_one_sentence(run: Path, capsys: Any) -> None:
     assert not (run / "report.html").exists()
 
 
+def test_help_fits_80_columns(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["report", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "banach report runs/digits-1 runs/digits-2 --out both.html" in map(str.strip, lines)
+
+
+def test_a_damaged_environment_is_left_out(here: Path) -> None:
+    made = Run.create("r", Settings(epochs=1, device="cpu"))
+    for text in ("{", "[1]", '{"plan": "abc", "versions": [1, {}]}', "{}"):
+        (made.path / "environment.json").write_text(text)
+        report("r")
+        assert "Plan" not in Page(Path("r/report.html")).source
+
+
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [3e-9, 7e-9], [-2.0, 5e6], [0.1, 0.3]])
 @pytest.mark.parametrize("whole", [False, True])
 def test_ticks_are_few_and_hold_all_values(values: list[float], whole: bool) -> None:
