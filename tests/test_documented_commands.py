@@ -112,7 +112,7 @@ def quick(command: str) -> list[str]:
     if words[0] == "train" and not {"--resume", "--help"} & set(words):
         epochs = "0" if "--data" in words else "1"  # larger networks are built, planned and tested, not trained
         words += [*QUICK.split(), "--epochs", epochs, *([] if "anode" in words else ["--max-steps", "2"])]
-    if words[0] == "diagnose" and "--help" not in words:
+    if words[0] in ("diagnose", "report") and "--help" not in words:
         words += ["--device", "cpu", "--samples", "2"]
     return [*words, "digits"] if words == ["data", "fetch"] else words
 

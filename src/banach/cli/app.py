@@ -19,6 +19,7 @@ _SHORT = {
     "diagnose": "Measure contraction, convergence and gradient quality of a run.",
     "predict": "Classify image files.",
     "compare": "Compare runs in a table and a plot.",
+    "report": "Write one HTML page about a run, or about several.",
     "export": "Export a run to ONNX or torch.export, with a model card.",
     "models": "List the networks.",
     "data": "List, verify and fetch data sets.",

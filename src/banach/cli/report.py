@@ -1,0 +1,250 @@
+"""`banach report`: one self-contained HTML page about a run, or one that compares several."""
+
+import base64
+import io
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.progress import track
+from torch import Tensor, nn
+
+from banach import checks
+from banach.cli.chart import Chart, histogram, line_chart
+from banach.cli.console import console
+from banach.cli.diagnose import Diagnosis, measure
+from banach.cli.opened import DataDir, Device, Opened, number, open_run
+from banach.cli.plugins import Imports
+from banach.cli.progress import is_terminal
+from banach.data import DataError, Images
+from banach.data.dataset import need
+from banach.data.images import held_out
+from banach.diagnose import Contraction, verdict
+from banach.network import ImplicitNetwork
+from banach.provenance import provenance, whole_file
+from banach.train import Epoch, Run, RunError, Totals
+from banach.train.evaluate import scores
+from banach.train.precision import arithmetic
+from banach.train.run import ENVIRONMENT
+
+EPILOG = """\b
+Examples:
+  banach report runs/digits-1                       runs/digits-1/report.html
+  banach report runs/digits-1 runs/digits-2 --out both.html"""
+
+PAGE, FIRST = "report.html", b"<!doctype html><!-- banach report -->"
+SCORED, DIAGNOSED = 400, 16  # images at a time
+HARDEST, SINGLE = 10, 6  # images to show, images with a curve
+
+
+@dataclass(frozen=True, eq=False)
+class Reported:
+    """A run, what it wrote, and what was measured on its validation images; `why` says what was not.
+
+    The `diagnoses` are of the `chosen` images, a few at a time; `probabilities` and `steps` are of all `images`.
+    """
+
+    name: str
+    run: Run
+    epochs: tuple[Epoch, ...]
+    test: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    why: str = ""
+    net: nn.Module | None = None
+    images: Any = None
+    probabilities: Any = None
+    steps: Tensor | None = None
+    chosen: Sequence[int] = ()
+    diagnoses: Sequence[Diagnosis] = ()
+
+    @property
+    def solved(self) -> Totals | Epoch | None:
+        """How solves went on the test images or, before the end, in the last epoch; None without a fixed point."""
+        found = Totals(**self.test["totals"]) if self.test else self.epochs[-1] if self.epochs else None
+        return None if found is None or found.converged is None else found
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """All parameters, and those of Q, R and S."""
+        parts = {"total": self.net} | {name: getattr(self.net, name, None) for name in "QRS"}
+        modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        return {name: sum(weight.numel() for weight in part.parameters()) for name, part in modules.items()}
+
+    @property
+    def contraction(self) -> Contraction:
+        """That of all chosen images; its solution is of the first ones."""
+        found = [one.contraction for one in self.diagnoses]
+        sigma, rate = (torch.cat([getattr(one, name).cpu() for one in found]) for name in ("sigma", "rate"))
+        return replace(found[0], sigma=sigma, rate=rate)
+
+    @property
+    def confusions(self) -> Any:
+        """Numbers of images by label and predicted class."""
+        count = self.probabilities.shape[1]
+        pairs = self.images.labels * count + self.probabilities.argmax(1)
+        return pairs.bincount(minlength=count * count).view(count, count).tolist()
+
+    @property
+    def hardest(self) -> list[dict[str, Any]]:
+        """The images whose label is least probable."""
+        chances = self.probabilities.gather(1, self.images.labels[:, None])[:, 0]
+        return [self.card(index) for index in chances.argsort()[:HARDEST].tolist()]
+
+    @property
+    def single(self) -> tuple[Chart | None, list[dict[str, Any]]]:
+        """Residuals by step of some chosen images, from the easiest to the hardest, and these images."""
+        steps = torch.cat([one.contraction.solution.steps.cpu() for one in self.diagnoses])
+        order = steps.argsort(stable=True)[torch.linspace(0, len(steps) - 1, SINGLE).long().unique()].tolist()
+        traces = [trace for one in self.diagnoses for trace in one.trace.T[:, : 2 * int(steps.max())].tolist()]
+        lines = {f"image {self.chosen[k]}": list(enumerate(traces[k], 1)) for k in order}
+        chart = line_chart("Residual", "step", lines, "log", (self.diagnoses[0].tolerance.atol, "tolerance"))
+        return chart, [self.card(self.chosen[k]) for k in order]
+
+    def card(self, index: int) -> dict[str, Any]:
+        """Return an image with its label, prediction and solver steps."""
+        chances, label = self.probabilities[index], int(self.images.labels[index])
+        return {
+            "number": index,
+            "picture": _picture(self.images.pixels[index]),
+            "label": self.images.classes[label],
+            "guess": self.images.classes[int(chances.argmax())],
+            "chance": float(chances[label]),
+            "steps": None if self.steps is None else int(self.steps[index]),
+        }
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The page.  [RUN/report.html; of several: report.html]", show_default=False)
+    ] = None,
+    samples: Annotated[int, number(int, "Validation images to diagnose, or 0.", show_default=True)] = 64,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    modules: Imports = None,
+) -> None:
+    """Write one HTML page about a run: figures, curves, convergence, gradients, errors, settings.
+
+    Several runs are compared. The newest weights are measured on the validation images; if these are missing, the
+    page shows what the runs wrote. It needs no network access.
+    """
+    found = {path.resolve(): Run.open(path) for path in runs}
+    page = out or (runs[0] if len(found) == 1 else Path()) / PAGE
+    _check_out(page)
+    samples = samples and checks.whole("samples", samples, 2)
+    reported = []
+    for path, run in found.items():
+        name = path.name if len(found) == 1 else str(run.path)
+        one = Reported(name, run, run.metrics(), run.test() or {}, _environment(run.path))
+        reported.append(_measure(one, samples, data_dir, device))
+    with whole_file(page) as file:
+        file.write(render(reported))
+    console.print(f"report: {page}")
+
+
+def _check_out(path: Path) -> None:
+    """Refuse to overwrite anything but a report."""
+    if path.suffix.lower() != ".html":
+        raise ValueError(f"the report is an HTML page, got --out {path}; use a name that ends in .html")
+    if path.exists() and not path.read_bytes().startswith(FIRST):  # for a folder this raises an OSError
+        raise ValueError(f"{path} exists and is not a report; choose another --out, it will not be overwritten")
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """Return what environment.json holds, nothing if it is damaged or missing."""
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        return dict(json.loads((path / ENVIRONMENT).read_bytes()))
+    return {}
+
+
+def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) -> Reported:
+    """Measure the newest weights of a run on its validation images."""
+    try:
+        opened = open_run(one.run.path, device)
+        one = replace(one, net=opened.net)
+        images = opened.settings.load("validation", data_dir)
+    except (RunError, DataError) as error:
+        return replace(one, why=f"Nothing was measured: {error}.")
+    console.print(f"measuring {one.name} on {len(images):,} validation images")
+    one = _score(replace(one, images=images), opened, images.to(opened.device))
+    if not isinstance(opened.net, ImplicitNetwork) or opened.net.tolerance.max_steps == 0:
+        return replace(one, why="The network is explicit: there is no fixed point to measure.", steps=None)
+    if samples == 0:
+        return replace(one, why="Contraction and gradient were not measured: --samples 0.")
+    chosen = held_out(images.labels.numpy(), min(samples, len(images))).tolist()
+    parts = torch.tensor(chosen).chunk(math.ceil(len(chosen) / DIAGNOSED))
+    batches = (images.take(part).to(opened.device) for part in _tracked(parts, "diagnosing"))
+    diagnoses = [measure(opened.net, batch, label_smoothing=opened.settings.label_smoothing) for batch in batches]
+    return replace(one, chosen=chosen, diagnoses=diagnoses)
+
+
+def _score(one: Reported, opened: Opened, images: Images) -> Reported:
+    """Add the probabilities and solver steps of all images, in the precision of the run."""
+    probabilities, steps = [], []
+    with arithmetic(opened.settings.precision, images.device), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the page says how many converged
+        for part in _tracked(images.pixels.split(SCORED), "scoring"):
+            output, found = scores(opened.net, images.normalise(part), opened.settings.precision)
+            probabilities.append(output.double().softmax(1).cpu())
+            steps.append(torch.zeros(len(part)) if found is None else found.steps.cpu())
+    return replace(one, probabilities=torch.cat(probabilities), steps=torch.cat(steps))
+
+
+def _tracked(parts: Sequence[Tensor], name: str) -> Iterable[Tensor]:
+    """Return the parts with a progress bar, if the console can show one."""
+    return track(parts, name, console=console, transient=True, disable=not is_terminal(console))
+
+
+def _picture(pixels: Tensor) -> str:
+    """Return an image as the address of a PNG that is part of the page."""
+    array, file = pixels.movedim(0, -1).numpy(), io.BytesIO()
+    shown = need("PIL.Image", "showing images").fromarray(array if array.shape[2] == 3 else array[..., 0])
+    shown.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def render(reported: Sequence[Reported]) -> str:
+    """Return the page."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    pages.filters |= {"percent": percent, "commas": lambda count: f"{int(count):,}"}
+    return pages.get_template(PAGE).render(
+        runs=reported,
+        settings=[one.run.settings.to_dict() for one in reported],
+        metrics=dict.fromkeys(name for one in reported for epoch in one.epochs for name in epoch.metrics),
+        curves=lambda *given: _curves(reported, *given),
+        histogram=histogram,
+        verdict=verdict,
+        written=provenance(),
+    )
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """Return a share as text; only all of them are 100%."""
+    return "100%" if share == 1 else f"{min(share, 1 - 10.0 ** -(digits + 2)):.{digits}%}"
+
+
+def _curves(
+    reported: Sequence[Reported], title: str, fields: Mapping[str, str], kind: str = "", rule: Any = None
+) -> list[Chart]:
+    """Return charts of fields of `Epoch`: of one run all in one, of several one each, with a line per run."""
+
+    def points(one: Reported, field: str) -> list[tuple[int, Any]]:
+        table, _, name = field.partition(".")
+        values = [(epoch.epoch, getattr(epoch, table)) for epoch in one.epochs]
+        return [(epoch, value.get(name)) for epoch, value in values] if name else values
+
+    charts = {title: {label: points(reported[0], field) for label, field in fields.items()}}
+    if len(reported) > 1:
+        named = {f"{title}, {label}".rstrip(", "): field for label, field in fields.items()}
+        charts = {name: {one.name: points(one, field) for one in reported} for name, field in named.items()}
+    found = (line_chart(name, "epoch", lines, kind, rule) for name, lines in charts.items())
+    return [chart for chart in found if chart is not None]
