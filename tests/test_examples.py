@@ -35,12 +35,6 @@ def test_special_cases() -> None:
     assert "S(Q(d)): True" in said
 
 
-def test_warm_starts_save_steps() -> None:
-    for line in run("examples/warm_starts.py").splitlines():
-        cold, warm = map(float, re.findall(r"\d+\.\d", line))
-        assert warm < 0.75 * cold, line
-
-
 def test_digits_ends_with_a_table_and_a_plot(tmp_path: Path) -> None:
     said = run("examples/digits.py", "--epochs", "2", "--out", str(tmp_path))
     accuracy = re.search(r"accuracy % +([\d.]+)", said)
