@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,17 +129,20 @@ def add_network(folder: Path, site: Path) -> None:
 def find_mnist(folder: Path) -> Path | None:
     """Return the folder of MNIST, unpacked if need be, or None."""
     from banach import data
-    from banach.data.files import located, roots
+    from banach.data.files import find, roots
 
     mnist = data.get("mnist")
     try:
         places = (*roots(mnist), folder / "data")
     except data.DataError as error:
         raise DemoError(str(error)) from None
-    if located(mnist, places) is None and PACKED.exists():
-        command = [sys.executable, str(PACKED), str(places[-1]), "mnist"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return located(mnist, places)
+    for unpack in (PACKED.exists(), False):
+        with suppress(data.DataError):
+            return find(mnist, "train", places)[0].parent
+        if unpack:
+            command = [sys.executable, str(PACKED), str(places[-1]), "mnist"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return None
 
 
 def register_network() -> None:
