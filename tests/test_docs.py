@@ -65,6 +65,9 @@ def test_the_code_of_a_page_runs(page: Path, space: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning"
+)  # of torch itself, where the compiler is imported
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, gpu=True) != blocks(page)], ids=name)
 def test_the_code_of_a_page_runs_on_a_gpu(page: Path, space: dict[str, Any]) -> None:
     for code in (BEFORE.get(name(page), ""), *blocks(page, gpu=True)):

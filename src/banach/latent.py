@@ -179,7 +179,8 @@ class Space:
             rows = rows.to(self.dtype)
         if isinstance(self.template, Tensor):
             return self._unflatten(rows, self.shapes[0], self.last[0])
-        return rebuild(self.template, self.parts(rows))
+        # Convolutions would copy columns of a matrix at every use.
+        return rebuild(self.template, [_dense(*pair) for pair in zip(self.parts(rows), self.last, strict=True)])
 
     def resized(self, batch: int) -> Space:
         """Return the same layout with another number of samples."""
@@ -214,6 +215,13 @@ class Space:
                 f"{what} must keep the device of its input: {self.device} became {leaf.device}; "
                 f"put z0 on {leaf.device}"
             )
+
+
+def _dense(leaf: Tensor, last: bool) -> Tensor:
+    """Return an image or volume without gaps in memory, other leaves as they are."""
+    if leaf.dim() < 3:
+        return leaf
+    return leaf.contiguous(memory_format=_CHANNELS_LAST[leaf.dim()] if last else torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=256)

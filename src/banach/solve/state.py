@@ -98,15 +98,11 @@ class State:
         _put(self.best, self.reached, better)
         self._keep_best(better)
 
-    def record(
-        self, step: int, residual: np.ndarray, test: np.ndarray, active: np.ndarray, *, of_frozen: bool = True
-    ) -> None:
-        """Record finite residuals and who is active now. `of_frozen`: samples were measured where they froze."""
-        now = self.now if of_frozen else self.now.copy()
+    def record(self, step: int | np.ndarray, residual: np.ndarray, test: np.ndarray, active: np.ndarray) -> None:
+        """Record finite residuals and who is active now."""
+        now = self.now
         now[self.tested], now[RESIDUAL], now[STEP] = test, residual, step
         np.copyto(self.reached, now, where=self.active)
-        if not of_frozen:
-            np.copyto(self.now, now, where=self.active)
         self.active = active
         self._recount()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from banach.solve.picard import Picard
 from banach.solve.run import Run
-from banach.solve.state import IDLE, RESIDUAL, State, count_nonzero, to_numpy
+from banach.solve.state import IDLE, RESIDUAL, State, count_nonzero, on_device, to_numpy
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next
 ROOM = 1 << 26  # bytes that the iterates between two checks may take
@@ -25,38 +25,50 @@ def stride(run: Run, state: State, k: int) -> int:
 
     Until then they move on. The next check comes when the last sample is expected to meet the tolerance.
     """
-    count, first, most = len(state.z), k, run.tolerance.max_steps
+    first, most = k, run.tolerance.max_steps
     atol = np.array(run.atol, state.least.dtype)
     least, least_at = run.least_of(state)
     now = test = earlier = least
     usual, risen, ahead, room = True, False, FIRST_CHECK, max(1, ROOM // max(state.z.nbytes, 1))
     while usual and state.count and k < most:
-        iterates, numbers = _steps(run, state.z, k, min(ahead, most - k, room))
-        before, frozen_at, best_at = state.active, np.full(count, -1), np.full(count, -1)
-        last, risen = 0, False
-        for j, (residual, excess) in enumerate(numbers):
-            better, active = residual < least, (excess > atol) & state.active
-            idle = active & ~better & (k + 1 >= least_at + IDLE)
-            usual = count_nonzero((residual < np.inf) & (excess > -np.inf) | ~state.active) == count
-            usual = usual and not run.stalls(idle, residual, excess, iterates[j + 1])
-            if not usual:
-                break
-            k, now, test, last = k + 1, residual, excess, j + 1
-            risen = risen or bool(count_nonzero(before & ~state.active & (excess > atol)))
-            better &= state.active
-            best_at[better], frozen_at[state.active & ~active] = j, j
-            least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
-            if count_nonzero(active) < count:
-                state.record(k, residual, excess, active, of_frozen=not j)
-            if not state.count:
-                break
-        _move(state, iterates, before, last, frozen_at, best_at)
+        iterates, residual, excess = _steps(run, state.z, k, min(ahead, most - k, room))
+        before, above = state.active, excess > atol
+        if state.count == len(before) and above.all() and _fell(residual, least):  # the usual case, in less time
+            state.z, state.best_z, k = iterates[-1], iterates[-2], k + len(residual)
+            now, test, least, least_at = residual[-1], excess[-1], residual[-1], np.full_like(least_at, k)
+            run.lasts = run.lasts[1], now
+            ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol)
+            earlier = now
+            continue
+        # One row per step: who was active before and after it, and the least residual until then.
+        active = np.logical_and.accumulate(above) & before
+        moving = np.concatenate((before[None], active[:-1]))
+        lowest = np.minimum.accumulate(np.concatenate((least[None], np.where(moving, residual, np.inf))))
+        better, steps = lowest[1:] < lowest[:-1], k + 1 + np.arange(len(residual))[:, None]
+        lowest_at = np.maximum.accumulate(np.concatenate((least_at[None], np.where(better, steps, 0))))
+        idle = active & ~better & (steps >= lowest_at[:-1] + IDLE)
+        finite = ~moving | ((residual < np.inf) & (excess > -np.inf))
+        taken = _usual_steps(run, finite, idle, active, (residual, excess, iterates))
+        usual = taken == len(residual) or (taken > 0 and not active[taken - 1].any())
+        if not taken:
+            break
+        place = np.where(active[taken - 1], taken, active[:taken].argmin(0) + 1) * before  # 0: frozen before
+        index = np.maximum(place - 1, 0), np.arange(len(place))
+        risen = bool(count_nonzero((before & ~moving & above)[:taken]))
+        state.z = _pick(iterates, place)
+        state.record(k + 1 + index[0], residual[index], excess[index], active[taken - 1])
         run.lasts = run.lasts[1], state.now[RESIDUAL].copy()
-        earlier = numbers[-2][0] if len(numbers) > 1 else earlier
-        residual, excess = numbers[-1]
+        now, test, least, least_at = residual[taken - 1], excess[taken - 1], lowest[taken], lowest_at[taken]
+        if state.count:  # of frozen samples, only nonfinite ones need their best iterate
+            best = np.maximum(least_at - k, 0).astype(int)
+            others = np.where(state.nonfinite, 0, best[state.active.argmax()])
+            state.best_z = _pick([state.best_z, *iterates], np.where(state.active, best, others))
+        k += taken
         here = state.active
-        ahead = _steps_ahead(earlier[here], residual[here], excess[here], atol)
-        earlier = residual
+        ahead = _steps_ahead(
+            (residual[-2] if len(residual) > 1 else earlier)[here], residual[-1][here], excess[-1][here], atol
+        )
+        earlier = residual[-1]
     if k > first:
         run.note_last(state, k, (now, test), (least, least_at))
     if risen and (k == most or not state.count):
@@ -64,15 +76,37 @@ def stride(run: Run, state: State, k: int) -> int:
     return k
 
 
+def _usual_steps(
+    run: Run,
+    finite: np.ndarray,
+    idle: np.ndarray,
+    active: np.ndarray,
+    of: tuple[np.ndarray, np.ndarray, list[Tensor]],
+) -> int:
+    """Return how many steps to take: until nobody is active, or before one that the general loop should take."""
+    residual, excess, iterates = of
+    fine, idles, left = (
+        np.logical_and.reduce(finite, 1),
+        np.logical_or.reduce(idle, 1),
+        np.logical_or.reduce(active, 1),
+    )
+    for j in range(len(residual)):
+        if not fine[j] or (idles[j] and run.stalls(idle[j], residual[j], excess[j], iterates[j + 1])):
+            return j
+        if not left[j]:
+            return j + 1
+    return len(residual)
+
+
 def _look_again(run: Run, state: State, k: int) -> None:
     """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
-    residual, excess = _steps(run, state.z, k, 1)[1][0]
-    state.now[state.tested], state.now[RESIDUAL] = excess, residual
-    run.lasts = run.lasts[1], residual
+    _, residual, excess = _steps(run, state.z, k, 1)
+    state.now[state.tested], state.now[RESIDUAL] = excess[0], residual[0]
+    run.lasts = run.lasts[1], residual[0]
 
 
-def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[tuple[np.ndarray, np.ndarray]]]:
-    """Return z and the next iterates; and of every step the residual, and the same minus its relative part."""
+def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.ndarray, np.ndarray]:
+    """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part."""
     damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
     iterates, measured = [z], []
     for j in range(steps):
@@ -83,16 +117,19 @@ def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], list[
                 raise
             break
         measured += [run.measure(part, run.space) for part in ((Tz - z, Tz) if rtol else (Tz - z,))]
-        z = torch.lerp(Tz, z, damping) if damping else Tz.clone()  # T may write to it again
+        # A copy, since T may write to it again; the rows of several leaves are one already.
+        z = torch.lerp(Tz, z, damping) if damping else Tz if len(run.space.shapes) > 1 else Tz.clone()
         iterates.append(z)
     numbers = to_numpy(torch.stack(measured))
     if not rtol:
-        return iterates, [(residual, residual) for residual in numbers]
+        return iterates, numbers, numbers
     with np.errstate(invalid="ignore"):  # infinity minus infinity
-        return iterates, [
-            (residual, residual - numbers.dtype.type(rtol) * size)
-            for residual, size in zip(numbers[::2], numbers[1::2], strict=True)
-        ]
+        return iterates, numbers[::2], numbers[::2] - numbers.dtype.type(rtol) * numbers[1::2]
+
+
+def _fell(residual: np.ndarray, least: np.ndarray) -> bool:
+    """Return True if every residual is below the one before it, the first below `least`."""
+    return bool((residual[0] < least).all() and (residual[1:] < residual[:-1]).all())
 
 
 def _steps_ahead(before: np.ndarray, residual: np.ndarray, excess: np.ndarray, atol: np.ndarray) -> int:
@@ -101,23 +138,13 @@ def _steps_ahead(before: np.ndarray, residual: np.ndarray, excess: np.ndarray, a
         left = np.log((residual - excess + atol) / residual) / np.log(residual / before)
     known = np.isfinite(left) & (left > 0)
     slowest = left.max() if len(left) and known.all() else MOST_AHEAD
-    return int(min(max(slowest, 1), MOST_AHEAD))
+    return int(min(np.ceil(slowest), MOST_AHEAD))
 
 
-def _move(
-    state: State, iterates: list[Tensor], before: np.ndarray, last: int, frozen_at: np.ndarray, best_at: np.ndarray
-) -> None:
-    """Give every sample the iterate at which it froze, else the last one; and keep its best one."""
-    z = iterates[last]
-    if not before.all():
-        z = torch.where(state.column(before), z, iterates[0])
-    for j in set(frozen_at[frozen_at >= 0].tolist()) - {last - 1}:
-        z = torch.where(state.column(frozen_at == j), iterates[j + 1], z)
-    state.z = z
-    best_at[~state.active] = -1  # frozen samples keep what they have
-    places = set(best_at.tolist())
-    if len(places) == 1 and best_at[0] >= 0:
-        state.best_z = iterates[best_at[0]]
-        return
-    for j in places - {-1}:
-        state.best_z = torch.where(state.column(best_at == j), iterates[j], state.best_z)
+def _pick(iterates: list[Tensor], index: np.ndarray) -> Tensor:
+    """Return the rows of iterates[index], one number per sample."""
+    low, high = int(index.min()), int(index.max())
+    if low == high:
+        return iterates[low]
+    rows = (index - low) * len(index) + np.arange(len(index))
+    return torch.cat(iterates[low : high + 1]).index_select(0, on_device(rows, iterates[0]))
