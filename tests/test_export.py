@@ -165,7 +165,8 @@ class Pair(nn.Module):
 def test_several_inputs_and_no_file() -> None:
     net = scaled(Picard())
     net.Q = Pair()
-    program = export(net, (ROWS[:3], ROWS[:3]), format="torch")
+    rows = ROWS[:3]
+    program = export(net, (rows, rows), format="torch")  # one tensor given twice was one input
     a, b = ROWS[1:4], torch.full((3, 4), 0.5, dtype=torch.float64)
     torch.testing.assert_close(program.module()(a, b)[0], 1 / (1 - a * b), rtol=0, atol=1e-8)
 

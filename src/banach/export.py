@@ -87,11 +87,11 @@ class _WithSolution(nn.Module):
 
 def _traced(net: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
     """Return the network as torch.export traces it."""
-    # torch.export takes a batch of one for a constant.
-    several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one for one in inputs)
     batch = torch.export.Dim("batch")
     shapes = (tuple({0: batch} for _ in inputs),)
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about the tracer itself
+        # torch.export takes a batch of one for a constant, and a tensor that is given twice for one input.
+        several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one.clone() for one in inputs)
         return torch.export.export(_WithSolution(net), several, dynamic_shapes=shapes, strict=False)
 
 

@@ -109,6 +109,10 @@ def test_what_cannot_be_observed_is_refused() -> None:
         pass
     with pytest.raises(AttributeError, match="no pass was observed"):
         _ = seen.T
+    with observe(net) as passed:
+        net(normal(2, 4))
+    with pytest.raises(AttributeError, match=r"^iterate$"):
+        _ = passed.iterate
     with pytest.raises(ValueError, match="gamma must be above 0"):
         fixed_point_correction(seen, lambda y: y, gamma=1.1)
 

@@ -50,6 +50,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: convert_dropout(Attention(0.1, Own)), "R.inner.attention is Own, .* derive it from banach.nn"),
     (lambda: nn.LSTM(6, 6, num_layers=2, dropout=0.1), "R.inner is LSTM, .* set its dropout to 0, and put"),
     (lambda: nn.RReLU(), "R.inner is RReLU, .* use nn.LeakyReLU"),
+    (lambda: nn.RReLU(-0.3, -0.1), "R.inner is RReLU"),
 ]
 
 
@@ -63,7 +64,9 @@ def test_layers_are_refused_in_train_mode(make: Callable[[], nn.Module], message
         network(R)(normal(5, 4))
 
 
-@pytest.mark.parametrize("make", [lambda: deep(0.0), lambda: deep().eval(), lambda: Attention(0.0)])
+@pytest.mark.parametrize(
+    "make", [lambda: deep(0.0), lambda: deep().eval(), lambda: Attention(0.0), lambda: nn.RReLU(0.2, 0.2)]
+)
 def test_layers_that_do_not_draw_run(make: Callable[[], nn.Module]) -> None:
     net = network(Around(make()))
     net.S = nn.Sequential(net.S, nn.Dropout(0.5))  # outside R dropout is as ever

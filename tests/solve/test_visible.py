@@ -133,6 +133,18 @@ def test_a_sample_that_rises_on_its_own_stays_converged() -> None:
     assert len(calls) == int(found.steps.max()) + 1, "a steady residual needs no probe; attach evaluates once"
 
 
+@pytest.mark.parametrize("every", [None, 1])
+def test_mixing_is_noticed_where_it_raises_a_residual_slowly(every: int | None) -> None:
+    """Row 0 follows row 1, which moves by less than a thousandth per step: 9 times the tolerance in the end."""
+
+    def T(z: Tensor) -> Tensor:
+        return torch.stack([0.5 * z[0] + 5e-4 * z[1], 0.9995 * z[1]])
+
+    z0 = torch.tensor([[0.0], [20.0]], dtype=torch.float64)
+    tolerance = Tolerance(atol=1e-3, max_steps=10_000, check_every=every)
+    assert solve(T, z0, tolerance=tolerance).fault is Fault.MIXES
+
+
 @solvers
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

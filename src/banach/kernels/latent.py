@@ -188,6 +188,8 @@ def _check(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance) -> None:
     channels = R.blocks[0].conv1.in_channels
     if v.dim() != 4 or v.shape[1] != channels or not len(v):
         raise ValueError(f"v must be (batch, {channels}, height, width), not empty, got {tuple(v.shape)}; check Q")
+    if v.dtype == torch.float64:
+        raise ValueError("v must be float32 or shorter, got float64, which no kernel computes; use banach.solve")
     if z0 is not None and z0.shape != v.shape:
         raise ValueError(f"z0 must have the shape of v, {tuple(v.shape)}, got {tuple(z0.shape)}")
     if type(tolerance.norm) not in (RMS, Euclidean, WorstPixel):

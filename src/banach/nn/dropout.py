@@ -233,7 +233,6 @@ _RANDOM: tuple[tuple[type, str, str], ...] = (
         "dropout",
         "call banach.nn.convert_dropout(R); if it is a subclass, derive it from banach.nn.MultiheadAttention",
     ),
-    (nn.RReLU, "upper", "use nn.LeakyReLU"),
     (nn.RNNBase, "dropout", "set its dropout to 0, and put banach.nn.Dropout between modules of one layer each"),
 )
 
@@ -242,6 +241,8 @@ def _advice(module: nn.Module) -> str | None:
     """Return what to use instead of a module that draws at random, None if it does not."""
     if getattr(module, "one_mask_per_pass", False):
         return None
+    if isinstance(module, nn.RReLU) and module.lower < module.upper:
+        return "use nn.LeakyReLU"
     for kind, probability, advice in _RANDOM:  # Dynamo of torch 2.6 does not trace next(..., None)
         if isinstance(module, kind) and getattr(module, probability) > 0:
             return advice

@@ -132,9 +132,11 @@ def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, st
 
 def _layers(module: nn.Module) -> dict[Any, str]:
     """Return the layers to bound, each with its first name. Refuse those that do more than multiply."""
-    bounded = {layer for part in module.modules() if isinstance(part, Lipschitz) for layer in part.children()}
-    parts = ((name, part) for name, part in module.named_modules() if isinstance(part, (*_KINDS, *_OTHERS)))
-    layers = {part: name for name, part in parts if part not in bounded}
+    layers: dict[Any, str] = {}
+    for name, part in module.named_modules(remove_duplicate=False):  # a layer may have several holders
+        holder = module.get_submodule(name.rpartition(".")[0])
+        if isinstance(part, (*_KINDS, *_OTHERS)) and not isinstance(holder, Lipschitz):
+            layers.setdefault(part, name)
     refused = [f"{name or 'the module'} ({_fault(layer)})" for layer, name in layers.items() if _fault(layer)]
     if refused:
         raise TypeError(

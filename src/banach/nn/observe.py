@@ -40,6 +40,8 @@ class Observed:
         return [space.nest(rows) for rows in self._rows]
 
     def __getattr__(self, name: str) -> Any:
+        if "z" in vars(self):
+            raise AttributeError(name)
         raise AttributeError(f"{name}: no pass was observed; call the network inside the block of observe()")
 
 

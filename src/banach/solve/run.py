@@ -258,7 +258,7 @@ class Run:
         """Return the numbers of samples that converged and froze, but are above the tolerance now; None if none.
 
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
-        raise its residual a little, to a value that then stays the same at every evaluation.
+        raise its residual a little, to a value that is then equal at every evaluation, while other samples move.
         """
         if self.seen is None or self.whole is not None:
             return None
@@ -268,8 +268,8 @@ class Run:
             return None
         risen = ~met_now & (self.seen[REACHED, state.tested] <= self.atol)
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
-            steady = np.abs(now - self.lasts[0]) <= 1e-3 * np.abs(now)
-            alone = steady & (now <= 10 * (now - now_test + self.atol))  # 10 times what the tolerance allows
+            # Equal, not close: other samples may move, and raise it, slowly. 10 times what the tolerance allows.
+            alone = (now == self.lasts[0]) & (now <= 10 * (now - now_test + self.atol))
         found = np.flatnonzero(risen & ~alone)
         return found if len(found) else None
 
