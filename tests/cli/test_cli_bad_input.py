@@ -117,6 +117,8 @@ def test_damaged_checkpoints_are_refused_and_kept(checksum: bool, run: Path, cap
 
 SOLVE = dict.fromkeys(("depth", "max_depth", "residual", "max_residual", "converged"))
 NO_LOSS = {"title": "", "count": 1, "totals": {"accuracy": 0.5, "loss": None, **SOLVE}}
+NO_COUNT = {**NO_LOSS, "count": "1", "totals": {"accuracy": 0.5, "loss": 1.0, **SOLVE}}
+NO_DEPTH = {**NO_LOSS, "totals": {"accuracy": 0.5, "loss": 1.0, **SOLVE, "depth": [1]}}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,8 @@ NO_LOSS = {"title": "", "count": 1, "totals": {"accuracy": 0.5, "loss": None, **
         ("test.json", '{"totals": {"accuracy": 0.5}}', ["train", "--resume", "run"]),
         ("test.json", "[]", ["train", "--resume", "run"]),
         ("test.json", json.dumps(NO_LOSS), ["compare", "run"]),
+        ("test.json", json.dumps(NO_DEPTH), ["report", "run"]),
+        ("test.json", json.dumps(NO_COUNT), ["report", "run"]),
         ("metrics.jsonl", '{"epoch": 1}\n', ["compare", "run"]),
         ("metrics.jsonl", "[" * 100_000, ["compare", "run"]),
         ("settings.json", "[" * 100_000, ["evaluate", "run"]),

@@ -92,6 +92,10 @@ def test_half_a_data_set_is_not_passed_by(
     code, lines, _ = ask("verify", "--data-dir", tmp_path)
     assert code == 2
     assert sum("raw has no" in line for line in lines) == 2
+    write(tmp_path / "MNIST" / "raw", {name: mnist_files()[name] for name in (CUT, "t10k-labels-idx1-ubyte.gz")})
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").unlink()
+    code, lines, _ = ask("verify", "--data-dir", tmp_path)  # all of one part, and no file of the other
+    assert (code, sum(line.startswith("wrong: mnist (train part) was not found") for line in lines)) == (2, 1)
     code, lines, _ = ask("verify", "digits", "svhn")
     assert code == 2
     assert sum(line.startswith("wrong: svhn (") for line in lines) == 2

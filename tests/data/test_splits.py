@@ -138,3 +138,7 @@ def test_images_check_themselves() -> None:
         Images(good.pixels.float(), good.labels, **options)
     with pytest.raises(TypeError, match="labels must be int64"):
         Images(good.pixels, good.labels[:-1], **options)
+    with pytest.raises(
+        ValueError, match="need 1 numbers each, one per channel"
+    ):  # was broadcast to three channels
+        replace(good, mean=(0.5,) * 3, std=(0.5,) * 3)

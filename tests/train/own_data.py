@@ -1,4 +1,4 @@
-"""Data, a network and a loss of regression; `own_data.py RUN STEP` is killed at that step."""
+"""Data, networks and losses of regression and sequences; `own_data.py KIND RUN STEP` is killed at that step."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from train.parts_train import Contraction, settings
 
 MADE = settings(checkpoint_every=2, ema=0.9, lr=0.02)
 STEPS = 4  # batches an epoch: 30 samples, 8 at a time
+SYMBOLS, LENGTH = 5, 6
 
 
 class Pairs(Dataset[Any]):
@@ -39,6 +40,19 @@ class Pairs(Dataset[Any]):
         return (self.a[i], self.b[i]), torch.sin(self.a[i, :1] + self.b[i, :1]) + noise
 
 
+class Words(Dataset[Any]):
+    """(tokens, tokens of the reversed sequence)."""
+
+    def __init__(self, count: int = 30) -> None:
+        self.tokens = torch.randint(SYMBOLS, (count, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.tokens[i], self.tokens[i].flip(0)
+
+
 class Sum(nn.Module):
     """Q for two inputs."""
 
@@ -50,33 +64,52 @@ class Sum(nn.Module):
         return self.first(a) + self.second(b)
 
 
-def network(seed: int = 0) -> ImplicitNetwork:
+def network(seed: int = 0, kind: str = "regression") -> ImplicitNetwork:
     torch.manual_seed(seed)
-    return ImplicitNetwork(Sum(), Contraction(10), nn.Linear(10, 1), tolerance=Tolerance(atol=1e-5))
+    if kind == "regression":
+        return ImplicitNetwork(Sum(), Contraction(10), nn.Linear(10, 1), tolerance=Tolerance(atol=1e-5))
+    Q = nn.Sequential(nn.Embedding(SYMBOLS, 8), nn.Flatten(), nn.Linear(8 * LENGTH, 32))
+    S = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, LENGTH * SYMBOLS), nn.Unflatten(1, (LENGTH, SYMBOLS)))
+    return ImplicitNetwork(Q, Contraction(32), S, tolerance=Tolerance(atol=1e-5))
 
 
 def error(output: Tensor, targets: Tensor) -> Tensor:
     return (output - targets).abs()
 
 
+def token_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.mT, targets)
+
+
+def token_accuracy(output: Tensor, targets: Tensor) -> Tensor:
+    return output.argmax(2) == targets
+
+
 OBJECTIVE: dict[str, Any] = {"loss": F.mse_loss, "metrics": {"error": error}}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "regression": (Pairs, OBJECTIVE),
+    "sequences": (Words, {"loss": token_loss, "metrics": {"accuracy": token_accuracy}}),
+}
 
 
-def loader(**options: Any) -> DataLoader[Any]:
-    return DataLoader(Pairs(), batch_size=8, **{"shuffle": True, **options})
+def loader(kind: str = "regression", **options: Any) -> DataLoader[Any]:
+    return DataLoader(KINDS[kind][0](), batch_size=8, **{"shuffle": True, **options})
 
 
-def train(net: nn.Module, run: Run | None = None, on_step: Any = None, **options: Any) -> History:
+def train(
+    net: nn.Module, run: Run | None = None, on_step: Any = None, *, kind: str = "regression", **options: Any
+) -> History:
     """Train with a short last batch, and validate on the first half of it."""
-    held = DataLoader(Pairs(16), batch_size=8)
-    return fit(net, loader(**options), held, MADE, run=run, on_step=on_step, **OBJECTIVE)
+    data, objective = KINDS[kind]
+    held = DataLoader(data(16), batch_size=8)
+    return fit(net, loader(kind, **options), held, MADE, run=run, on_step=on_step, **objective)
 
 
 if __name__ == "__main__":
-    path, step = sys.argv[1:]
+    kind, path, step = sys.argv[1:]
 
     def kill(position: Position) -> None:
         if position.epoch * STEPS + position.step == int(step):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(network(), Run.create(Path(path), MADE), on_step=kill)
+    train(network(kind=kind), Run.create(Path(path), MADE), on_step=kill, kind=kind)

@@ -20,7 +20,7 @@ from banach.train import CheckpointError, Epoch, Position, Run, Settings, evalua
 from banach.train.board import Board
 from banach.train.distributed import Ranks
 from banach.train.plot import plot_history
-from train.own_data import MADE, OBJECTIVE, STEPS, Pairs, error, loader, network, train
+from train.own_data import KINDS, MADE, OBJECTIVE, STEPS, Pairs, error, loader, network, train
 from train.parts_train import capture_steps, figures, images, same_weights, settings
 from train.parts_train import network as classifier
 
@@ -33,16 +33,20 @@ def batches(count: int = 3, size: int = 8) -> list[Any]:
     return [((a, b), (a + b).sum(1, keepdim=True)) for a, b in zip(made[::2], made[1::2], strict=True)]
 
 
-def test_a_regression_is_learnt() -> None:
-    history = fit(
-        network(), loader(), loader(shuffle=False), Settings(epochs=30, lr=0.03, device="cpu"), **OBJECTIVE
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_regression_and_sequences_are_learnt(kind: str) -> None:
+    data, held = loader(kind), loader(kind, shuffle=False)
+    history = fit(network(kind=kind), data, held, Settings(epochs=30, lr=0.03, device="cpu"), **KINDS[kind][1])
     first, last = history.epochs[0], history.last
     assert last.loss < 0.2 * first.loss
     assert (last.converged, last.validation_converged) == (1.0, 1.0)
     assert last.sigma is not None
-    assert (last.accuracy, last.validation_accuracy) == (None, None)
-    assert last.validation_metrics["error"] < 0.5 * first.validation_metrics["error"]
+    if kind == "regression":
+        assert (last.accuracy, last.validation_accuracy) == (None, None)
+        assert last.validation_metrics["error"] < 0.5 * first.validation_metrics["error"]
+    else:
+        assert last.validation_accuracy is not None
+        assert last.validation_accuracy > 0.95
 
 
 def test_the_figures_are_those_of_the_data() -> None:
@@ -126,13 +130,14 @@ def test_a_resumed_run_ends_bit_by_bit_as_an_uninterrupted_one(name: str, tmp_pa
         assert Run.open(path).metrics() == history.epochs
 
 
-def test_after_kill_9(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "step"), [("regression", 3), ("sequences", 7)])
+def test_after_kill_9(kind: str, step: int, tmp_path: Path) -> None:
     path, script = tmp_path / "run", str(ROOT / "tests/train/own_data.py")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
-    done = subprocess.run([sys.executable, script, str(path), "7"], env=env, timeout=120, check=False)
+    done = subprocess.run([sys.executable, script, kind, str(path), str(step)], env=env, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    whole, again = network(), network(seed=9)
-    wanted, history = train(whole), train(again, Run.open(path))
+    whole, again = network(kind=kind), network(seed=9, kind=kind)
+    wanted, history = train(whole, kind=kind), train(again, Run.open(path), kind=kind)
     assert history.finished
     assert same_weights(again, whole)
     assert figures(history) == figures(wanted)

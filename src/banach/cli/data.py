@@ -64,14 +64,17 @@ def verify_(
     """
     wrong = False
     for one in map(data.get, names or data.names()):
-        places = roots(one, data_dir)
+        places, errors = roots(one, data_dir), list[DataError]()
         for part in PARTS:
             try:
                 console.print(f"ok: {verify(one, part, places)}")
             except DataError as error:
-                absent = isinstance(error, NotFound) and not names
-                console.print(f"{'not here' if absent else 'wrong'}: {error}")
-                wrong |= not absent
+                errors.append(error)
+        # A set of which one part is here is incomplete; only one without any part was perhaps never fetched.
+        absent = not names and len(errors) == len(PARTS) and all(isinstance(error, NotFound) for error in errors)
+        for error in errors:
+            console.print(f"{'not here' if absent else 'wrong'}: {error}")
+        wrong |= bool(errors) and not absent
     return 2 if wrong else 0
 
 

@@ -37,6 +37,9 @@ class Images:
         if self.labels.dtype != torch.int64 or self.labels.shape != self.pixels.shape[:1]:
             got = f"{self.labels.dtype} {tuple(self.labels.shape)}"
             raise TypeError(f"labels must be int64 of shape ({len(self.pixels)},), got {got}")
+        if not len(self.mean) == len(self.std) == self.pixels.shape[1]:  # others would be broadcast
+            got = f"{self.mean} and {self.std}"
+            raise ValueError(f"mean and std need {self.pixels.shape[1]} numbers each, one per channel, got {got}")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from banach import checks
 from banach.provenance import numbers, provenance, signed, unsigned, whole_file, write_json
 from banach.train.checkpoint import (
     Checkpoint,
@@ -181,8 +182,10 @@ class Run:
         with _reading(path, "delete it, and resume the run"):
             content = unsigned(json.loads(path.read_bytes()))
             totals = Totals(**numbers(content["totals"]))
-            float(totals.accuracy or 0), float(totals.loss), content["title"], content["count"]
-            return {**content, "totals": vars(totals)}
+            figures = {**vars(totals), **totals.metrics, "metrics": None}
+            float(totals.loss), [float(value) for value in figures.values() if value is not None]
+            checks.whole("count", content["count"])
+            return {**content, "title": str(content["title"]), "totals": vars(totals)}
 
 
 def _best(epochs: Sequence[Epoch]) -> Position | None:
