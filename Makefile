@@ -24,7 +24,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       build the docs site into build/site, without warnings and without network access"
 	@echo "make demo       a page that shows a network converging: built in a minute, served on http://127.0.0.1:$(PORT)"
-	@echo "make package    build sdist and wheel into dist, install the wheel in a fresh environment, train with it"
+	@echo "make package    build sdist and wheel into dist, install the wheel in a fresh environment, train and report with it"
 	@echo "make bench      measure against TorchDEQ, in minutes; writes results/*.json and shows the figures before"
 	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"

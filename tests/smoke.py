@@ -34,12 +34,14 @@ def check_library() -> None:
 
 
 def check_commands(folder: str) -> None:
-    """Train for an epoch on a few images and evaluate the run."""
+    """Train for an epoch on a few images, evaluate the run and write its page."""
     banach_command = str(Path(sys.executable).with_name("banach"))
     train = "train --subset 64 --epochs 1 --device cpu --threads 1 --out run"
-    for command in ("--version", "models", train, "evaluate run --device cpu"):
+    report = "report run --device cpu --samples 4"
+    for command in ("--version", "models", train, "evaluate run --device cpu", report):
         print("banach", command, flush=True)
         subprocess.run([banach_command, *command.split()], cwd=folder, check=True)
+    assert "</html>" in Path(folder, "run", "report.html").read_text()
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_a_page_is_short(page: Path) -> None:
 @pytest.mark.slow
 def test_the_site_builds_without_warnings_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     pytest.importorskip("zensical", reason="run `make docs`, which installs it")
-    for part in ("docs", "src"):
+    for part in ("docs", "src", "examples"):
         shutil.copytree(ROOT / part, tmp_path / part)
     shutil.copy(ROOT / "zensical.toml", tmp_path)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]

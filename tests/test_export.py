@@ -22,12 +22,14 @@ from banach.cli.app import main
 from banach.cli.opened import open_run
 from banach.data import DIGITS
 from banach.export import OUTPUTS, export
+from banach.provenance import provenance, source_commit, write_json
 from banach.train import words
 from data.conftest import real_data  # noqa: F401
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+FIGURES = Path(__file__).parents[1] / "results" / "export.json"
 SMALL = ["train", "--batch-size", "16", "--no-tensorboard", "--no-monitor", "--device", "cpu"]
 
 
@@ -40,29 +42,46 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(path: Path, images: Tensor, batch: int) -> list[Tensor]:
-    """Return the outputs of an ONNX file, batch by batch."""
-    session = onnxruntime.InferenceSession(path)
+    """Return the outputs of an ONNX file, batch by batch, on one thread: its idle threads spin."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options)
     parts = [session.run(None, {"d": part.numpy()}) for part in images.split(batch)]
     return [torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True)]
 
 
 @torch.no_grad()
-def check_against_network(run: Path, solver: str, path: Path, images: Tensor) -> None:
-    """Compare an ONNX file with the network of a run: labels, logits, steps."""
+def compare(run: Path, solver: str, path: Path, images: Tensor, batch: int) -> dict[str, Any]:
+    """Compare an ONNX file with the network of a run, batch by batch: labels, steps, logits."""
     net: Any = open_run(run, "cpu").net
     net.solver = words.solver(solver)
-    for batch in (512, 1):
-        parts = [net(part, solution=True) for part in images.split(batch)]
-        logits = torch.cat([output for output, _ in parts])
-        steps = torch.cat([found.steps for _, found in parts])
-        output, counted, _, converged = answers(path, images, batch)
-        assert torch.equal(output.argmax(1), logits.argmax(1))
-        same = counted == steps  # not where a residual is within rounding of the tolerance
-        torch.testing.assert_close(output[same], logits[same], atol=1e-4, rtol=0)
-        assert (~same).double().mean() <= 1e-3
-        assert (counted - steps).abs().max() <= 1
-        assert torch.equal(converged, torch.cat([found.converged for _, found in parts]))
-    assert steps.unique().numel() > 1  # images stop at different steps
+    parts = [net(part, solution=True) for part in images.split(batch)]
+    logits = torch.cat([output for output, _ in parts])
+    steps = torch.cat([found.steps for _, found in parts])
+    output, counted, _, converged = answers(path, images, batch)
+    same, apart = counted == steps, (output - logits).abs().amax(1)
+    return {
+        "solver": solver,
+        "batch": batch,
+        "images": len(images),
+        "same_labels": int((output.argmax(1) == logits.argmax(1)).sum()),
+        "same_steps": int(same.sum()),
+        "same_converged": int((converged == torch.cat([found.converged for _, found in parts])).sum()),
+        "largest_difference_of_steps": int((counted - steps).abs().max()),
+        "largest_difference_of_logits": float(apart.max()),
+        "the_same_where_steps_are_equal": float(apart[same].max()),
+        "least_steps": int(steps.min()),
+        "most_steps": int(steps.max()),
+    }
+
+
+def check(found: dict[str, Any]) -> None:
+    """Steps may differ by one where a residual is within rounding of the tolerance, and logits with them."""
+    assert found["same_labels"] == found["same_converged"] == found["images"], found
+    assert found["same_steps"] >= 0.999 * found["images"], found
+    assert found["largest_difference_of_steps"] <= 1, found
+    assert found["the_same_where_steps_are_equal"] <= 1e-4, found
+    assert found["least_steps"] < found["most_steps"], found  # images stop at different steps
 
 
 def images_of(run: Path, folder: Path | None = None) -> Tensor:
@@ -78,17 +97,27 @@ def test_onnx_equals_the_network_on_digits(solver: str, digits: Path, tmp_path: 
     out, err = capsys.readouterr()
     assert str(path) in out
     assert err == ""
-    check_against_network(digits, solver, path, images_of(digits))
+    for batch in (512, 1):
+        check(compare(digits, solver, path, images_of(digits), batch))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["picard", "anderson"])
-def test_onnx_equals_the_network_on_mnist(solver: str, tmp_path: Path, real_data: Any) -> None:  # noqa: F811
+def test_onnx_equals_the_network_on_mnist(tmp_path: Path, real_data: Any) -> None:  # noqa: F811
+    """All test images, one by one and by 512. The figures are kept in results/export.json."""
+    source_commit()  # before the file is written, which makes the tree dirty
     run, path, folder = tmp_path / "run", tmp_path / "model.onnx", real_data("mnist")
     flags = ["--data", "mnist", "--data-dir", str(folder), "--subset", "2000", "--epochs", "1", "--out", str(run)]
     assert main([*SMALL, *flags]) == 0
-    assert main(["export", str(run), "--solver", solver, "--out", str(path)]) == 0
-    check_against_network(run, solver, path, images_of(run, folder))
+    found = []
+    for solver in ("picard", "anderson"):
+        assert main(["export", str(run), "--solver", solver, "--out", str(path)]) == 0
+        for batch in (512, 1):
+            found.append(compare(run, solver, path, images_of(run, folder), batch))
+            check(found[-1])
+            print(found[-1])  # a minute each
+    opened = open_run(run, "cpu")
+    accuracy = json.loads((run / "test.json").read_text())["totals"]["accuracy"]
+    write_json(FIGURES, {"found": found, "test_accuracy": accuracy, **provenance(opened.settings)})
 
 
 def test_the_torch_file_runs_without_banach_and_the_card_describes_it(digits: Path, tmp_path: Path) -> None:

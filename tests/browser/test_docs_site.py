@@ -1,4 +1,4 @@
-"""The docs site in Chromium: the front page and a page of the reference are shown as they should be."""
+"""The docs site in Chromium: the front page, a recipe and a page of the reference are shown as they should be."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ def test_the_front_page_shows_its_figure_and_its_example(visit: Callable[..., An
     assert "net = ImplicitNetwork(" in page.locator("article pre").nth(1).inner_text()
     page.locator("article").get_by_role("link", name="Quick start").first.click()
     assert page.locator("h1").inner_text().startswith("Quick start")
+
+
+def test_a_recipe_shows_its_figure_and_its_script(visit: Callable[..., Any], url: str) -> None:
+    page = visit(f"{url}/cookbook/tabular.html", dark=True)
+    assert page.locator("article img").evaluate("image => image.naturalWidth") > 0
+    assert "net = ImplicitNetwork(" in page.locator("article pre").last.inner_text()
 
 
 @pytest.mark.parametrize("phone", [False, True])

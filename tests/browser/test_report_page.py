@@ -62,7 +62,7 @@ def test_everything_is_there(digits: Path, visit: Callable[..., Any], screenshot
     page.locator("nav a", has_text="Measured").click()
     assert page.locator("#run-1").bounding_box()["y"] < 100
     page.evaluate("scrollTo(0, 0)")
-    page.set_viewport_size({"width": 1280, "height": 1050})  # down to the first curves
+    page.set_viewport_size({"width": 1280, "height": 1125})  # down to the first curves
     screenshot(page, "report")
 
 

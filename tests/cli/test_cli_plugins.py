@@ -60,8 +60,9 @@ def test_import_is_recorded_and_found_again(capsys: Any) -> None:
     done = in_a_new_process("train", "--resume", "runs/mine-data-1", "--import", "mine_package")
     assert done.returncode == 0, done.stderr
     capsys.readouterr()
-    for command in (["evaluate"], ["diagnose", "--samples", "4"]):
+    for command in (["evaluate"], ["diagnose", "--samples", "4"], ["report", "--samples", "0"]):
         assert main([*command, "runs/mine-data-1", "--device", "cpu", "--import", "mine_package"]) == 0
+    assert main(["export", "runs/mine-data-1", "--format", "torch", "--import", "mine_package"]) == 0
     for command in (["models"], ["data", "list"]):
         capsys.readouterr()
         assert main([*command, "--import", "theirs_package"]) == 0

@@ -38,6 +38,24 @@ def test_digits_are_learnt() -> None:
     assert not net.training
 
 
+def test_the_log_has_the_plan_every_epoch_and_a_resumption(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO", "banach")
+    made = settings(epochs=2)
+    for _ in range(2):
+        run = Run.open(tmp_path) if (tmp_path / "settings.json").exists() else Run.create(tmp_path, made)
+        history = fit(network(), images(16), HELD, made, run=run)
+    plan, *lines = [record.getMessage() for record in caplog.records]
+    last = history.last
+    assert plan.startswith("training step on cpu")
+    assert lines[0].startswith("epoch 1 of 2: loss ")
+    assert lines[1].startswith(f"epoch 2 of 2: loss {last.loss:.4g}, validation loss {last.validation_loss:.4g}")
+    assert lines[2] == f"resume {tmp_path} at epoch-00002-step-0000000"
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert capsys.readouterr() == ("", "")
+
+
 MODES = [JFB(), Neumann(3), Unroll(2), Unroll(2, checkpoint=True), Implicit(), Implicit(GMRES())]
 
 

@@ -9,6 +9,7 @@ import typer
 from banach import checks
 from banach.cli.console import console
 from banach.cli.opened import RunDir, open_run, option
+from banach.cli.plugins import Imports
 from banach.export import ENDING
 from banach.export import export as write
 from banach.network import ImplicitNetwork
@@ -26,6 +27,7 @@ def export(
     format: Annotated[str, typer.Option(help="onnx | torch.")] = "onnx",
     out: Annotated[Path | None, option("File to write.  [model.onnx or model.pt2 in the run]")] = None,
     solver: Annotated[str | None, option(f"{words.SOLVERS}.  [the run's]")] = None,
+    modules: Imports = None,
 ) -> None:
     """Export a run's newest weights: any batch size, every image stops at its own step.
 

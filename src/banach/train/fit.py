@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -29,6 +30,8 @@ from banach.train.settings import Settings
 from banach.train.state import TrainState
 from banach.train.steps import Penalties, Steps
 
+logger = logging.getLogger(__name__)
+
 _FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
 _WATCHED = 8  # samples on which the contraction is measured after every epoch
 
@@ -51,7 +54,7 @@ def fit(
 
     Afterwards it is in eval mode, with the averaged weights if there are any. The global random state is restored.
     In a process group of several ranks all of them call `fit`: each takes its part of every batch, the first one
-    alone writes files.
+    alone writes files. The logger `banach.train` reports plan, epochs and resumption at level INFO.
 
     Args:
         net: the network; it is moved to the device.
@@ -112,6 +115,7 @@ def fit(
         ranks.go_on(state)
 
     def show(plan: Plan) -> None:
+        logger.info("%s", plan)
         if run is not None and ranks.first:
             run.write_plan(plan.to_dict())
         if on_plan is not None:
@@ -153,6 +157,7 @@ def fit(
                     break
             else:
                 state.end_epoch(_look_back(state, scorer))
+                logger.info("epoch %d of %d: %s", state.epoch, settings.epochs, _line(state.done[-1]))
                 try:
                     if on_epoch is not None:
                         on_epoch(state.done[-1])
@@ -202,6 +207,17 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     return epoch
 
 
+def _line(epoch: Epoch) -> str:
+    """Return the main figures of an epoch, for the log."""
+    figures = {
+        "loss": epoch.loss,
+        "validation loss": epoch.validation_loss,
+        "validation accuracy": epoch.validation_accuracy,
+        "solver steps": epoch.depth,
+    }
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+
+
 def _is_unsolved(state: TrainState, epoch: Epoch) -> bool:
     """Return True if almost no solve of an epoch converged, though a fixed depth was not meant."""
     net: Any = state.net
@@ -248,6 +264,7 @@ def _resume(run: Run, state: TrainState) -> None:
         run.clean()
     if (checkpoint := run.latest()) is not None:
         state.restore(checkpoint)
+        logger.info("resume %s at %s", run.path, state.position.name)
         if state.ranks.first:
             run.write_metrics(state.done)
     if (place := state.ranks.from_first(lambda: state.position)) != state.position:
