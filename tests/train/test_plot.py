@@ -24,8 +24,10 @@ pytest.importorskip("matplotlib", reason="plots need matplotlib")
 FIELDS = {
     "loss": {"train": "loss", "validation": "validation_loss"},
     "accuracy": {"train": "accuracy", "validation": "validation_accuracy"},
-    "depth": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
+    "learning rate": {"train": "lr"},
+    "solver steps": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
     "residual": {"train, mean": "residual", "train, max": "max_residual"},
+    "largest singular value of dT/du": {"train, a few images": "sigma"},
 }
 NONE_YET, NO_SOLVE = "no epoch is done yet", "no fixed point: nothing to show"
 
@@ -45,23 +47,33 @@ def test_a_history_draws_its_figures() -> None:
     panels = {axes.get_ylabel(): axes for axes in figure.axes}
     assert panels.keys() == FIELDS.keys()
     assert drawn(panels["residual"]).pop("eps = 0.001")[1] == [1e-3, 1e-3]
+    assert drawn(panels["largest singular value of dT/du"]).pop("R contracts below 1")[1] == [1.0, 1.0]
     assert figure._suptitle.get_text() == "digits, $3"
     for name, axes in panels.items():
         for label, field in FIELDS[name].items():
             assert drawn(axes)[label] == (list(range(1, 8)), [getattr(one, field) for one in epochs])
-        markers = [line.get_marker() for line in axes.lines if not line.get_label().startswith("eps")]
+        markers = [line.get_marker() for line in axes.lines if line.get_linestyle() != ":"]
         assert set(markers) == {"."}, "without markers a lone epoch is invisible"
         assert [text.get_text() for text in axes.get_legend().get_texts()] == list(drawn(axes))
         assert axes.get_yscale() == ("log" if name == "residual" else "linear")
-    assert texts(figure) == [""] * 4
+    assert texts(figure) == [""] * 6
+
+
+def test_the_legend_says_that_only_the_training_loss_is_smoothed() -> None:
+    loss = history_figure([epoch(1)], label_smoothing=0.1).axes[0]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == [
+        "train, with label smoothing 0.1",
+        "validation",
+    ]
 
 
 def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     nan: dict[str, float] = dict.fromkeys(("loss", "validation_loss"), math.nan)
     for epochs, said in (
-        ([], [NONE_YET] * 4),
-        ([epoch(1, **NO_FIXED_POINT), epoch(2, **NO_FIXED_POINT)], ["", "", NO_SOLVE, NO_SOLVE]),
-        ([epoch(1, **nan, residual=0.0, max_residual=0.0)], ["no finite value", "", "", ""]),
+        ([], [NONE_YET] * 6),
+        ([epoch(1, **NO_FIXED_POINT), epoch(2, **NO_FIXED_POINT)], [""] * 3 + [NO_SOLVE] * 3),
+        ([epoch(1, **nan, residual=0.0, max_residual=0.0)], ["no finite value"] + [""] * 5),
+        ([epoch(1, sigma=None)], [""] * 5 + ["nothing was measured"]),  # --no-monitor
     ):
         figure = history_figure(epochs, eps=1e-3)
         assert texts(figure) == said
@@ -84,7 +96,7 @@ def test_a_comparison_overlays_the_runs() -> None:
     assert curves[2] == [([1, 2, 3], pytest.approx([2.0, 1.0, 2 / 3])), ([1], [7.0])]
     assert curves[3] == [([1, 2, 3], [11.5, 12.5, 13.5]), ([1], [3.0])]
     assert (by_epoch.get_xlabel(), by_second.get_xlabel()) == ("epoch", "seconds")
-    assert [loss.get_ylabel(), depth.get_ylabel()] == ["loss, train", "depth, train, mean"]
+    assert [loss.get_ylabel(), depth.get_ylabel()] == ["loss, train", "solver steps, train, mean"]
     legend = figure.legends[0]
     assert [text.get_text() for text in legend.get_texts()] == ["first", "second"]
     assert [one.get_color() for one in legend.legend_handles] == [line.get_color() for line in depth.lines]
@@ -109,8 +121,8 @@ def test_files_are_complete_images(tmp_path: Path) -> None:
         plot_history([epoch(1)], folder / "history.png", title="t", eps=1e-4),
         plot_comparison({"a": [epoch(1)]}, str(folder / "comparison.png")),
     ]
-    for path in paths:
-        assert imread(path).shape[:2] == (840, 1200)  # 10 x 7 inches at 120 dots each
+    for path, width in zip(paths, (1800, 1200), strict=True):
+        assert imread(path).shape[:2] == (840, width)  # 7 inches high, 120 dots each
         assert path.stat().st_mode & 0o777 == 0o644
     assert sorted(folder.iterdir()) == sorted(paths)
 

@@ -185,7 +185,8 @@ class Session:
         console.print()
         console.print(table(f"{content['title']}: {content['count']:,} test images", ("figure", "value"), rows))
         title = f"{settings.model} on {self.train_images.title}, {settings.backward or 'explicit'}"
-        show_plot(plot_history, history.epochs, self.run.path / PLOT, title=title, eps=settings.eps)
+        options = {"title": title, "eps": settings.eps, "label_smoothing": settings.label_smoothing}
+        show_plot(plot_history, history.epochs, self.run.path / PLOT, **options)
 
 
 def record(totals: Totals, images: Images, split: str, settings: Settings) -> dict[str, Any]:

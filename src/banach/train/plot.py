@@ -1,4 +1,4 @@
-"""Plots of training: one run in four panels, and several runs in one figure."""
+"""Plots of training: one run in six panels, and several runs in one figure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from banach.train.metrics import Epoch
 
 _STYLES = ("-", "--", ":", "-.")  # after ten runs the colours repeat, with another line style
 _NO_EPOCH, _NO_FIXED_POINT = "no epoch is done yet", "no fixed point: nothing to show"
+_SIGMA = "largest singular value of dT/du"
 # Panels of one run: the name of the axis, then label and field of each line.
 _HISTORY = {
     "loss": {"train": "loss", "validation": "validation_loss"},
     "accuracy": {"train": "accuracy", "validation": "validation_accuracy"},
-    "depth": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
+    "learning rate": {"train": "lr"},
+    "solver steps": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
     "residual": {"train, mean": "residual", "train, max": "max_residual"},
+    _SIGMA: {"train, a few images": "sigma"},
 }
 # Panels of several runs: both axes, and the field.
 _COMPARISON = (
     ("epoch", "accuracy, validation", "validation_accuracy"),
     ("seconds", "accuracy, validation", "validation_accuracy"),
     ("epoch", "loss, train", "loss"),
-    ("epoch", "depth, train, mean", "depth"),
+    ("epoch", "solver steps, train, mean", "depth"),
 )
 
 
@@ -36,10 +39,27 @@ class PlotError(RuntimeError):
 
 
 def plot_history(
-    epochs: Sequence[Epoch], path: str | os.PathLike[str], *, title: str = "", eps: float | None = None
+    epochs: Sequence[Epoch],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    eps: float | None = None,
+    label_smoothing: float = 0.0,
 ) -> Path:
-    """Write loss, accuracy, depth and residual against epochs to a PNG, with a line at `eps`."""
-    return write_figure(history_figure(epochs, title=title, eps=eps), path)
+    """Write the figures of a run against its epochs to a PNG.
+
+    Args:
+        epochs: what `fit` returned.
+        path: file to write.
+        title: of the whole figure.
+        eps: tolerance of the solves, drawn as a line.
+        label_smoothing: of the training loss; the legend says so, since the validation loss has none.
+    Returns:
+        The path.
+    Raises:
+        PlotError: if matplotlib is missing.
+    """
+    return write_figure(history_figure(epochs, title=title, eps=eps, label_smoothing=label_smoothing), path)
 
 
 def plot_comparison(runs: Mapping[str, Sequence[Epoch]], path: str | os.PathLike[str]) -> Path:
@@ -47,21 +67,28 @@ def plot_comparison(runs: Mapping[str, Sequence[Epoch]], path: str | os.PathLike
     return write_figure(comparison_figure(runs), path)
 
 
-def history_figure(epochs: Sequence[Epoch], *, title: str = "", eps: float | None = None) -> Any:
+def history_figure(
+    epochs: Sequence[Epoch], *, title: str = "", eps: float | None = None, label_smoothing: float = 0.0
+) -> Any:
     """Return the matplotlib Figure that `plot_history` writes."""
-    figure = new_figure()
-    for axes, (name, fields) in zip(figure.subplots(2, 2).flat, _HISTORY.items(), strict=True):
-        for number, (label, field) in enumerate(fields.items()):
+    figure = new_figure(width=15)
+    panels = dict(zip(_HISTORY, figure.subplots(2, 3).flat, strict=True))
+    for name, axes in panels.items():
+        for number, (label, field) in enumerate(_HISTORY[name].items()):
             values = _values(epochs, field)
             if any(map(math.isfinite, values)):
                 axes.plot([one.epoch for one in epochs], values, marker=".", color=f"C{number}", label=label)
-        if name == "residual" and eps is not None and axes.lines:
-            axes.axhline(eps, color="black", linestyle=":", linewidth=1, label=f"eps = {eps:g}")
-        if name == "residual" and any(value > 0 for line in axes.lines for value in line.get_ydata()):
-            axes.set_yscale("log", nonpositive="mask")
+    if label_smoothing and panels["loss"].lines:
+        panels["loss"].lines[0].set_label(f"train, with label smoothing {label_smoothing:g}")
+    if any(value > 0 for line in panels["residual"].lines for value in line.get_ydata()):
+        panels["residual"].set_yscale("log", nonpositive="mask")
+    if eps is not None:
+        _add_bound(panels["residual"], eps, f"eps = {eps:g}")
+    _add_bound(panels[_SIGMA], 1.0, "R contracts below 1")
+    for name, axes in panels.items():
         if axes.lines:
             axes.legend()
-        _finish(axes, "epoch", name, epochs, [*fields.values()])
+        _finish(axes, "epoch", name, epochs, [*_HISTORY[name].values()])
     if title:
         figure.suptitle(title, parse_math=False)
     return figure
@@ -111,6 +138,12 @@ def _values(epochs: Sequence[Epoch], field: str) -> list[float]:
     return [float(value) if value is not None and math.isfinite(value) else math.nan for value in found]
 
 
+def _add_bound(axes: Any, value: float, label: str) -> None:
+    """Add a horizontal line to a panel that shows something."""
+    if axes.lines:
+        axes.axhline(value, color="black", linestyle=":", linewidth=1, label=label)
+
+
 def _finish(axes: Any, across: str, name: str, epochs: Sequence[Epoch], fields: Sequence[str]) -> None:
     """Label a panel; one that shows nothing says why."""
     from matplotlib.ticker import MaxNLocator
@@ -122,6 +155,7 @@ def _finish(axes: Any, across: str, name: str, epochs: Sequence[Epoch], fields: 
     if any(math.isfinite(value) for line in axes.lines for value in line.get_ydata()):
         return
     missing = all(getattr(epoch, field) is None for epoch in epochs for field in fields)
-    why = "nothing was measured" if "accuracy" in name else _NO_FIXED_POINT
+    solved = any(epoch.depth is not None for epoch in epochs)
+    why = "nothing was measured" if solved or "accuracy" in name else _NO_FIXED_POINT
     why = (why if missing else "no finite value") if epochs else _NO_EPOCH
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
