@@ -1,10 +1,13 @@
 """Named networks: the paper's three, their explicit twins, ResNet-56, one for digits; and your own."""
 
+from banach.models.paper import ResNet, cifar10, digits, mnist, resnet56, svhn
+
+# isort: split
+# `banach models` lists networks in this order: the paper's first.
 from banach.models.blocks import Image, LatentBlock, LatentResNet, Parts, Shortcut
 from banach.models.mdeq import mdeq, mdeq_tiny, unrolled
 from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
 from banach.models.ode import ODENet, anode, node
-from banach.models.paper import ResNet, cifar10, digits, mnist, resnet56, svhn
 from banach.models.registry import (
     Constant,
     Cosine,
