@@ -63,17 +63,17 @@ def verify_(
     Reads the files and compares their content with its known SHA-256. The exit code is 2 if anything is wrong.
     """
     wrong = False
-    for one in map(data.get, names or data.names()):
-        places, errors = roots(one, data_dir), list[DataError]()
+    for dataset in map(data.get, names or data.names()):
+        places, errors = roots(dataset, data_dir), list[DataError]()
         for part in PARTS:
             try:
-                console.print(f"ok: {verify(one, part, places)}")
+                console.print(f"ok: {verify(dataset, part, places)}")
             except DataError as error:
                 errors.append(error)
         # A set of which one part is here is incomplete; only one without any part was perhaps never fetched.
-        absent = not names and len(errors) == len(PARTS) and all(isinstance(error, NotFound) for error in errors)
-        for error in errors:
-            console.print(f"{'not here' if absent else 'wrong'}: {error}")
+        absent = not names and len(errors) == len(PARTS) and all(isinstance(one, NotFound) for one in errors)
+        for sentence in errors:
+            console.print(f"{'not here' if absent else 'wrong'}: {sentence}")
         wrong |= bool(errors) and not absent
     return 2 if wrong else 0
 

@@ -136,7 +136,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / STATE).read_bytes())
         state, written = content["state"], content["tensors"]
-        _compare(STATE, _canonical(state), content["sha256"])
+        _compare(STATE, _digest(_canonical(state)), content["sha256"])
         read = _read_shards if isinstance(written, dict) else _read_tensors
         return Checkpoint(path, read(path, written), _checked(state))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
@@ -207,7 +207,7 @@ def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     data = (folder / TENSORS).read_bytes()
-    _compare(TENSORS, data, checksum)
+    _compare(TENSORS, _digest(data), checksum)
     return load(data)
 
 
@@ -238,7 +238,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> d
     dist.broadcast_object_list(given)
     place = Path(str(given[0]))
     save(dict(tensors), storage_writer=FileSystemWriter(place))
-    return {path.name: _digest(path.read_bytes()) for path in sorted(place.iterdir())} if folder else {}
+    return {path.name: _file_digest(path) for path in sorted(place.iterdir())} if folder else {}
 
 
 def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
     for name, expected in files.items():
         if Path(name).name != name:
             raise ValueError(f"a shard must be a file in the folder, got {short(name)}")
-        _compare(name, (folder / name).read_bytes(), expected)
+        _compare(name, _file_digest(folder / name), expected)
     with (folder / _METADATA).open("rb") as file:
         metadata = _Unpickler(file).load()
     entries = metadata.state_dict_metadata
@@ -281,8 +281,8 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _compare(name: str, data: bytes, expected: str) -> None:
-    if (got := _digest(data)) != expected:
+def _compare(name: str, got: str, expected: str) -> None:
+    if got != expected:
         raise ValueError(f"{name} has the SHA-256 {got}, expected {expected}")
 
 
@@ -292,3 +292,8 @@ def _canonical(state: Any) -> bytes:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:  # a block at a time: a shard may be as large as the memory of a GPU
+        return hashlib.file_digest(file, "sha256").hexdigest()
