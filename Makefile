@@ -29,7 +29,7 @@ help:
 	@echo "make bench-gpu  training steps and predictions against peers on a GPU; writes results/gpu; run it again to go on"
 	@echo "make paper      the paper's studies on digits, on a CPU, in minutes; python -m reproduction --help for more"
 	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
-	@echo "make test-slow  the tests marked slow;  make test-gpu  the tests that need CUDA"
+	@echo "make test-slow  the tests marked slow (writes results/export.json);  make test-gpu  the tests that need CUDA"
 	@echo "make test-browser  the pages (docs site, demo, report) in Chromium, which it installs; writes docs/images/*.png"
 	@echo "make test-oldest  the tests of the library on torch $(OLDEST_TORCH); downloads 3 GB, since that wheel brings CUDA"
 	@echo "make fuzz       100,000 damaged files; make leaks  10,000 steps per backward mode; both write results/*.json"

@@ -29,7 +29,8 @@ from data.conftest import real_data  # noqa: F401
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-FIGURES = Path(__file__).parents[1] / "results" / "export.json"
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "results" / "export.json"
 SMALL = ["train", "--batch-size", "16", "--no-tensorboard", "--no-monitor", "--device", "cpu"]
 
 
@@ -118,6 +119,13 @@ def test_onnx_equals_the_network_on_mnist(tmp_path: Path, real_data: Any) -> Non
     opened = open_run(run, "cpu")
     accuracy = json.loads((run / "test.json").read_text())["totals"]["accuracy"]
     write_json(FIGURES, {"found": found, "test_accuracy": accuracy, **provenance(opened.settings)})
+
+
+def test_the_page_quotes_the_measured_figures() -> None:
+    page = (ROOT / "docs" / "export.md").read_text()
+    for one in json.loads(FIGURES.read_text())["found"]:
+        counts = f"{one['same_labels']:,} | {one['same_steps']:,} | {one['largest_difference_of_logits']:.1e}"
+        assert f"| {one['solver']} | {one['batch']} | {counts} |\n" in page
 
 
 def test_the_torch_file_runs_without_banach_and_the_card_describes_it(digits: Path, tmp_path: Path) -> None:
