@@ -56,7 +56,7 @@ def export(
         `torch.onnx.ONNXProgram` or `torch.export.ExportedProgram`, with the outputs of `OUTPUTS`.
     Raises:
         ValueError: if the format is unknown, the network is in train mode, a package that ONNX needs is missing,
-            or PyTorch cannot convert the network to ONNX.
+            or this version of PyTorch cannot export the network.
     """
     checks.nearest("format", format, LOAD)
     if net.training:
@@ -92,7 +92,11 @@ def _traced(net: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.Exported
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about the tracer itself
         # torch.export takes a batch of one for a constant, and a tensor that is given twice for one input.
         several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one.clone() for one in inputs)
-        return torch.export.export(_WithSolution(net), several, dynamic_shapes=shapes, strict=False)
+        try:
+            return torch.export.export(_WithSolution(net), several, dynamic_shapes=shapes, strict=False)
+        except torch._dynamo.exc.UncapturedHigherOrderOpError as error:
+            advice = "update PyTorch (2.11 and newer were tested), or replace what cannot be traced"
+            raise ValueError(f"torch {torch.__version__} cannot export the loop; {advice}") from error
 
 
 def _to_onnx(net: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
