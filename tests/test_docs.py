@@ -65,9 +65,9 @@ def test_the_code_of_a_page_runs(page: Path, space: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning"
-)  # of torch itself, where the compiler is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # these three are of the compiler itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, gpu=True) != blocks(page)], ids=name)
 def test_the_code_of_a_page_runs_on_a_gpu(page: Path, space: dict[str, Any]) -> None:
     for code in (BEFORE.get(name(page), ""), *blocks(page, gpu=True)):
