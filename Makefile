@@ -16,7 +16,7 @@ OLDEST := $(VENV)-oldest
 AUDIT  := $(VENV)-audit
 FRESH  := $(VENV)-fresh
 
-.PHONY: setup train test test-slow test-gpu test-browser test-oldest test-endurance fuzz leaks audit lint docs demo demo-build package bench bench-gpu paper clean help
+.PHONY: setup train test test-slow test-gpu test-browser setup-oldest test-oldest test-endurance fuzz leaks audit lint docs demo demo-build package bench bench-gpu paper clean help
 
 help:
 	@echo "make train      set up, then train an implicit network on the digits set (CPU)"
@@ -81,7 +81,9 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt torch==$(OLDEST_TORCH) -e '.[dev]'
 	touch $@
 
-test-oldest: $(OLDEST)/.installed
+setup-oldest: $(OLDEST)/.installed
+
+test-oldest: setup-oldest
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu and not browser" $(OLDEST_TESTS)
 
 fuzz: setup
