@@ -11,7 +11,7 @@ import torch
 Promises = dict[str, dict[str, tuple[float, float]]]
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(
-    path.stem for path in (ROOT / "examples/cookbook").glob("*.py") if path.stem not in ("__init__", "kitchen")
+    path.stem for path in (ROOT / "examples/cookbook").glob("*.py") if path.stem not in ("__init__", "recipe")
 )
 # What a quick run already shows; longer trainings are checked by the slow test.
 PROMISES: Promises = {
@@ -33,10 +33,10 @@ LEARNED: Promises = {
 }
 
 
-def cook(recipe: str, tmp_path: Path, *, quick: bool) -> dict[str, float]:
+def run(recipe: str, tmp_path: Path, *, quick: bool) -> dict[str, float]:
     torch.manual_seed(0)
-    numbers, figure = import_module(f"examples.cookbook.{recipe}").cook(quick)
-    path = import_module("examples.cookbook.kitchen").save(figure, tmp_path / f"{recipe}.svg")
+    numbers, figure = import_module(f"examples.cookbook.{recipe}").run(quick)
+    path = import_module("examples.cookbook.recipe").save(figure, tmp_path / f"{recipe}.svg")
     assert path.stat().st_size > 3000
     return numbers
 
@@ -48,13 +48,13 @@ def keeps(numbers: dict[str, float], promises: dict[str, tuple[float, float]]) -
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs(recipe: str, tmp_path: Path) -> None:
-    keeps(cook(recipe, tmp_path, quick=True), PROMISES.get(recipe, {}))
+    keeps(run(recipe, tmp_path, quick=True), PROMISES.get(recipe, {}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(LEARNED))
 def test_a_recipe_learns(recipe: str, tmp_path: Path) -> None:
-    keeps(cook(recipe, tmp_path, quick=False), {**PROMISES.get(recipe, {}), **LEARNED[recipe]})
+    keeps(run(recipe, tmp_path, quick=False), {**PROMISES.get(recipe, {}), **LEARNED[recipe]})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

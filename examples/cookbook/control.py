@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import BLUE, GRAY, GREEN, ORANGE, main, train
+from examples.cookbook.recipe import BLUE, GRAY, GREEN, ORANGE, main, train
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def riccati(x: Tensor, weights: Tensor) -> Tensor:
     return torch.cat(plan, 1)
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     wanted = torch.tensor([3.0, 0.5], dtype=torch.float64)
     x = torch.randn(16, 2, dtype=torch.float64)
     expert = riccati(x, wanted)
@@ -94,4 +94,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

@@ -12,7 +12,7 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import main, train
+from examples.cookbook.recipe import main, train
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
@@ -65,7 +65,7 @@ def accuracy(net: nn.Module, d: Tensor, y: Tensor, known: Tensor) -> tuple[float
     return (guess == y)[hidden].double().mean().item(), guess
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     d, y, A, known = data()
     numbers = {}
     for name, steps in (("without the graph", 0), ("with the graph", 60)):
@@ -91,4 +91,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

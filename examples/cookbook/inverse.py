@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import BLUE, GRAY, GREEN, ORANGE, main, train
+from examples.cookbook.recipe import BLUE, GRAY, GREEN, ORANGE, main, train
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv_transpose1d, mse_loss
@@ -66,7 +66,7 @@ def ridge(A: Tensor, y: Tensor) -> Tensor:
     return min(answers, key=lambda u: mse_loss(u @ A.T, y).sub(NOISE**2).abs().item())  # fits as well as the noise
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     A = blur()
     net = ImplicitNetwork(nn.Identity(), Restore(A), nn.Identity(), tolerance=Tolerance(atol=3e-4, max_steps=500))
 
@@ -101,4 +101,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

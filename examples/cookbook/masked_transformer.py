@@ -12,7 +12,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from examples.cookbook.kitchen import BLUE, GREEN, main, train
+from examples.cookbook.recipe import BLUE, GREEN, main, train
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -70,7 +70,7 @@ def sequences(count: int) -> Pair:
     return tokens.where(real, torch.tensor(PAD)), (largest % 2 == 0).long()
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     tolerance = Tolerance(atol=1e-3, max_steps=100)
     net = ImplicitNetwork(
         Embed(), Scaled(Block(), 0.3), Pool(), tolerance=tolerance, start=lambda v: torch.zeros_like(v[0])
@@ -102,4 +102,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import BLUE, GREEN, ORANGE, main
+from examples.cookbook.recipe import BLUE, GREEN, ORANGE, main
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import conv2d
@@ -55,7 +55,7 @@ def steps(frames: list[Tensor], solver: Solver, *, warm: bool) -> tuple[list[int
     return counts, u
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     times = [0.02 * k for k in range(4 if quick else 40)]
     seen = [
         blur(frame(t)) + NOISE * torch.randn(1, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
@@ -79,4 +79,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

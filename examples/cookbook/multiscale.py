@@ -12,7 +12,7 @@ from itertools import pairwise
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from examples.cookbook.kitchen import BLUE, GREEN, ORANGE, main, train
+from examples.cookbook.recipe import BLUE, GREEN, ORANGE, main, train
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def changes(net: ImplicitNetwork, d: Tensor) -> dict[str, list[float]]:
     return {name: [(b[name] - a[name]).square().mean().sqrt().item() for a, b in pairs] for name in v}
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     pixels, labels = load_digits(return_X_y=True)
     d, y = torch.tensor(pixels / 16).float().view(-1, 1, 8, 8), torch.tensor(labels)
     net = ImplicitNetwork(Q(), R(), S(), solver=Anderson(), tolerance=Tolerance(atol=1e-3))
@@ -101,4 +101,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import BLUE, GREEN, ORANGE, main
+from examples.cookbook.recipe import BLUE, GREEN, ORANGE, main
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -54,7 +54,7 @@ def polygon(sides: int) -> tuple[Tensor, Tensor]:
     return torch.stack((angle.cos(), angle.sin()), 1), torch.ones(sides, dtype=torch.float64)
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     generator = torch.Generator().manual_seed(0)
     n, m, batch = (4, 6, 3) if quick else (10, 15, 20)
     root = torch.randn(n, n, dtype=torch.float64, generator=generator)
@@ -91,4 +91,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import BLUE, ORANGE, main
+from examples.cookbook.recipe import BLUE, ORANGE, main
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def closed_form(X: Tensor, y: Tensor, penalty: Tensor) -> Tensor:
     return torch.linalg.solve(X.T @ X / len(X) + penalty.diag(), X.T @ y / len(X))
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     X, y, X_valid, y_valid = data()
     log_penalty = torch.full((FEATURES,), -2.0, dtype=torch.float64, requires_grad=True)
 
@@ -84,4 +84,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

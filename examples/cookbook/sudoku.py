@@ -13,7 +13,7 @@ import itertools
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import main
+from examples.cookbook.recipe import main
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
@@ -99,7 +99,7 @@ def solved_share(net: ImplicitNetwork, boards: Tensor) -> float:
     return (guess == boards).all(1).double().mean().item()
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     every = boards()
     every = every[torch.randperm(len(every))]
     seen, unseen = every[:200], every[200:]
@@ -115,4 +115,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import torch
-from examples.cookbook.kitchen import BLUE, ORANGE, main, train
+from examples.cookbook.recipe import BLUE, ORANGE, main, train
 from matplotlib.figure import Figure
 from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
@@ -40,7 +40,7 @@ def data() -> list[Tensor]:
     return [(d - mean) / spread, (d_test - mean) / spread, *map(torch.tensor, parts[2:])]
 
 
-def cook(quick: bool) -> tuple[dict[str, float], Figure]:
+def run(quick: bool) -> tuple[dict[str, float], Figure]:
     d, d_test, y, y_test = data()
     net = ImplicitNetwork(
         nn.Linear(30, WIDTH), R(), nn.Linear(WIDTH, 2), tolerance=Tolerance(atol=1e-4), backward=JFB()
@@ -60,4 +60,4 @@ def cook(quick: bool) -> tuple[dict[str, float], Figure]:
 
 
 if __name__ == "__main__":
-    main(cook)
+    main(run)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 BLUE, ORANGE, GREEN, GRAY = "#3366cc", "#dd7722", "#228855", "#777777"
 IMAGES = Path(__file__).parents[2] / "docs" / "images" / "cookbook"
-Cook = Callable[[bool], tuple[dict[str, float], Figure]]
+Recipe = Callable[[bool], tuple[dict[str, float], Figure]]
 
 
-def main(cook: Cook) -> None:
+def main(run: Recipe) -> None:
     """Run one recipe: print its numbers, write its figure."""
     script = Path(sys.argv[0])
     parser = argparse.ArgumentParser(description=f"Run the recipe {script.stem}.")
@@ -29,7 +29,7 @@ def main(cook: Cook) -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    numbers, figure = cook(options.quick)
+    numbers, figure = run(options.quick)
     for name, value in numbers.items():
         print(f"{name}: {value:.4g}")
     print(f"figure: {save(figure, options.out / f'{script.stem}.svg')}")
