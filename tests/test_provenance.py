@@ -1,4 +1,4 @@
-"""Where a number comes from: the summary against numpy, the commit against git, files that are whole or old."""
+"""Where a number comes from: the commit against git, values as JSON, files that are whole or old."""
 
 from __future__ import annotations
 
@@ -15,19 +15,7 @@ import torch
 
 import banach
 from banach import provenance as source
-from banach.provenance import Summary, plain, provenance, source_commit, write_json
-
-
-def test_a_summary_is_mean_sample_deviation_count_and_median() -> None:
-    values = np.random.default_rng(0).normal(size=7)
-    found = Summary.of(values)
-    assert (found.mean, found.median) == pytest.approx((values.mean(), np.median(values)), rel=1e-12)
-    assert (found.spread, found.count) == (pytest.approx(values.std(ddof=1), rel=1e-12), 7)
-    assert Summary.of([3]) == Summary(3.0, None, 1, 3.0)
-    assert math.isnan(Summary.of([1.0, math.nan, 2.0]).mean)
-    assert Summary.of([1.0, math.inf]).mean == math.inf
-    with pytest.raises(ValueError, match="at least one value, got none"):
-        Summary.of([])
+from banach.provenance import plain, provenance, source_commit, write_json
 
 
 def test_provenance_names_machine_versions_and_settings() -> None:
@@ -46,14 +34,12 @@ def test_what_json_cannot_hold_becomes_plain() -> None:
     mixed = {
         "nan": math.nan,
         "deep": (1, [-math.inf, np.float32(0.5)], {2: torch.tensor([1.5, math.inf])}),
-        "summary": Summary.of([1.0]),
         "path": Path("a") / "b",
         "kept": [True, None, "x", np.int64(3)],
     }
     assert plain(mixed) == {
         "nan": "nan",
         "deep": [1, ["-inf", 0.5], {"2": [1.5, "inf"]}],
-        "summary": {"mean": 1.0, "spread": None, "count": 1, "median": 1.0},
         "path": "a/b",
         "kept": [True, None, "x", 3],
     }

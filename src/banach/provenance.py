@@ -1,4 +1,4 @@
-"""Where a number comes from: its summary, the machine, versions, commit and settings; and JSON files."""
+"""Where a number comes from: the machine, versions, commit and settings; and JSON files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +23,6 @@ from torch import Tensor
 
 _PACKAGE = Path(__file__).resolve().parent
 CHECKSUM = "sha256"
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A measured quantity. `spread` is the sample standard deviation; one value has none."""
-
-    mean: float
-    spread: float | None
-    count: int
-    median: float
-
-    @staticmethod
-    def of(values: Iterable[float]) -> Summary:
-        numbers = np.array([float(value) for value in values])
-        if not len(numbers):
-            raise ValueError("a summary needs at least one value, got none")
-        with np.errstate(invalid="ignore"):  # NaN and infinity are not hidden
-            spread = float(numbers.std(ddof=1)) if len(numbers) > 1 else None
-            return Summary(float(numbers.mean()), spread, len(numbers), float(np.median(numbers)))
 
 
 def provenance(settings: Any = None, *, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -92,9 +72,8 @@ def source_commit(package: Path = _PACKAGE) -> tuple[str | None, bool | None]:
     Cached: what counts is the code that was imported, and results that a run writes make the tree dirty. If banach
     is installed inside another repository, that commit is not returned. For a copy without git set BANACH_COMMIT.
     """
-    commit = os.environ.get("BANACH_COMMIT")
-    if commit:
-        return commit, None
+    if given := os.environ.get("BANACH_COMMIT"):
+        return given, None
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() / "src" / "banach" != package:
         return None, None
@@ -114,8 +93,6 @@ def plain(value: Any) -> Any:
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
         return [plain(part) for part in value]
-    if isinstance(value, Summary):
-        return plain(vars(value))
     return str(value)  # Path, dtype, device, and settings objects, whose repr is their definition
 
 
