@@ -129,7 +129,7 @@ def add_network(folder: Path, site: Path) -> None:
 def find_mnist(folder: Path) -> Path | None:
     """Return the folder of MNIST, unpacked if need be, or None."""
     from banach import data
-    from banach.data.files import find, roots
+    from banach.data.dataset import find, roots
 
     mnist = data.get("mnist")
     try:

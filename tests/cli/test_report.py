@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from banach import ImplicitNetwork, data, models
 from banach.cli.app import main
-from banach.cli.chart import histogram, line_chart, ticks
 from banach.cli.diagnose import measure
 from banach.cli.opened import open_run
+from banach.cli.report import histogram, line_chart, ticks
 from banach.diagnose import verdict
 from banach.models import registry
 from banach.train import Run, Settings, fit

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from banach.data import DataError, get, load
-from banach.data.files import PARTS, find, verify
+from banach.data.dataset import PARTS, find, verify
 
 SIZES = {
     "mnist": (55_000, 5_000, 10_000),

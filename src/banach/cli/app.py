@@ -55,7 +55,7 @@ class _Commands(TyperGroup):
         if self.completing:
             return TyperCommand(cmd_name, help=_SHORT[cmd_name])
         part = import_module(f"banach.cli.{cmd_name}")
-        import_module("banach.cli.plugins").load_entry_points()
+        import_module("banach.cli.opened").load_entry_points()
         if cmd_name == "data":
             return typer.main.get_command(part.data_app)
         alone = typer.Typer(**PLAIN)
@@ -75,7 +75,6 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="banach",
     cls=_Commands,
-    help="Implicit networks: train, evaluate, diagnose, predict.",
     epilog="Start with: banach train      Then: banach diagnose runs/digits-1",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -89,12 +88,11 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+
+
 @app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def _options(version: Annotated[bool, _VERSION] = False) -> None:
     """Implicit networks: train, evaluate, diagnose, predict."""
 
 

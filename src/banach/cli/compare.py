@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from banach.cli.console import console, table
-from banach.cli.opened import argument, option, show_plot
+from banach.cli.opened import argument, check_out, option, show_plot
 from banach.train import Epoch, Run
 from banach.train.plot import plot_comparison
 
@@ -27,7 +27,7 @@ def compare(
     Validation accuracy, steps and residual are those of the last epoch; steps and residual are of the training
     solves. Test accuracy is what the run wrote when it ended ("-" before that): nothing is computed again.
     """
-    _check_out(out)
+    check_out(out, "plot is a PNG", ".png", "a PNG", PNG)
     found = {str(path): Run.open(path) for path in runs}
     epochs = {name: run.metrics() for name, run in found.items()}
     tests = {name: run.test() or {} for name, run in found.items()}
@@ -49,9 +49,8 @@ def _settings(runs: Iterable[Run]) -> list[list[Any]]:
     for settings in chosen:
         settings["schedule"] = " ".join(map(str, settings["schedule"].values()))
     rows = {key: [settings[key] for settings in chosen] for key in (*ALWAYS, *chosen[0])}
-    return [
-        [key.replace("_", "-"), *row] for key, row in rows.items() if key in ALWAYS or row != row[:1] * len(row)
-    ]
+    shown = {key: row for key, row in rows.items() if key in ALWAYS or row != row[:1] * len(row)}
+    return [[key.replace("_", "-"), *row] for key, row in shown.items()]
 
 
 def _figures(run: Run, epochs: Sequence[Epoch], test: Mapping[str, Any]) -> dict[str, str | None]:
@@ -70,11 +69,3 @@ def _figures(run: Run, epochs: Sequence[Epoch], test: Mapping[str, Any]) -> dict
         "seconds per epoch": ("{:,.2f}", pace),
     }
     return {name: None if value is None else how.format(value) for name, (how, value) in figures.items()}
-
-
-def _check_out(out: Path) -> None:
-    """Refuse to overwrite anything but a plot."""
-    if out.suffix.lower() != ".png":
-        raise ValueError(f"the plot is a PNG, got --out {out}; use a name that ends in .png")
-    if out.exists() and not out.read_bytes().startswith(PNG):  # for a folder this raises an OSError
-        raise ValueError(f"{out} exists and is not a PNG; choose another --out, it will not be overwritten")

@@ -1,17 +1,15 @@
 """`banach data list | verify | fetch`: which data sets exist, whether they are sound, and how to get them."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from banach import data
 from banach.cli.console import PLAIN, console, table, wrapped
-from banach.cli.opened import DataDir, argument
-from banach.cli.plugins import Imports
+from banach.cli.opened import DataDir, Imports, argument
 from banach.data import DataError, DataSet
-from banach.data.dataset import NotFound
-from banach.data.files import PARTS, find, roots, verify
+from banach.data.dataset import PARTS, NotFound, find, roots, verify
 
 EPILOG = """\b
 Examples:
@@ -31,17 +29,15 @@ COLUMNS = ("name", "title", "train/validation/test", "shape", "classes")
 @data_app.command("list", epilog=EPILOG)
 def list_(data_dir: DataDir = None, modules: Imports = None) -> None:
     """List the data sets, and where they are."""
-    found = [data.get(name) for name in data.names()]
-    places = [_place(one, roots(one, data_dir)) for one in found if one.files]
-    console.print(table("", COLUMNS, map(_row, found)))
+    rows, places = [], []
+    for one in map(data.get, data.names()):
+        sizes = one.counts["train"] - one.validation, one.validation, one.counts["test"]
+        counts, shape = "/".join(f"{size:,}" for size in sizes), "x".join(map(str, one.shape))
+        rows.append((one.name, one.title, counts, shape, len(one.classes)))
+        places += [_place(one, roots(one, data_dir))] if one.files else []
+    console.print(table("", COLUMNS, rows))
     for place in places:
         console.print(wrapped(place))
-
-
-def _row(dataset: DataSet) -> tuple[Any, ...]:
-    sizes = dataset.counts["train"] - dataset.validation, dataset.validation, dataset.counts["test"]
-    counts, shape = "/".join(f"{size:,}" for size in sizes), "x".join(map(str, dataset.shape))
-    return dataset.name, dataset.title, counts, shape, len(dataset.classes)
 
 
 def _place(dataset: DataSet, places: tuple[Path, ...]) -> str:

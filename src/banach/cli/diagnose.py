@@ -14,8 +14,7 @@ from torch import Tensor
 from banach import checks
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann
 from banach.cli.console import console, table, wrapped
-from banach.cli.opened import DataDir, Device, RunDir, number, open_run, show_plot
-from banach.cli.plugins import Imports
+from banach.cli.opened import DataDir, Device, Imports, RunDir, number, open_run, show_plot
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
@@ -120,13 +119,8 @@ def diagnose(
     content, kind = measured.to_dict(), "training" if settings.whole else "validation"
     show(content, f"{settings.model} on {samples} {kind} images of {chosen.title}")
     given = {"samples": samples, "seed": seed, "precision": "fp32", "run": settings.to_dict()}
-    about = {
-        "run": opened.run.path,
-        "position": vars(opened.position),
-        "data": chosen.title,
-        "split": chosen.split,
-    }
-    content |= about | {"provenance": provenance(given, device=opened.device)}
+    content |= {"run": opened.run.path, "position": vars(opened.position), "data": chosen.title}
+    content |= {"split": chosen.split, "provenance": provenance(given, device=opened.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     show_plot(draw, measured, opened.run.path / "diagnose.png")
 
@@ -144,11 +138,8 @@ def measure(net: Any, images: Images, *, label_smoothing: float = 0.0, seed: int
         warnings.simplefilter("ignore")
         contraction, trace = measure_contraction(net, d, seed=seed), _go_far(net, d)
         found, sound = _compare(net, d, loss, modes, seed=seed)
-        net.train()
-        try:
-            (trained,), also = _compare(net, d, loss, (JFB(),), seed=seed)
-        finally:
-            net.eval()
+        (trained,), also = _compare(net.train(), d, loss, (JFB(),), seed=seed)
+        net.eval()
     gradients = {_name(one.backward): one for one in found} | {IN_TRAINING: trained}
     return Diagnosis(contraction, trace, gradients, sound and also, net.tolerance)
 
@@ -225,9 +216,8 @@ def draw(measured: Diagnosis, path: Path) -> Path:
     right.plot(rank, sigma[order], "o", markersize=4, label="sigma_max(dT/du)")
     right.plot(rank, rate[order], "x", markersize=4, label="observed rate")
     right.axhline(1.0, **LINE)
-    right.set(
-        title="contraction: below 1", xlabel="sample, by sigma_max", ylabel="factor per step", ylim=(0, None)
-    )
+    right.set(title="contraction: below 1", xlabel="sample, by sigma_max", ylabel="factor per step")
+    right.set_ylim(0)
     for axes in (left, right):
         axes.legend(fontsize="small")
     return write_figure(figure, path)

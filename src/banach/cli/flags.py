@@ -71,12 +71,11 @@ FLAGS: dict[str, dict[str, tuple[str, str | None]]] = {
 def with_flags(command: Callable[..., int]) -> Callable[..., int]:
     """Replace **flags in the signature, which typer reads, by one option per setting."""
     *parameters, _ = inspect.signature(command, eval_str=True).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
     for group, part in FLAGS.items():
         for name, (help, metavar) in part.items():
             made = _option(name, help=help, metavar=metavar, rich_help_panel=group)
-            parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=made)
-            )
+            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=made))
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command

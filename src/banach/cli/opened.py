@@ -1,26 +1,38 @@
-"""A run with its trained network, as evaluate, predict and diagnose use it; and options that commands share."""
+"""What commands share: options, models and data sets of other packages, a run with its trained network."""
 
+import functools
+import importlib
+import os
 import shlex
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
-from banach import data
+from banach import data, models
 from banach.cli.console import console
-from banach.data import DataSet
+from banach.data import DataSet, Images
+from banach.data.own import own
 from banach.train import Position, Run, RunError, Settings
+from banach.train.evaluate import scores
 from banach.train.plot import PlotError
+from banach.train.precision import arithmetic
 from banach.train.state import check_identity, described, load_weights
 
+GROUP = "banach"  # of entry points
+SCORED = 400  # images at a time
 
-def option(help: str, **options: Any) -> Any:
+
+def option(help: str, *names: str, **options: Any) -> Any:
     """Return an option whose help states the default itself."""
-    return typer.Option(help=help, **{"show_default": False, **options})
+    return typer.Option(*names, help=help, **{"show_default": False, **options})
 
 
 def argument(help: str) -> Any:
@@ -45,9 +57,59 @@ def number(kind: type[int] | type[float], help: str, *, show_default: bool = Fal
     return option(help, parser=lenient(kind), metavar="N" if kind is int else "X", show_default=show_default)
 
 
+def import_modules(modules: Sequence[str] | None) -> list[str]:
+    """Import modules, which register their models and data sets. Older versions of typer need a list back.
+
+    They may be in the working directory. It is on the path only with --import, since a file there could pass for
+    an optional package that is missing; and last, so that it hides no installed one.
+    """
+    if modules and not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a module raises
+            said = f"{type(error).__name__}: {error}"
+            advice = "install it, or run the command in its folder"
+            raise ValueError(f"--import: the module {module!r} cannot be imported ({said}); {advice}") from error
+    return list(modules or ())
+
+
 RunDir = Annotated[Path, argument("The run directory.")]
 DataDir = Annotated[Path | None, option("Folder of the data.  [BANACH_DATA, then the cache]")]
 Device = Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N.")]
+_MODULE = "Import a module that registers models or data sets; may be repeated."
+Imports = Annotated[list[str] | None, option(_MODULE, "--import", metavar="MODULE", callback=import_modules)]
+
+
+@functools.cache
+def load_entry_points() -> dict[str, dict[str, object]]:
+    """Import what packages have registered, once; return what needs no --import."""
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()
+        except Exception as error:  # another package's bug must not stop every command
+            warnings.warn(f"the entry point {point.value} of {GROUP} cannot be loaded: {error}", stacklevel=2)
+    return _registered()
+
+
+def _registered() -> dict[str, dict[str, object]]:
+    known = {"data": (data.get, data.names()), "model": (models.get, models.names())}
+    return {kind: {name: get(name) for name in names} for kind, (get, names) in known.items()}
+
+
+def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
+    """Return the settings as a run stores them: enough to find its data again, and to say which modules it needs.
+
+    Names that --import registered or replaced become MODULE:NAME, and paths of your data absolute.
+    """
+    mine = own(str(settings.data))
+    given = {"data": mine.name if mine else str(settings.data), "model": str(settings.model)}
+    before, now = load_entry_points(), _registered()
+    for key, name in given.items():
+        if modules and name in now[key] and now[key][name] is not before[key].get(name):
+            given[key] = f"{','.join(modules)}:{name}"
+    return settings.changed(given)
 
 
 def show_plot(draw: Callable[..., Path], *arguments: Any, **options: Any) -> None:
@@ -56,6 +118,14 @@ def show_plot(draw: Callable[..., Path], *arguments: Any, **options: Any) -> Non
         console.print(f"plot: {draw(*arguments, **options)}")
     except PlotError as error:
         console.print(f"no plot: {error}")
+
+
+def check_out(out: Path, page: str, ending: str, kind: str, first: bytes) -> None:
+    """Refuse to overwrite anything but a file of that kind, whose first bytes are known."""
+    if out.suffix.lower() != ending:
+        raise ValueError(f"the {page}, got --out {out}; use a name that ends in {ending}")
+    if out.exists() and not out.read_bytes().startswith(first):  # for a folder this raises an OSError
+        raise ValueError(f"{out} exists and is not {kind}; choose another --out, it will not be overwritten")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +138,22 @@ class Opened:
     dataset: DataSet
     device: torch.device
     position: Position
+
+    def answers(self, images: Images) -> tuple[Tensor, Tensor]:
+        """Return probabilities, and a row (steps, residual, converged) per image, zeros without a fixed point.
+
+        The network runs in the precision of the run; the results are float64, on the CPU.
+        """
+        chances, ends, images = [], [], images.to(self.device)
+        with arithmetic(self.settings.precision, self.device), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the commands say which solves did not converge
+            for part in images.pixels.split(SCORED):
+                output, found = scores(self.net, images.normalise(part), self.settings.precision)
+                chances.append(output.double().softmax(1).cpu())
+                none = torch.zeros(len(part))
+                solves = (none, none, none) if found is None else (found.steps, found.residual, found.converged)
+                ends.append(torch.stack([one.double().cpu() for one in solves], 1))
+        return torch.cat(chances), torch.cat(ends)
 
 
 def open_run(path: Path, device: str = "auto") -> Opened:

@@ -1,7 +1,6 @@
 """`banach predict`: classify image files with a trained network."""
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +10,9 @@ from torch import Tensor
 
 from banach import checks
 from banach.cli.console import console, table, wrapped
-from banach.cli.opened import Device, Opened, RunDir, argument, number, open_run
-from banach.cli.plugins import Imports
+from banach.cli.opened import Device, Imports, Opened, RunDir, argument, number, open_run
 from banach.data import DataSet
 from banach.data.pictures import ENDINGS, images_in, read_image
-from banach.train.evaluate import scores
-from banach.train.precision import arithmetic
 
 EPILOG = """\b
 Examples:
@@ -24,7 +20,6 @@ Examples:
   banach predict runs/mnist-1 --invert scan.png   dark strokes on light paper
   banach predict runs/mnist-1 scans               all images of a folder"""
 
-BATCH = 400
 NAMED = 3  # files that a hint names
 COLUMNS = ("file", "class", "next classes", "solver steps", "residual", "converged")
 
@@ -83,20 +78,12 @@ def _named(paths: Sequence[Path]) -> str:
 def classify(opened: Opened, pixels: Tensor, top: int) -> list[list[Any]]:
     """Return classes and end of the solve of uint8 pixels (N, C, H, W), as cells; in the precision of the run."""
     labels = torch.zeros(len(pixels), dtype=torch.int64)  # not used: Images normalises the pixels
-    images = opened.settings.scaled(opened.dataset.images(pixels, labels, split="given")).to(opened.device)
-    with arithmetic(opened.settings.precision, opened.device), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the table says which images did not converge
-        parts = images.pixels.split(BATCH)
-        return [answer for part in parts for answer in _answers(opened, images.normalise(part), top)]
-
-
-def _answers(opened: Opened, x: Tensor, top: int) -> Iterator[list[Any]]:
-    output, found = scores(opened.net, x, opened.settings.precision)
-    best, names, ends = output.double().softmax(1).topk(top), opened.dataset.classes, [(0, 0.0, False)] * len(x)
-    if found is not None:
-        ends = list(zip(found.steps.tolist(), found.residual.tolist(), found.converged.tolist(), strict=True))
-    for indices, chances, end in zip(best.indices.tolist(), best.values.tolist(), ends, strict=True):
-        words = [f"{names[index]} ({chance:.1%})" for index, chance in zip(indices, chances, strict=True)]
-        steps, residual, converged = end
-        solve = [steps, f"{residual:.1e}", "yes" if converged else "no"] if steps else [None] * 3  # no fixed point
-        yield [words[0], ", ".join(words[1:]) or None, *solve]
+    images = opened.settings.scaled(opened.dataset.images(pixels, labels, split="given"))
+    chances, ends = opened.answers(images)
+    rows, names = list[list[Any]](), opened.dataset.classes
+    for row, (steps, residual, converged) in zip(chances, ends.tolist(), strict=True):
+        best = row.topk(top).indices.tolist()
+        words = [f"{names[k]} ({row[k]:.1%})" for k in best]
+        solve = [int(steps), f"{residual:.1e}", "yes" if converged else "no"] if steps else [None] * 3
+        rows.append([words[0], ", ".join(words[1:]) or None, *solve])
+    return rows

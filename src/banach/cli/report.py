@@ -4,35 +4,28 @@ import base64
 import io
 import json
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
-import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from rich.progress import track
 from torch import Tensor, nn
 
 from banach import checks
-from banach.cli.chart import Chart, histogram, line_chart
 from banach.cli.console import console
 from banach.cli.diagnose import Diagnosis, measure
-from banach.cli.opened import DataDir, Device, Opened, number, open_run
-from banach.cli.plugins import Imports
-from banach.cli.progress import is_terminal
-from banach.data import DataError, Images
+from banach.cli.opened import DataDir, Device, Imports, argument, check_out, number, open_run, option
+from banach.data import DataError
 from banach.data.dataset import need
 from banach.data.images import held_out
 from banach.diagnose import Contraction, verdict
 from banach.network import ImplicitNetwork
 from banach.provenance import provenance, whole_file
 from banach.train import Epoch, Run, RunError, Totals
-from banach.train.evaluate import scores
-from banach.train.precision import arithmetic
 from banach.train.run import ENVIRONMENT
 
 EPILOG = """\b
@@ -41,8 +34,27 @@ Examples:
   banach report runs/digits-1 runs/digits-2 --out both.html"""
 
 PAGE, FIRST = "report.html", b"<!doctype html><!-- banach report -->"
-SCORED, DIAGNOSED = 400, 16  # images at a time
+DIAGNOSED = 16  # images at a time
 HARDEST, SINGLE = 10, 6  # images to show, images with a curve
+
+Points = Sequence[tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Points (x, y) by the name of their line, and the ticks of both axes; a y of None leaves a gap.
+
+    `kind` is that of y: "log" (y is a logarithm to base 10), "percent", "bars" (x is the middle of one) or "".
+    `rule` marks a y, of bars an x, and names it.
+    """
+
+    title: str
+    across: str
+    lines: Mapping[str, Points]
+    x: Sequence[float]
+    y: Sequence[float]
+    kind: str = ""
+    rule: tuple[float, str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +134,8 @@ class Reported:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="The page.  [RUN/report.html; of several: report.html]", show_default=False)
-    ] = None,
+    runs: Annotated[list[Path], argument("Run directories.")],
+    out: Annotated[Path | None, option("The page.  [RUN/report.html; of several: report.html]")] = None,
     samples: Annotated[int, number(int, "Validation images to diagnose, or 0.", show_default=True)] = 64,
     data_dir: DataDir = None,
     device: Device = "auto",
@@ -138,7 +148,7 @@ def report(
     """
     found = {path.resolve(): Run.open(path) for path in runs}
     page = out or (runs[0] if len(found) == 1 else Path()) / PAGE
-    _check_out(page)
+    check_out(page, "report is an HTML page", ".html", "a report", FIRST)
     samples = samples and checks.whole("samples", samples, 2)
     reported = []
     for path, run in found.items():
@@ -148,14 +158,6 @@ def report(
     with whole_file(page) as file:
         file.write(render(reported))
     console.print(f"report: {page}")
-
-
-def _check_out(path: Path) -> None:
-    """Refuse to overwrite anything but a report."""
-    if path.suffix.lower() != ".html":
-        raise ValueError(f"the report is an HTML page, got --out {path}; use a name that ends in .html")
-    if path.exists() and not path.read_bytes().startswith(FIRST):  # for a folder this raises an OSError
-        raise ValueError(f"{path} exists and is not a report; choose another --out, it will not be overwritten")
 
 
 def _environment(path: Path) -> dict[str, Any]:
@@ -174,33 +176,17 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     except (RunError, DataError) as error:
         return replace(one, why=f"Nothing was measured: {error}.")
     console.print(f"measuring {one.name} on {len(images):,} validation images")
-    one = _score(replace(one, images=images), opened, images.to(opened.device))
+    probabilities, ends = opened.answers(images)
+    one = replace(one, images=images, probabilities=probabilities, steps=ends[:, 0])
     if not isinstance(opened.net, ImplicitNetwork) or opened.net.tolerance.max_steps == 0:
         return replace(one, why="The network is explicit: there is no fixed point to measure.", steps=None)
     if samples == 0:
         return replace(one, why="Contraction and gradient were not measured: --samples 0.")
     chosen = held_out(images.labels.numpy(), min(samples, len(images))).tolist()
     parts = torch.tensor(chosen).chunk(math.ceil(len(chosen) / DIAGNOSED))
-    batches = (images.take(part).to(opened.device) for part in _tracked(parts, "diagnosing"))
+    batches = (images.take(part).to(opened.device) for part in parts)
     diagnoses = [measure(opened.net, batch, label_smoothing=opened.settings.label_smoothing) for batch in batches]
     return replace(one, chosen=chosen, diagnoses=diagnoses)
-
-
-def _score(one: Reported, opened: Opened, images: Images) -> Reported:
-    """Add the probabilities and solver steps of all images, in the precision of the run."""
-    probabilities, steps = [], []
-    with arithmetic(opened.settings.precision, images.device), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the page says how many converged
-        for part in _tracked(images.pixels.split(SCORED), "scoring"):
-            output, found = scores(opened.net, images.normalise(part), opened.settings.precision)
-            probabilities.append(output.double().softmax(1).cpu())
-            steps.append(torch.zeros(len(part)) if found is None else found.steps.cpu())
-    return replace(one, probabilities=torch.cat(probabilities), steps=torch.cat(steps))
-
-
-def _tracked(parts: Sequence[Tensor], name: str) -> Iterable[Tensor]:
-    """Return the parts with a progress bar, if the console can show one."""
-    return track(parts, name, console=console, transient=True, disable=not is_terminal(console))
 
 
 def _picture(pixels: Tensor) -> str:
@@ -248,3 +234,44 @@ def _curves(
         charts = {name: {one.name: points(one, field) for one in reported} for name, field in named.items()}
     found = (line_chart(name, "epoch", lines, kind, rule) for name, lines in charts.items())
     return [chart for chart in found if chart is not None]
+
+
+def line_chart(
+    title: str, across: str, lines: Mapping[str, Points], kind: str = "", rule: tuple[Any, str] | None = None
+) -> Chart | None:
+    """Return a chart of all finite values, None if there are none; for "log", of those that are positive."""
+
+    def known(value: float | None) -> float | None:
+        if value is None or not math.isfinite(value) or (kind == "log" and value <= 0):
+            return None
+        return math.log10(value) if kind == "log" else float(value)
+
+    marked = None if rule is None or (place := known(rule[0])) is None else (place, rule[1])
+    drawn = {name: [(a, known(b)) for a, b in points] for name, points in lines.items()}
+    shown = {name: points for name, points in drawn.items() if any(b is not None for _, b in points)}
+    values = [b for points in shown.values() for _, b in points if b is not None]
+    if not values:
+        return None
+    x = ticks((a for points in shown.values() for a, _ in points), whole=True)
+    y = ticks(values if marked is None else [*values, marked[0]], whole=kind == "log")
+    return Chart(title, across, shown, x, [v for v in y if v < 1.001] if kind == "percent" else y, kind, marked)
+
+
+def histogram(title: str, across: str, values: Iterable[float], rule: tuple[float, str]) -> Chart | None:
+    """Return how many of the finite values are in each of some intervals; None if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return None
+    x = ticks([*finite, rule[0]])
+    counts, edges = np.histogram(finite, 4 * (len(x) - 1), (x[0], x[-1]))
+    bars = list(zip(((edges[1:] + edges[:-1]) / 2).tolist(), counts.tolist(), strict=True))
+    return Chart(title, across, {"": bars}, x, ticks([0.0, *counts.tolist()], whole=True), "bars", rule)
+
+
+def ticks(values: Iterable[float], *, whole: bool = False) -> list[float]:
+    """Return a few round numbers in equal steps, the first below all values and the last above them."""
+    known, ticker = list(values), need("matplotlib.ticker", "a chart")
+    low, high = (math.floor(min(known)), math.ceil(max(known))) if whole else (min(known), max(known))
+    room = 0.0 if low < high else 1.0 if whole else abs(low) / 20 or 1.0
+    locator = ticker.MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole)
+    return [float(value) + 0.0 for value in locator.tick_values(low - room, high + room)]  # -0 becomes 0

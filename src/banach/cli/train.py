@@ -15,13 +15,12 @@ from torch import nn
 from banach import data as registry
 from banach.cli.console import console, table
 from banach.cli.flags import with_flags
-from banach.cli.opened import DataDir, option, show_plot
-from banach.cli.plugins import Imports, recorded
+from banach.cli.opened import DataDir, Imports, option, recorded, show_plot
 from banach.cli.progress import Progress
 from banach.data import Images
-from banach.data.files import find, roots
+from banach.data.dataset import find, roots
 from banach.provenance import numbers, plain, provenance
-from banach.train import Epoch, History, Run, Scorer, Settings, Totals, evaluate, fit
+from banach.train import Epoch, History, Position, Run, Scorer, Settings, Totals, evaluate, fit
 from banach.train.board import Board
 from banach.train.distributed import Ranks, joined
 from banach.train.plot import plot_history
@@ -120,14 +119,18 @@ class Session:
             self.finish(history)
             return 0
         if self.ranks.first:
-            console.print(self._stopped())
+            self._say_stopped()
         return 128 + history.stopped_by
 
     def _fit(self, tensorboard: bool) -> History:
         """Call fit() with a progress bar and TensorBoard."""
-        settings = self.run.settings
+        settings, board = self.run.settings, None
         progress = Progress(settings.epochs, math.ceil(len(self.train_images) / settings.batch_size))
-        board = self._board() if tensorboard and self.ranks.first else None
+        if tensorboard and self.ranks.first:
+            try:
+                board = Board(self.run.path / BOARD)
+            except RuntimeError as error:
+                console.print(str(error))
 
         def on_epoch(epoch: Epoch) -> None:
             progress.epoch(epoch)
@@ -147,23 +150,15 @@ class Session:
                 on_plan=lambda plan: console.print(str(plan), highlight=False),
             )
 
-    def _board(self) -> Board | None:
-        try:
-            return Board(self.run.path / BOARD)
-        except RuntimeError as error:
-            console.print(str(error))
-            return None
-
-    def _stopped(self) -> str:
-        """Return where the run stopped, and the command that resumes it."""
+    def _say_stopped(self) -> None:
+        """Print where the run stopped, and the command that resumes it."""
         command = ["banach", "train", "--resume", str(self.run.path)]
         command += [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
         checkpoint = self.run.latest()
-        epoch, step = (0, 0) if checkpoint is None else (checkpoint.position.epoch, checkpoint.position.step)
-        more = f" and {step} steps" if step else ""
-        return (
-            f"stopped after epoch {epoch} of {self.run.settings.epochs}{more}; resume with: {shlex.join(command)}"
-        )
+        at = Position(0, 0) if checkpoint is None else checkpoint.position
+        said = f"stopped after epoch {at.epoch} of {self.run.settings.epochs}"
+        said += f" and {at.step} steps" if at.step else ""
+        console.print(f"{said}; resume with: {shlex.join(command)}")
 
     def finish(self, history: History) -> None:
         """Evaluate the test set, once in the life of a run; print a table, write a plot."""
@@ -198,13 +193,8 @@ def record(totals: Totals, images: Images, split: str, settings: Settings) -> di
 def figures(totals: Totals, split: str) -> list[tuple[str, str]]:
     """Return the figures of an evaluation as text, by name."""
     rows = [(f"{split} accuracy", f"{totals.accuracy:.2%}"), (f"{split} loss", f"{totals.loss:.4f}")]
-    if totals.residual is None:  # no fixed point
-        return rows
-    return [
-        *rows,
-        ("mean solver steps", f"{totals.depth:.1f}"),
-        ("most solver steps", str(totals.max_depth)),
-        ("mean residual", f"{totals.residual:.2e}"),
-        ("largest residual", f"{totals.max_residual:.2e}"),
-        ("samples converged", f"{totals.converged:.1%}"),
-    ]
+    if totals.residual is not None:  # there is a fixed point
+        rows += [("mean solver steps", f"{totals.depth:.1f}"), ("most solver steps", str(totals.max_depth))]
+        rows += [("mean residual", f"{totals.residual:.2e}"), ("largest residual", f"{totals.max_residual:.2e}")]
+        rows += [("samples converged", f"{totals.converged:.1%}")]
+    return rows

@@ -3,9 +3,8 @@
 from banach.data.augment import Affine, Augmentation, Chain, Crop, Erase, Flip, paper_cifar10
 from banach.data.batches import Batches
 from banach.data.cifar10 import CIFAR10
-from banach.data.dataset import Arrays, DataError, DataSet, get, names, register
+from banach.data.dataset import Arrays, DataError, DataSet, cache_dir, fetch, get, load, names, register
 from banach.data.digits import DIGITS, MNIST
-from banach.data.files import cache_dir, fetch, load
 from banach.data.images import SPLITS, Images
 from banach.data.svhn import SVHN
 

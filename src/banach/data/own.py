@@ -18,6 +18,7 @@ LIMIT = 2**31  # bytes of all pixels, checked before they are read
 CLASSES = 256  # labels are bytes
 TENTH = 10  # one image in ten is held out for validation, and for the test if there is no test part
 SPLIT, WHOLE = ("x_train", "y_train", "x_test", "y_test"), ("images", "labels")  # names of arrays
+Read = Callable[[int], np.ndarray]  # the pixels of the first or the second part
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -83,17 +84,16 @@ def _npz(path: Path) -> DataSet:
         most = max(int(one.max(initial=0)) for one in labels)
         if most >= CLASSES:
             raise ValueError(f"it has a label of {most}, expected 0 to {CLASSES - 1}")
-        for shape, numbers in zip(shapes, labels, strict=True):
-            if shape[:1] != (len(numbers),) or shape[1:] != shapes[0][1:]:
-                raise ValueError(f"{len(numbers):,} labels for images {shape}; make them match")
-        _, channels, height, width = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape  # without memory
+        for given, numbers in zip(shapes, labels, strict=True):
+            if given[:1] != (len(numbers),) or given[1:] != shapes[0][1:]:
+                raise ValueError(f"{len(numbers):,} labels for images {given}; make them match")
+        shape = _planes(np.broadcast_to(np.uint8(), shapes[0])).shape[1:]  # without memory
 
     def read(index: int) -> np.ndarray:
         with _opened(path) as file:
             return np.ascontiguousarray(_planes(_member(file, names[2 * index], np.uint8)))
 
-    classes = tuple(map(str, range(1 + most)))
-    return _dataset(f"npz:{path}", path.name, (channels, height, width), classes, labels, read)
+    return _dataset(f"npz:{path}", path.name, shape, tuple(map(str, range(1 + most))), labels, read)
 
 
 @contextmanager
@@ -136,12 +136,7 @@ def _planes(pixels: np.ndarray) -> np.ndarray:
 
 
 def _dataset(
-    name: str,
-    title: str,
-    shape: tuple[int, int, int],
-    classes: tuple[str, ...],
-    labels: Sequence[np.ndarray],
-    read: Callable[[int], np.ndarray],
+    name: str, title: str, shape: Any, classes: tuple[str, ...], labels: Sequence[np.ndarray], read: Read
 ) -> DataSet:
     """Return the data set of one array of labels, a tenth of which is the test part, or of two."""
     chosen: list[Any] = [slice(None), slice(None)]
