@@ -70,7 +70,6 @@ def test_hostile_settings_files(content: str, capsys: Any) -> None:
 def test_bad_options_of_other_commands(run: Path, capsys: Any) -> None:
     refused(["evaluate", "run", "--split", "tset"], capsys, "tset")
     refused(["evaluate", "run", "--eps", "tiny"], capsys, "eps must be a number", "got 'tiny'")
-    refused(["diagnose", "run", "--seed", "x"], capsys, "seed must be a whole number")
     refused(["diagnose", "run", "--samples", "181"], capsys, "samples must be a whole number, at least 2 and at")
 
 
@@ -82,9 +81,7 @@ def test_bad_options_of_other_commands(run: Path, capsys: Any) -> None:
         (KeyboardInterrupt(), "stopped"),
     ],
 )
-def test_memory_and_interrupts(
-    error: BaseException, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_and_interrupts(error: BaseException, said: str, capsys: Any, monkeypatch: Any) -> None:
     def fail(*_: Any) -> None:
         raise error
 
@@ -97,20 +94,17 @@ def test_memory_and_interrupts(
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("checksum", [True, False])
-def test_damaged_checkpoints_are_refused_and_kept(checksum: bool, run: Path, capsys: Any) -> None:
-    """Also a state that has its checksum, but not what a run needs."""
+def test_damaged_checkpoints_are_refused_and_kept(run: Path, capsys: Any) -> None:
+    """The state has its checksum, but not what a run needs."""
     for path in run.glob("checkpoints/*/state.json"):
         content = json.loads(path.read_text())
-        content["state"] = {"epoch": 1}
-        if checksum:
-            content["sha256"] = _digest(_canonical(content["state"]))
+        content |= {"state": {"epoch": 1}, "sha256": _digest(_canonical({"epoch": 1}))}
         path.write_text(json.dumps(content))
     before = sorted(run.rglob("*"))
     for command in (["evaluate", "run"], ["train", "--resume", "run"]):
         assert main(command) == 2
         said = capsys.readouterr().err
-        assert ("state.json has no step" if checksum else "state.json has the SHA-256") in said
+        assert "state.json has no step" in said
         assert "no checkpoint in" in said
     assert sorted(run.rglob("*")) == before
 
@@ -141,9 +135,7 @@ def test_a_damaged_file_is_named(name: str, content: str, command: list[str], ru
 
 
 @pytest.mark.parametrize(("key", "value"), [("eps", 0.5), ("solver", "anderson"), ("epochs", 2)])
-def test_settings_that_were_edited_after_training_are_refused(
-    run: Path, capsys: Any, key: str, value: Any
-) -> None:
+def test_settings_edited_after_training_are_refused(run: Path, capsys: Any, key: str, value: Any) -> None:
     path = run / "settings.json"
     content = json.loads(path.read_text()) | {key: value}
     path.write_text(json.dumps(content))
@@ -159,9 +151,7 @@ def refused_data(name: str, capsys: Any, *words: str) -> None:
     assert not Path("run").exists()
 
 
-def test_missing_test_images_are_reported_before_the_training(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_test_images_are_reported_before_training(capsys: Any, monkeypatch: Any) -> None:
     Path("mnist").mkdir()
     digits = data.load("digits")
     monkeypatch.setattr(Settings, "load", lambda *_: digits)  # as if those to train with were sound

@@ -13,15 +13,15 @@ from banach.data import dataset as registry
 from cli.conftest import rows
 from data.parts_data import mnist_files, serving, write
 
-Answer = tuple[int, list[str], str]
+Ask = Callable[..., tuple[int, list[str], str]]
 CUT = "t10k-images-idx3-ubyte.gz"
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     """The exit code, the lines on standard output, and standard error."""
 
-    def run(*arguments: str | Path) -> Answer:
+    def run(*arguments: str | Path) -> tuple[int, list[str], str]:
         code = main(["data", *map(str, arguments)])
         out, error = capsys.readouterr()
         return code, out.splitlines(), error
@@ -48,7 +48,7 @@ def published(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Itera
         yield server.files
 
 
-def test_list(ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path) -> None:
+def test_list(ask: Ask, files: dict[str, bytes], tmp_path: Path) -> None:
     folder = tmp_path / ("a-long-name" * 10) / "mnist"
     write(folder, files)
     code, lines, error = ask("list", "--data-dir", folder.parent)
@@ -66,7 +66,7 @@ def test_list(ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Pat
     assert f"not here: {folder} has no t10k-images-idx3-ubyte; run" in said
 
 
-def test_verify_names_what_is_wrong(ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path) -> None:
+def test_verify_names_what_is_wrong(ask: Ask, files: dict[str, bytes], tmp_path: Path) -> None:
     write(tmp_path / "mnist", files)
     code, lines, error = ask("verify", "--data-dir", tmp_path)
     assert (code, error) == (0, "")
@@ -82,9 +82,7 @@ def test_verify_names_what_is_wrong(ask: Callable[..., Answer], files: dict[str,
         assert sum(line.startswith("ok: MNIST, train: 40 images") for line in lines) == 1
 
 
-def test_half_a_data_set_is_not_passed_by(
-    ask: Callable[..., Answer], files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_half_a_data_set_is_not_passed_by(ask: Ask, files: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "mnist").mkdir()  # of this there is nothing
     assert ask("verify", "--data-dir", tmp_path)[0] == 0
     del files[CUT], files["train-labels-idx1-ubyte.gz"]
@@ -101,9 +99,7 @@ def test_half_a_data_set_is_not_passed_by(
     assert sum(line.startswith("wrong: svhn (") for line in lines) == 2
 
 
-def test_fetch(
-    ask: Callable[..., Answer], published: dict[str, bytes], files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_fetch(ask: Ask, published: dict[str, bytes], files: dict[str, bytes], tmp_path: Path) -> None:
     code, _, error = ask("fetch", "mnist", "cifra10", "--data-dir", tmp_path / "new")
     assert code == 2
     assert "did you mean 'cifar10'?" in error

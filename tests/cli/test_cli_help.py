@@ -12,16 +12,14 @@ import pytest
 from banach import __version__
 from banach.cli import app
 from banach.cli.app import main
-from banach.cli.flags import FLAGS
+from banach.cli.train import FLAGS
 from banach.train import Settings
 
 COMMANDS = [[], *([name] for name in app._SHORT), ["data", "list"], ["data", "verify"], ["data", "fetch"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_80_columns_and_shows_an_example(
-    command: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_80_columns_and_shows_an_example(command: list[str], capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()

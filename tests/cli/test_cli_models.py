@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from banach import models
 from banach.cli.app import main
@@ -17,6 +16,7 @@ EXPECTED = {
     "digits": ["24x4x4", "1x8x8", "yes", "yes", "default"],
     "mnist": ["32x9x9", "1x28x28", "yes", "yes", "released, paper, jacobian, decayed"],
     "cifar10": ["35x10x10", "3x32x32", "yes", "yes", "released, paper, jacobian"],
+    "mdeq-tiny": ["24x32x32 + 24x16x16", "3x32x32", "yes", "no", "own, common"],
     "resnet56": ["-", "3x32x32", "is explicit", "no", "he"],
 }
 
@@ -56,29 +56,7 @@ def test_all_of_them_and_one_of_them(said: Callable[..., str]) -> None:
     assert by_name(text)["momentum (- is Adam)"] == ["0.9"]
 
 
-class Pair(nn.Module):
-    """A latent of two tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 5)
-
-    def forward(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(d.flatten(1)), d[:, :, 0]
-
-
-def test_a_network_of_ones_own(said: Callable[..., str]) -> None:
-    def build(image: Any, classes: int) -> tuple[Any, Any, Any]:
-        return Pair(), lambda u, v: v, nn.Linear(5, classes)
-
-    models.register("own", build, description="[brackets] stay", image=(2, 2, 3), classes=7)
-    assert by_name(said())["own"] == ["107", "5 + 2x3", "2x2x3", "yes", "no", "default"]
-    assert "[brackets] stay" in said("own")
-
-
-def test_a_narrow_terminal_loses_nothing_and_no_random_number_is_drawn(
-    said: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_terminal_loses_nothing_and_nothing_is_drawn(said: Callable[..., str], monkeypatch: Any) -> None:
     monkeypatch.setattr(console, "_width", 80)
     before = torch.get_rng_state()
     assert "…" not in said() + said("mnist")

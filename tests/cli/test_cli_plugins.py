@@ -100,9 +100,7 @@ def test_entry_points_are_loaded_and_broken_ones_only_warn(capsys: Any, monkeypa
     assert Run.open("r").settings.model == "theirs"
 
 
-def test_folders_and_arrays_train_and_resume_from_another_folder(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_and_arrays_train_and_resume_from_another_folder(here: Path, monkeypatch: Any) -> None:
     image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 256, (30, 8, 8), dtype=np.uint8)
     for number in range(30):

@@ -52,9 +52,8 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize(("split", "number"), [("train", signal.SIGTERM), ("test", signal.SIGHUP)])
 @pytest.mark.usefixtures("handlers")
-def test_a_signal_before_or_after_training_exits_by_the_same_rule(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, split: str
-) -> None:
+def test_a_signal_before_or_after_training(capsys: Any, monkeypatch: Any, number: int, split: str) -> None:
+    """They exit by the same rule as during training."""
     load = data.load
 
     def signalled(name: str, wanted: str = "train", *rest: Any) -> Any:
@@ -122,10 +121,8 @@ def test_files_of_a_run_without_checksums_are_read(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "name"), [(3, "epoch-00001-step"), (5, "metrics.jsonl")])
-def test_a_full_disk_names_the_file_and_loses_nothing(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch, count: int, name: str
-) -> None:
-    """The system reports it without a name, or for a temporary file."""
+def test_a_full_disk_loses_nothing(capsys: Any, monkeypatch: Any, count: int, name: str) -> None:
+    """It is named: the system reports it without a name, or for a temporary file."""
     real, calls = os.fsync, [0]
 
     def full(handle: int) -> None:

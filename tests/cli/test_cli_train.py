@@ -171,9 +171,7 @@ def test_evaluate_says_that_a_run_is_not_finished_and_knows_explicit_models(caps
     assert "the run is not finished (0 of 1 epochs)" in capsys.readouterr().out
 
 
-def test_results_are_shown_even_if_they_cannot_be_written(
-    run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_shown_even_if_they_cannot_be_written(run: Path, capsys: Any, monkeypatch: Any) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device", "/somewhere/.evaluation-test.json.abc")
 

@@ -61,9 +61,7 @@ def erased(erase: Erase, u: list[float], height: int, width: int) -> tuple[int, 
     "erase",
     [
         Erase(),
-        Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0)),
         Erase(p=1.0, area=(0.5, 0.9), ratio=(0.1, 10.0), fill=2.5, attempts=2),  # often nothing fits
-        Erase(p=0.0),
         Erase(p=1.0, area=(0.25, 0.25), ratio=(1.0, 1.0)),
     ],
 )
@@ -120,11 +118,6 @@ def test_a_chain_gives_each_its_own_draws() -> None:
     assert torch.equal(Chain().apply(x, u[:, :0]), x)
 
 
-def test_the_papers_augmentation() -> None:
-    erase = Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0), fill=0.0, attempts=10)
-    assert paper_cifar10().parts == (Flip(p=0.5), Crop(pad=2, fill=0.449), erase)
-
-
 @pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
 def test_an_image_does_not_depend_on_its_batch_and_needs_no_host(augmentation: Augmentation) -> None:
     x, u = batch(), draws(augmentation)
@@ -141,9 +134,7 @@ def test_an_image_does_not_depend_on_its_batch_and_needs_no_host(augmentation: A
         (lambda: Flip(1.5), "p must be a number, at least 0 and at most 1"),
         (lambda: Crop(-1), "pad must be a whole number"),
         (lambda: Erase(area=(0.5, 0.2)), "area must be"),
-        (lambda: Erase(ratio=(0.0, 1.0)), "ratio must be"),
         (lambda: Erase(attempts=0), "attempts must be"),
-        (lambda: Affine(degrees=-1), "degrees must be"),
         (lambda: Affine(scale=(0, 1)), "scale must be"),
     ],
 )

@@ -1,10 +1,8 @@
 """The real files: their SHA-256, splits, titles, and a flipped bit. MNIST always, the larger ones when asked."""
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -47,20 +45,3 @@ def test_one_flipped_bit_is_refused(name: str, real_data: Callable[[str], Path],
         (tmp_path / path.parent.name / path.name).write_bytes(data)
     with pytest.raises(DataError, match=f"{found[-1].name} cannot be used: the test arrays have SHA-256"):
         load(name, "test", tmp_path)
-
-
-def test_first_labels_of_mnist(real_data: Callable[[str], Path]) -> None:
-    images = load("mnist", "train+validation", real_data("mnist"))
-    assert images.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-
-
-@pytest.mark.slow
-def test_cifar_as_pickles_is_the_same(real_data: Callable[[str], Path], tmp_path: Path) -> None:
-    root = real_data("cifar10")
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    for path in (root / "cifar-10-batches-bin").iterdir():
-        records = np.fromfile(path, np.uint8).reshape(-1, 3073)
-        batch = {"data": records[:, 1:].copy(), "labels": records[:, 0].tolist()}
-        (tmp_path / "cifar-10-batches-py" / path.stem).write_bytes(pickle.dumps(batch, protocol=2))
-    assert all(verify(get("cifar10"), part, (tmp_path,)).startswith("CIFAR-10, ") for part in PARTS)
-    assert torch.equal(load("cifar10", "validation", tmp_path).pixels, load("cifar10", "validation", root).pixels)

@@ -185,7 +185,7 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     chosen = held_out(images.labels.numpy(), min(samples, len(images))).tolist()
     parts = torch.tensor(chosen).chunk(math.ceil(len(chosen) / DIAGNOSED))
     batches = (images.take(part).to(opened.device) for part in parts)
-    diagnoses = [measure(opened.net, batch, label_smoothing=opened.settings.label_smoothing) for batch in batches]
+    diagnoses = [measure(opened.net, batch, opened.settings.label_smoothing) for batch in batches]
     return replace(one, chosen=chosen, diagnoses=diagnoses)
 
 
