@@ -1,6 +1,5 @@
 """Your data: folders of images and .npz files become data sets; wrong ones are refused in one sentence."""
 
-import importlib
 import io
 import zipfile
 from pathlib import Path
@@ -148,18 +147,3 @@ def test_files_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             load(f"{kind}:{tmp_path / rest}" if kind else str(tmp_path / rest), "train")
         assert said in str(caught.value)
-
-
-def test_names_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of modules that the user has imported: a file of a run may name any."""
-    code = "from dataclasses import replace\nfrom banach import data\n"
-    (tmp_path / "my_data.py").write_text(code + "data.register(replace(data.DIGITS, name='mine'), replace=True)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        DataError, match="'mine' comes from my_data, which is not imported by itself; add --import"
-    ):
-        get("my_data:mine")
-    importlib.import_module("my_data")
-    assert len(load("my_data:mine", "test")) == 360
-    with pytest.raises(DataError, match="unknown data set: 'other'"):
-        get("my_data:other")

@@ -27,7 +27,7 @@ def compare(
     Validation accuracy, steps and residual are those of the last epoch; steps and residual are of the training
     solves. Test accuracy is what the run wrote when it ended ("-" before that): nothing is computed again.
     """
-    check_out(out, "plot is a PNG", ".png", "a PNG", PNG)
+    check_out(out, "the plot is a PNG", ".png", "a PNG", PNG)
     found = {str(path): Run.open(path) for path in runs}
     epochs = {name: run.metrics() for name, run in found.items()}
     tests = {name: run.test() or {} for name, run in found.items()}

@@ -120,10 +120,10 @@ def show_plot(draw: Callable[..., Path], *arguments: Any, **options: Any) -> Non
         console.print(f"no plot: {error}")
 
 
-def check_out(out: Path, page: str, ending: str, kind: str, first: bytes) -> None:
+def check_out(out: Path, expected: str, ending: str, kind: str, first: bytes) -> None:
     """Refuse to overwrite anything but a file of that kind, whose first bytes are known."""
     if out.suffix.lower() != ending:
-        raise ValueError(f"the {page}, got --out {out}; use a name that ends in {ending}")
+        raise ValueError(f"{expected}, got --out {out}; use a name that ends in {ending}")
     if out.exists() and not out.read_bytes().startswith(first):  # for a folder this raises an OSError
         raise ValueError(f"{out} exists and is not {kind}; choose another --out, it will not be overwritten")
 
