@@ -1,7 +1,7 @@
 """`banach models`: list the networks, or describe one."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import nn
@@ -26,15 +26,15 @@ def models(name: Annotated[str | None, argument("A model to describe.")] = None,
     if name is not None:
         _describe(registry.get(name))
         return
-    console.print(table("", COLUMNS, [_row(registry.get(one)) for one in registry.names()]))
+    rows = []
+    for model in map(registry.get, registry.names()):
+        net = _fresh(model)
+        explicit = "yes" if isinstance(net, ImplicitNetwork) else "is explicit"
+        norm_free, recipes = "yes" if model.has_twin else "no", ", ".join(model.recipes)
+        shapes = _latent(model, net), _by(model.image)
+        rows.append((model.name, _count(net), *shapes, explicit, norm_free, recipes))
+    console.print(table("", COLUMNS, rows))
     console.print("Describe one: banach models NAME.  The explicit twin: banach train --max-steps 0.")
-
-
-def _row(model: Model) -> tuple[Any, ...]:
-    net = _fresh(model)
-    explicit = "yes" if isinstance(net, ImplicitNetwork) else "is explicit"
-    norm_free, recipes = "yes" if model.has_twin else "no", ", ".join(model.recipes)
-    return model.name, _count(net), _latent(model, net), _by(model.image), explicit, norm_free, recipes
 
 
 def _describe(model: Model) -> None:
