@@ -315,26 +315,10 @@ def curve(job: Job, settings: Settings, gate: Gate) -> Record:
     return {"losses": means, "final": means[-1], "data": title, "steps": settings.curve_steps} | _plan_of(one)
 
 
-STUDIES: dict[str, Callable[[Job, Settings, Gate], Record]] = {
-    "start": start,
-    "step": step,
-    "per-step": per_step,
-    "prediction": prediction,
-    "depth": depth,
-    "gradients": gradients,
-    "curve": curve,
-}
+STUDIES = {one.__name__: one for one in (start, step, per_step, prediction, depth, gradients, curve)}
 
 
 def measure(job: Job, settings: Settings, gate: Gate) -> Record:
-    """Measure one job in this process.
-
-    Args:
-        job: study, point, contender and precision.
-        settings: sizes, device and folders.
-        gate: turns on the device; `Gate()` if there are no other processes.
-    Returns:
-        the fields of a record, without where and when it was measured.
-    """
+    """Measure one job in this process: return its record, without where and when."""
     with arithmetic(job.precision, torch.device(settings.device), search=True):
-        return STUDIES[job.study](job, settings, gate)
+        return STUDIES[job.study.replace("-", "_")](job, settings, gate)
