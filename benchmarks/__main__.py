@@ -14,7 +14,7 @@ from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks.results import Benchmark, earlier
 
-FILES = ("loop", "memory", "onestep", "per_sample", "training_step")
+FILES = ("solving", "memory", "onestep", "training_step")
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
 FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu")}
 

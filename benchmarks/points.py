@@ -78,7 +78,7 @@ class Point:
         torch.manual_seed(seed)
         build = partial(ImplicitNetwork, *OWN[self.model]()) if self.own else partial(models.build, self.model)
         net: Any = build(tolerance=self.tolerance)
-        return net.to(device).train()  # type: ignore[no-any-return]
+        return net.to(device).train()
 
     def inputs(self, batch: int, draw: torch.Generator) -> Tensor:
         """Return random inputs of the right shape."""

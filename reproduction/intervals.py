@@ -22,11 +22,7 @@ class Interval:
 
     @staticmethod
     def of(values: Iterable[float]) -> Interval:
-        """Return the interval of independent values.
-
-        Raises:
-            ValueError: if there are none.
-        """
+        """Return the interval of independent values, of which there must be one at least."""
         numbers = [float(value) for value in values]
         if not numbers:
             raise ValueError("an interval needs at least one value, got none")
@@ -81,7 +77,6 @@ class Claim:
     verdict: str
 
     def __str__(self) -> str:
-        """Return the cells of a Markdown table, without the outer bars."""
         return f"{self.paper} | {self.ours} | {self.n} | {self.length} | {self.verdict}"
 
 

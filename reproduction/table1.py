@@ -129,7 +129,7 @@ class Group:
 
     @property
     def protocols(self) -> Interval | None:
-        """The released accuracy minus the clean one, run by run."""
+        """The released accuracy minus the clean one."""
         found = [run.released - run.clean for run in self.runs if run.released is not None]
         return Interval.of(found) if found else None
 
@@ -166,8 +166,13 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         printed = None if first is None or second is None else first - second
         some = [longest.get(one) for one in pair]
         found[name] = claim(some, lambda a, b: a.clean.minus(b.clean), printed, "+")
-    cells = {entry: (found[entry.group], found[f"{entry.group}.released"]) for entry in ENTRIES}
-    lines = [_line(entry, *some) for entry, some in cells.items()]
+    lines = []
+    for entry in ENTRIES:
+        clean, released = found[entry.group], found[f"{entry.group}.released"]
+        lines.append((
+            TITLES[entry.data], entry.network, entry.parameters, clean.paper, entry.published, clean.ours,
+            released.ours, clean.n, clean.length, clean.verdict, released.verdict,
+        ))  # fmt: skip
     columns = "data|network|parameters|paper|published|clean %|released %|n|length|verdict, clean|released"
     return found | {"first": table(lines, columns)}
 
@@ -179,11 +184,6 @@ def _details(group: Group | None) -> dict[str, Any]:
     depth, (epoch, peak) = fmean(run.scores.depth or 0.0 for run in group.runs), group.peak
     protocols = f"{group.protocols:+.2f}" if group.protocols else "-"
     return {"depth": depth, "protocols": protocols, "peak": peak, "peak_epoch": epoch}
-
-
-def _line(entry: Entry, clean: Claim, released: Claim) -> tuple[Any, ...]:
-    start = TITLES[entry.data], entry.network, entry.parameters, clean.paper, entry.published
-    return *start, clean.ours, released.ours, clean.n, clean.length, clean.verdict, released.verdict
 
 
 def claim(

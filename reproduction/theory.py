@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from banach import Implicit, Tolerance, contraction_factor, data, diagnose
-from reproduction import codec, jobs
+from reproduction import jobs
 from reproduction.intervals import NOT_REPRODUCED, REPRODUCED, Claim
 from reproduction.rundir import SNAPSHOTS, snapshot
-from reproduction.study import Options, draw_band, panels, store, table
+from reproduction.study import Options, draw_band, panels, read, store, table
 from reproduction.table1 import TITLES
 from reproduction.train import train
 
@@ -135,13 +135,13 @@ def run(options: Options) -> list[Row]:
     path, names = options.records / RECORDS, (QUICK,) if options.quick else RUNS
     if options.quick:
         train([jobs.get(QUICK)], options)
-    known = {(row.run, row.epoch) for row in codec.read(Row, path)}
+    known = {(row.run, row.epoch) for row in read(Row, path)}
     for job in map(jobs.get, names):
         for epoch in _epochs(job, options):
             if (job.name, epoch) not in known:
                 options.say(f"{job.name}: measuring epoch {epoch}")
                 store(path, [_measured(job, epoch, options)], CPU, append=True)
-    return codec.read(Row, path)
+    return read(Row, path)
 
 
 def _epochs(job: jobs.Job, options: Options) -> list[int]:

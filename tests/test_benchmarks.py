@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import libraries, maps, onestep, per_sample
+from benchmarks import libraries, maps, onestep, solving
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes, host_syncs
 from benchmarks.results import Figure, Report, Target, earlier
@@ -130,7 +130,7 @@ def test_maps_take_the_steps_that_mathematics_says() -> None:
     problem = maps.rates(20, 32, (0.2, 0.95))
     rate, b = (part.double() for part in problem.inputs)
     exact = 1 + torch.log(1e-4 / b.square().mean(1).sqrt()) / torch.log(rate[:, 0])
-    needed = per_sample.needed_steps(problem)
+    needed = solving.needed_steps(problem)
     assert (needed >= exact - 0.01).all()
     assert (needed <= exact + 1.01).all()
 
