@@ -6,26 +6,21 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks.results import Benchmark, earlier
 
 FILES = ("solving", "memory", "onestep", "training_step")
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
 FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu")}
-
 QUICK = Path("build/benchmarks")  # figures at tiny sizes are not results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run benchmarks, print their tables and write one JSON file each. Figures of the file before are shown too.
 
-    Args:
-        arguments: those of the command line; None takes sys.argv.
     Returns:
         1 if a target was missed at full size, else 0.
     """
@@ -43,13 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes = {key: getattr(chosen, key) for key in ("device", "data_dir", "out", "only", "processes", "seconds")}
     for one in wanted:
         settings = one.settings(quick=chosen.quick, **changes)
-        try:
-            report = one.run(settings)
-        except DataError as error:
-            parser.error(str(error))
+        report = one.run(settings)
         before = earlier(FOLDERS[one.group] / f"{one.name}.json")
         written = one.write(report, settings, chosen.out or (QUICK if chosen.quick else FOLDERS[one.group]))
-        one.show(report, _console(), {} if chosen.quick else before)
+        one.show(report, {} if chosen.quick else before)  # after it is written: a GPU machine may not have rich
         print(f"  written to {written}")
         missed += sum(not target.met for target in report.targets)
     print(f"targets missed: {missed}" + (", which means nothing at this size" if chosen.quick else ""))
@@ -77,12 +69,6 @@ def _wanted(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list
     if needs and not (chosen.quick or chosen.list or torch.cuda.is_available()):
         parser.error(f"{needs[0]} needs a CUDA GPU; give --quick to run it at a tiny size on a CPU")
     return wanted
-
-
-def _console() -> Any:
-    from rich.console import Console  # after the result is written: a GPU machine may not have it
-
-    return Console(width=120)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -95,9 +95,11 @@ class Benchmark:
         content["provenance"] = provenance(asdict(settings), device=getattr(settings, "device", "cpu"))
         return write_json(folder / f"{self.name}.json", content)
 
-    def show(self, report: Report, console: Any, before: Mapping[str, float]) -> None:
-        """Print table, targets and notes of a report on a `rich.console.Console`; `before`: see `earlier`."""
-        title = f"{self.name}: {self.question}"
+    def show(self, report: Report, before: Mapping[str, float], file: Any = None) -> None:
+        """Print table, targets and notes of a report, to stdout if no file is given; `before`: see `earlier`."""
+        from rich.console import Console
+
+        console, title = Console(width=120, file=file), f"{self.name}: {self.question}"
         console.print(table(title, report.rows) if report.rows else title, highlight=False)
         for target in report.targets:
             mark = "[green]met[/]    " if target.met else "[bold red]missed[/] "

@@ -189,7 +189,7 @@ def prediction(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Re
         gate.meet(2)
         with gate.turn():
             ms = {size: milliseconds_of(partial(call, d[:size]), d.device, 10) for size in settings.batches}
-            met = _predicts_to(job, one, call, d)
+            met = _predicts_to(one, call, d)
     middle = settings.batches[len(settings.batches) // 2]
     by_size = {str(size): vars(figure) for size, figure in ms.items()}
     return {"ms": ms[middle].median, "met": met, "by_batch": by_size}
@@ -209,7 +209,7 @@ def _predictor(job: Job, settings: Settings, d: Tensor) -> tuple[Callable[[Tenso
     return call, one
 
 
-def _predicts_to(job: Job, one: Step, call: Any, d: Tensor) -> float | None:
+def _predicts_to(one: Step, call: Any, d: Tensor) -> float | None:
     """Return the share of samples that met eps; of peers 1 or 0, for the whole batch."""
     if isinstance(one, Captured):
         return float(call(d, solution=True)[1].converged.double().mean()) if one.net.tolerance.max_steps else None

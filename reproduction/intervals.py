@@ -71,10 +71,16 @@ class Claim:
     """A row of a page: what the paper prints, what we measured, over how many runs of which length."""
 
     paper: str
-    ours: str
-    n: int
-    length: str
-    verdict: str
+    ours: str = "-"
+    n: int = 0
+    length: str = "-"
+    verdict: str = UNTESTED
+
+    @staticmethod
+    def always(held: int, count: int, n: int) -> Claim:
+        """Return the claim that something holds in all cases over training: one counterexample refutes it."""
+        verdict = REPRODUCED if held == count else NOT_REPRODUCED
+        return Claim("always", f"{held:,} of {count:,}", n, "over training", verdict)
 
     def __str__(self) -> str:
         return f"{self.paper} | {self.ours} | {self.n} | {self.length} | {self.verdict}"

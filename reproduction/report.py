@@ -32,7 +32,7 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
     known = {name: _values(studies[name], some, options) for name, some in rows.items()}
     folder = docs / "reproduction"
     for name, some in rows.items():
-        if some:
+        if some and hasattr(studies[name], "figures"):
             draw(studies[name].figures(some), folder)
     pages = {name: fill(text, known) for name, text in _templates(options.quick, studies).items()}
     files = {docs / name if name == MAIN else folder / name: text for name, text in pages.items()}

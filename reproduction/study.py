@@ -7,7 +7,7 @@ It offers:
     Row                         frozen dataclass: one line of that file, and one row of its table
     run(options) -> list[Row]   compute or train what is missing, write the records, return all rows
     values(rows) -> dict        numbers, claims (intervals.py) and Markdown tables for the placeholders of pages
-    figures(rows) -> dict       matplotlib figures by name; the report writes docs/reproduction/NAME.svg
+    figures(rows) -> dict       matplotlib figures by name, if any; the report writes docs/reproduction/NAME.svg
 
 `values` and `figures` get the rows that the file holds, and compute nothing that needs a network or data. Numbers
 stay numbers until a page shows them. With `options.quick` a study runs on digits, on a CPU, in seconds.

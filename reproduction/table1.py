@@ -67,7 +67,6 @@ GAINS = {  # the difference of two rows
     "mnist-mon-gain": ("mnist-jfb", "mnist-mon-exact"),
     "svhn-mon-gain": ("svhn-jfb", "svhn-mon-tiers-exact"),
     "cifar10-mon-gain": ("cifar10-jfb", "cifar10-mon-large-jfb"),
-    "mnist-decayed-gain": ("mnist-jfb-decayed", "mnist-twin-decayed"),
     "svhn-decayed-gain": ("svhn-jfb-decayed", "svhn-twin-decayed"),
 }
 
@@ -195,7 +194,7 @@ def claim(
     comparable = len(known) == len(some) and (full or len({group.length for group in known}) == 1)
     found = ours(*known) if comparable else None
     if found is None:
-        return Claim(paper, "-", 0, "-", "-" if printed is None else UNTESTED)
+        return Claim(paper, verdict="-" if printed is None else UNTESTED)
     seeds = min(len({run.seed for run in group.runs}) for group in known)
     few = f" ({('one seed', 'two seeds')[seeds - 1]}, full length)" if full and seeds < SEEDS else ""
     judged = "-" if printed is None else verdict(found, round(printed, 1), full=full and not few) + few

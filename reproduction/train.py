@@ -46,7 +46,7 @@ def train(jobs: list[Job], options: Options) -> bool:
             return False
         trainer = Trainer(job, options)
         finished.append(trainer.run())
-        needed = max(needed, trainer.first_seconds)
+        needed = max([needed, *trainer.epochs[:1]])
         del trainer
         gc.collect()  # captured graphs hold memory
         if torch.cuda.is_available():
@@ -55,14 +55,14 @@ def train(jobs: list[Job], options: Options) -> bool:
 
 
 class Trainer:
-    """One job in this process. `first_seconds`: from the start to the end of the first epoch."""
+    """One job in this process."""
 
     def __init__(self, job: Job, options: Options) -> None:
         self.job, self.options, self.folder = job, options, options.runs / job.name
         self.settings = replace(job.settings, device=options.device)
         self.begun = self.last = self.packed_at = time.monotonic()
-        self.first_seconds = self.measuring = self.monitoring = self.packing = 0.0
-        self.epochs: list[float] = []  # seconds of each epoch, with all that goes with it
+        self.measuring = self.monitoring = self.packing = 0.0
+        self.epochs: list[float] = []  # seconds with all that goes with it, of the first also to start up
         self.said: list[warnings.WarningMessage] = []
 
     def run(self) -> bool:
@@ -131,7 +131,7 @@ class Trainer:
         if point is not None:
             self.options.say(_line(epoch, self.job, point))
         self.epochs.append(now - self.last)  # with its measurements and the checkpoint before it
-        self.last, self.first_seconds = now, self.first_seconds or now - self.begun
+        self.last = now
         self._update(number)
         if number == self.settings.epochs:
             return
