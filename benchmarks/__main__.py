@@ -6,26 +6,21 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from banach.data import DataError
 from banach.provenance import source_commit
 from benchmarks.results import Benchmark, earlier
 
-FILES = ("loop", "memory", "onestep", "per_sample", "training_step")
+FILES = ("solving", "memory", "onestep", "training_step")
 BENCHMARKS = {one.name: one for file in FILES for one in import_module(f"benchmarks.{file}").BENCHMARKS}
 FOLDERS = {"cpu": Path("results"), "gpu": Path("results/gpu")}
-
 QUICK = Path("build/benchmarks")  # figures at tiny sizes are not results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run benchmarks, print their tables and write one JSON file each. Figures of the file before are shown too.
 
-    Args:
-        arguments: those of the command line; None takes sys.argv.
     Returns:
         1 if a target was missed at full size, else 0.
     """
@@ -42,15 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = 0
     changes = {key: getattr(chosen, key) for key in ("device", "data_dir", "out", "only", "processes", "seconds")}
     for one in wanted:
-        try:
-            result = one.measure(one.settings(quick=chosen.quick, **changes))
-        except DataError as error:
-            parser.error(str(error))
+        settings = one.settings(quick=chosen.quick, **changes)
+        report = one.run(settings)
         before = earlier(FOLDERS[one.group] / f"{one.name}.json")
-        written = result.write(chosen.out or (QUICK if chosen.quick else FOLDERS[one.group]))
-        result.show(_console(), {} if chosen.quick else before)
+        written = one.write(report, settings, chosen.out or (QUICK if chosen.quick else FOLDERS[one.group]))
+        one.show(report, {} if chosen.quick else before)  # after it is written: a GPU machine may not have rich
         print(f"  written to {written}")
-        missed += result.missed
+        missed += sum(not target.met for target in report.targets)
     print(f"targets missed: {missed}" + (", which means nothing at this size" if chosen.quick else ""))
     return int(missed > 0 and not chosen.quick)
 
@@ -78,30 +71,20 @@ def _wanted(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list
     return wanted
 
 
-def _console() -> Any:
-    from rich.console import Console  # after the result is written: a GPU machine may not have it
-
-    return Console(width=120)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="measure banach against its peers")
     parser.add_argument("names", nargs="*", metavar="NAME", help="cpu, gpu or benchmarks; default cpu")
     parser.add_argument("--list", action="store_true", help="print the benchmarks and what they ask")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, on a CPU: shows that everything runs")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder of the JSON files; default results, results/GROUP, or build/benchmarks if quick",
-    )
+    where = "folder of the JSON files; default results, results/gpu, or build/benchmarks if quick"
+    parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--device", help="such as cuda:1; default: what each benchmark is for")
     parser.add_argument("--data-dir", type=Path, help="folder of the data sets; default: BANACH_DATA, the cache")
     commas = lambda given: tuple(name for name in given.split(",") if name)  # noqa: E731
     parser.add_argument("--only", type=commas, help="of training-step: beginnings of jobs, such as step/mlp,depth")
     parser.add_argument("--processes", type=int, help="of training-step, per contender; default 3")
-    parser.add_argument(
-        "--seconds", type=float, help="of training-step: end in time (default 500); the next call goes on"
-    )
+    seconds = "of training-step: end in time (default 500); the next call goes on"
+    parser.add_argument("--seconds", type=float, help=seconds)
     return parser
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from banach.fast import TrainStep
 from banach.train.precision import autocast
 from benchmarks.libraries import has_torchdeq, torchdeq_layer
 from benchmarks.points import Point
+
+Change = Callable[[ImplicitNetwork], None]
 
 
 @dataclass(frozen=True)
@@ -37,35 +39,13 @@ class Setting:
     compile: bool = False  # the parts of tuned contenders
 
 
-class Seen(NamedTuple):
-    """What a step leaves behind: the solver's steps, and a function for its largest residual over the threshold.
-
-    Both are read after the clock has stopped. The excess is at most 1 where eps is met, NaN without a solver.
-    """
-
-    depth: int | Tensor = 0
-    excess: Callable[[], Any] = lambda: float("nan")
-
-    def read(self) -> tuple[float, float]:
-        """Return depth and excess, the largest of the samples."""
-        depth, excess = (torch.as_tensor(one, dtype=torch.float64).max() for one in (self.depth, self.excess()))
-        return float(depth), float(excess)
-
-    def mean(self) -> float:
-        """Return the depth of the mean sample."""
-        return float(torch.as_tensor(self.depth, dtype=torch.float64).mean())
-
-
 class Step:
-    """step(inputs, labels) -> loss. A contender writes `forward`, which returns the output.
-
-    `seen` says what the last step reached. To read it may launch kernels, so it is not read while steps are timed.
-    """
+    """step(inputs, labels) -> loss. A contender writes `forward`, which returns the output, and `reached`."""
 
     captured = False  # replayed from a graph: its memory shows at the capture alone
 
     def __init__(self, net: ImplicitNetwork, setting: Setting, *, tuned: bool = False) -> None:
-        self.net, self.setting, self.last = net, setting, Seen()
+        self.net, self.setting = net, setting
         cuda = setting.device.type == "cuda"
         if tuned or self.captured:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -82,11 +62,14 @@ class Step:
         """Return a part compiled for fixed shapes, if this contender is tuned."""
         return torch.compile(part, dynamic=False, **how) if self.tuned else part
 
-    @property
-    def seen(self) -> Seen:
-        return self.last
-
     def forward(self, d: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def reached(self) -> tuple[float, float, float]:
+        """Return the last step's depth, that of its mean sample, and its largest residual over the threshold.
+
+        The last is at most 1 where eps is met, NaN without a solver. May launch kernels: not among timed steps.
+        """
         raise NotImplementedError
 
     def gradients(self, d: Tensor, y: Tensor) -> Tensor:
@@ -155,13 +138,15 @@ class Plain(Step):
 
     def find(self, v: Any) -> Any:
         point = self.setting.point
-        u, depth, excess = zeros(v), 0, float("inf")
-        while excess > 1 and depth < point.max_steps:
+        u, self.depth, self.excess = zeros(v), 0, float("inf")
+        while self.excess > 1 and self.depth < point.max_steps:
             before, u = u, self.evaluate(u, v)
-            excess = point.excess(u, before).item()
-            depth += 1
-        self.last = Seen(depth, lambda: excess)
+            self.excess = point.excess(u, before).item()
+            self.depth += 1
         return u
+
+    def reached(self) -> tuple[float, float, float]:
+        return self.depth, self.depth, self.excess
 
     def evaluate(self, u: Any, v: Any) -> Any:
         if not self.graphs:
@@ -201,10 +186,11 @@ class TorchDEQ(Step):
             # An older PyTorch would use the bf16 weights of the evaluations without autograd again.
             torch.clear_autocast_cache()
             return self.R(u, v)
-        after = self.R(u, v)
-        self.steps += 1
-        self.last = Seen(self.steps, lambda: self.setting.point.excess(after, u))
-        return after
+        self.steps, self.iterates = self.steps + 1, (self.R(u, v), u)
+        return self.iterates[0]
+
+    def reached(self) -> tuple[float, float, float]:
+        return self.steps, self.steps, float(self.setting.point.excess(*self.iterates))
 
     def to_state(self, u: Any) -> Any:
         return u.permute(0, 2, 3, 1).reshape(-1, u.shape[1]) if self.by_pixel else u
@@ -227,15 +213,12 @@ class Eager(Step):
             output, self.found = self.net(d, solution=True)
         return output
 
-    @property
-    def seen(self) -> Seen:
+    def reached(self) -> tuple[float, float, float]:
         if self.net.tolerance.max_steps == 0:
-            return Seen()
-        found, eps = self.found, self.setting.point.eps
-        steps, residual, converged = (one.clone() for one in (found.steps, found.residual, found.converged))
-        if self.setting.point.relative:
-            return Seen(steps, lambda: torch.where(converged, 0.0, torch.inf))
-        return Seen(steps, lambda: residual / eps)
+            return 0.0, 0.0, float("nan")
+        found, point, steps = self.found, self.setting.point, self.found.steps.double()
+        excess = torch.where(found.converged, 0.0, torch.inf) if point.relative else found.residual / point.eps
+        return float(steps.max()), float(steps.mean()), float(excess.max())
 
 
 class Captured(Eager):
@@ -284,9 +267,11 @@ class Contender:
         """Return the precisions it is tried in."""
         return (point.precision,) if self.fast and point.precision else point.precisions
 
-    def build(self, setting: Setting) -> Step:
-        """Return the step of a new network."""
-        return self.make(self.change(setting.point.network(setting.device, setting.seed)), setting)
+    def build(self, setting: Setting, change: Change = lambda net: None) -> Step:
+        """Return the step of a new network, which `change` edits further."""
+        net = self.change(setting.point.network(setting.device, setting.seed))
+        change(net)
+        return self.make(net, setting)
 
 
 CONTENDERS = {

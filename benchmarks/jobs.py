@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], tuple[str, ...], int], ...] = (
     ("depth", OWN_POINTS, ("banach-captured",), 1),
     *(("step", (name,), ALL, 3) for name in PAPER_POINTS),
     ("step", ("svhn100-trained",), ALL, 3),
-    (
-        "gradients",
-        (*OWN_POINTS, "mnist100", "svhn100", "cifar100"),
-        ("plain", "torchdeq", "banach-eager", "banach-fast"),
-        1,
-    ),
+    ("gradients", (*OWN_POINTS, *PAPER_POINTS[:3]), ("plain", "torchdeq", "banach-eager", "banach-fast"), 1),
     ("curve", ("transformer", "cifar100"), EAGER_AND_CAPTURED, 3),
     ("prediction", ("cifar512",), ("banach-fast", "explicit-fast", "plain", "plain-tuned"), 3),
     ("step", PAPER_POINTS, ("authors", "banach-captured"), 3),
@@ -48,23 +44,13 @@ TIMED = ("step", "per-step", "prediction")  # these take turns on the device
 
 @dataclass(frozen=True)
 class Settings:
-    """How the jobs are run.
+    """How the jobs are run."""
 
-    Attributes:
-        seconds: start no wave of processes that would end after this.
-        only: beginnings of job names, such as step/mlp; empty: all.
-        processes: per contender, at most as many as PLAN says.
-        at_once: processes that prepare at the same time.
-        steps: timed steps per process, fewer if they take more than `most` seconds.
-        out: folder of the records.
-        work: folder of trained weights and of what was compiled.
-    """
-
-    seconds: float = 500.0
-    only: tuple[str, ...] = ()
-    processes: int = 3
-    at_once: int = 16
-    steps: int = 50
+    seconds: float = 500.0  # start no wave of processes that would end after this
+    only: tuple[str, ...] = ()  # beginnings of job names, such as step/mlp; empty: all
+    processes: int = 3  # per contender, at most as many as PLAN says
+    at_once: int = 16  # processes that prepare at the same time
+    steps: int = 50  # timed ones per process, fewer if they take more than `most` seconds
     most: float = 2.5
     settle: int = 8  # steps before the first timed one
     depth_steps: int = 500
@@ -74,8 +60,8 @@ class Settings:
     quick: bool = False
     device: str = "cuda"
     data_dir: Path | None = None
-    out: Path = Path("results/gpu")
-    work: Path = Path("build/benchmarks")
+    out: Path = Path("results/gpu")  # of the records
+    work: Path = Path("build/benchmarks")  # of trained weights and of what was compiled
 
     @property
     def records(self) -> Path:
@@ -113,13 +99,7 @@ class Job:
 
 
 def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> list[Job]:
-    """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both.
-
-    Args:
-        records: what was measured so far.
-        settings: which jobs, and how many at once.
-        commit: of the code; a job that failed at another one is tried again.
-    """
+    """Return the jobs of the next wave: starts that are missing first, then timed ones or others, not both."""
     failed = {one["job"] for one in records if "error" in one and one["commit"] == commit}
     done = {one["job"] for one in records if "error" not in one} | failed
     pending = [job for job in _jobs(records, settings) if job.name not in done]
@@ -144,13 +124,11 @@ def _start_of(job: Job, settings: Settings) -> Job:
 def _jobs(records: list[Record], settings: Settings) -> Iterator[Job]:
     """Yield all jobs that can run now."""
     for study, points, contenders, processes in PLAN:
-        for point in points:
-            for number in range(min(processes, settings.processes)):
-                for name in contenders:
-                    for precision in _precisions(study, point, name, number, records, settings):
-                        job = Job(study, point, name, precision, number)
-                        if not settings.only or job.name.startswith(settings.only):
-                            yield job
+        for point, number, name in product(points, range(min(processes, settings.processes)), contenders):
+            for precision in _precisions(study, point, name, number, records, settings):
+                job = Job(study, point, name, precision, number)
+                if not settings.only or job.name.startswith(settings.only):
+                    yield job
 
 
 def _precisions(
@@ -164,20 +142,14 @@ def _precisions(
     if study not in TIMED:
         return (where.precision or "bf16",)
     tried = contender.precisions(where)
-    best = _best(_first(records, study, point, name), len(tried))
-    return tried if number == 0 else (best,) if best else ()
+    return tried if number == 0 else _best(tried, records, (study, point, name, 0))
 
 
-def _first(records: list[Record], study: str, point: str, contender: str) -> list[Record]:
-    """Return the records of a contender's first processes, one for each precision."""
-    key = study, point, contender, 0
-    return [one for one in records if (one["study"], one["point"], one["contender"], one["number"]) == key]
-
-
-def _best(first: list[Record], tried: int) -> str | None:
-    """Return the fastest precision that met the tolerance, else the fastest; None if some are missing."""
-    measured = {one["precision"]: one for one in first if "error" not in one}
-    if not measured or len({one["precision"] for one in first}) < tried:
-        return None
-    met = {name: one["met"] is None or one["met"] >= ENOUGH for name, one in measured.items()}
-    return min(measured, key=lambda name: (not met[name], measured[name]["ms"]))
+def _best(tried: tuple[str, ...], records: list[Record], key: tuple[str, str, str, int]) -> tuple[str, ...]:
+    """Return the fastest precision that met the tolerance, else the fastest; none before all have been tried."""
+    first = [one for one in records if (one["study"], one["point"], one["contender"], one["number"]) == key]
+    measured = [one for one in first if "error" not in one]
+    if not measured or len({one["precision"] for one in first}) < len(tried):
+        return ()
+    best = min(measured, key=lambda one: (one["met"] is not None and one["met"] < ENOUGH, one["ms"]))
+    return (best["precision"],)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach import JFB, Anderson, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll
+from banach import Anderson, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll
 from benchmarks.libraries import has_torchdeq, notes, torchdeq_layer
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import peak_bytes
@@ -67,31 +67,25 @@ def run(settings: Settings) -> Report:
         peak = _peak_of_step(net.to(settings.device), data)
         against = peak / first.setdefault(mode, peak)
         rows.append({"mode": mode, "depth": depth, "peak MB": peak, "against the first": against})
+    rows.sort(key=lambda row: list(first).index(row["mode"]))  # each mode with its depths
     note = "beyond weights and data; forward, backward and an SGD update"
     return Report(rows, _targets(rows, settings), notes(note))
 
 
 def _networks(settings: Settings) -> Iterator[tuple[str, int, nn.Module]]:
     """Yield each mode at each of its depths, which it takes whether it converged or not."""
-    build = partial(_network, settings.width)
-    ways: dict[str, dict[str, Any]] = {
-        "JFB": {"backward": JFB()},
-        "JFB, Anderson(5)": {"solver": Anderson(5), "backward": JFB()},
-        "Neumann(5)": {"backward": Neumann(5)},
-        "Implicit": {"backward": Implicit()},
-    }
-    for name, way in ways.items():
-        for depth in settings.depths:
-            yield name, depth, build(tolerance=Tolerance(atol=0, max_steps=depth, check_every=0), **way)
-    for depth in settings.depths if has_torchdeq() else ():
-        yield "TorchDEQ one-step", depth, OneStep(build(), depth)
-    for name, checkpoint in (("Unroll", False), ("Unroll, checkpointed", True)):
-        for depth in settings.unrolled:
-            yield (
-                name,
-                depth,
-                build(tolerance=Tolerance(max_steps=0), backward=Unroll(depth, checkpoint=checkpoint)),
-            )
+    build, no_steps = partial(_network, settings.width), Tolerance(max_steps=0)
+    for depth in settings.depths:
+        steps = Tolerance(atol=0, max_steps=depth, check_every=0)
+        yield "JFB", depth, build(tolerance=steps)
+        yield "JFB, Anderson(5)", depth, build(tolerance=steps, solver=Anderson(5))
+        yield "Neumann(5)", depth, build(tolerance=steps, backward=Neumann(5))
+        yield "Implicit", depth, build(tolerance=steps, backward=Implicit())
+        if has_torchdeq():
+            yield "TorchDEQ one-step", depth, OneStep(build(), depth)
+    for depth in settings.unrolled:
+        yield "Unroll", depth, build(tolerance=no_steps, backward=Unroll(depth))
+        yield "Unroll, checkpointed", depth, build(tolerance=no_steps, backward=Unroll(depth, checkpoint=True))
 
 
 def _network(width: int, **options: Any) -> ImplicitNetwork:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -75,12 +76,8 @@ class Point:
     def network(self, device: torch.device, seed: int = 0) -> ImplicitNetwork:
         """Return the network in train mode: the same weights for the same seed."""
         torch.manual_seed(seed)
-        if self.own:
-            net = ImplicitNetwork(*OWN[self.model](), tolerance=self.tolerance)
-        else:
-            built = models.build(self.model, tolerance=self.tolerance)
-            assert isinstance(built, ImplicitNetwork)
-            net = built
+        build = partial(ImplicitNetwork, *OWN[self.model]()) if self.own else partial(models.build, self.model)
+        net: Any = build(tolerance=self.tolerance)
         return net.to(device).train()
 
     def inputs(self, batch: int, draw: torch.Generator) -> Tensor:

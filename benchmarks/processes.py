@@ -57,14 +57,9 @@ def _python_path() -> str:
 
 
 def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[str, str]) -> dict[str, str]:
-    """Run commands at the same time; the numbers of their locks are added as the last arguments.
+    """Run commands at the same time; return the last line of stderr of each process that failed by itself.
 
-    Args:
-        commands: by name.
-        deadline: of time.monotonic(); processes that still run then are killed.
-        env: variables besides those of this process.
-    Returns:
-        for each process that failed by itself, the last line that it wrote to stderr.
+    The numbers of their locks are added as the last arguments. At the deadline (time.monotonic) all are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         running: dict[str, subprocess.Popen[bytes]] = {}

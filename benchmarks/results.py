@@ -88,41 +88,23 @@ class Benchmark:
         known = {key: value for key, value in changes.items() if value is not None and hasattr(size, key)}
         return replace(size, **known)
 
-    def measure(self, settings: Any) -> Result:
-        """Run it and keep what a reader needs to judge the figures."""
-        return Result(self.name, self.question, settings, self.run(settings))
-
-
-@dataclass(frozen=True)
-class Result:
-    """A report with the benchmark and the settings it belongs to."""
-
-    name: str
-    question: str
-    settings: Any
-    report: Report
-
-    @property
-    def missed(self) -> int:
-        return sum(not target.met for target in self.report.targets)
-
-    def write(self, folder: Path) -> Path:
-        """Write the report and where it comes from as JSON."""
-        device = getattr(self.settings, "device", "cpu")
-        content = {"name": self.name, "question": self.question, **asdict(self.report)}
-        content["targets"] = [{**asdict(target), "met": target.met} for target in self.report.targets]
-        content["provenance"] = provenance(asdict(self.settings), device=device)
+    def write(self, report: Report, settings: Any, folder: Path) -> Path:
+        """Write a report and where it comes from as JSON."""
+        content = {"name": self.name, "question": self.question, **asdict(report)}
+        content["targets"] = [{**asdict(target), "met": target.met} for target in report.targets]
+        content["provenance"] = provenance(asdict(settings), device=getattr(settings, "device", "cpu"))
         return write_json(folder / f"{self.name}.json", content)
 
-    def show(self, console: Any, before: Mapping[str, float]) -> None:
-        """Print the table, the targets and the notes on a `rich.console.Console`; `before`: see `earlier`."""
-        rows = self.report.rows
-        title = f"{self.name}: {self.question}"
-        console.print(table(title, rows) if rows else title, highlight=False)  # no rows: no title in a table
-        for target in self.report.targets:
+    def show(self, report: Report, before: Mapping[str, float], file: Any = None) -> None:
+        """Print table, targets and notes of a report, to stdout if no file is given; `before`: see `earlier`."""
+        from rich.console import Console
+
+        console, title = Console(width=120, file=file), f"{self.name}: {self.question}"
+        console.print(table(title, report.rows) if report.rows else title, highlight=False)
+        for target in report.targets:
             mark = "[green]met[/]    " if target.met else "[bold red]missed[/] "
             console.print(f"  {mark}{target.sentence(before.get(target.what))}")
-        for note in self.report.notes:
+        for note in report.notes:
             console.print(f"  {note}", style="dim", highlight=False, markup=False)
         console.print()
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import banach
 from banach import Anderson, ImplicitNetwork, Picard
 from banach.train.precision import arithmetic
-from benchmarks.contenders import CONTENDERS, Captured, Eager, Seen, Setting, Step
+from benchmarks.contenders import CONTENDERS, Captured, Change, Eager, Setting, Step
 from benchmarks.counting import host_syncs
 from benchmarks.jobs import Job, Settings
 from benchmarks.points import Batch, Point, feed
@@ -33,15 +33,15 @@ from benchmarks.timer import milliseconds_of, timed_steps
 
 PARTS = ("Q", "R", "S")
 TURNS, LOOKS = 2, 3  # timed blocks; steps after each, whose depth is read
+MANY = 1000  # batches of a start that trains for longer than that
+Batches = Iterator[Batch]
 
 
-def start(job: Job, settings: Settings, gate: Gate) -> Record:
+def start(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Train by banach for some steps and save weights, moments and eps, from which all contenders go on."""
     setting = job.setting(settings)
-    point, device = setting.point, setting.device
-    late = point.warm_up > 1000
-    batches, title = feed(point, device, settings.data_dir, many=1000 if late else 64)
-    way = "banach-captured" if late else job.contender
+    point = setting.point
+    way = "banach-captured" if point.warm_up > MANY else job.contender
     one = CONTENDERS[way].build(replace(setting, point=replace(point, mean_steps=None)))
     for batch in islice(batches, point.warm_up):
         one(*batch)
@@ -50,7 +50,7 @@ def start(job: Job, settings: Settings, gate: Gate) -> Record:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save((one.net.state_dict(), one.optimizer.state_dict(), eps), path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
-    return {"eps": eps, "data": title, "steps": point.warm_up, "depth": one.seen.read()[0]}
+    return {"eps": eps, "steps": point.warm_up, "depth": one.reached()[0]}
 
 
 @torch.no_grad()
@@ -66,10 +66,9 @@ def _eps_for(point: Point, net: ImplicitNetwork, d: Tensor) -> float:
     return high
 
 
-def step(job: Job, settings: Settings, gate: Gate) -> Record:
+def step(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Measure a whole training step: ms, memory, depth, host syncs."""
     device = torch.device(settings.device)
-    batches, title = feed(settings.point(job.point), device, settings.data_dir)
     _search(job, settings, gate, lambda plain: _settled(job, plain, batches))
     one, peak = _settled(job, settings, batches)
     gate.meet(2)
@@ -77,17 +76,19 @@ def step(job: Job, settings: Settings, gate: Gate) -> Record:
         count = _affordable(one, batches, settings)
         syncs = host_syncs(partial(one if device.type == "cuda" else one.gradients, *next(batches)), device)
     ms: list[float] = []
-    seen: list[Seen] = []
+    reached: list[tuple[float, float, float]] = []
     for _ in range(TURNS):
         with gate.turn():
             one(*next(batches))
             ms += _times(one, batches, max(count // TURNS, 1), device)
-            seen += [_look(one, batch) for batch in islice(batches, LOOKS)]
-    record = {"ms": statistics.median(ms), "each_step": vars(Figure.of(ms)), "data": title, "peak_bytes": peak}
-    return record | {"host_syncs": syncs, "eps": one.setting.point.eps} | _reached(seen) | _plan_of(one)
+            for batch in islice(batches, LOOKS):
+                one(*batch)
+                reached.append(one.reached())
+    record = {"ms": statistics.median(ms), "each_step": vars(Figure.of(ms)), "peak_bytes": peak}
+    return record | {"host_syncs": syncs, "eps": one.setting.point.eps} | _depths(reached) | _plan_of(one)
 
 
-def _settled(job: Job, settings: Settings, batches: Iterator[Batch]) -> tuple[Step, int | None]:
+def _settled(job: Job, settings: Settings, batches: Batches) -> tuple[Step, int | None]:
     """Return the step after a few calls, and the peak of its memory."""
     device = torch.device(settings.device)
     cuda = device.type == "cuda"
@@ -106,15 +107,12 @@ def _settled(job: Job, settings: Settings, batches: Iterator[Batch]) -> tuple[St
     return one, torch.cuda.max_memory_allocated(device) - base if cuda else None
 
 
-def _from_start(job: Job, settings: Settings, change: Callable[[ImplicitNetwork], Any] | None = None) -> Step:
+def _from_start(job: Job, settings: Settings, change: Change = lambda net: None) -> Step:
     """Return a contender's step, with the weights and moments of the start."""
-    setting, contender = job.setting(settings), CONTENDERS[job.contender]
+    setting = job.setting(settings)
     weights, moments, eps = torch.load(settings.start(job.point), setting.device, weights_only=False)
     setting = replace(setting, point=replace(setting.point, eps=eps))
-    net = contender.change(setting.point.network(setting.device, setting.seed))
-    if change is not None:
-        change(net)
-    one = contender.make(net, setting)
+    one = CONTENDERS[job.contender].build(setting, change)
     one.load(weights, moments)
     return one
 
@@ -131,41 +129,30 @@ def _search(job: Job, settings: Settings, gate: Gate, build: Callable[[Settings]
     gate.meet(1)
 
 
-def _affordable(one: Step, batches: Iterator[Batch], settings: Settings) -> int:
+def _affordable(one: Step, batches: Batches, settings: Settings) -> int:
     """Return how many steps to time."""
     device = torch.device(settings.device)
     ms = statistics.median(_times(one, batches, 3, device))
     return min(settings.steps, max(int(1e3 * settings.most / ms), 6))
 
 
-def _times(one: Step, batches: Iterator[Batch], count: int, device: torch.device) -> list[float]:
+def _times(one: Step, batches: Batches, count: int, device: torch.device) -> list[float]:
     return timed_steps(lambda batch: one(*batch), islice(batches, count), device)
 
 
-def _look(one: Step, batch: Batch) -> Seen:
-    one(*batch)
-    return one.seen
-
-
-def _reached(seen: list[Seen]) -> Record:
+def _depths(reached: list[tuple[float, float, float]]) -> Record:
     """Return the depth of the slowest and of the mean sample, and the share of steps that met eps."""
-    depths, excess = zip(*(one.read() for one in seen), strict=True)
-    solved = not all(map(math.isnan, excess))
-    return {
-        "depth": statistics.mean(depths),
-        "mean_depth": statistics.mean(one.mean() for one in seen),
-        "met": sum(one <= 1 for one in excess) / len(excess) if solved else None,
-    }
+    slowest, mean, excess = zip(*reached, strict=True)
+    met = None if all(map(math.isnan, excess)) else sum(one <= 1 for one in excess) / len(excess)
+    return {"depth": statistics.fmean(slowest), "mean_depth": statistics.fmean(mean), "met": met}
 
 
 def _plan_of(one: Any) -> Record:
     return {"plan": one.step.plan.to_dict()} if isinstance(one, Captured) else {}
 
 
-def per_step(job: Job, settings: Settings, gate: Gate) -> Record:
+def per_step(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Measure what a step of Picard and of Anderson costs in a captured training step, from two depths."""
-    device = torch.device(settings.device)
-    batches = feed(settings.point(job.point), device, settings.data_dir)[0]
     depths = (3, 6) if settings.quick else (5, 15)  # deeper, an iterate in bf16 may repeat itself exactly
     cases = {(solver, depth): None for solver in (Picard(), Anderson(5)) for depth in depths}
     steps = {key: _from_start(job, settings, partial(_fix_depth, *key)) for key in cases}
@@ -177,9 +164,9 @@ def per_step(job: Job, settings: Settings, gate: Gate) -> Record:
     ms = {}
     with gate.turn():
         for key, one in steps.items():
-            ms[key] = statistics.median(_times(one, batches, settings.steps, device))
-            if one.seen.read()[0] != key[1]:
-                raise RuntimeError(f"expected {key[1]} steps of {key[0]}, got {one.seen.read()[0]:.0f}")
+            ms[key] = statistics.median(_times(one, batches, settings.steps, one.setting.device))
+            if one.reached()[0] != key[1]:
+                raise RuntimeError(f"expected {key[1]} steps of {key[0]}, got {one.reached()[0]:.0f}")
     less, more = depths
     cost = {type(solver).__name__: (ms[solver, more] - ms[solver, less]) / (more - less) for solver, _ in cases}
     both = {f"{type(solver).__name__}, depth {depth}": value for (solver, depth), value in ms.items()}
@@ -190,10 +177,8 @@ def _fix_depth(solver: Any, depth: int, net: ImplicitNetwork) -> None:
     net.solver, net.tolerance = solver, replace(net.tolerance, atol=0.0, rtol=0.0, max_steps=depth)
 
 
-def prediction(job: Job, settings: Settings, gate: Gate) -> Record:
+def prediction(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Measure predictions in eval mode at several batch sizes; ms is that of the middle size."""
-    device = torch.device(settings.device)
-    batches = feed(settings.point(job.point), device, settings.data_dir)[0]
     rows = max(settings.batches)
     d = torch.cat([next(batches)[0] for _ in range(-(-rows // settings.point(job.point).batch))])[:rows]
     if d.dim() == 4:
@@ -203,8 +188,8 @@ def prediction(job: Job, settings: Settings, gate: Gate) -> Record:
         call, one = _predictor(job, settings, d)
         gate.meet(2)
         with gate.turn():
-            ms = {size: milliseconds_of(partial(call, d[:size]), device, 10) for size in settings.batches}
-            met = _predicts_to(job, one, call, d)
+            ms = {size: milliseconds_of(partial(call, d[:size]), d.device, 10) for size in settings.batches}
+            met = _predicts_to(one, call, d)
     middle = settings.batches[len(settings.batches) // 2]
     by_size = {str(size): vars(figure) for size, figure in ms.items()}
     return {"ms": ms[middle].median, "met": met, "by_batch": by_size}
@@ -224,12 +209,12 @@ def _predictor(job: Job, settings: Settings, d: Tensor) -> tuple[Callable[[Tenso
     return call, one
 
 
-def _predicts_to(job: Job, one: Step, call: Any, d: Tensor) -> float | None:
+def _predicts_to(one: Step, call: Any, d: Tensor) -> float | None:
     """Return the share of samples that met eps; of peers 1 or 0, for the whole batch."""
     if isinstance(one, Captured):
         return float(call(d, solution=True)[1].converged.double().mean()) if one.net.tolerance.max_steps else None
     call(d)
-    return float(one.seen.read()[1] <= 1)
+    return float(one.reached()[2] <= 1)
 
 
 class Counted(nn.Module):
@@ -244,13 +229,12 @@ class Counted(nn.Module):
         return self.R(u, v)
 
 
-def depth(job: Job, settings: Settings, gate: Gate) -> Record:
+def depth(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Compare the evaluations of R in captured steps with those that the slowest sample needs, from fresh weights.
 
     What it needs is found by an eager solve of the same weights and batch, in the same arithmetic.
     """
     setting = job.setting(settings)
-    batches = feed(setting.point, setting.device, settings.data_dir)[0]
     net = setting.point.network(setting.device)
     counted = Counted(net.R, setting.device)
     eager = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance)
@@ -268,9 +252,9 @@ def depth(job: Job, settings: Settings, gate: Gate) -> Record:
     return {"needed": vars(Figure.of(needed)), "more": shares, "most_more": max(more), "least_more": min(more)}
 
 
-def gradients(job: Job, settings: Settings, gate: Gate) -> Record:
+def gradients(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Compare the gradients of Q, R and S with those at the fixed point in float64, without dropout."""
-    d, y = next(feed(settings.point(job.point), torch.device(settings.device), settings.data_dir)[0])
+    d, y = next(batches)
     one = _from_start(job, settings, _without_dropout)
     exact = _exact_gradients(one, d, y)
     compute = one if one.captured else one.gradients  # a captured step also moves the weights
@@ -305,36 +289,21 @@ def _gradient(part: nn.Module) -> Tensor:
     return torch.cat([p.grad.double().flatten() for p in part.parameters() if p.grad is not None])
 
 
-def curve(job: Job, settings: Settings, gate: Gate) -> Record:
+def curve(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Train from fresh weights and return the loss, averaged over twentieths of the run."""
-    setting = job.setting(settings, seed=job.number)
-    batches, title = feed(setting.point, setting.device, settings.data_dir)
-    one = CONTENDERS[job.contender].build(setting)
+    one = CONTENDERS[job.contender].build(job.setting(settings, seed=job.number))
     losses = torch.stack([one(*batch).clone() for batch in islice(batches, settings.curve_steps)])
     means = [float(part.mean()) for part in losses.double().tensor_split(min(20, len(losses)))]
-    return {"losses": means, "final": means[-1], "data": title, "steps": settings.curve_steps} | _plan_of(one)
+    return {"losses": means, "final": means[-1], "steps": settings.curve_steps} | _plan_of(one)
 
 
-STUDIES: dict[str, Callable[[Job, Settings, Gate], Record]] = {
-    "start": start,
-    "step": step,
-    "per-step": per_step,
-    "prediction": prediction,
-    "depth": depth,
-    "gradients": gradients,
-    "curve": curve,
-}
+STUDIES = {one.__name__: one for one in (start, step, per_step, prediction, depth, gradients, curve)}
 
 
 def measure(job: Job, settings: Settings, gate: Gate) -> Record:
-    """Measure one job in this process.
-
-    Args:
-        job: study, point, contender and precision.
-        settings: sizes, device and folders.
-        gate: turns on the device; `Gate()` if there are no other processes.
-    Returns:
-        the fields of a record, without where and when it was measured.
-    """
-    with arithmetic(job.precision, torch.device(settings.device), search=True):
-        return STUDIES[job.study](job, settings, gate)
+    """Measure one job in this process: return its record, without where and when."""
+    point, device = settings.point(job.point), torch.device(settings.device)
+    many = MANY if job.study == "start" and point.warm_up > MANY else 64
+    batches, title = feed(point, device, settings.data_dir, many=many)
+    with arithmetic(job.precision, device, search=True):
+        return {"data": title} | STUDIES[job.study.replace("-", "_")](job, settings, gate, batches)

@@ -69,17 +69,12 @@ class Measured:
     def fastest(self, point: str, role: str) -> tuple[str, Figure] | None:
         """Return the fastest contender of a role in any run: its name, with the file of an earlier run, and ms."""
         names = [name for name, one in CONTENDERS.items() if one.role == role]
-        found = [
-            (name, Figure.of(one["ms"] for one in some))
-            for name in names
-            if (some := self.best("step", point, name))
-        ]
-        found += [
-            (f"{name} of {file}.json", Figure.of([ms]))
-            for file, where, name, ms in self.older
-            if where == point and name in names
-        ]
-        return min(found, key=lambda one: one[1].median) if found else None
+        found = {name: [one["ms"] for one in self.best("step", point, name)] for name in names}
+        for file, where, name, ms in self.older:
+            if where == point and name in names:
+                found[f"{name} of {file}.json"] = [ms]
+        known = [(name, Figure.of(some)) for name, some in found.items() if some]
+        return min(known, key=lambda one: one[1].median, default=None)
 
     def values(self, study: str, point: str, contender: str, field: str) -> list[float]:
         """Return a field of all records of a contender."""
@@ -87,13 +82,7 @@ class Measured:
 
 
 def report(records: list[Record], folder: Path, note: str | None = None) -> Report:
-    """Return a row for every contender, and the targets that the records allow to judge.
-
-    Args:
-        records: of the training-step benchmark.
-        folder: of earlier results, for the fastest peer.
-        note: a further note.
-    """
+    """Return a row for every contender, and the targets that the records, and earlier ones, allow to judge."""
     known = Measured(records, folder)
     notes = [
         "ms: median of the processes' medians, and their range, in the fastest precision that met the tolerance",
@@ -102,12 +91,8 @@ def report(records: list[Record], folder: Path, note: str | None = None) -> Repo
         *([note] if note else []),
         *(f"{one['job']}: {one['error']}" for one in records if "error" in one),
     ]
-    targets = [
-        *_step_targets(known),
-        *_prediction_targets(known),
-        *_other_targets(known),
-        *_gradient_targets(known),
-    ]
+    judges = _step_targets, _prediction_targets, _other_targets, _gradient_targets
+    targets = [target for judge in judges for target in judge(known)]
     return Report([_row(known, *key) for key in known.groups], targets, notes)
 
 
@@ -237,17 +222,15 @@ def _shown(figure: Figure) -> str:
 
 def rewritten(page: str, table: str) -> str:
     """Return the page with its table replaced."""
-    return re.sub(
-        r"(<!-- table[^\n]*-->\n).*?(\n<!-- end -->)", lambda m: m[1] + table + m[2], page, flags=re.DOTALL
-    )
+    place = re.compile(r"(<!-- table[^\n]*-->\n).*?(\n<!-- end -->)", re.DOTALL)
+    return place.sub(lambda m: m[1] + table + m[2], page)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Rewrite the table of the docs, or print the ratios of two folders."""
     if not arguments:
-        PAGE.write_text(
-            rewritten(PAGE.read_text("utf-8"), page_table(PAGE.parents[1] / "results" / "gpu")), "utf-8"
-        )
+        table = page_table(PAGE.parents[1] / "results" / "gpu")
+        PAGE.write_text(rewritten(PAGE.read_text("utf-8"), table), "utf-8")
         return
     old, new = (Measured(read(Path(folder) / RECORDS), Path(folder)) for folder in arguments)
     for study, point, name in new.groups:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from reproduction import table1
-from reproduction.intervals import NOT_REPRODUCED, REPRODUCED, Claim
+from reproduction.intervals import Claim
 from reproduction.study import table
 from reproduction.trainings import Training
 
@@ -34,7 +34,6 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     runs = [run for group in known.values() for run in group.runs]
     lines = [line for run in runs for line in run.contraction]
     images, fired = sum(line["images"] for line in lines), sum(line["eval"]["violations"] for line in lines)
-    held = f"{images - fired:,} of {images:,}"
     shown = [
         (title, group.length, line["epoch"], line["images"], line["eval"]["violations"],
          *(f"{f(_numbers(line, key)):.2f}" for key in ("sigma", "rate") for f in (fmean, max)))
@@ -42,15 +41,10 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     ]  # fmt: skip
     columns = "data|run|epoch|images|sigma_max >= 1|sigma_max, mean|largest|rate, mean|largest"
     return {
-        "claim": Claim("always", held, len(runs), "over training", NOT_REPRODUCED if fired else REPRODUCED),
+        "claim": Claim.always(images - fired, images, len(runs)),
         "highest": max((x for line in lines for x in _numbers(line, "sigma")), default=math.nan),
         "rate": max((x for line in lines for x in _numbers(line, "rate")), default=math.nan),
         "batches_fired": sum(line["train"]["sigma"][0] >= 1 for line in lines),
         "batches": len(lines),
         "table": table(shown, columns),
     }
-
-
-def figures(rows: Sequence[Training]) -> dict[str, Any]:
-    """Return none: the figure of the theory study shows both over training."""
-    return {}

@@ -22,11 +22,7 @@ class Interval:
 
     @staticmethod
     def of(values: Iterable[float]) -> Interval:
-        """Return the interval of independent values.
-
-        Raises:
-            ValueError: if there are none.
-        """
+        """Return the interval of independent values, of which there must be one at least."""
         numbers = [float(value) for value in values]
         if not numbers:
             raise ValueError("an interval needs at least one value, got none")
@@ -75,13 +71,18 @@ class Claim:
     """A row of a page: what the paper prints, what we measured, over how many runs of which length."""
 
     paper: str
-    ours: str
-    n: int
-    length: str
-    verdict: str
+    ours: str = "-"
+    n: int = 0
+    length: str = "-"
+    verdict: str = UNTESTED
+
+    @staticmethod
+    def always(held: int, count: int, n: int) -> Claim:
+        """Return the claim that something holds in all cases over training: one counterexample refutes it."""
+        verdict = REPRODUCED if held == count else NOT_REPRODUCED
+        return Claim("always", f"{held:,} of {count:,}", n, "over training", verdict)
 
     def __str__(self) -> str:
-        """Return the cells of a Markdown table, without the outer bars."""
         return f"{self.paper} | {self.ours} | {self.n} | {self.length} | {self.verdict}"
 
 

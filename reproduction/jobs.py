@@ -59,24 +59,20 @@ class Job:
         return net
 
     def evaluates(self, epoch: int) -> bool:
-        """Return True if the test set is evaluated after this epoch, counted from 1."""
         return epoch % self.evaluate_every == 0 or epoch == 1 or epoch > self.settings.epochs - LAST
 
     def monitors(self, epoch: int) -> bool:
-        """Return True if the contraction is measured after this epoch."""
         return epoch % MONITOR_EVERY == 0 or self.takes_snapshot(epoch)
 
     def takes_snapshot(self, epoch: int) -> bool:
-        """Return True if the weights after this epoch are stored."""
         return epoch in SNAPSHOTS or epoch == self.settings.epochs
 
 
 def settings(data: str, model: str | None = None, recipe: str | None = None, **changes: Any) -> Settings:
     """Return the settings of a model's recipe, on all training images; `changes` replace some.
 
-    The model is by default the one named after the data. `epochs` leaves the milestones of a schedule where they
-    are. `max_steps=0` is the explicit twin S(R(0, Q(d))). The contraction is measured by `measure.py`, at fewer
-    epochs and on more images than the monitor of `fit`.
+    The model is by default the one named after the data. `max_steps=0` is the explicit twin S(R(0, Q(d))). The
+    contraction is measured by `measure.py`, at fewer epochs and on more images than the monitor of `fit`.
     """
     model = model or data
     values = {"whole": True, "monitor": False, **changes}
@@ -92,11 +88,7 @@ def by_name() -> dict[str, Job]:
 
 
 def get(name: str) -> Job:
-    """Return the job of that name.
-
-    Raises:
-        ValueError: if there is none; the message names the closest one.
-    """
+    """Return the job of that name; for an unknown one, raise a ValueError that names the closest."""
     jobs = by_name()
     if name in jobs:
         return jobs[name]

@@ -6,6 +6,7 @@ mode (so dropout and batch statistics are on), batches of 400, on CIFAR-10 with 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,9 +29,7 @@ from reproduction.jobs import Job
 BATCH = 400  # of the released code's evaluation: in training mode the scores depend on it
 WATCHED = 100  # training images on which the contraction is measured: as many as a training batch has
 FINE, FINE_STEPS = 1e-4, 500  # a second, tighter tolerance for the last epoch
-CLOSE = Tolerance(
-    atol=0, rtol=1e-3, max_steps=200
-)  # of the exact gradient: enough for a cosine, also of large networks
+CLOSE = Tolerance(atol=0, rtol=1e-3, max_steps=200)  # of the exact gradient: enough for a cosine
 
 
 class Measure:
@@ -39,13 +38,13 @@ class Measure:
     def __init__(self, job: Job, net: nn.Module, train: Images, test: Images) -> None:
         self.job, self.net, self.test = job, net, test
         self.scorer = Scorer(net, job.settings.precision)
-        self.images = train.take(range(min(WATCHED, len(train)))).to(test.device)
+        watched = train.take(range(min(WATCHED, len(train)))).to(test.device)
+        self.x, self.labels = watched.normalise(watched.pixels), watched.labels
 
     def both(self, epoch: int) -> dict[str, Any]:
         """Return the test set's totals by the clean and by the released protocol, in the training's precision."""
-        clean = evaluate(
-            self.net, self.test, batch_size=BATCH, precision=self.job.settings.precision, scorer=self.scorer
-        )
+        precision, scorer = self.scorer.precision, self.scorer
+        clean = evaluate(self.net, self.test, batch_size=BATCH, precision=precision, scorer=scorer)
         return {"epoch": epoch, "clean": asdict(clean), "released": self._released(epoch)}
 
     def contraction(self, epoch: int) -> dict[str, Any] | None:
@@ -57,34 +56,28 @@ class Measure:
         if not _solves(self.net):
             return None
         modes = {mode: self._contraction(mode) for mode in ("eval", "train")}
-        x, loss = self._watched(), partial(cross_entropy, target=self.images.labels)
+        loss, exact = partial(cross_entropy, target=self.labels), Implicit(tolerance=CLOSE)
         with _in_mode(self.net, False):
-            found = descent_check(
-                self.net, x, loss, backward=JFB(), exact=Implicit(tolerance=CLOSE), tolerance=CLOSE
-            )
-        return {"epoch": epoch, "images": len(self.images), "cosine": found.cosine, **modes}
+            found = descent_check(self.net, self.x, loss, backward=JFB(), exact=exact, tolerance=CLOSE)
+        return {"epoch": epoch, "images": len(self.x), "cosine": found.cosine, **modes}
 
     def final(self, epoch: int) -> dict[str, Any]:
         """Return the clean totals in fp32, at the settings' tolerance and at 1e-4, and the released ones."""
         net: Any = self.net
-        scored = partial(evaluate, net, self.test, batch_size=BATCH, scorer=Scorer(net))
         names = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
         values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
         values |= {"parameters": _count(net), "macs": self._macs()}
         values |= {"parts": {part: _count(getattr(net, part)) for part in "QRS"} if names else None}
         values |= {"network": {name: repr(getattr(net, name)) for name in names}}
-        values |= {"clean": asdict(scored()), "fine": None, "released": self._released(epoch)}
+        values |= {"clean": self._clean(net), "fine": None, "released": self._released(epoch)}
         if _solves(net):
-            own = net.tolerance
-            net.tolerance = replace(own, atol=FINE, max_steps=FINE_STEPS)
-            try:
-                values["fine"] = asdict(scored())
-            finally:
-                net.tolerance = own
+            fine = copy.copy(net)
+            fine.tolerance = replace(net.tolerance, atol=FINE, max_steps=FINE_STEPS)
+            values["fine"] = self._clean(fine)
         return values
 
-    def _watched(self) -> Tensor:
-        return self.images.normalise(self.images.pixels)
+    def _clean(self, net: nn.Module) -> dict[str, Any]:
+        return asdict(evaluate(net, self.test, batch_size=BATCH, scorer=Scorer(net)))
 
     def _macs(self) -> float:
         """Return the multiplications of convolutions and matrix products for one test image, as torch counts."""
@@ -99,7 +92,7 @@ class Measure:
 
     def _contraction(self, mode: str) -> dict[str, Any]:
         with _in_mode(self.net, mode == "train"):
-            found = measure_contraction(self.net, self._watched(), rtol=1e-3, seed=0)
+            found = measure_contraction(self.net, self.x, rtol=1e-3, seed=0)
         shown = slice(1) if found.coupled else slice(None)  # coupled samples share one value
         values = {name: getattr(found, name)[shown] for name in ("sigma", "rate", "residual")}
         return {**values, "violations": found.violations, "coupled": found.coupled}

@@ -11,7 +11,7 @@ then one that is recorded. Memory beyond weights and data: max_memory_allocated 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ def run(options: Options) -> list[Row]:
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the growth of memory from the least to the largest depth by scheme, the claim on it, the table."""
-    found: dict[str, Any] = {"table": table(rows), "depth": max(row.depth for row in rows)}
+    lines, columns = [astuple(row) for row in rows], "model|batch|scheme|depth|peak bytes|milliseconds|products"
+    found: dict[str, Any] = {"table": table(lines, columns), "depth": max(row.depth for row in rows)}
     for name in SCHEMES:
         mine = sorted((row for row in rows if row.scheme == name), key=lambda row: row.depth)
         key = name.lower().replace(", ", "_").replace("-", "_")

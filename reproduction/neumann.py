@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from banach import Implicit, Mode, Picard, Tolerance
-from reproduction.intervals import REPRODUCED, UNTESTED, Claim, Interval, verdict
+from reproduction.intervals import REPRODUCED, Claim, Interval, verdict
 from reproduction.jobs import Job, settings
 from reproduction.study import table
 from reproduction.table1 import TITLES
@@ -55,7 +55,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     lines = []
     for data in DATA:
         runs, verdicts = _runs(rows, data), []
-        found[data] = Claim("> 1", "-", 0, "-", UNTESTED)
+        found[data] = Claim("> 1")
         for order, some in runs.items():
             ratio, last = Interval.of(ratios(some, runs[0])), [run.epochs[-1] for run in some]
             verdicts += [verdict(ratio, 1.0, strict=True)] if order else []

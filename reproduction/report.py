@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from banach.provenance import whole_file
-from reproduction import codec
-from reproduction.study import Options, origins, table
+from reproduction.study import Options, origins, read
 
 PAGES = Path(__file__).parent / "pages"
 MAIN, HTML = "reproduction.md", "report.html"
@@ -24,24 +23,16 @@ _LINK = re.compile(r'(href|src)="(?:reproduction/)?([\w-]+)\.(md|svg)"')
 
 
 def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs")) -> Path:
-    """Write the main page, appendix pages, the HTML page and figures into `docs`.
-
-    Args:
-        studies: modules by name, as `study.py` describes them.
-        options: `records` is the folder of the .jsonl files.
-        docs: folder for reproduction.md and reproduction/.
-
-    Returns:
-        The path of the main page.
+    """Write the main page, appendix pages, the HTML page and figures into `docs`; return the main page's path.
 
     Raises:
         ValueError: if a page names a value that no study has.
     """
-    rows = {name: codec.read(study.Row, options.records / study.RECORDS) for name, study in studies.items()}
+    rows = {name: read(study.Row, options.records / study.RECORDS) for name, study in studies.items()}
     known = {name: _values(studies[name], some, options) for name, some in rows.items()}
     folder = docs / "reproduction"
     for name, some in rows.items():
-        if some:
+        if some and hasattr(studies[name], "figures"):
             draw(studies[name].figures(some), folder)
     pages = {name: fill(text, known) for name, text in _templates(options.quick, studies).items()}
     files = {docs / name if name == MAIN else folder / name: text for name, text in pages.items()}
@@ -91,10 +82,7 @@ def draw(figures: Mapping[str, Any], folder: Path) -> None:
 
 
 def _values(study: Any, rows: list[Any], options: Options) -> dict[str, Any]:
-    if not rows:
-        return {}
-    found = {"origin": origins(options.records / study.RECORDS), "table": table(rows)}
-    return found | study.values(rows)
+    return {"origin": origins(options.records / study.RECORDS), **study.values(rows)} if rows else {}
 
 
 def _templates(quick: bool, studies: Mapping[str, Any]) -> dict[str, str]:

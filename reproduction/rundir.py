@@ -14,12 +14,12 @@ JOB.snapshots-1.tar, JOB.snapshots-2.tar and so on, which need not travel back.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import os
-import platform
+import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 import banach
-from banach.provenance import device_name, plain, source_commit, whole_file
+from banach.provenance import plain, provenance, whole_file
 from banach.train import RunError
-from reproduction.codec import read_lines, write_lines
+from reproduction.study import read_lines, write_lines
 
 TEST, CONTRACTION, SEGMENTS, FINAL = "test.jsonl", "contraction.jsonl", "segments.jsonl", "final.json"
 SNAPSHOTS, CHECKPOINTS = "snapshots", "checkpoints"
@@ -57,21 +57,11 @@ class Segment:
     """One process's part of a run: a line of segments.jsonl, updated while it runs."""
 
     def __init__(self, folder: Path, epoch: int, device: torch.device) -> None:
-        self.path = folder / SEGMENTS
+        self.path, made = folder / SEGMENTS, provenance(device=device)
         self.earlier = read_lines(self.path)
-        self.line: dict[str, Any] = {
-            "first_epoch": epoch + 1,
-            "last_epoch": epoch,
-            "stopped": None,
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": device_name(device),
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "commit": source_commit()[0],
-            "sources": source_hash(),
-        }
+        self.line: dict[str, Any] = {"first_epoch": epoch + 1, "last_epoch": epoch, "stopped": None}
+        self.line |= {"started": made["date"], **made["versions"], "sources": source_hash()}
+        self.line |= {key: made[key] for key in ("device", "platform", "commit")}
         before = self.earlier[-1] if self.earlier else self.line
         if before["sources"] != self.line["sources"]:
             raise RunError(
@@ -112,7 +102,6 @@ def write_snapshot(folder: Path, net: nn.Module, job: str, epoch: int) -> None:
 
 def pack(folder: Path, target: Path) -> list[Path]:
     """Write the run in `folder` into tar files in the folder `target`; return them, JOB.tar first."""
-    target.mkdir(parents=True, exist_ok=True)
     # Temporary files and the lock start with a dot.
     main = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     main += sorted((folder / CHECKPOINTS / newest(folder)).glob("*")) if newest(folder) else []
@@ -128,28 +117,28 @@ def pack(folder: Path, target: Path) -> list[Path]:
 
 
 def unpack(source: Path, runs: Path) -> None:
-    """Extract a JOB.tar into `runs`; a damaged one, or one that is not a packed run, is a RunError."""
-    try:
-        with tarfile.open(source) as tar:
-            names = {Path(name).parts[0] for name in tar.getnames()}
-            if names != {source.stem}:
-                raise RunError(f"{source} must hold the run {source.stem}, got {sorted(names)}")
-            runs.mkdir(parents=True, exist_ok=True)
-            tar.extractall(runs, filter="data")
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise RunError(f"{source} cannot be unpacked: {error}; copy it again") from None
+    """Take the run in a JOB.tar into `runs` if its newest checkpoint is ahead of the one there, or there is none.
+
+    Raises:
+        RunError: if the tar is damaged, or does not hold the run of its name.
+    """
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=runs, prefix=".") as half:
+        try:
+            with tarfile.open(source) as tar:
+                tar.extractall(half, filter="data")
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise RunError(f"{source} cannot be unpacked: {error}; copy it again") from None
+        found, folder = Path(half, source.stem), runs / source.stem
+        if not found.exists():
+            raise RunError(f"{source} must hold the run {source.stem}, got {sorted(os.listdir(half))}")
+        if newest(found) > newest(folder):
+            shutil.copytree(found, folder, dirs_exist_ok=True)
 
 
-def newest(source: Path) -> str:
-    """Return the newest checkpoint of a run directory or packed run, "" if there is none; names sort by epoch."""
-    if not source.exists() or source.is_dir():
-        return max((path.name for path in (source / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
-    try:
-        with tarfile.open(source) as tar:
-            parts = [Path(name).parts for name in tar.getnames()]
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise RunError(f"{source} cannot be read: {error}; copy it again") from None
-    return max((part[2] for part in parts if len(part) > 2 and part[1] == CHECKPOINTS), default="")
+def newest(folder: Path) -> str:
+    """Return the newest checkpoint of a run directory, "" if there is none; names sort by epoch."""
+    return max((path.name for path in (folder / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
 
 
 def _size(files: Iterable[Path]) -> int:
@@ -158,10 +147,7 @@ def _size(files: Iterable[Path]) -> int:
 
 
 def _write(path: Path, folder: Path, files: Iterable[Path]) -> Path:
-    """Write under a temporary name, then rename: a kill never leaves half a tar under the final name."""
-    half = path.with_name(f"{path.name}.part")
-    with tarfile.open(half, "w") as tar:
+    with whole_file(path, binary=True) as whole, tarfile.open(fileobj=whole, mode="w") as tar:
         for file in files:
             tar.add(file, arcname=str(Path(folder.name) / file.relative_to(folder)))
-    os.replace(half, path)
     return path

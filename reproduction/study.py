@@ -1,4 +1,4 @@
-"""What a study is, and what all studies share: options, records with their origin, tables, figures.
+"""What a study is, and what all studies share: options, records as lines of JSON, tables, figures.
 
 A study is a module of this package that `__main__.STUDIES` lists. The first line of its docstring is the claim.
 It offers:
@@ -7,17 +7,16 @@ It offers:
     Row                         frozen dataclass: one line of that file, and one row of its table
     run(options) -> list[Row]   compute or train what is missing, write the records, return all rows
     values(rows) -> dict        numbers, claims (intervals.py) and Markdown tables for the placeholders of pages
-    figures(rows) -> dict       matplotlib figures by name; the report writes docs/reproduction/NAME.svg
+    figures(rows) -> dict       matplotlib figures by name, if any; the report writes docs/reproduction/NAME.svg
 
-`values` and `figures` get the rows that the file holds, and compute nothing that needs a network or data. A page
-(pages/*.md) shows a value by `{STUDY.KEY}`, `{STUDY.KEY:.2f}` or `{STUDY.KEY.FIELD}`. Until there numbers stay
-numbers.
-With `options.quick` a study runs on digits, on a CPU, in seconds, and writes below runs/quick.
+`values` and `figures` get the rows that the file holds, and compute nothing that needs a network or data. Numbers
+stay numbers until a page shows them. With `options.quick` a study runs on digits, on a CPU, in seconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,25 +24,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
-from banach.provenance import provenance
-from banach.train import Settings
+from banach.provenance import plain, provenance, whole_file
+from banach.train import RunError, Settings
 from reproduction import STARTED
-from reproduction.codec import encode, read_lines, write_lines
 
 RESULTS = Path("results/reproduction")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Where records, runs, data and tars are, what may be used, and how long the process may take.
-
-    `records` is the folder of the .jsonl files, `runs` that of run directories. `pack` and `unpack` are folders of
-    JOB.tar files. `resume` refuses to start a run from its beginning.
-    """
+    """Where records, runs, data and tars are, and how long the process may take: see `train --help`."""
 
     quick: bool = False
     records: Path = RESULTS
@@ -63,8 +59,59 @@ class Options:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device that `device` names; "auto" is the GPU if there is one."""
         return Settings(device=self.device).torch_device
+
+
+def encode(value: Any) -> Any:
+    """Return the value as JSON holds it: dataclasses as objects, NaN and infinities as strings."""
+    return plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)  # type: ignore[arg-type]
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """Return the object of type `kind` that `encode` wrote: raises ValueError or TypeError if it does not fit.
+
+    Supported: dataclasses, tuples of one type, dictionaries, numbers, strings, Any, each also `| None`. Keys that
+    a dataclass does not have are ignored; missing keys take their defaults.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else decode(inner[0], value)
+    if origin is tuple:
+        return tuple(decode(inner[0], part) for part in value)
+    if origin is dict:
+        return {key: decode(inner[1], part) for key, part in value.items()}
+    if dataclasses.is_dataclass(kind):
+        kinds = {name: one for name, one in get_type_hints(kind).items() if name in value}
+        return kind(**{name: decode(one, value[name]) for name, one in kinds.items()})  # type: ignore[operator]
+    return float(value) if kind is float else value
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, an empty list if there is no file.
+
+    A last line without its line break was cut off by a kill and is left out.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    try:
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}; restore the file, or delete it and run again") from None
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file, completely or not at all."""
+    with whole_file(path) as file:
+        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in lines)
+
+
+def read(kind: type[T], path: Path) -> list[T]:
+    """Return the objects of a file of JSON lines, as dataclasses of type `kind`."""
+    try:
+        return [decode(kind, line) for line in read_lines(path)]
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{path} does not fit: {error}; restore the file, or delete it and run again") from None
 
 
 def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:
@@ -85,15 +132,11 @@ def origins(path: Path) -> str:
     return "; ".join(f"{place} ({count} records)" for place, count in counts.items())
 
 
-def table(rows: Sequence[Any], columns: str = "") -> str:
-    """Return dataclass rows, or sequences with their `columns` ("a|b"), as a Markdown table."""
+def table(rows: Sequence[Sequence[Any]], columns: str) -> str:
+    """Return rows with the names of their columns ("a|b") as a Markdown table."""
     if not rows:
         return "(no records)"
     names = columns.split("|")
-    if dataclasses.is_dataclass(rows[0]):
-        fields = [field.name for field in dataclasses.fields(rows[0])]
-        names = [name.replace("_", " ") for name in fields]
-        rows = [[getattr(row, name) for name in fields] for row in rows]
     lines = [names, ["---"] * len(names), *([cell(value) for value in row] for row in rows)]
     return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
 

@@ -116,15 +116,14 @@ def _claims(data: str, cg: Sequence[Training], jfb: Sequence[Training]) -> dict[
     """On the cost a short training decides, since an epoch is an epoch; on the accuracy it does not."""
     printed, more = PAPER.get(data, 1.0), GAIN.get(data, 0.0)
     if not cg:
-        empty = ("-", 0, "-", UNTESTED)
-        return {data: Claim(f"{printed:.1f}", *empty), f"{data}.gain": Claim(f"{more:+.1f}", *empty)}
+        return {data: Claim(f"{printed:.1f}"), f"{data}.gain": Claim(f"{more:+.1f}")}
     times = Interval.of(ratios(cg, jfb))
     gain = Interval.of(row.clean for row in jfb).minus(Interval.of(row.clean for row in cg))
-    time = Claim(f"{printed:.1f}", f"{times:.2f}", times.count, cg[0].length, verdict(times, printed))
-    more_accurate = Claim(
-        f"{more:+.1f}", f"{gain:+.2f}", gain.count, cg[0].length, verdict(gain, more, full=False)
-    )
-    return {data: time, f"{data}.gain": more_accurate}
+    length, judged = cg[0].length, verdict(gain, more, full=False)
+    return {
+        data: Claim(f"{printed:.1f}", f"{times:.2f}", times.count, length, verdict(times, printed)),
+        f"{data}.gain": Claim(f"{more:+.1f}", f"{gain:+.2f}", gain.count, length, judged),
+    }
 
 
 def _line(data: str, gain: Claim, cg: Sequence[Training], jfb: Sequence[Training]) -> tuple[Any, ...]:

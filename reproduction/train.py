@@ -10,7 +10,6 @@ import gc
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +35,9 @@ class OutOfTime(Exception):
 
 
 def train(jobs: list[Job], options: Options) -> bool:
-    """Run jobs one after the other while time is left. The first one always gets at least one epoch.
+    """Run jobs one after the other while time is left; return True if all of them are finished.
 
-    Returns:
-        True if all of them are finished.
-
-    Raises:
-        RunError: if a run directory, a tar or the sources do not fit the job.
+    The first one always gets at least one epoch. A run directory, a tar or sources that do not fit are a RunError.
     """
     finished, needed = [], 0.0
     for job in jobs:
@@ -51,7 +46,7 @@ def train(jobs: list[Job], options: Options) -> bool:
             return False
         trainer = Trainer(job, options)
         finished.append(trainer.run())
-        needed = max(needed, trainer.first_seconds)
+        needed = max([needed, *trainer.epochs[:1]])
         del trainer
         gc.collect()  # captured graphs hold memory
         if torch.cuda.is_available():
@@ -60,14 +55,14 @@ def train(jobs: list[Job], options: Options) -> bool:
 
 
 class Trainer:
-    """One job in this process. `first_seconds`: from the start to the end of the first epoch."""
+    """One job in this process."""
 
     def __init__(self, job: Job, options: Options) -> None:
         self.job, self.options, self.folder = job, options, options.runs / job.name
         self.settings = replace(job.settings, device=options.device)
         self.begun = self.last = self.packed_at = time.monotonic()
-        self.first_seconds = self.measuring = self.monitoring = self.packing = 0.0
-        self.epochs: list[float] = []  # seconds of each epoch, with all that goes with it
+        self.measuring = self.monitoring = self.packing = 0.0
+        self.epochs: list[float] = []  # seconds with all that goes with it, of the first also to start up
         self.said: list[warnings.WarningMessage] = []
 
     def run(self) -> bool:
@@ -85,7 +80,7 @@ class Trainer:
         with warnings.catch_warnings(record=True) as self.said:
             warnings.simplefilter("always")
             stopped = self._fit(run, train)
-        self._end(stopped)
+        self._end(run, stopped)
         return stopped == FINISHED
 
     def _take_weights(self) -> None:
@@ -136,7 +131,7 @@ class Trainer:
         if point is not None:
             self.options.say(_line(epoch, self.job, point))
         self.epochs.append(now - self.last)  # with its measurements and the checkpoint before it
-        self.last, self.first_seconds = now, self.first_seconds or now - self.begun
+        self.last = now
         self._update(number)
         if number == self.settings.epochs:
             return
@@ -180,8 +175,8 @@ class Trainer:
             **values,
         )
 
-    def _end(self, stopped: str) -> None:
-        done = _epochs_done(Run.open(self.folder))
+    def _end(self, run: Run, stopped: str) -> None:
+        done = _epochs_done(run)
         self._update(done, stopped=stopped)
         for text, count in self.segment.line["warnings"].items():
             self.options.say(f"warning ({count} times): {text}")
@@ -199,14 +194,13 @@ class Trainer:
 
 
 def fetch(job: Job, options: Options) -> None:
-    """Unpack the job's tar if it is ahead of the run directory, or there is none."""
+    """Take the job's tar if it is ahead of the run directory; refuse to begin where there must be a run."""
     folder = options.runs / job.name
     tar = None if options.unpack is None else options.unpack / f"{job.name}.tar"
-    if tar is not None and tar.exists() and newest(tar) > newest(folder):
+    if tar is not None and tar.exists():
         unpack(tar, options.runs)
     if options.resume and not newest(folder):
-        where = f"{folder} or {tar}" if tar is not None else str(folder)
-        raise RunError(f"there is no run to resume in {where}; copy its tar there, or leave out --resume")
+        raise RunError(f"there is no run to resume in {folder}; give its tar (--unpack), or leave out --resume")
 
 
 def _epochs_done(run: Run) -> int:
@@ -214,7 +208,7 @@ def _epochs_done(run: Run) -> int:
     return 0 if latest is None else int(latest.state["epoch"])
 
 
-def _line(epoch: Epoch, job: Job, point: Mapping[str, Any]) -> str:
+def _line(epoch: Epoch, job: Job, point: dict[str, Any]) -> str:
     shown = f"{job.name} {epoch.epoch}: loss {epoch.loss:.4f}, {epoch.accuracy or 0:.2%}, {epoch.seconds:.2f} s"
     depth = "" if not epoch.depth else f", depth {epoch.depth:.1f}"
     clean, released = (100 * point[name]["accuracy"] for name in ("clean", "released"))

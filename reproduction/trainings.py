@@ -18,11 +18,10 @@ from typing import Any
 from banach import data
 from banach.provenance import unsigned
 from banach.train import Epoch, RunError
-from reproduction import codec
 from reproduction.intervals import percent
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options, draw_band, panels, table
+from reproduction.study import Options, draw_band, panels, read, read_lines, table, write_lines
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
@@ -136,7 +135,6 @@ class Training:
 
 
 def of_group(rows: Sequence[Training], name: str) -> list[Training]:
-    """Return the runs of one group."""
     return [row for row in rows if row.group == name]
 
 
@@ -178,15 +176,10 @@ def learning_curves(shown: Mapping[str, Mapping[str, Sequence[Training]]], times
 
 
 def trained(full: Sequence[Job], quick: Sequence[Job], options: Options) -> list[Training]:
-    """Return the records of the jobs of a study; train those that have none, and add them to the records.
-
-    Raises:
-        RunError: if a training stopped before its end; the same command resumes it.
-    """
+    """Return the records of the jobs of a study; train those that have none, and add them to the records."""
     jobs = quick if options.quick else full
     known = _known(jobs, options.records)
-    missing = [job for job in jobs if job.name not in known]
-    if missing:
+    if missing := [job for job in jobs if job.name not in known]:
         if not train(missing, options):
             raise RunError("a training stopped before its end; run the same command again to resume it")
         collect(options.runs, options.records, only={job.name for job in missing})
@@ -195,14 +188,12 @@ def trained(full: Sequence[Job], quick: Sequence[Job], options: Options) -> list
 
 
 def _known(jobs: Sequence[Job], folder: Path) -> dict[str, Training]:
-    """Return the finished runs in the files of these jobs."""
     files = {file_of(job.name) for job in jobs}
-    rows = [row for name in sorted(files) for row in codec.read(Training, folder / name)]
+    rows = [row for name in sorted(files) for row in read(Training, folder / name)]
     return {row.job: row for row in rows if row.final is not None}
 
 
 def file_of(job: str) -> str:
-    """Return the name of the file that holds the record of a job."""
     study = job.partition("-")[0]
     return f"{study if study in FILES else 'trainings'}.jsonl"
 
@@ -216,11 +207,11 @@ def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]
     found = [line for line in _recorded(runs) if only is None or line["job"] in only]
     for name in sorted({file_of(line["job"]) for line in found}):
         out = folder / name
-        kept = {line["job"]: line for line in codec.read_lines(out)}
+        kept = {line["job"]: line for line in read_lines(out)}
         for line in (line for line in found if file_of(line["job"]) == name):
             _check_same(kept.get(line["job"], line), line, out)
             kept[line["job"]] = line
-        codec.write_lines(out, (kept[job] for job in sorted(kept)))
+        write_lines(out, (kept[job] for job in sorted(kept)))
     return [line["job"] for line in found if line["final"]]
 
 
@@ -238,11 +229,11 @@ def _recorded(runs: Path) -> Iterator[dict[str, Any]]:
         yield {
             "job": folder.name,
             "settings": unsigned(json.loads((folder / "settings.json").read_text(encoding="utf-8"))),
-            "segments": codec.read_lines(folder / SEGMENTS),
+            "segments": read_lines(folder / SEGMENTS),
             "final": json.loads(final.read_text(encoding="utf-8")) if final.exists() else None,
-            "test": _rounded(codec.read_lines(folder / TEST)),
-            "contraction": _rounded(codec.read_lines(folder / CONTRACTION)),
-            "epochs": _rounded([unsigned(line) for line in codec.read_lines(folder / "metrics.jsonl")]),
+            "test": _rounded(read_lines(folder / TEST)),
+            "contraction": _rounded(read_lines(folder / CONTRACTION)),
+            "epochs": _rounded([unsigned(line) for line in read_lines(folder / "metrics.jsonl")]),
         }
 
 

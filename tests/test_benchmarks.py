@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import libraries, maps, onestep, per_sample
+from benchmarks import libraries, maps, onestep, solving
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.counting import Calls, LiveBytes, host_syncs
-from benchmarks.results import Figure, Result, Target, earlier
+from benchmarks.results import Figure, Report, Target, earlier
 from benchmarks.timer import interleaved, ratio
-from rich.console import Console
 
 from banach import Tolerance, solve
 
@@ -31,26 +30,24 @@ ON_CPU = [name for name, one in BENCHMARKS.items() if one.group == "cpu"]
 
 
 @functools.cache
-def quick(name: str) -> Result:
-    return BENCHMARKS[name].measure(BENCHMARKS[name].quick)
+def quick(name: str) -> Report:
+    return BENCHMARKS[name].run(BENCHMARKS[name].quick)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_result_fits_in_120_columns_and_in_json(name: str, tmp_path: Path) -> None:
-    result = quick(name)
-    console = Console(width=120, record=True, file=io.StringIO())
-    result.show(console, {})
-    shown = console.export_text()
-    assert result.question in shown
-    assert max(map(len, shown.splitlines())) <= 120
-    written = json.loads(result.write(tmp_path).read_text())
+    one, report = BENCHMARKS[name], quick(name)
+    one.show(report, {}, file := io.StringIO())
+    assert one.question in file.getvalue()
+    assert max(map(len, file.getvalue().splitlines())) <= 120
+    written = json.loads(one.write(report, one.quick, tmp_path).read_text())
     assert written["name"] == name
-    assert len(written["rows"]) == len(result.report.rows)
+    assert len(written["rows"]) == len(report.rows)
     assert {"date", "device", "versions", "commit", "dirty", "settings"} <= set(written["provenance"])
     assert written["provenance"]["settings"]
     if name in ("overhead", "steps", "memory", "compaction", "invariance"):  # counted, not timed
-        assert result.report.targets
-        assert not [target.sentence() for target in result.report.targets if not target.met]
+        assert report.targets
+        assert not [target.sentence() for target in report.targets if not target.met]
 
 
 def test_without_torchdeq_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +76,7 @@ def test_calls_are_counted_without_those_of_the_map() -> None:
     assert calls.kernels["aten.mul.Tensor"] == 1
     assert calls.kernels["aten.view.default"] == 0
     assert calls.totals()[1:] == (1, 4)
-    syncs = {row["method"]: row["syncs"] for row in quick("overhead").report.rows if row["library"] == "banach"}
+    syncs = {row["method"]: row["syncs"] for row in quick("overhead").rows if row["library"] == "banach"}
     assert {name for name, count in syncs.items() if count} == {name for name in syncs if "checked" in name}
     assert host_syncs(lambda: [float(torch.ones(1)) for _ in range(3)], CPU) == 3
 
@@ -105,7 +102,7 @@ def test_bytes_alive_follow_the_tensors_and_the_graph() -> None:
 
 def test_unrolling_stores_what_the_layers_hold_and_a_checkpoint_one_latent() -> None:
     """R is a relu of four latents and a tanh of one: five per step, in exact bytes."""
-    peak = {(row["mode"], row["depth"]): row["peak MB"] * 2**20 for row in quick("memory").report.rows}
+    peak = {(row["mode"], row["depth"]): row["peak MB"] * 2**20 for row in quick("memory").rows}
     latent = 8 * 16 * 4
     assert peak["Unroll", 20] - peak["Unroll", 10] == pytest.approx(10 * 5 * latent)
     assert peak["Unroll, checkpointed", 20] - peak["Unroll, checkpointed", 10] == pytest.approx(10 * latent)
@@ -130,11 +127,11 @@ def test_maps_take_the_steps_that_mathematics_says() -> None:
     problem = maps.rates(20, 32, (0.2, 0.95))
     rate, b = (part.double() for part in problem.inputs)
     exact = 1 + torch.log(1e-4 / b.square().mean(1).sqrt()) / torch.log(rate[:, 0])
-    needed = per_sample.needed_steps(problem)
+    needed = solving.needed_steps(problem)
     assert (needed >= exact - 0.01).all()
     assert (needed <= exact + 1.01).all()
 
-    rows = quick("steps").report.rows
+    rows = quick("steps").rows
     gained = {(row["map"], row["library"], row["method"]): row["against Picard"] for row in rows}
     assert 0.85 < gained["rotation, 48 angles", "banach", "Anderson(5)"] < 1.05
     assert gained["rotation, 2 angles", "banach", "Anderson(5)"] < 0.1
@@ -149,7 +146,7 @@ def test_both_libraries_are_measured_on_equal_terms() -> None:
         ours, theirs = (steps[name](problem.T)[0] for name in ("banach", "TorchDEQ"))
         assert ours.abs().max() > 1e-3
         assert torch.allclose(ours, theirs, atol=atol)
-    rows = [row for row in quick("onestep").report.rows if row["tol"] == "never"]
+    rows = [row for row in quick("onestep").rows if row["tol"] == "never"]
     depth = BENCHMARKS["onestep"].quick.depth + 1
     assert {row["T evals"] for row in rows} == {f"{depth} / {depth}"}
     problem = maps.linear(3, 64)
@@ -158,7 +155,7 @@ def test_both_libraries_are_measured_on_equal_terms() -> None:
         solver = libraries.Method(library, "Picard", "picard")
         solver(recorder, problem.z0, problem.inputs, rms=1e-3, max_steps=500)
     assert seen["banach"].evaluations == seen["TorchDEQ"].evaluations
-    found = quick("invariance").report.rows
+    found = quick("invariance").rows
     difference = {(row["dtype"], row["method"]): row["difference"] for row in found}
     assert difference["float64", "fixed_point_iter"] > 1e-7
     assert difference["float64", "Picard"] < 1e-13
@@ -203,13 +200,12 @@ def test_the_command_writes_its_files(
 
 def test_new_figures_are_shown_next_to_those_before(tmp_path: Path) -> None:
     """Worse by more than 3%, in the direction of the target; a count that was 0 has no ratio."""
-    result = quick("overhead")
-    found = earlier(result.write(tmp_path))
-    assert found == {target.what: target.measured for target in result.report.targets}
+    one, report = BENCHMARKS["overhead"], quick("overhead")
+    found = earlier(one.write(report, one.quick, tmp_path))
+    assert found == {target.what: target.measured for target in report.targets}
     assert earlier(tmp_path / "no.json") == {}
-    console = Console(width=120, record=True, file=io.StringIO())
-    result.show(console, {result.report.targets[0].what: 0.5})
-    assert "; before: 0.5, worse" in console.export_text()
+    one.show(report, {report.targets[0].what: 0.5}, file := io.StringIO())
+    assert "; before: 0.5, worse" in file.getvalue()
     cases = [(1.02, 1.0, False), (1.04, 1.0, True), (0.0, 0.0, False), (1.0, 0.0, True)]
     assert [Target("x", new, 1.0).is_worse(old) for new, old, _ in cases] == [worse for *_, worse in cases]
     assert Target("x", 90.0, 80.0, at_least=True).is_worse(98.0)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from reproduction import codec, memory
+from reproduction import memory, study
 from reproduction.study import Options
 
 
 def test_one_more_step_keeps_what_autograd_saves(tmp_path: Path) -> None:
     """Unrolled: the inputs of two convolutions and of two activations. Checkpointed: u. The others: nothing."""
     rows = memory.run(Options(quick=True, device="cpu", records=tmp_path))
-    assert codec.read(memory.Row, tmp_path / memory.RECORDS) == rows
+    assert study.read(memory.Row, tmp_path / memory.RECORDS) == rows
     latent = 16 * 24 * 4 * 4 * 4  # a batch of 16, 24x4x4 floats
     peak = {(row.scheme, row.depth): row.peak_bytes for row in rows}
     growth = {name: (peak[name, 16] - peak[name, 8]) / 8 for name in memory.SCHEMES}

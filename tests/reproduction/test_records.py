@@ -1,4 +1,4 @@
-"""The codec of records, intervals and verdicts, tables and placeholders of pages."""
+"""Records, intervals and verdicts, tables and placeholders of pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from scipy.stats import ttest_ind
 
 from banach.train import RunError
-from reproduction import codec, report
+from reproduction import report, study
 from reproduction.intervals import Interval, verdict
 from reproduction.study import origins, store, table
 
@@ -39,34 +39,34 @@ FULL = Outer(3, math.inf, True, Inner("a", 1.5), (Inner("b"),), {"k": (1.0, -mat
 def test_dataclasses_come_back_as_they_were(tmp_path: Path) -> None:
     store(tmp_path / "rows.jsonl", [FULL, FULL], torch.device("cpu"))
     store(tmp_path / "rows.jsonl", [FULL], torch.device("cpu"), append=True)
-    assert codec.read(Outer, tmp_path / "rows.jsonl") == [FULL] * 3
+    assert study.read(Outer, tmp_path / "rows.jsonl") == [FULL] * 3
     assert "(3 records)" in origins(tmp_path / "rows.jsonl")
-    assert codec.read(Outer, tmp_path / "no.jsonl") == []
-    assert math.isnan(codec.decode(float, codec.encode(math.nan)))
+    assert study.read(Outer, tmp_path / "no.jsonl") == []
+    assert math.isnan(study.decode(float, study.encode(math.nan)))
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({**codec.encode(FULL), "share": "much"}, "could not convert"),
-        ({**codec.encode(FULL), "inner": {"value": 1}}, "name"),
-        ({**codec.encode(FULL), "inner": {"name": "a", "value": "b"}}, "expected float"),
+        ({**study.encode(FULL), "share": "much"}, "could not convert"),
+        ({**study.encode(FULL), "inner": {"value": 1}}, "name"),
+        ({**study.encode(FULL), "inner": {"name": "a", "value": "b"}}, "could not convert"),
         ({"count": 1}, "missing"),
     ],
 )
 def test_records_that_do_not_fit_are_refused(line: Any, words: str, tmp_path: Path) -> None:
-    codec.write_lines(tmp_path / "rows.jsonl", [line])
+    study.write_lines(tmp_path / "rows.jsonl", [line])
     with pytest.raises(RunError, match=rf"rows.jsonl does not fit: .*{words}"):
-        codec.read(Outer, tmp_path / "rows.jsonl")
+        study.read(Outer, tmp_path / "rows.jsonl")
 
 
 def test_a_damaged_file_is_named_and_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"epoch": 1}\n{"epo')
-    assert codec.read_lines(path) == [{"epoch": 1}]
+    assert study.read_lines(path) == [{"epoch": 1}]
     path.write_text('{"epoch": 1\n{"epoch": 2}\n')
     with pytest.raises(RunError, match="is damaged"):
-        codec.read_lines(path)
+        study.read_lines(path)
 
 
 def test_intervals_by_the_t_quantile_and_welchs_difference() -> None:
@@ -125,7 +125,7 @@ def test_links_between_pages_become_anchors_of_one_page() -> None:
 
 
 def test_tables_show_numbers_dashes_and_bars() -> None:
-    shown = table([Inner("a|b", 0.123456), Inner("c")])
+    shown = table([("a|b", 0.123456), ("c", None)], "name|value")
     assert shown.splitlines() == ["| name | value |", "| --- | --- |", "| a\\|b | 0.1235 |", "| c | - |"]
-    assert table([]) == "(no records)"
+    assert table([], "a") == "(no records)"
     assert "| 1,000 | yes | 1.00e+06 |" in table([(1000, True, 1e6)], "a|b|c")

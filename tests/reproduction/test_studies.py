@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from banach import Neumann, models
 from banach.train import Epoch
-from reproduction import accelerate, codec, contraction, jobs, neumann, rivals, rundir, table1, table2, train
+from reproduction import accelerate, contraction, jobs, neumann, rivals, rundir, study, table1, table2, train
 from reproduction.__main__ import _modules, main
 from reproduction.intervals import percent
 from reproduction.study import Options
@@ -188,7 +188,7 @@ def test_a_study_trains_what_is_missing_and_reads_the_rest(tmp_path: Path) -> No
     said.clear()
     assert trained([], few, options) == rows
     assert not said, "nothing is trained again"
-    assert codec.read(Training, tmp_path / "neumann.jsonl") == rows
+    assert study.read(Training, tmp_path / "neumann.jsonl") == rows
     assert set(neumann.figures(rows)) == {"neumann"}
 
 

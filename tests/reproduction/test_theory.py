@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from banach import ImplicitNetwork, Tolerance
 from banach.models.blocks import LatentResNet
-from reproduction import theory, theory_measure
+from reproduction import theory
 from reproduction.study import Options
-from reproduction.theory_measure import Cases, Image, below, conditioning, lemma, local, measure, positive
+from reproduction.theory import Cases, Image, below, conditioning, lemma, measure, positive
 
 
 def images(number: int) -> Tensor:
@@ -44,7 +44,7 @@ def net() -> Any:
 def few_columns() -> Iterator[None]:
     """Fewer columns of M: the latent of the test's network has 32 numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(theory_measure, "OTHERS", 4)
+        patch.setattr(theory, "OTHERS", 4)
         yield
 
 
@@ -54,8 +54,8 @@ def image(net: Any) -> Image:
 
 
 @pytest.fixture(scope="module")
-def one(net: Any) -> dict[str, Cases]:
-    return local(net, images(1), loss)
+def one(image: Image) -> dict[str, Cases]:
+    return image.cases()
 
 
 def recorded(net: Any, d: Tensor, steps: int) -> Tensor:
@@ -72,7 +72,7 @@ def recorded(net: Any, d: Tensor, steps: int) -> Tensor:
 
 def test_matrices_give_both_gradients(net: Any, one: dict[str, Cases], monkeypatch: pytest.MonkeyPatch) -> None:
     """gradient = M J~'^-1 v and p = -M v, against plain recorded loops; kappa of fewer columns is lower."""
-    monkeypatch.setattr(theory_measure, "OTHERS", 16)  # all columns of M
+    monkeypatch.setattr(theory, "OTHERS", 16)  # all columns of M
     image = Image(net, images(1), loss)
     J, M, u = image.J(), image.matrix(), image.u.clone().requires_grad_()
     y = net.S(u)
@@ -132,7 +132,7 @@ def test_one_image(net: Any, image: Image, one: dict[str, Cases], monkeypatch: p
         points = [image.u.flatten() + distance * x / x.norm() for x in drawn]
         assert image.highest(distance) > max(float(image.gradient @ image.p(u)) for u in points)
     inner = float(image.gradient @ image.p(image.u))
-    left = dict.fromkeys(theory_measure.DISTANCES, 0.8) | {0.5: 0.05}
+    left = dict.fromkeys(theory.DISTANCES, 0.8) | {0.5: 0.05}
     size = float(image.u.norm())
     monkeypatch.setattr(Image, "highest", lambda self, distance: inner * left[round(distance / size, 6)])
     assert image.radius() == 0.3, "the last distance before the first that leaves too little"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproduction import codec, toy
+from reproduction import study, toy
 from reproduction.study import Options
 
 
@@ -54,7 +54,7 @@ def test_quick_study(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     rows = toy.run(Options(quick=True, records=tmp_path))
     assert torch.equal(torch.get_rng_state(), state)
-    assert codec.read(toy.Row, tmp_path / toy.RECORDS) == rows
+    assert study.read(toy.Row, tmp_path / toy.RECORDS) == rows
     values = toy.values(rows)
     assert (values["checked"], values["held"]) == (8, 7)
     assert values["table"].count("\n") == len(rows) + 1

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from banach.train import Epoch, Run, RunError
-from reproduction import codec, jobs, rundir, study, train
+from reproduction import jobs, rundir, study, train
 from reproduction.__main__ import main
 from reproduction.rundir import MOST, newest, pack
 from reproduction.study import Options
@@ -39,6 +39,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.runs / NAME
 
 
+def packed(tars: Path) -> str:
+    """The checkpoint in the tar of the run."""
+    with tarfile.open(tars / f"{NAME}.tar") as tar:
+        return max(Path(name).parts[2] for name in tar.getnames() if "/checkpoints/" in name)
+
+
 def timeless(epochs: tuple[Epoch, ...]) -> list[dict[str, object]]:
     return [{**epoch.to_dict(), "seconds": 0.0, "warm_up": False} for epoch in epochs]
 
@@ -59,21 +65,21 @@ def test_a_job_that_travels_in_segments_is_the_same_bit_by_bit(whole: Path, tmp_
         given = options(tmp_path, minutes=0, runs=runs, pack=folder, unpack=folder, resume=number > 0)
         assert train.train([JOB], given) is (number == JOB.settings.epochs - 1)
     assert_same_run(runs / NAME, whole)
-    segments = codec.read_lines(runs / NAME / rundir.SEGMENTS)
+    segments = study.read_lines(runs / NAME / rundir.SEGMENTS)
     assert [(s["first_epoch"], s["last_epoch"]) for s in segments] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert [s["stopped"] for s in segments] == ["out of time"] * 3 + ["finished"]
     assert {s["sources"] for s in segments} == {rundir.source_hash()}
 
 
 def test_what_is_recorded(whole: Path, tmp_path: Path) -> None:
-    points = codec.read_lines(whole / rundir.TEST)
+    points = study.read_lines(whole / rundir.TEST)
     assert [point["epoch"] for point in points] == [1, 2, 3, 4]
     assert points[-1]["clean"]["accuracy"] > 0.95
     assert points[-1]["clean"]["residual"] < 1e-4
     final = json.loads((whole / rundir.FINAL).read_text())
     assert final["parts"] == {"Q": 3_720, "R": 10_416, "S": 3_850}
     assert final["clean"]["accuracy"] == points[-1]["clean"]["accuracy"]  # fp32 both
-    contraction = codec.read_lines(whole / rundir.CONTRACTION)
+    contraction = study.read_lines(whole / rundir.CONTRACTION)
     assert [line["epoch"] for line in contraction] == [1, 3, 4]
     assert [len(contraction[0][mode]["sigma"]) for mode in ("eval", "train")] == [100, 1]
     assert contraction[0]["train"]["coupled"]
@@ -88,7 +94,7 @@ def test_what_is_recorded(whole: Path, tmp_path: Path) -> None:
     before = (whole / "metrics.jsonl").stat().st_mtime_ns
     assert train.train([JOB], options(tmp_path, runs=whole.parent, pack=tmp_path))
     assert (whole / "metrics.jsonl").stat().st_mtime_ns == before
-    assert newest(tmp_path / f"{NAME}.tar") == "epoch-00004-step-0000000"
+    assert packed(tmp_path) == "epoch-00004-step-0000000"
 
 
 def test_a_signal_packs_and_a_kill_between_record_and_checkpoint_leaves_no_epoch_twice(
@@ -111,16 +117,16 @@ def test_a_signal_packs_and_a_kill_between_record_and_checkpoint_leaves_no_epoch
 
     monkeypatch.setattr(Trainer, "_after", after_then_signal)
     assert not train.train([JOB], made)
-    assert newest(tmp_path / "tars" / f"{NAME}.tar") == "epoch-00001-step-0000000"
+    assert packed(tmp_path / "tars") == "epoch-00001-step-0000000"
     monkeypatch.undo()
     monkeypatch.setattr(Run, "save", save_or_die)
     with pytest.raises(Killed):
         train.train([JOB], made)
     monkeypatch.undo()
-    assert [point["epoch"] for point in codec.read_lines(made.runs / NAME / rundir.TEST)] == [1, 2]
+    assert [point["epoch"] for point in study.read_lines(made.runs / NAME / rundir.TEST)] == [1, 2]
     assert train.train([JOB], made)
     assert_same_run(made.runs / NAME, whole)
-    segments = codec.read_lines(made.runs / NAME / rundir.SEGMENTS)
+    segments = study.read_lines(made.runs / NAME / rundir.SEGMENTS)
     assert [(s["last_epoch"], s["stopped"]) for s in segments] == [(1, "signal 15"), (1, None), (4, "finished")]
 
 
@@ -175,10 +181,14 @@ def test_other_sources_and_older_tars_are_refused(
     monkeypatch.setattr(rundir, "source_hash", lambda: "0" * 64)
     with pytest.raises(RunError, match="use those sources"):
         train.train([JOB], options(tmp_path, minutes=0))
-    assert len(codec.read_lines(tmp_path / "runs" / NAME / rundir.SEGMENTS)) == 1
+    assert len(study.read_lines(tmp_path / "runs" / NAME / rundir.SEGMENTS)) == 1
+    (tars / "other.tar").write_bytes((tars / f"{NAME}.tar").read_bytes())
+    with pytest.raises(RunError, match="must hold the run other, got"):
+        rundir.unpack(tars / "other.tar", tmp_path / "runs")
     (tars / f"{NAME}.tar").write_bytes(b"no tar")
     with pytest.raises(RunError, match="copy it again"):
         train.train([JOB], options(tmp_path, unpack=tars))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [NAME], "nothing half unpacked is left"
 
 
 @pytest.mark.parametrize(
@@ -229,10 +239,10 @@ def test_runs_become_one_line_each_and_no_other_run_replaces_them(
     (work / NAME / rundir.FINAL).unlink()
     (tmp_path / "empty").mkdir()
     assert collect(work) == 0
-    (row,) = codec.read(Training, out)
+    (row,) = study.read(Training, out)
     assert (row.final, row.reached) == (None, 4)
     assert [collect(runs) for runs in (whole.parent, tmp_path / "no-runs", tmp_path / "empty")] == [0, 2, 0]
-    (line,), (row,) = codec.read_lines(out), codec.read(Training, out)
+    (line,), (row,) = study.read_lines(out), study.read(Training, out)
     assert line["final"] == json.loads((whole / rundir.FINAL).read_text())
     assert (row.job, row.group, row.seed, row.images) == (NAME, "digits-jfb", "0", 1437)
     assert row.clean == pytest.approx(100 * line["final"]["clean"]["accuracy"])
@@ -240,17 +250,17 @@ def test_runs_become_one_line_each_and_no_other_run_replaces_them(
     losses = [epoch.loss for epoch in Run.open(whole).metrics()]
     assert [epoch.loss for epoch in row.epochs] == pytest.approx(losses, rel=1e-5)
     line["segments"][0]["started"] = "another time"
-    codec.write_lines(out, [line])
+    study.write_lines(out, [line])
     assert collect(whole.parent) == 2
     assert "has another run of the name" in capsys.readouterr().err
-    codec.write_lines(out, [line | {"final": None}])
+    study.write_lines(out, [line | {"final": None}])
     assert collect(work) == 2, "the run in work is another one"
 
 
 @pytest.mark.parametrize("name", ["trainings", "table2", "neumann"])
 def test_the_committed_trainings_are_whole(name: str) -> None:
     """Every run was trained without a gap, from the sources of one commit; a finished one to its last epoch."""
-    for row in codec.read(Training, Path(__file__).parents[2] / f"results/reproduction/{name}.jsonl"):
+    for row in study.read(Training, Path(__file__).parents[2] / f"results/reproduction/{name}.jsonl"):
         assert [epoch.epoch for epoch in row.epochs] == list(range(1, len(row.epochs) + 1))
         assert row.reached == row.segments[-1]["last_epoch"]
         assert row.final is None or row.reached == row.settings["epochs"]
