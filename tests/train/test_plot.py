@@ -29,7 +29,7 @@ FIELDS = {
     "residual": {"train, mean": "residual", "train, max": "max_residual"},
     "largest singular value of dT/du": {"train, a few images": "sigma"},
 }
-NONE_YET, NO_SOLVE = "no epoch is done yet", "no fixed point: nothing to show"
+NONE_YET, NO_VALUE = "no epoch is done yet", "no finite value to show"
 
 
 def drawn(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
@@ -71,9 +71,8 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     nan: dict[str, float] = dict.fromkeys(("loss", "validation_loss"), math.nan)
     for epochs, said in (
         ([], [NONE_YET] * 6),
-        ([epoch(1, **NO_FIXED_POINT), epoch(2, **NO_FIXED_POINT)], [""] * 3 + [NO_SOLVE] * 3),
-        ([epoch(1, **nan, residual=0.0, max_residual=0.0)], ["no finite value"] + [""] * 5),
-        ([epoch(1, sigma=None)], [""] * 5 + ["nothing was measured"]),  # --no-monitor
+        ([epoch(1, **NO_FIXED_POINT), epoch(2, **NO_FIXED_POINT)], [""] * 3 + [NO_VALUE] * 3),
+        ([epoch(1, **nan, residual=0.0, max_residual=0.0)], [NO_VALUE] + [""] * 5),
     ):
         figure = history_figure(epochs, eps=1e-3)
         assert texts(figure) == said
@@ -101,7 +100,7 @@ def test_a_comparison_overlays_the_runs() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["first", "second"]
     assert [one.get_color() for one in legend.legend_handles] == [line.get_color() for line in depth.lines]
     without = comparison_figure({"new": [], "explicit": [epoch(1, **NO_FIXED_POINT)]})
-    assert texts(without) == ["", "", "", NO_SOLVE]
+    assert texts(without) == ["", "", "", NO_VALUE]
     assert texts(comparison_figure({"new": []})) == [NONE_YET] * 4
 
 

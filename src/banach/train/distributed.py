@@ -63,14 +63,12 @@ class Ranks:
             return
         if settings.tune:  # each rank would choose its own step size
             raise ValueError(f"tune needs one process, got {self.count} ranks; pass --no-tune")
-        if "cpu:" not in dist.get_backend_config():
-            raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
         if settings.sharded and not can_shard(settings.torch_device):
             raise ValueError(f"PyTorch {torch.__version__} shards on GPUs only; update it, or leave out sharded")
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
             _check_batch(size, self.count, settings.accumulate)
-        kind = _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm
-        if _has_in_R(net, kind):
+        on_gpu = settings.torch_device.type == "cuda"
+        if _has_in_R(net, _BatchNorm if on_gpu else nn.SyncBatchNorm):
             _check_synchronised(net)
 
     def prepare(self, net: nn.Module, settings: Settings) -> None:
@@ -223,12 +221,6 @@ def can_shard(device: torch.device) -> bool:
     return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
 
 
-def released(net: Any) -> None:
-    """Free the gathered weights of a sharded network: a pass without backward pass keeps those of R."""
-    if hasattr(net, "reshard"):
-        net.reshard()
-
-
 def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, sharded like those of the state; all ranks call this together."""
     weights = [weight for group in state.optimizer.param_groups for weight in group["params"]]
@@ -256,21 +248,18 @@ def _has_in_R(net: Any, kind: type[nn.Module]) -> bool:
 
 def _check_synchronised(net: Any) -> None:
     """Refuse what would evaluate R another number of times on some ranks."""
-    text, advice = "batch norm in R is synchronised between ranks, which needs", "or pass --no-batch-norm"
-    if type(net.solver) is not Picard:
-        raise ValueError(f"{text} the solver picard, got {net.solver}; choose that, {advice}")
-    if isinstance(net.backward, Implicit):
-        raise ValueError(f"{text} a backward mode other than implicit, such as jfb; choose one, {advice}")
+    if type(net.solver) is not Picard or isinstance(net.backward, Implicit):
+        needs = "batch norm in R is synchronised between ranks, which needs picard and a mode other than implicit"
+        raise ValueError(f"{needs}, got {net.solver} and {net.backward}; choose those, or pass --no-batch-norm")
 
 
 def _check_batch(size: int, count: int, accumulate: int) -> None:
+    """Refuse a batch of which a rank has nothing, or that `accumulate` cuts differently on some ranks."""
     own = [size * (rank + 1) // count - size * rank // count for rank in range(count)]  # as `Batches.own`
-    if min(own) == 0:
-        text = f"a batch of {size} images cannot be cut into parts for {count} ranks"
+    if min(own) == 0 or len({len(torch.empty(part).chunk(accumulate)) for part in own}) > 1:
+        parts = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
+        text = f"a batch of {size} images cannot be cut into parts for {parts}"
         raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")
-    if len({len(torch.empty(part).chunk(accumulate)) for part in own}) > 1:
-        text = f"accumulate={accumulate} cuts a batch of {size} images into other numbers of parts on some ranks"
-        raise ValueError(f"{text}; choose a --batch-size that {count} ranks share evenly")
 
 
 def _started() -> int:
@@ -280,8 +269,7 @@ def _started() -> int:
 
 def _own_gpu(settings: Settings) -> int:
     own, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if settings.torch_device.index is not None:
-        raise ValueError(f"every rank needs its own GPU, got --device {settings.device}; write --device cuda")
-    if own >= here:
-        raise ValueError(f"every rank needs its own GPU, got {here} GPUs; lower --nproc-per-node to {here}")
+    if settings.torch_device.index is not None or own >= here:
+        text = f"every rank needs its own GPU, got {here} GPUs and --device {settings.device}"
+        raise ValueError(f"{text}; write --device cuda, with --nproc-per-node {here} at most")
     return own

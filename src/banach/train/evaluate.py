@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from banach.fast.step import at_least_fp32, run_network
 from banach.network import ImplicitNetwork, as_inputs
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
-from banach.train.distributed import Ranks, released
+from banach.train.distributed import Ranks
 from banach.train.metrics import Compared, MetricSums, Objective, Totals
 from banach.train.precision import arithmetic, autocast
 
@@ -125,21 +125,15 @@ def measure(
     scorer: Scorer,
     data: Images | Loader,
     batch_size: int,
-    begin: Callable[[], object] = lambda: None,
     *,
     augment: Augmentation | None = None,
     epoch: int = 0,
     objective: Objective = Objective(),
 ) -> Totals:
-    """Evaluate in the mode that the network is in.
-
-    `begin` is called before the first sample, perhaps twice. `augment` changes the images, differently in every
-    `epoch`.
-    """
+    """Evaluate in the mode that the network is in. `augment` changes the images, differently in every `epoch`."""
     device = data.device
 
     def once(scorer: Scorer) -> MetricSums:
-        begin()
         sums, size = MetricSums(device, objective.metrics), scorer.batch_size(batch_size, device)
         with arithmetic(scorer.precision, device):
             for d, targets in _batches(data, size, scorer.ranks, augment, epoch):
@@ -147,7 +141,8 @@ def measure(
                 sums.add(objective.loss(output, targets), output, targets, found)
                 sums.add_evaluations(scorer.net, len(targets))
         scorer.ranks.add(sums)
-        released(scorer.net)
+        if hasattr(scorer.net, "reshard"):  # a pass without backward pass keeps the gathered weights of R
+            scorer.net.reshard()
         return sums
 
     sums = once(scorer)

@@ -19,7 +19,7 @@ from banach.data.loader import Loader
 from banach.fast.plan import Plan
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
-from banach.train.checkpoint import Position, are_sharded, write_shards
+from banach.train.checkpoint import Position, is_sharded, write_shards
 from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
 from banach.train.finite import Divergence
@@ -110,7 +110,7 @@ def fit(
         tensors = state.tensors()
         if ranks.first:
             run.save(state.position, tensors, state.state())
-        elif are_sharded(tensors):
+        elif is_sharded(*tensors.values()):
             write_shards(tensors)
         ranks.go_on(state)
 
@@ -147,7 +147,8 @@ def fit(
                 state.step += 1
                 if on_step is not None:
                     on_step(state.position)
-                stopped, due = ranks.agree(signals), _is_due(state)
+                stopped, every = ranks.agree(signals), settings.checkpoint_every
+                due = every > 0 and state.step % every == 0 and state.step < len(batches)  # else at its end
                 if divergence.found(steps.watch, now=stopped > 0 or due):
                     steps = Steps(state, show)  # captured steps point to the old state of the optimizer
                     break
@@ -209,13 +210,8 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
 
 def _line(epoch: Epoch) -> str:
     """Return the main figures of an epoch, for the log."""
-    figures = {
-        "loss": epoch.loss,
-        "validation loss": epoch.validation_loss,
-        "validation accuracy": epoch.validation_accuracy,
-        "solver steps": epoch.depth,
-    }
-    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
+    shown = ((name, getattr(epoch, name)) for name in ("loss", "validation_loss", "validation_accuracy", "depth"))
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown if value is not None)
 
 
 def _is_unsolved(state: TrainState, epoch: Epoch) -> bool:
@@ -237,9 +233,8 @@ def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
 def _contraction(state: TrainState) -> float | None:
     """Return the largest sigma_max(dT/du) on a few training samples, in eval mode; None if R is sharded."""
     net, data, settings = state.net, state.batches, state.settings
-    if not settings.monitor or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
-        return None
-    if settings.sharded and state.ranks.count > 1:
+    wanted = settings.monitor and not (settings.sharded and state.ranks.count > 1)
+    if not wanted or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         return None
     few = data.few if isinstance(data, Loader) else data.images.normalise(data.images.pixels[:_WATCHED])
     try:
@@ -250,12 +245,6 @@ def _contraction(state: TrainState) -> float | None:
             warnings.warn(f"the contraction of R cannot be measured, so it is skipped: {said}", stacklevel=2)
         return None
     return state.monitor.history[-1].sigma
-
-
-def _is_due(state: TrainState) -> bool:
-    """Return True if a checkpoint is due within the epoch; there is always one at its end."""
-    every = state.settings.checkpoint_every
-    return every > 0 and state.step % every == 0 and state.step < len(state.batches)
 
 
 def _resume(run: Run, state: TrainState) -> None:

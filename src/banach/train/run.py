@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from banach import checks
-from banach.provenance import numbers, provenance, signed, unsigned, whole_file, write_json
+from banach.provenance import provenance, signed, unsigned, whole_file, write_json
 from banach.train.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -28,7 +28,7 @@ from banach.train.checkpoint import (
     remove_halves,
     write_checkpoint,
 )
-from banach.train.metrics import Epoch, Totals
+from banach.train.metrics import Epoch, Totals, read_figures
 from banach.train.settings import FREE, Settings
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
@@ -181,11 +181,9 @@ class Run:
             return None
         with _reading(path, "delete it, and resume the run"):
             content = unsigned(json.loads(path.read_bytes()))
-            totals = Totals(**numbers(content["totals"]))
-            figures = {**vars(totals), **totals.metrics, "metrics": None}
-            float(totals.loss), [float(value) for value in figures.values() if value is not None]
+            totals = vars(read_figures(Totals, content["totals"]))
             checks.whole("count", content["count"])
-            return {**content, "title": str(content["title"]), "totals": vars(totals)}
+            return {**content, "title": str(content["title"]), "totals": totals}
 
 
 def _best(epochs: Sequence[Epoch]) -> Position | None:
