@@ -227,10 +227,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> d
 
 def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
     """Return all tensors, whole, on the CPU; no other rank takes part."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    from torch.distributed import checkpoint as dcp
 
     for name, expected in files.items():
         if Path(name).name != name:
@@ -239,18 +236,19 @@ def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
     with (folder / _METADATA).open("rb") as file:
         metadata = _Unpickler(file).load()
     entries = metadata.state_dict_metadata
+    kinds = {type(entry) for entry in entries.values()}
     read_from = {info.relative_path for info in metadata.storage_data.values()}
-    if not all(type(entry) is TensorStorageMetadata for entry in entries.values()) or not read_from <= {*files}:
+    if kinds != {dcp.metadata.TensorStorageMetadata} or not read_from <= {*files}:
         raise ValueError(f"{_METADATA} must describe tensors in {', '.join(sorted(files))}, got something else")
     size = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values())
     if size > (held := sum((folder / name).stat().st_size for name in files)):
         raise ValueError(f"{_METADATA} describes {size:,} bytes of tensors, but the files have {held:,}")
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    reader: Any = FileSystemReader(folder)
+    reader: Any = dcp.FileSystemReader(folder)
     reader.read_metadata = lambda *args, **options: metadata  # PyTorch would unpickle it
     try:  # `load` would wait for other ranks in the versions of PyTorch without no_dist
-        _load_state_dict(tensors, reader, no_dist=True)
-    except CheckpointException as error:  # a BaseException
+        dcp.state_dict_loader._load_state_dict(tensors, reader, no_dist=True)
+    except dcp.api.CheckpointException as error:  # a BaseException
         raise ValueError(f"its shards cannot be read: {list(error.failures.values())}") from None
     return tensors
 

@@ -1,4 +1,4 @@
-"""Plots of training: one run in six panels, and several runs in one figure."""
+"""Plots of training: one run in six panels, several runs in one figure, and curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -132,3 +132,44 @@ def _finish(axes: Any, across: str, name: str, *, begun: bool) -> None:
     if not any(math.isfinite(value) for line in axes.lines for value in line.get_ydata()):
         why = "no finite value to show" if begun else "no epoch is done yet"
         axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
+
+
+class Board:
+    """Writes epochs to an event file of TensorBoard in `folder`; use it in a `with`.
+
+    The file is opened at the first write. The same and later epochs in earlier files, which an interrupted run
+    left, are hidden: each epoch occurs once. Without tensorboard it raises a RuntimeError.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            missing = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
+            raise RuntimeError(missing) from None
+        self._folder, self._make = os.fspath(folder), SummaryWriter
+        self._writer: SummaryWriter | None = None
+
+    def write(self, epoch: Epoch) -> None:
+        """Write the figures of one epoch to the disk; figures that are None are left out."""
+        writer = self._writer = self._writer or self._make(self._folder, purge_step=epoch.epoch)
+        for field, value in vars(epoch).items():
+            group, kind = tag(field).split("/")
+            figures = value if isinstance(value, dict) else {group: value}
+            for name, one in figures.items():
+                if one is not None and field not in ("epoch", "warm_up"):
+                    writer.add_scalar(f"{name}/{kind}", float(one), epoch.epoch)
+        writer.flush()
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def tag(field: str) -> str:
+    """Return the name of a figure in TensorBoard, by group: "validation_loss" is "loss/validation"."""
+    kind, _, group = field.rpartition("_")
+    return f"{group}/{kind or 'train'}"
