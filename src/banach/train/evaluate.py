@@ -29,10 +29,9 @@ AT_A_TIME = 512  # images per captured batch; batches are powers of two
 class Scorer:
     """x -> (scores in at least fp32, Solution or None), without gradients, in the mode that the network is in.
 
-    On a GPU a network in eval mode is captured at the first call, and again when its
-    tolerance, solver, a part or the address of a weight has changed. Everything else goes through the network
-    itself. So does, with one warning, what cannot be captured: `reason` then says why. Several `ranks` evaluate
-    together: each scores its part of every batch.
+    On a GPU a network in eval mode is captured at the first call, and again when its tolerance, solver, a part or
+    the address of a weight has changed. Everything else goes through the network itself; so does, with one
+    warning, what cannot be captured: `reason` says why. Each of several `ranks` scores its part of every batch.
     """
 
     def __init__(self, net: Any, precision: str = "fp32", *, fast: bool = True, ranks: Ranks = Ranks()) -> None:
