@@ -271,7 +271,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_used(tmp_path: Path, monkeypatch
     made, net = settings(), network()
     run = Run.create(tmp_path / "run", made)
     with monkeypatch.context() as older:
-        older.setattr("banach.train.run.nonfinite", lambda tensors: None)
+        older.setattr("banach.train.checkpoint.nonfinite", lambda tensors: None)
         quietly(lambda: fit(net, images(), HELD, made, run=run, on_step=poke("weight", Position(1, 6), net)))
     with pytest.warns(RuntimeWarning, match=r"NaN or infinity in net\.S\.weight.*the one before it is tried"):
         assert latest(run).position == Position(1, 0)

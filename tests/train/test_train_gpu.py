@@ -89,7 +89,7 @@ def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
             steps.take()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert bool(steps.plan.graph) == fast
+    assert bool(steps.step.plan.graph) == fast
     assert work.metrics.read().loss > 0
 
 
@@ -234,7 +234,7 @@ def test_captured_steps_note_a_divergence_on_the_device(policy: str, kind: str) 
     made = settings(**SGD, device="cuda", on_nonfinite=policy)
     net = broken_network(kind)
     state = TrainState(net.to("cuda"), Batches(marked().to("cuda"), made.batch_size, made.seed), None, made)
-    assert Steps(state).plan.graph
+    assert Steps(state).step.plan.graph
     if policy == "stop":
         expected = rf"became NaN or infinite in step {bad_step(made)} of epoch 1"
         with pytest.raises(DivergenceError, match=expected):

@@ -83,7 +83,7 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint under a temporary name, then rename it, so that it is complete or absent.
 
-    The last `keep` up to this position and that of `best` are kept. Later ones were refused, as training resumed.
+    The last `keep` up to this position and that of `best` are kept; later ones were refused when training resumed.
     """
     target, sharded = folder / position.name, is_sharded(*tensors.values())
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it

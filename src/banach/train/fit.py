@@ -137,8 +137,7 @@ def fit(
         steps = Steps(state, show)
         if state.epoch < settings.epochs:
             steps.prepare()
-        # A capture that failed in training is not tried again: one warning is enough.
-        scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed, ranks=ranks)
+        scorer = Scorer(net, settings.precision, fast=settings.fast, ranks=ranks)
         stopped = ranks.agree(signals)
         while state.epoch < settings.epochs and not stopped:
             net.train()

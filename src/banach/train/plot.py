@@ -13,7 +13,6 @@ from typing import Any
 from banach.provenance import whole_file
 from banach.train.metrics import Epoch
 
-_STYLES = ("-", "--", ":", "-.")  # after ten runs the colours repeat, with another line style
 _SIGMA = "largest singular value of dT/du"
 # Panels of one run: the name of the axis, then label and field of each line.
 _HISTORY = {
@@ -81,11 +80,10 @@ def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
     """Return a matplotlib Figure of several runs: accuracy by epochs and by seconds, loss, depth."""
     figure = new_figure()
     for axes, (across, name, field) in zip(figure.subplots(2, 2).flat, _COMPARISON, strict=True):
-        for number, epochs in enumerate(runs.values()):
-            style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "marker": "."}
+        for epochs in runs.values():
             seconds = accumulate(epoch.seconds for epoch in epochs)
             at = [epoch.epoch for epoch in epochs] if across == "epoch" else [*seconds]
-            axes.plot(at, _values(epochs, field), **style)
+            axes.plot(at, _values(epochs, field), marker=".")
         _finish(axes, across, name, begun=any(runs.values()))
     # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
     labels = [f" {name}" if name.startswith("_") else name for name in runs]

@@ -245,18 +245,9 @@ class Steps:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-        self._planned, self._pretrains = bool(how.graph), self._pretrain
+        self._pretrains = self._pretrain
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
-
-    @property
-    def plan(self) -> Plan:
-        return self.step.plan
-
-    @property
-    def failed(self) -> bool:
-        """A capture was planned, and failed."""
-        return self._planned and not self.plan.graph
 
     @property
     def _pretrain(self) -> bool:
@@ -271,14 +262,14 @@ class Steps:
         """Capture the step, if that is planned; again if the network is used in another way than before."""
         if self._pretrains != self._pretrain or self._tuned():
             self._make()
-        if self.plan.graph:
+        if self.step.plan.graph:
             self.feed.load()
             if not self.step.prepared:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
-        if self.plan is not self._shown and self.plan != self._shown:
-            self.show(self.plan)
-        self._shown = self.plan
+        if self.step.plan is not self._shown and self.step.plan != self._shown:
+            self.show(self.step.plan)
+        self._shown = self.step.plan
 
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
