@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach.data import Augmentation, Batches, Images
+from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
 from banach.fast.capture import reason_of
 from banach.fast.inference import CompiledNetwork
@@ -120,22 +120,14 @@ def evaluate(
 
 
 @torch.no_grad()
-def measure(
-    scorer: Scorer,
-    data: Images | Loader,
-    batch_size: int,
-    *,
-    augment: Augmentation | None = None,
-    epoch: int = 0,
-    objective: Objective = Objective(),
-) -> Totals:
-    """Evaluate in the mode that the network is in. `augment` changes the images, differently in every `epoch`."""
+def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: Objective = Objective()) -> Totals:
+    """Evaluate in the mode that the network is in."""
     device = data.device
 
     def once(scorer: Scorer) -> MetricSums:
         sums, size = MetricSums(device, objective.metrics), scorer.batch_size(batch_size, device)
         with arithmetic(scorer.precision, device):
-            for d, targets in _batches(data, size, scorer.ranks, augment, epoch):
+            for d, targets in _batches(data, size, scorer.ranks):
                 output, found = scorer(*d)
                 sums.add(objective.loss(output, targets), output, targets, found)
                 sums.add_evaluations(scorer.net, len(targets))
@@ -157,9 +149,7 @@ def measure(
     return totals
 
 
-def _batches(
-    data: Images | Loader, size: int, ranks: Ranks, augment: Augmentation | None, epoch: int
-) -> Iterator[Batch]:
+def _batches(data: Images | Loader, size: int, ranks: Ranks) -> Iterator[Batch]:
     """Yield batches; those of images have at most this size, and an image for every rank: all call the network."""
     if isinstance(data, Loader):
         yield from map(data.placed, data.epoch())
@@ -167,8 +157,8 @@ def _batches(
     if len(data) < ranks.count:
         raise ValueError(f"{ranks.count} ranks cannot share {len(data)} images; start fewer processes")
     fits = (n for n in range(size, 0, -1) if (len(data) % n or n) >= ranks.count)
-    batches = Batches(data, next(fits, len(data)), augment=augment, shuffle=False, part=ranks.part)
-    yield from (((images,), labels) for images, labels in batches.epoch(epoch))
+    batches = Batches(data, next(fits, len(data)), shuffle=False, part=ranks.part)
+    yield from (((images,), labels) for images, labels in batches.epoch())
 
 
 def _state(net: Any) -> tuple[Any, ...]:

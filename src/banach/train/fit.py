@@ -199,9 +199,10 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
         # Before the validation, which in batches of another size has another peak.
         "memory": torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None,
     }
-    state.net.eval()
+    net: Any = state.net.eval()
     epoch = Epoch(epoch=state.epoch + 1, **figures, **_validate(state, scorer), sigma=_contraction(state))
-    if _is_unsolved(state, epoch) and not any(_is_unsolved(state, earlier) for earlier in state.done):
+    few = [one for one in (*state.done, epoch) if one.converged is not None and one.converged < _FEW]
+    if few == [epoch] and net.tolerance.check_every != 0:  # at a fixed depth that is meant
         text = f"in epoch {epoch.epoch} only {epoch.converged:.1%} of the samples converged"
         warnings.warn(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning, stacklevel=3)
     return epoch
@@ -211,12 +212,6 @@ def _line(epoch: Epoch) -> str:
     """Return the main figures of an epoch, for the log."""
     shown = ((name, getattr(epoch, name)) for name in ("loss", "validation_loss", "validation_accuracy", "depth"))
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown if value is not None)
-
-
-def _is_unsolved(state: TrainState, epoch: Epoch) -> bool:
-    """Return True if almost no solve of an epoch converged, though a fixed depth was not meant."""
-    net: Any = state.net
-    return epoch.converged is not None and epoch.converged < _FEW and net.tolerance.check_every != 0
 
 
 def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
