@@ -155,7 +155,7 @@ def test_a_checkpoint_that_is_refused_is_written_again(trained: Run) -> None:
     content["state"] = {key: value for key, value in wanted.items() if key != "done"}
     content["sha256"] = _digest(_canonical(content["state"]))
     path.write_text(json.dumps(content))
-    with pytest.warns(RuntimeWarning, match=r"is damaged: state\.json has no 'done'; the one before it is tried"):
+    with pytest.warns(RuntimeWarning, match=r"is damaged: state\.json has no done; the one before it is tried"):
         resume(trained)
     again = json.loads(path.read_text())["state"]
     assert (again["epoch"], len(again["done"])) == (wanted["epoch"], len(wanted["done"]))

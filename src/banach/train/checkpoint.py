@@ -27,7 +27,7 @@ TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
 _COUNTS = ("epoch", "step", "products", "rewinds")
 _OTHERS = {"warned": bool, "done": list, "identity": dict}
-_KEYS = {*_COUNTS, "tensors", "seconds", *_OTHERS}  # of a complete state
+_KEYS = (*_COUNTS, "tensors", "seconds", *_OTHERS)  # of a complete state
 _LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
 _IN = "torch.distributed.checkpoint."
 _RECORDS = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata ChunkStorageMetadata"
@@ -171,8 +171,10 @@ def _checked(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"the state must be a table, got {short(state)}")
     state = {**_LATER, **state}
-    if wrong := sorted({*state} ^ _KEYS):
-        raise ValueError(f"state.json has {'an unknown key' if wrong[0] in state else 'no'} {short(wrong[0])}")
+    if missing := [key for key in _KEYS if key not in state]:
+        raise ValueError(f"state.json has no {', '.join(missing)}")
+    if unknown := sorted({*state} - {*_KEYS}):
+        raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
     for key in _COUNTS:
         checks.whole(key, state[key])
     checks.number("seconds", state["seconds"])

@@ -60,6 +60,8 @@ class Ranks:
             return
         if settings.tune:  # each rank would choose its own step size
             raise ValueError(f"tune needs one process, got {self.count} ranks; pass --no-tune")
+        if "cpu:" not in dist.get_backend_config():
+            raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
         if settings.sharded and not can_shard(settings.torch_device):
             raise ValueError(f"PyTorch {torch.__version__} shards on GPUs only; update it, or leave out sharded")
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
