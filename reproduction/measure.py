@@ -19,7 +19,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from banach import JFB, Implicit, ImplicitNetwork, Tolerance
-from banach.data import Augmentation, Images
+from banach.data import Augmentation, Batches, Images
+from banach.data.loader import Loader
 from banach.diagnose import descent_check, measure_contraction
 from banach.fast import unchanged
 from banach.train import Scorer, Totals, evaluate
@@ -103,8 +104,10 @@ def released(
 ) -> Totals:
     """Return the totals of the test set by the released protocol; mode, buffers and random state are kept."""
     devices = [test.device] if test.device.type == "cuda" else []
+    batches = list(Batches(test, BATCH, augment=augment, shuffle=False).epoch(epoch))
     with _in_mode(net, True), torch.random.fork_rng(devices), unchanged(net.buffers()):
-        return measure(scorer, test, BATCH, partial(torch.manual_seed, 0), augment=augment, epoch=epoch)
+        torch.manual_seed(0)
+        return measure(scorer, Loader(batches, test.device), BATCH)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from banach import ConvergenceWarning, Picard, Tolerance, Unroll
 from banach.data import Images
 from banach.fast import CompiledNetwork, plan
 from banach.train import Totals, evaluate, fit
-from banach.train.evaluate import AT_A_TIME, Scorer
+from banach.train.evaluate import Scorer
 from fast.simulated import simulate_gpu
 from train.parts_train import images, network, plain_network, settings
 
@@ -103,15 +103,6 @@ def test_on_a_cpu_a_scorer_is_the_network_bit_by_bit() -> None:
     net = network().train()
     assert evaluate(net, images(90), scorer=Scorer(net)) == evaluate(net, images(90))
     assert net.training
-    x = images(20).normalise(images(20).pixels)
-    torch.manual_seed(1)
-    output, found = Scorer(net)(x)
-    torch.manual_seed(1)
-    own, wanted = net(x, solution=True)
-    assert torch.equal(output, own)
-    assert not output.requires_grad
-    assert found is not None
-    assert torch.equal(found.residual, wanted.residual)
 
 
 def test_a_kernel_gives_the_same_figures(made: Made, kernel: None) -> None:
@@ -143,12 +134,6 @@ def test_the_explicit_twin_has_no_residual(made: Made) -> None:
         v = net.eval().Q(split.normalise(split.pixels))
         output = net.S(net.R(torch.zeros_like(v), v))
     assert got.loss == pytest.approx(float(F.cross_entropy(output, split.labels)), rel=1e-5)
-
-
-@pytest.mark.usefixtures("made")
-def test_graphs_take_images_by_a_power_of_two() -> None:
-    scorer = Scorer(plain_network(Tolerance(atol=1e-2)).eval())
-    assert [scorer.batch_size(asked, torch.device("cpu")) for asked in (20, 400)] == [256, AT_A_TIME]
 
 
 def test_a_scorer_of_something_else_is_refused() -> None:

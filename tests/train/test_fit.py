@@ -38,17 +38,20 @@ def test_digits_are_learnt() -> None:
     assert not net.training
 
 
-def test_the_log_has_the_plan_every_epoch_and_a_resumption(
+def test_log_and_callbacks_get_the_plan_every_epoch_and_a_resumption(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level("INFO", "banach")
-    made = settings(epochs=2)
-    for _ in range(2):
-        run = Run.open(tmp_path) if (tmp_path / "settings.json").exists() else Run.create(tmp_path, made)
-        history = fit(network(), images(16), HELD, made, run=run)
+    made, epochs, plans = settings(epochs=2), list[Any](), list[Any]()
+    calls: dict[str, Any] = {"on_epoch": epochs.append, "on_plan": plans.append}
+    for run in (Run.create(tmp_path, made), Run(tmp_path, made)):
+        history = fit(network(), images(16), HELD, made, run=run, **calls)
     plan, *lines = [record.getMessage() for record in caplog.records]
     last = history.last
+    assert tuple(epochs) == history.epochs
+    assert [plan] == [str(one) for one in plans]
     assert plan.startswith("training step on cpu")
+    assert json.loads((tmp_path / "environment.json").read_text())["plan"] == plans[0].to_dict()
     assert lines[0].startswith("epoch 1 of 2: loss ")
     assert lines[1].startswith(f"epoch 2 of 2: loss {last.loss:.4g}, validation loss {last.validation_loss:.4g}")
     assert lines[2] == f"resume {tmp_path} at epoch-00002-step-0000000"
@@ -221,17 +224,6 @@ def test_there_is_no_host_sync_between_steps(monkeypatch: pytest.MonkeyPatch) ->
         return found.count
 
     assert syncs(16) == syncs(96)
-
-
-def test_callbacks_get_every_epoch_and_the_plan_once(tmp_path: Path) -> None:
-    epochs: list[Any] = []
-    plans: list[Any] = []
-    run = Run.create(tmp_path / "run", settings())
-    calls: dict[str, Any] = {"on_epoch": epochs.append, "on_plan": plans.append}
-    history = fit(plain_network(), images(32), HELD, settings(), run=run, **calls)
-    assert tuple(epochs) == history.epochs
-    assert [str(plan.graph) for plan in plans] == ["no, the weights are on the CPU"]
-    assert json.loads((run.path / "environment.json").read_text())["plan"] == plans[0].to_dict()
 
 
 def test_the_time_of_a_callback_is_not_that_of_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,9 @@
-"""fit() on DataLoaders and other iterables, with any loss and metrics: figures, order, resume, captured steps."""
+"""fit() on DataLoaders and other iterables, with any loss and metrics: figures, order, resume, captured steps.
+
+As a script, `test_own_data.py KIND RUN STEP`, it begins a run and is killed at that step.
+"""
+
+from __future__ import annotations
 
 import os
 import random
@@ -12,19 +17,102 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
+from banach import ImplicitNetwork, Tolerance
 from banach.data import Flip
-from banach.train import CheckpointError, Epoch, Position, Run, Settings, evaluate, fit
-from banach.train.board import Board
+from banach.train import CheckpointError, Epoch, History, Position, Run, Settings, evaluate, fit
 from banach.train.distributed import Ranks
-from banach.train.plot import plot_history
-from train.own_data import KINDS, MADE, OBJECTIVE, STEPS, Pairs, error, loader, network, train
-from train.parts_train import capture_steps, figures, images, same_weights, settings
+from banach.train.plot import Board, plot_history
+from train.parts_train import Contraction, capture_steps, figures, images, same_weights, settings
 from train.parts_train import network as classifier
 
 ROOT = Path(__file__).resolve().parents[2]
+MADE = settings(checkpoint_every=2, ema=0.9, lr=0.02)
+STEPS = 4  # batches an epoch: 30 samples, 8 at a time
+SYMBOLS, LENGTH = 5, 6
+
+
+class Pairs(Dataset[Any]):
+    """((a, b), y) with y = sin(a_1 + b_1), and noise from three generators in every sample."""
+
+    def __init__(self, count: int = 30, noise: float = 1e-3) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.a, self.b = (torch.randn(count, 3, generator=draw) for _ in range(2))
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def __getitem__(self, i: int) -> Any:
+        noise = self.noise * (torch.randn(1) + random.gauss(0, 1) + float(np.random.randn()))
+        return (self.a[i], self.b[i]), torch.sin(self.a[i, :1] + self.b[i, :1]) + noise
+
+
+class Words(Dataset[Any]):
+    """(tokens, tokens of the reversed sequence)."""
+
+    def __init__(self, count: int = 30) -> None:
+        self.tokens = torch.randint(SYMBOLS, (count, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.tokens[i], self.tokens[i].flip(0)
+
+
+class Sum(nn.Module):
+    """Q for two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 10), nn.Linear(3, 10)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.first(a) + self.second(b)
+
+
+def network(seed: int = 0, kind: str = "regression") -> ImplicitNetwork:
+    torch.manual_seed(seed)
+    if kind == "regression":
+        return ImplicitNetwork(Sum(), Contraction(10), nn.Linear(10, 1), tolerance=Tolerance(atol=1e-5))
+    Q = nn.Sequential(nn.Embedding(SYMBOLS, 8), nn.Flatten(), nn.Linear(8 * LENGTH, 32))
+    S = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, LENGTH * SYMBOLS), nn.Unflatten(1, (LENGTH, SYMBOLS)))
+    return ImplicitNetwork(Q, Contraction(32), S, tolerance=Tolerance(atol=1e-5))
+
+
+def error(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).abs()
+
+
+def token_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.mT, targets)
+
+
+def token_accuracy(output: Tensor, targets: Tensor) -> Tensor:
+    return output.argmax(2) == targets
+
+
+OBJECTIVE: dict[str, Any] = {"loss": F.mse_loss, "metrics": {"error": error}}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "regression": (Pairs, OBJECTIVE),
+    "sequences": (Words, {"loss": token_loss, "metrics": {"accuracy": token_accuracy}}),
+}
+
+
+def loader(kind: str = "regression", **options: Any) -> DataLoader[Any]:
+    return DataLoader(KINDS[kind][0](), batch_size=8, **{"shuffle": True, **options})
+
+
+def train(
+    net: nn.Module, run: Run | None = None, on_step: Any = None, *, kind: str = "regression", **options: Any
+) -> History:
+    """Train with a short last batch, and validate on the first half of it."""
+    data, objective = KINDS[kind]
+    held = DataLoader(data(16), batch_size=8)
+    return fit(net, loader(kind, **options), held, MADE, run=run, on_step=on_step, **objective)
 
 
 def batches(count: int = 3, size: int = 8) -> list[Any]:
@@ -132,7 +220,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_an_uninterrupted_one(name: str, tmp_pa
 
 @pytest.mark.parametrize(("kind", "step"), [("regression", 3), ("sequences", 7)])
 def test_after_kill_9(kind: str, step: int, tmp_path: Path) -> None:
-    path, script = tmp_path / "run", str(ROOT / "tests/train/own_data.py")
+    path, script = tmp_path / "run", str(Path(__file__).resolve())
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
     done = subprocess.run([sys.executable, script, kind, str(path), str(step)], env=env, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -292,3 +380,13 @@ def test_captured_steps_on_a_gpu() -> None:
     assert [bool(plan.graph) for plan in plans] == [True, False]
     assert ends[0].last.loss == pytest.approx(ends[1].last.loss, rel=1e-6)
     assert ends[0].last.metrics["error"] == pytest.approx(ends[1].last.metrics["error"], rel=1e-6)
+
+
+if __name__ == "__main__":
+    kind, path, step = sys.argv[1:]
+
+    def kill(position: Position) -> None:
+        if position.epoch * STEPS + position.step == int(step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(network(kind=kind), Run.create(Path(path), MADE), on_step=kill, kind=kind)

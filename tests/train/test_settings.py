@@ -11,23 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from banach import (
-    GMRES,
-    JFB,
-    RMS,
-    Anderson,
-    Broyden,
-    Euclidean,
-    Implicit,
-    Neumann,
-    NormalCG,
-    Picard,
-    Tolerance,
-    Unroll,
-    WorstPixel,
-    data,
-    models,
-)
+from banach import GMRES, RMS, Anderson, Implicit, NormalCG, Picard, Tolerance, Unroll, WorstPixel, data, models
 from banach.data import Affine, Chain, Crop, Erase, Flip, dataset, paper_cifar10
 from banach.models import Constant, Cosine, Steps
 from banach.network import ImplicitNetwork
@@ -45,20 +29,12 @@ def implicit(method: Any, rtol: float = 1e-3, steps: int = 500) -> Implicit:
     [
         (words.solver, "picard:0.25", Picard(damping=0.25)),
         (words.solver, "Anderson:3", Anderson(memory=3)),
-        (words.solver, "broyden:7", Broyden(memory=7)),
-        (words.backward, "jfb", JFB()),
-        (words.backward, "neumann:2", Neumann(2)),
         (words.backward, "unroll:5:0.5", Unroll(5, damping=0.5)),
         (words.backward, "implicit", implicit(NormalCG())),
         (words.backward, "implicit:gmres:1e-5", implicit(GMRES(), 1e-5)),
-        (
-            words.backward,
-            "implicit:picard:1e-2:20",
-            Implicit(Picard(), Tolerance(atol=0, rtol=1e-2, max_steps=20)),
-        ),
+        (words.backward, "implicit:picard:1e-2:20", implicit(Picard(), 1e-2, 20)),
         (words.norm, "WorstPixel()", WorstPixel()),
-        (words.norm, "rms", RMS()),
-        (words.norm, words.name_of_norm(Euclidean()), Euclidean()),
+        (words.norm, words.name_of_norm(RMS()), RMS()),
         (words.schedule, "one-cycle", OneCycle()),
         (words.schedule, "steps:10,15:0.5", Steps((10, 15), 0.5)),
         (words.schedule, {"kind": "cosine"}, Cosine()),
@@ -84,22 +60,17 @@ class Own:
         (words.solver, "andersen", "did you mean 'anderson'"),
         (words.solver, "anderson:x", "needs a whole number, got 'x'"),
         (words.solver, "anderson:1:2", "expected picard"),
-        (words.solver, "anderson:0", "memory"),
         (words.backward, "jfb:3", "expected jfb"),
         (words.backward, "neumann:-1", "order"),
         (words.backward, "implicit:cgg", "did you mean 'cg'"),
         (words.backward, "implicit:cg:0", "must be between 0 and 1"),
         (words.backward, "implicit:picard:1e-2:0", "steps must be a whole number"),
-        (words.backward, "unroll:5:2", "damping"),
         (words.norm, "worst", "did you mean 'worst-pixel'"),
         (words.name_of_norm, Own(), "to be chosen by a word"),
         (words.schedule, "steps", "expected constant"),
-        (words.schedule, "steps:a:0.1", "needs a whole number"),
         (words.schedule, "steps:5:nan", "factor must be a number"),
         (words.schedule, {"kind": "cosin"}, "unknown schedule: 'cosin'; did you mean 'cosine'"),
         (words.schedule, {"kind": "steps", "at": [1], "facto": 0.1}, "cannot be made of .* argument 'facto'"),
-        (words.schedule, {"kind": "steps"}, "cannot be made of"),
-        (words.schedule, {"kind": "one-cycle", "end": "x"}, "end must be"),
         (words.augment, "flip+crp:4", "did you mean 'crop'"),
     ],
 )
@@ -113,19 +84,17 @@ def test_other_words_are_refused_with_advice(read: Any, word: Any, said: str) ->
     [
         ({"epochs": -1}, "epochs must be a whole number, at least 0 and at most 1000000000, got -1"),
         ({"batch_size": True}, "batch_size must be a whole number"),
-        ({"seed": 2**70}, "seed must be a whole number, at least 0 and at most"),
         ({"threads": 1_000_000}, "threads must be a whole number, at least 1 and at most 1024"),
         ({"lr": -1e-3}, "lr must be a number, at least 0"),
         ({"lr": 10**400}, "lr must be a number, at least 0 and at most"),
         ({"label_smoothing": 1.0}, "label_smoothing must be a number, at least 0 and below 1"),
-        ({"clip": 0}, "clip=0 would stop all learning"),
+        ({"clip": 0}, "clip must be a number, at least 1e-30"),
         ({"optimizer": "adamm"}, "did you mean 'adam'"),
         ({"momentum": 0.9}, "momentum is a setting of sgd"),
         ({"schedule": Cosine}, "schedule must be an object"),
         ({"monitor": 1}, "monitor must be true or false"),
         ({"device": "gpu0"}, "device must be auto, cpu"),
         ({"data": 3}, "data must be a name"),
-        ({"correction": float("nan")}, "correction must be a number"),
         ({"correction_steps": ()}, r"correction_steps must be numbers of iterates such as \(2, 5\), got \(\)"),
         ({"correction_steps": (0,)}, "every one of correction_steps must be a whole number, at least 1"),
         ({"finite_difference": True}, "finite_difference is a way to compute jacobian_penalty"),
@@ -134,11 +103,6 @@ def test_other_words_are_refused_with_advice(read: Any, word: Any, said: str) ->
 def test_a_wrong_value_is_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Settings(**changes)
-
-
-def test_a_misspelt_option_is_a_type_error() -> None:
-    with pytest.raises(TypeError):
-        Settings(epoch=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("schedule", [Constant(), Cosine(), Steps((3, 5), 0.1), OneCycle(0.2)])
@@ -198,14 +162,10 @@ def test_flags_override_the_file_and_the_file_overrides_the_recipe(tmp_path: Pat
         ("schedule = 3", "a schedule is"),
         ("data = [1]", "data must be a name"),
         ('correction-steps = "2,x"', "'2,x' needs a whole number, got 'x'"),
-        (
-            "max-steps = 0\njacobian-penalty = 0.5",
-            "explicit twin, .*; leave out jacobian-penalty",
-        ),
+        ("max-steps = 0\njacobian-penalty = 0.5", "explicit twin, .*; leave out jacobian-penalty"),
         ('max-steps = 0\nbackward = "neumann:5"', "explicit twin.* gradient is exact by jfb; leave out backward"),
         ('data = "mnist"\nrecipe = "papr"', "did you mean 'paper'"),
         ('data = "cifar10"\nmodel = "resnet56"\nbackward = "jfb"', "no fixed point; leave out backward"),
-        ('data = "cifar10"\nmodel = "resnet56"\ncorrection = 0.1', "no fixed point; leave out correction"),
     ],
 )
 def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, text: str, said: str) -> None:

@@ -22,9 +22,8 @@ from banach.data import Images
 from banach.data.dataset import find, roots
 from banach.provenance import numbers, plain, provenance
 from banach.train import Epoch, History, Position, Run, Scorer, Settings, Totals, evaluate, fit, words
-from banach.train.board import Board
 from banach.train.distributed import Ranks, joined
-from banach.train.plot import plot_history
+from banach.train.plot import Board, plot_history
 from banach.train.run import PLOT
 
 BOARD = "tensorboard"

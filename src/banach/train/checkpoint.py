@@ -26,8 +26,9 @@ from banach.train.metrics import Epoch
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
 _COUNTS = ("epoch", "step", "products", "rewinds")
+_OTHERS = {"warned": bool, "done": list, "identity": dict}
+_KEYS = (*_COUNTS, "tensors", "seconds", *_OTHERS)  # of a complete state
 _LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
-_KEYS = (*_COUNTS, "tensors", "seconds", "warned", "done", "identity")  # of a complete state
 _IN = "torch.distributed.checkpoint."
 _RECORDS = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata ChunkStorageMetadata"
 _ALLOWED = {  # classes that the metadata of shards may name
@@ -82,10 +83,9 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint under a temporary name, then rename it, so that it is complete or absent.
 
-    The last `keep` up to this position are kept, and that of `best`. Later ones were refused, or training would
-    have resumed from them.
+    The last `keep` up to this position and that of `best` are kept; later ones were refused when training resumed.
     """
-    target, sharded = folder / position.name, are_sharded(tensors)
+    target, sharded = folder / position.name, is_sharded(*tensors.values())
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
         if not sharded:
             return read_finite(target).path
@@ -156,10 +156,8 @@ def read_finite(path: Path) -> Checkpoint:
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of a weight, buffer or optimizer state that is NaN or infinite, None if all are finite."""
-    for name, tensor in ((name, local(tensor)) for name, tensor in tensors.items()):
-        if not name.startswith("tally.") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            return name
-    return None
+    watched = ((name, local(tensor)) for name, tensor in tensors.items() if not name.startswith("tally."))
+    return next((name for name, tensor in watched if not bool(tensor.isfinite().all())), None)
 
 
 def short(value: Any) -> str:
@@ -177,18 +175,14 @@ def _checked(state: Any) -> dict[str, Any]:
         raise ValueError(f"state.json has no {', '.join(missing)}")
     if unknown := sorted({*state} - {*_KEYS}):
         raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
-    for key in _COUNTS if state["tensors"] is None else (*_COUNTS, "tensors"):
+    for key in _COUNTS:
         checks.whole(key, state[key])
     checks.number("seconds", state["seconds"])
-    done, named = state["done"], state["identity"]
-    if not isinstance(state["warned"], bool):
-        raise ValueError(f"warned must be true or false, got {short(state['warned'])}")
-    if not isinstance(named, dict) or not all(isinstance(value, str) for value in named.values()):
-        raise ValueError(f"identity must be a table of strings, got {short(named)}")
-    if not isinstance(done, list) or not all(isinstance(values, dict) for values in done):
-        raise ValueError(f"done must be a list of tables, got {short(done)}")
-    numbers = [Epoch.from_dict(values).epoch for values in done]
-    if len(done) != state["epoch"] or numbers != list(range(1, len(done) + 1)):
+    for key, kind in _OTHERS.items():
+        if type(state[key]) is not kind:
+            raise ValueError(f"{key} must be a {kind.__name__}, got {short(state[key])}")
+    numbers = [Epoch.from_dict(values).epoch for values in state["done"]]
+    if len(numbers) != state["epoch"] or numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"done must hold the epochs 1 to {short(state['epoch'])}, got {short(numbers)}")
     return state
 
@@ -217,21 +211,13 @@ def local(value: Any) -> Tensor:
     return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
 
 
-def is_sharded(value: Any) -> bool:
-    """Return True for a DTensor."""
-    return hasattr(value, "full_tensor")
-
-
-def are_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if some tensors are sharded over ranks."""
-    return any(map(is_sharded, tensors.values()))
+def is_sharded(*values: Any) -> bool:
+    """Return True if a value is a DTensor, sharded over ranks."""
+    return any(hasattr(value, "full_tensor") for value in values)
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> dict[str, str]:
-    """Write tensors by torch.distributed.checkpoint, each rank its part; all ranks call this together.
-
-    The first rank gives the folder, and gets the SHA-256 of every file by its name.
-    """
+    """Write the part of each rank; all call this together. The first one gives the folder and gets checksums."""
     from torch.distributed.checkpoint import FileSystemWriter, save
 
     given = [folder]
@@ -242,11 +228,8 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> d
 
 
 def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return all tensors, whole, on the CPU. No other rank takes part."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    """Return all tensors, whole, on the CPU; no other rank takes part."""
+    from torch.distributed import checkpoint as dcp
 
     for name, expected in files.items():
         if Path(name).name != name:
@@ -255,18 +238,19 @@ def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
     with (folder / _METADATA).open("rb") as file:
         metadata = _Unpickler(file).load()
     entries = metadata.state_dict_metadata
+    kinds = {type(entry) for entry in entries.values()}
     read_from = {info.relative_path for info in metadata.storage_data.values()}
-    if not all(type(entry) is TensorStorageMetadata for entry in entries.values()) or not read_from <= {*files}:
+    if kinds != {dcp.metadata.TensorStorageMetadata} or not read_from <= {*files}:
         raise ValueError(f"{_METADATA} must describe tensors in {', '.join(sorted(files))}, got something else")
     size = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values())
     if size > (held := sum((folder / name).stat().st_size for name in files)):
         raise ValueError(f"{_METADATA} describes {size:,} bytes of tensors, but the files have {held:,}")
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    reader: Any = FileSystemReader(folder)
+    reader: Any = dcp.FileSystemReader(folder)
     reader.read_metadata = lambda *args, **options: metadata  # PyTorch would unpickle it
     try:  # `load` would wait for other ranks in the versions of PyTorch without no_dist
-        _load_state_dict(tensors, reader, no_dist=True)
-    except CheckpointException as error:  # a BaseException
+        dcp.state_dict_loader._load_state_dict(tensors, reader, no_dist=True)
+    except dcp.api.CheckpointException as error:  # a BaseException
         raise ValueError(f"its shards cannot be read: {list(error.failures.values())}") from None
     return tensors
 

@@ -30,10 +30,7 @@ _LOST = ("gloo", "nccl", "connection", "socket", "timed out", "process group", "
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train one network; by default there is no other.
-
-    Every rank takes its part of every batch. The first rank alone writes files.
-    """
+    """This process among those that train one network, by default the only one. The first one writes files."""
 
     rank: int = 0
     count: int = 1
@@ -69,9 +66,12 @@ class Ranks:
             raise ValueError(f"PyTorch {torch.__version__} shards on GPUs only; update it, or leave out sharded")
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
             _check_batch(size, self.count, settings.accumulate)
-        kind = _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm
-        if _has_in_R(net, kind):
-            _check_synchronised(net)
+        own: Any = net
+        synchronised = _has_in_R(net, _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm)
+        if synchronised and (type(own.solver) is not Picard or isinstance(own.backward, Implicit)):
+            # Some ranks would evaluate R another number of times.
+            needs = "batch norm in R is synchronised between ranks: it needs picard and a mode other than implicit"
+            raise ValueError(f"{needs}, got {own.solver} and {own.backward}; choose those, or --no-batch-norm")
 
     def prepare(self, net: nn.Module, settings: Settings) -> None:
         """Synchronise batch norm and shard the weights, in place."""
@@ -86,10 +86,7 @@ class Ranks:
             shard(net)
 
     def agree(self, signals: list[int]) -> int:
-        """Return a signal that some rank has received, 0 if none has: all ranks stop after the same step.
-
-        If another rank has ended, this raises at once, also where the gradients would wait for it.
-        """
+        """Return a signal that some rank has received, 0 if none has; raise at once if a rank has ended."""
         own = signals[0] if signals else 0
         return own if self.count == 1 else int(_reduced(torch.tensor(own), dist.ReduceOp.MAX))
 
@@ -133,9 +130,8 @@ class Ranks:
 class Parallel:
     """The network as one rank calls it in a training step: inside DDP, or sharded.
 
-    DDP and FSDP2 average gradients over ranks, so a rank weights its loss by its share of the batch. If batch norm
-    in R is synchronised, every evaluation of R waits for all ranks, so the stopping test is over all ranks too.
-    `total()` is the number of samples of the batch, on all `count` ranks.
+    If batch norm in R is synchronised, every evaluation of R waits for all ranks, so the stopping test is over all
+    ranks too. `total()` is the number of samples of the batch, on all `count` ranks.
     """
 
     def __init__(self, net: nn.Module, count: int, total: Callable[[], int], *, sharded: bool) -> None:
@@ -155,7 +151,7 @@ class Parallel:
             net.tolerance = own
 
     def weight(self, own: int) -> float:
-        """Return the weight of the mean loss of this rank's samples."""
+        """Return the weight of the mean loss of this rank's samples: DDP and FSDP2 average over ranks."""
         return own * self.count / self.total()
 
 
@@ -174,10 +170,7 @@ class LargestOnRanks:
 
 @contextmanager
 def joined(settings: Settings) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, in the block; without torchrun nothing happens.
-
-    If another rank ends inside the block, a RunError says so.
-    """
+    """Join the processes that torchrun started, if any, in the block; if another rank ends, raise a RunError."""
     if dist.is_initialized() or _started() == 1:
         yield Ranks.here()
         return
@@ -203,8 +196,8 @@ def joined(settings: Settings) -> Iterator[Ranks]:
 def shard(net: nn.Module) -> None:
     """Shard weights, gradients and optimizer state over all ranks by FSDP2, in place.
 
-    Weights of Q and S are gathered where they are used. Those of R are gathered once per pass, not at every
-    evaluation, and so must fit on one device: a solve then waits for no other rank, whatever their depths are.
+    Weights of R are gathered once per pass, not at every evaluation, and so must fit on one device: a solve then
+    waits for no other rank, whatever their depths are.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -221,12 +214,6 @@ def shard(net: nn.Module) -> None:
 def can_shard(device: torch.device) -> bool:
     """Return True if FSDP2 works on the device: on a CPU, older versions such as 2.6 lack what it needs."""
     return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
-
-
-def released(net: Any) -> None:
-    """Free the gathered weights of a sharded network: a pass without backward pass keeps those of R."""
-    if hasattr(net, "reshard"):
-        net.reshard()
 
 
 def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
@@ -254,23 +241,13 @@ def _has_in_R(net: Any, kind: type[nn.Module]) -> bool:
     return has_module and any(isinstance(module, kind) for module in net.R.modules())
 
 
-def _check_synchronised(net: Any) -> None:
-    """Refuse what would evaluate R another number of times on some ranks."""
-    text, advice = "batch norm in R is synchronised between ranks, which needs", "or pass --no-batch-norm"
-    if type(net.solver) is not Picard:
-        raise ValueError(f"{text} the solver picard, got {net.solver}; choose that, {advice}")
-    if isinstance(net.backward, Implicit):
-        raise ValueError(f"{text} a backward mode other than implicit, such as jfb; choose one, {advice}")
-
-
 def _check_batch(size: int, count: int, accumulate: int) -> None:
+    """Refuse a batch of which a rank has nothing, or that `accumulate` cuts differently on some ranks."""
     own = [size * (rank + 1) // count - size * rank // count for rank in range(count)]  # as `Batches.own`
-    if min(own) == 0:
-        text = f"a batch of {size} images cannot be cut into parts for {count} ranks"
+    if min(own) == 0 or len({len(torch.empty(part).chunk(accumulate)) for part in own}) > 1:
+        parts = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
+        text = f"a batch of {size} images cannot be cut into parts for {parts}"
         raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")
-    if len({len(torch.empty(part).chunk(accumulate)) for part in own}) > 1:
-        text = f"accumulate={accumulate} cuts a batch of {size} images into other numbers of parts on some ranks"
-        raise ValueError(f"{text}; choose a --batch-size that {count} ranks share evenly")
 
 
 def _started() -> int:
@@ -280,8 +257,7 @@ def _started() -> int:
 
 def _own_gpu(settings: Settings) -> int:
     own, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if settings.torch_device.index is not None:
-        raise ValueError(f"every rank needs its own GPU, got --device {settings.device}; write --device cuda")
-    if own >= here:
-        raise ValueError(f"every rank needs its own GPU, got {here} GPUs; lower --nproc-per-node to {here}")
+    if settings.torch_device.index is not None or own >= here:
+        text = f"every rank needs its own GPU, got {here} GPUs and --device {settings.device}"
+        raise ValueError(f"{text}; write --device cuda, with --nproc-per-node {here} at most")
     return own

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from banach.data import Augmentation, Batches, Images
+from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
 from banach.fast.capture import reason_of
 from banach.fast.inference import CompiledNetwork
@@ -18,7 +18,7 @@ from banach.fast.step import at_least_fp32, run_network
 from banach.network import ImplicitNetwork, as_inputs
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
-from banach.train.distributed import Ranks, released
+from banach.train.distributed import Ranks
 from banach.train.metrics import Compared, MetricSums, Objective, Totals
 from banach.train.precision import arithmetic, autocast
 
@@ -29,10 +29,9 @@ AT_A_TIME = 512  # images per captured batch; batches are powers of two
 class Scorer:
     """x -> (scores in at least fp32, Solution or None), without gradients, in the mode that the network is in.
 
-    On a GPU a network in eval mode is captured at the first call, and again when its
-    tolerance, solver, a part or the address of a weight has changed. Everything else goes through the network
-    itself. So does, with one warning, what cannot be captured: `reason` then says why. Several `ranks` evaluate
-    together: each scores its part of every batch.
+    On a GPU a network in eval mode is captured at the first call, and again when its tolerance, solver, a part or
+    the address of a weight has changed. Everything else goes through the network itself; so does, with one
+    warning, what cannot be captured: `reason` says why. Each of several `ranks` scores its part of every batch.
     """
 
     def __init__(self, net: Any, precision: str = "fp32", *, fast: bool = True, ranks: Ranks = Ranks()) -> None:
@@ -121,33 +120,20 @@ def evaluate(
 
 
 @torch.no_grad()
-def measure(
-    scorer: Scorer,
-    data: Images | Loader,
-    batch_size: int,
-    begin: Callable[[], object] = lambda: None,
-    *,
-    augment: Augmentation | None = None,
-    epoch: int = 0,
-    objective: Objective = Objective(),
-) -> Totals:
-    """Evaluate in the mode that the network is in.
-
-    `begin` is called before the first sample, perhaps twice. `augment` changes the images, differently in every
-    `epoch`.
-    """
+def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: Objective = Objective()) -> Totals:
+    """Evaluate in the mode that the network is in."""
     device = data.device
 
     def once(scorer: Scorer) -> MetricSums:
-        begin()
         sums, size = MetricSums(device, objective.metrics), scorer.batch_size(batch_size, device)
         with arithmetic(scorer.precision, device):
-            for d, targets in _batches(data, size, scorer.ranks, augment, epoch):
+            for d, targets in _batches(data, size, scorer.ranks):
                 output, found = scorer(*d)
                 sums.add(objective.loss(output, targets), output, targets, found)
                 sums.add_evaluations(scorer.net, len(targets))
         scorer.ranks.add(sums)
-        released(scorer.net)
+        if hasattr(scorer.net, "reshard"):  # a pass without backward pass keeps the gathered weights of R
+            scorer.net.reshard()
         return sums
 
     sums = once(scorer)
@@ -163,9 +149,7 @@ def measure(
     return totals
 
 
-def _batches(
-    data: Images | Loader, size: int, ranks: Ranks, augment: Augmentation | None, epoch: int
-) -> Iterator[Batch]:
+def _batches(data: Images | Loader, size: int, ranks: Ranks) -> Iterator[Batch]:
     """Yield batches; those of images have at most this size, and an image for every rank: all call the network."""
     if isinstance(data, Loader):
         yield from map(data.placed, data.epoch())
@@ -173,8 +157,8 @@ def _batches(
     if len(data) < ranks.count:
         raise ValueError(f"{ranks.count} ranks cannot share {len(data)} images; start fewer processes")
     fits = (n for n in range(size, 0, -1) if (len(data) % n or n) >= ranks.count)
-    batches = Batches(data, next(fits, len(data)), augment=augment, shuffle=False, part=ranks.part)
-    yield from (((images,), labels) for images, labels in batches.epoch(epoch))
+    batches = Batches(data, next(fits, len(data)), shuffle=False, part=ranks.part)
+    yield from (((images,), labels) for images, labels in batches.epoch())
 
 
 def _state(net: Any) -> tuple[Any, ...]:

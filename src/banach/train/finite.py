@@ -21,10 +21,8 @@ _EVERY = {"cpu": 1, "cuda": 100}  # steps between two reads; on a GPU each one i
 class Watch:
     """Records on the device which step of an epoch was the first that was not finite.
 
-    `begin` and `end` are part of a training step, also of a captured one: they never sync with the host. Loss,
-    gradients, weights, averaged weights, buffers and optimizer state are watched. With the policy "skip" a bad
-    step is undone: all that it changed is as before, and the batch does not count in the metrics. `place` holds
-    the number of the step that runs, from 1.
+    `begin` and `end` are part of a training step, also of a captured one: they never sync with the host. With the
+    policy "skip" a bad step is undone, metrics included. `place` holds the number of the step that runs, from 1.
     """
 
     def __init__(self, state: TrainState, place: Tensor) -> None:
@@ -47,9 +45,7 @@ class Watch:
     @torch.no_grad()
     def end(self, loss: Tensor) -> None:
         """Record whether the step was finite; undo it if it is to be skipped."""
-        tensors = [local(tensor) for _, tensor in self._watched()]
-        tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]  # an empty shard
-        sizes = torch.stack([loss.detach(), *_largest(tensors)]).double()
+        sizes = torch.stack([loss.detach(), *_largest([tensor for _, tensor in self._watched()])]).double()
         sizes = self.state.ranks.largest(sizes)  # so that all ranks do the same
         bad = (sizes * 0).sum() != 0  # 0 times NaN or infinity is NaN
         if len(self.sizes) != len(sizes):  # at the first step: the optimizer had no state before
@@ -98,7 +94,9 @@ class Watch:
 
 
 def _largest(tensors: list[Tensor]) -> Any:
-    """Return the largest absolute value of each tensor, NaN if it has one."""
+    """Return the largest absolute value of each tensor, on this rank, NaN if it has one."""
+    parts = [local(tensor) for tensor in tensors]
+    tensors = [part if part.numel() else part.new_zeros(1) for part in parts]  # a shard may be empty
     if tensors[0].device.type == "cpu":  # three times as fast there as the norm, which is one kernel on a GPU
         return torch._foreach_max(torch._foreach_abs(tensors))
     return torch._foreach_norm(tensors, math.inf)
@@ -125,12 +123,11 @@ class Divergence:
         often = self.policy != "skip" and state.step % _EVERY[state.device.type] == 0
         if not (now or last or often) or (fault := watch.read()) is None:
             return False
-        if self.policy == "skip":
-            if last:
-                self._report_skipped(watch, fault)
-            return False
-        self._rewind(fault)
-        return True
+        if self.policy != "skip":
+            self._rewind(fault)
+        elif last:
+            self._report_skipped(watch, fault)
+        return self.policy != "skip"
 
     def _rewind(self, fault: str) -> None:
         """Return to the newest checkpoint and lower the rate, or raise a DivergenceError."""

@@ -19,7 +19,7 @@ from banach.data.loader import Loader
 from banach.fast.plan import Plan
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
-from banach.train.checkpoint import Position, are_sharded, write_shards
+from banach.train.checkpoint import Position, is_sharded, write_shards
 from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
 from banach.train.finite import Divergence
@@ -110,7 +110,7 @@ def fit(
         tensors = state.tensors()
         if ranks.first:
             run.save(state.position, tensors, state.state())
-        elif are_sharded(tensors):
+        elif is_sharded(*tensors.values()):
             write_shards(tensors)
         ranks.go_on(state)
 
@@ -137,8 +137,7 @@ def fit(
         steps = Steps(state, show)
         if state.epoch < settings.epochs:
             steps.prepare()
-        # A capture that failed in training is not tried again: one warning is enough.
-        scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed, ranks=ranks)
+        scorer = Scorer(net, settings.precision, fast=settings.fast, ranks=ranks)
         stopped = ranks.agree(signals)
         while state.epoch < settings.epochs and not stopped:
             net.train()
@@ -147,7 +146,8 @@ def fit(
                 state.step += 1
                 if on_step is not None:
                     on_step(state.position)
-                stopped, due = ranks.agree(signals), _is_due(state)
+                stopped, every = ranks.agree(signals), settings.checkpoint_every
+                due = every > 0 and state.step % every == 0 and state.step < len(batches)  # else at its end
                 if divergence.found(steps.watch, now=stopped > 0 or due):
                     steps = Steps(state, show)  # captured steps point to the old state of the optimizer
                     break
@@ -199,9 +199,10 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
         # Before the validation, which in batches of another size has another peak.
         "memory": torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None,
     }
-    state.net.eval()
+    net: Any = state.net.eval()
     epoch = Epoch(epoch=state.epoch + 1, **figures, **_validate(state, scorer), sigma=_contraction(state))
-    if _is_unsolved(state, epoch) and not any(_is_unsolved(state, earlier) for earlier in state.done):
+    few = [one for one in (*state.done, epoch) if one.converged is not None and one.converged < _FEW]
+    if few == [epoch] and net.tolerance.check_every != 0:  # at a fixed depth that is meant
         text = f"in epoch {epoch.epoch} only {epoch.converged:.1%} of the samples converged"
         warnings.warn(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning, stacklevel=3)
     return epoch
@@ -209,19 +210,8 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
 
 def _line(epoch: Epoch) -> str:
     """Return the main figures of an epoch, for the log."""
-    figures = {
-        "loss": epoch.loss,
-        "validation loss": epoch.validation_loss,
-        "validation accuracy": epoch.validation_accuracy,
-        "solver steps": epoch.depth,
-    }
-    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
-
-
-def _is_unsolved(state: TrainState, epoch: Epoch) -> bool:
-    """Return True if almost no solve of an epoch converged, though a fixed depth was not meant."""
-    net: Any = state.net
-    return epoch.converged is not None and epoch.converged < _FEW and net.tolerance.check_every != 0
+    shown = ((name, getattr(epoch, name)) for name in ("loss", "validation_loss", "validation_accuracy", "depth"))
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown if value is not None)
 
 
 def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
@@ -237,9 +227,8 @@ def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:
 def _contraction(state: TrainState) -> float | None:
     """Return the largest sigma_max(dT/du) on a few training samples, in eval mode; None if R is sharded."""
     net, data, settings = state.net, state.batches, state.settings
-    if not settings.monitor or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
-        return None
-    if settings.sharded and state.ranks.count > 1:
+    wanted = settings.monitor and not (settings.sharded and state.ranks.count > 1)
+    if not wanted or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         return None
     few = data.few if isinstance(data, Loader) else data.images.normalise(data.images.pixels[:_WATCHED])
     try:
@@ -250,12 +239,6 @@ def _contraction(state: TrainState) -> float | None:
             warnings.warn(f"the contraction of R cannot be measured, so it is skipped: {said}", stacklevel=2)
         return None
     return state.monitor.history[-1].sigma
-
-
-def _is_due(state: TrainState) -> bool:
-    """Return True if a checkpoint is due within the epoch; there is always one at its end."""
-    every = state.settings.checkpoint_every
-    return every > 0 and state.step % every == 0 and state.step < len(state.batches)
 
 
 def _resume(run: Run, state: TrainState) -> None:

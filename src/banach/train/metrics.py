@@ -128,15 +128,6 @@ def _total(name: str, values: Any, samples: int) -> Tensor:
     return total if values.numel() == samples else total * (samples / values.numel())
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "None": (type(None),),
-    "dict[str, float]": (dict,),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
     """One epoch. Train figures are those seen while training; validation uses the averaged weights, if any.
@@ -182,15 +173,21 @@ class Epoch:
             TypeError: if a field is missing, unknown or of another type.
             ValueError: if a string is not a number.
         """
-        tables = {key: numbers(value) for key, value in values.items() if isinstance(value, dict)}
-        given: dict[str, Any] = {"warm_up": values.get("epoch") == 1} | numbers(values) | tables
-        epoch = Epoch(**given)
-        checked = [(one.name, getattr(epoch, one.name), str(one.type)) for one in dataclasses.fields(epoch)]
-        checked += [(name, value, "float") for table in tables.values() for name, value in table.items()]
-        for name, value, kinds in checked:
-            if not any(type(value) in _KINDS[kind] for kind in kinds.split(" | ")):
-                raise TypeError(f"{name} must be {kinds}, got {str(value)[:60]!r}")
+        epoch: Epoch = read_figures(Epoch, {"warm_up": values.get("epoch") == 1, **values})
         return epoch
+
+
+def read_figures(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Return the `Totals` or the `Epoch` that `plain` wrote, or raise as `Epoch.from_dict` does."""
+    types: Any = {"float": {int, float}, "int": {int}, "bool": {bool}, "None": {type(None)}, "dict": {dict}}
+    tables = {key: numbers(value) for key, value in values.items() if isinstance(value, dict)}
+    made = kind(**numbers(values) | tables)
+    checked = [(one.name, getattr(made, one.name), str(one.type)) for one in dataclasses.fields(made)]
+    checked += [(name, value, "float") for table in tables.values() for name, value in table.items()]
+    for name, value, kinds in checked:
+        if not any(type(value) in types[one.partition("[")[0]] for one in kinds.split(" | ")):
+            raise TypeError(f"{name} must be {kinds}, got {str(value)[:60]!r}")
+    return made
 
 
 @dataclass(frozen=True)

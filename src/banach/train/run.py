@@ -17,18 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from banach import checks
-from banach.provenance import numbers, provenance, signed, unsigned, whole_file, write_json
-from banach.train.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Position,
-    checkpoints,
-    nonfinite,
-    read_finite,
-    remove_halves,
-    write_checkpoint,
-)
-from banach.train.metrics import Epoch, Totals
+from banach.provenance import provenance, signed, unsigned, whole_file, write_json
+from banach.train import checkpoint as files
+from banach.train.checkpoint import Checkpoint, CheckpointError, Position
+from banach.train.metrics import Epoch, Totals, read_figures
 from banach.train.settings import FREE, Settings
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
@@ -106,10 +98,10 @@ class Run:
             CheckpointError: if there are checkpoints and none is sound.
         """
         folder = self.path / CHECKPOINTS
-        found = checkpoints(folder)
+        found = files.checkpoints(folder)
         for path in reversed(found):
             try:
-                return read_finite(path)
+                return files.read_finite(path)
             except CheckpointError as error:
                 earlier = "the one before it is tried" if path != found[0] else "there is none before it"
                 warnings.warn(f"{error}; {earlier}", RuntimeWarning, stacklevel=2)
@@ -127,7 +119,7 @@ class Run:
         """
         position = _best(self.metrics())
         path = None if position is None else self.path / CHECKPOINTS / position.name
-        return None if path is None or not path.exists() else read_finite(path)
+        return None if path is None or not path.exists() else files.read_finite(path)
 
     def save(self, position: Position, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write a checkpoint. The last ones and the best one are kept.
@@ -135,18 +127,18 @@ class Run:
         Raises:
             DivergenceError: if the state is not finite; then nothing is written.
         """
-        if name := nonfinite(tensors):
+        if name := files.nonfinite(tensors):
             raise DivergenceError(f"{name} is NaN or infinite, so no checkpoint is written; resume {self.path}")
         best = _best([Epoch.from_dict(values) for values in state["done"]])
         folder, keep = self.path / CHECKPOINTS, self.settings.keep
-        write_checkpoint(folder, position, tensors, state=state, keep=keep, best=best)
+        files.write_checkpoint(folder, position, tensors, state=state, keep=keep, best=best)
 
     def clean(self) -> None:
         """Remove temporary files that a killed process left; call it while holding the lock."""
         for name in (SETTINGS, ENVIRONMENT, METRICS, TEST, PLOT):
             for file in self.path.glob(f".{name}.*"):
                 file.unlink(missing_ok=True)
-        remove_halves(self.path / CHECKPOINTS)
+        files.remove_halves(self.path / CHECKPOINTS)
 
     def write_metrics(self, epochs: Iterable[Epoch]) -> None:
         """Write one JSON line per epoch. The whole file is replaced, so no epoch can occur twice."""
@@ -181,11 +173,9 @@ class Run:
             return None
         with _reading(path, "delete it, and resume the run"):
             content = unsigned(json.loads(path.read_bytes()))
-            totals = Totals(**numbers(content["totals"]))
-            figures = {**vars(totals), **totals.metrics, "metrics": None}
-            float(totals.loss), [float(value) for value in figures.values() if value is not None]
+            totals = vars(read_figures(Totals, content["totals"]))
             checks.whole("count", content["count"])
-            return {**content, "title": str(content["title"]), "totals": vars(totals)}
+            return {**content, "title": str(content["title"]), "totals": totals}
 
 
 def _best(epochs: Sequence[Epoch]) -> Position | None:

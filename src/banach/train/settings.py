@@ -121,6 +121,8 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), str(field.type))
+        for step in self.correction_steps:
+            checks.whole("every one of correction_steps", step, 1, _COUNT)
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum is a setting of sgd, got {self.momentum!r} for {self.optimizer}; use 0")
         if self.finite_difference and not self.jacobian_penalty:
@@ -174,16 +176,15 @@ class Settings:
     @staticmethod
     def of_recipe(recipe: Recipe, /, **others: Any) -> Settings:
         """Return the settings a network was tuned with; `others` replace some of them."""
-        values = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+        values = dict(vars(recipe))
         del values["augment"]  # it depends on the data
         values |= {"optimizer": "adam" if recipe.momentum is None else "sgd", "momentum": recipe.momentum or 0.0}
         return Settings(**{**values, "norm": str(recipe.norm), **others})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["correction_steps"] = list(self.correction_steps)
-        return {**values, "schedule": words.schedule_to_dict(self.schedule)}
+        steps, schedule = list(self.correction_steps), words.schedule_to_dict(self.schedule)
+        return {**vars(self), "correction_steps": steps, "schedule": schedule}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Settings:
@@ -237,10 +238,7 @@ class Settings:
         return replace(default, **{key: value for key, value in given.items() if value is not None})
 
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of the parameters that are trained.
-
-        On a GPU it is fused, and its learning rate is a tensor, so that a captured step can change it.
-        """
+        """Return the optimizer of the parameters that are trained; on a GPU it can be captured and is fused."""
         weights = [p for p in net.parameters() if p.requires_grad]
         options: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
         on_gpu = self.torch_device.type == "cuda"
@@ -337,10 +335,7 @@ def _check(name: str, value: Any, kind: str) -> None:
         raise ValueError(f"{name} must be a name, or None, got {value!r}")
     elif name == "device" and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {value!r}")
-    elif name == "schedule" and (not callable(getattr(value, "multiplier", None)) or isinstance(value, type)):
+    elif name == "schedule" and (isinstance(value, type) or not hasattr(value, "multiplier")):
         raise ValueError(f"schedule must be an object such as Constant() or Cosine(), got {value!r}")
-    elif name == "correction_steps":
-        if not isinstance(value, tuple) or not value:
-            raise ValueError(f"{name} must be numbers of iterates such as (2, 5), got {value!r}")
-        for step in value:
-            checks.whole(f"every one of {name}", step, 1, _COUNT)
+    elif name == "correction_steps" and not (isinstance(value, tuple) and value):
+        raise ValueError(f"{name} must be numbers of iterates such as (2, 5), got {value!r}")

@@ -1,4 +1,4 @@
-"""The training steps of `fit`: a TrainStep for the network as it is, penalties, seeds and J-products."""
+"""The training steps of `fit`: a TrainStep for the network as it is, the batches it reads, penalties and seeds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from banach.backward import Neumann, Unroll
-from banach.data import counter
-from banach.data.loader import Loader
+from banach.data import Batches, counter
+from banach.data.loader import Batch, Loader
 from banach.fast import unchanged
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep, at_least_fp32
@@ -23,8 +23,8 @@ from banach.models import ODENet, unrolled
 from banach.models.ode import ODE_FAILURES
 from banach.network import ImplicitNetwork
 from banach.nn import Observed, finite_difference_penalty, fixed_point_correction, jacobian_penalty, observe
+from banach.train.checkpoint import Position
 from banach.train.distributed import Parallel
-from banach.train.feeds import ImageFeed, LoaderFeed
 from banach.train.finite import Watch
 from banach.train.precision import autocast
 from banach.train.settings import Settings
@@ -32,6 +32,136 @@ from banach.train.state import TrainState
 
 _DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1, Loader 3
 _TUNED = 30  # the step of an epoch at which modules tune themselves, and once more in its middle
+
+
+class Feed:
+    """What both feeds of a `TrainStep` share; `place` holds the number of the step that runs, from 1."""
+
+    batch: Callable[[], Batch]
+
+    def __init__(self, state: TrainState) -> None:
+        self.state = state
+        self.place = torch.zeros(1, dtype=torch.int64, device=state.device)
+
+    def eager(self) -> Batch:
+        batch = self.batch()  # before the place, which it may reset
+        self.begin_step()
+        return batch
+
+    def begin_step(self) -> None:
+        """Set the learning rate and the number of the next step."""
+        rate = self.state.rate(self.state.step)
+        self.place.fill_(self.state.step + 1)
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+
+    def changing(self) -> Iterator[Tensor]:
+        yield from (self.place, self.state.metrics.sums, self.state.metrics.most, self.state.counted)
+        if self.state.average is not None:
+            yield from self.state.average.weights.values()
+
+
+class ImageFeed(Feed):
+    """Batches of images. A captured step counts its steps and reads order, keys and rates from the device."""
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
+        self.batches, device = cast(Batches, state.batches), state.device
+        batch, steps = state.settings.batch_size, len(self.batches)
+        self.full = len(self.batches.images) // batch  # batches of full size
+        self.epoch = -1  # that of order, keys and rates
+        self.order = torch.zeros(len(self.batches.images), dtype=torch.int64, device=device)
+        self.keys = torch.zeros(steps, dtype=torch.int64, device=device)
+        self.rates = torch.zeros(steps, dtype=torch.float32, device=device)
+        self.within = torch.arange(batch, device=device)
+
+    @property
+    def whole(self) -> bool:
+        return self.state.step < self.full
+
+    def count(self) -> int:
+        """Return the number of images of the next batch, on all ranks."""
+        batch = self.state.settings.batch_size
+        return min(batch, len(self.batches.images) - self.state.step * batch)
+
+    def load(self) -> None:
+        """Write what steps read, once per epoch."""
+        state = self.state
+        if self.epoch == state.epoch:
+            return
+        self.epoch, steps = state.epoch, range(len(self.batches))
+        self.order.copy_(self.batches.order(state.epoch))
+        self.keys.copy_(torch.tensor([self.batches.key(state.epoch, k) for k in steps], dtype=torch.int64))
+        self.rates.copy_(torch.tensor([state.rate(k) for k in steps], dtype=torch.float32))
+        self.place.fill_(state.step)
+
+    def batch(self) -> Batch:
+        epoch, k = self.state.epoch, self.state.step
+        self.load()
+        images, labels = self.batches.make(self.batches.index(self.order, k), self.batches.key(epoch, k))
+        return (images,), labels
+
+    def captured(self) -> Batch:
+        index = self.order.index_select(0, self.place * len(self.within) + self.within)
+        images, labels = self.batches.make(index, self.keys.index_select(0, self.place))
+        for group in self.state.optimizer.param_groups:
+            group["lr"].copy_(self.rates.index_select(0, self.place)[0])
+        self.place += 1
+        return (images,), labels
+
+
+class LoaderFeed(Feed):
+    """Batches of a `Loader`. A captured step reads copies of those that have the shapes of the first one."""
+
+    full = 1  # at least the first batch has its shapes
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
+        self.loader = cast(Loader, state.batches)
+        self.at: Position | None = None  # that of `given`
+        self.kept: tuple[Tensor, ...] = ()  # inputs and targets that a captured step reads
+
+    @property
+    def whole(self) -> bool:
+        return _kinds(_flat(self.batch())) == _kinds(self.kept)
+
+    def count(self) -> int:
+        return len(self.batch()[1])
+
+    def load(self) -> None:
+        """Write what a captured step reads."""
+        given = _flat(self.batch())
+        if not self.kept:  # of the first batch, though a resumed epoch may begin with its last one
+            self.kept = tuple(one.clone() for one in _flat(self.loader.placed(self.first)))
+        self.begin_step()
+        if self.whole:
+            for kept, one in zip(self.kept, given, strict=True):
+                kept.copy_(one)
+
+    def batch(self) -> Batch:
+        """Return the next batch, which is loaded once; those that were seen before a resume are skipped."""
+        position = self.state.position
+        if self.at != position:
+            if self.at is None or self.at.epoch != position.epoch:
+                self.drawn = enumerate(self.loader.epoch(position.epoch))
+            for k, batch in self.drawn:
+                if k == 0:
+                    self.first = batch
+                if k == position.step:
+                    break
+            self.at, self.given = position, self.loader.placed(batch)
+        return self.given
+
+    def captured(self) -> Batch:
+        return self.kept[:-1], self.kept[-1]
+
+
+def _flat(batch: Batch) -> tuple[Tensor, ...]:
+    return (*batch[0], batch[1])
+
+
+def _kinds(tensors: tuple[Tensor, ...]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(one.shape, one.dtype) for one in tensors]
 
 
 @dataclass(frozen=True)
@@ -115,18 +245,9 @@ class Steps:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-        self._planned, self._pretrains = bool(how.graph), self._pretrain
+        self._pretrains = self._pretrain
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
-
-    @property
-    def plan(self) -> Plan:
-        return self.step.plan
-
-    @property
-    def failed(self) -> bool:
-        """A capture was planned, and failed."""
-        return self._planned and not self.plan.graph
 
     @property
     def _pretrain(self) -> bool:
@@ -141,14 +262,14 @@ class Steps:
         """Capture the step, if that is planned; again if the network is used in another way than before."""
         if self._pretrains != self._pretrain or self._tuned():
             self._make()
-        if self.plan.graph:
+        if self.step.plan.graph:
             self.feed.load()
             if not self.step.prepared:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
-        if self.plan is not self._shown and self.plan != self._shown:
-            self.show(self.plan)
-        self._shown = self.plan
+        if self.step.plan is not self._shown and self.step.plan != self._shown:
+            self.show(self.step.plan)
+        self._shown = self.step.plan
 
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
