@@ -88,7 +88,7 @@ def test_other_words_are_refused_with_advice(read: Any, word: Any, said: str) ->
         ({"lr": -1e-3}, "lr must be a number, at least 0"),
         ({"lr": 10**400}, "lr must be a number, at least 0 and at most"),
         ({"label_smoothing": 1.0}, "label_smoothing must be a number, at least 0 and below 1"),
-        ({"clip": 0}, "clip must be a number, at least 1e-30"),
+        ({"clip": 0}, "clip=0 would stop all learning"),
         ({"optimizer": "adamm"}, "did you mean 'adam'"),
         ({"momentum": 0.9}, "momentum is a setting of sgd"),
         ({"schedule": Cosine}, "schedule must be an object"),
