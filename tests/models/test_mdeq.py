@@ -1,7 +1,5 @@
 """Multiscale DEQs: counts, the map against its formula, gradients against unrolled autograd in float64."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -12,15 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from banach import (
-    GMRES,
-    Implicit,
-    ImplicitNetwork,
-    Picard,
-    Tolerance,
-    Unroll,
-    models,
-)
+from banach import GMRES, Implicit, ImplicitNetwork, Picard, Tolerance, Unroll, models
 from banach.models.mdeq import Sizes, multiscale, unrolled
 from models.reference_models import count
 from nn.parts_nn import gradients

@@ -1,7 +1,5 @@
 """Monotone operator networks by name: their counts, their answers, and that they learn."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -23,15 +21,11 @@ COUNTS = {
 GREY = (1, 8, 8)  # small images, for speed
 
 
-@pytest.mark.parametrize(("name", "image"), COUNTS)
-def test_counts(name: str, image: Any) -> None:
-    assert count(models.build(name, image=image)) == COUNTS[name, image]
-
-
-def test_counts_of_other_widths() -> None:
+def test_counts() -> None:
+    for (name, image), parameters in COUNTS.items():
+        assert count(models.build(name, image=image)) == parameters
     assert sum(map(count, models.mon_fc())) == 84_313
     assert sum(map(count, models.mon((1, 28, 28), channels=54))) == 79_500  # the width that the paper prints
-    assert sum(map(count, models.mon((3, 32, 32), channels=200))) == 853_612
 
 
 @pytest.mark.parametrize(("name", "channels"), [("mon", 8), ("mon-tiers", (4, 8, 8))])

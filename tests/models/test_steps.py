@@ -1,7 +1,5 @@
 """Training steps in every backward mode, statistics, memory formats, names in a checkpoint; digits are learnt."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 
 from banach import GMRES, JFB, Implicit, ImplicitNetwork, Mode, Neumann, NormalCG, Tolerance, Unroll, data, models
 from banach.train import Settings, evaluate, fit
-from models.reference_models import IMPLICIT, REFERENCE, SMALL, images, network
+from models.reference_models import IMPLICIT, SMALL, images, network
 
 FEW = Tolerance(max_steps=3, check_every=0)
 LOOSE = Tolerance(atol=0, rtol=1e-2, max_steps=200)
@@ -88,11 +86,6 @@ def test_twins_exchange_weights(name: str) -> None:
     assert missing == []
     assert all(".norm." in key and key.startswith("R.") for key in extra)
     assert extra
-
-
-def test_the_reference_covers_every_implicit_model() -> None:
-    known = [name for name in models.names() if models.get(name).has_twin]
-    assert sorted(known) == sorted(REFERENCE)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What the tests of this room share: the matrix of an operator, the backward modes, small maps in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

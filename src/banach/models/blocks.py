@@ -1,7 +1,5 @@
 """Layers that several of the networks share."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

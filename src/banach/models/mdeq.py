@@ -1,7 +1,5 @@
 """Multiscale deep equilibrium models (Bai et al. 2020): a latent of several resolutions, solved at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -213,7 +211,7 @@ def multiscale(image: Image, classes: int, sizes: Sizes) -> ImplicitNetwork:
 def mdeq_tiny(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
     """Return TINY, a multiscale DEQ of two branches: 158,986 parameters on CIFAR-10.
 
-    Each branch has 24 channels. 5,928 are in Q, 111,792 in R and 41,266 in S. (The paper prints 170K.)
+    Q, R and S have 5,928, 111,792 and 41,266 of them. (The paper prints 170K.)
     """
     return multiscale(image, classes, TINY)
 
@@ -221,8 +219,7 @@ def mdeq_tiny(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
 def mdeq(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
     """Return LARGE, a multiscale DEQ of four branches: 11,098,398 parameters on CIFAR-10.
 
-    They have 32, 64, 128 and 256 channels. 11,296 are in Q, 8,716,192 in R and 2,370,910 in S. (The paper prints
-    10M.)
+    Q, R and S have 11,296, 8,716,192 and 2,370,910 of them. (The paper prints 10M.)
     """
     return multiscale(image, classes, LARGE)
 

@@ -1,7 +1,5 @@
 """Monotone operator networks (Winston and Kolter 2020): fully connected, one convolution, several tiers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace

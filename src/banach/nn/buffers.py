@@ -1,7 +1,5 @@
 """The buffers of R in one pass: every evaluation starts from the same values, and the last one is written back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

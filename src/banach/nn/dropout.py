@@ -1,7 +1,5 @@
 """Dropout and attention that keep one mask per pass, so that the map that is iterated stays the same map."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -29,13 +27,10 @@ class _OneMask:
         now = pass_of(self)
         if now is None:
             return super().forward(x)  # type: ignore[misc]
-        return masked(x, self, now, self._shape(x) if self.spatial else x.shape)
-
-    def _shape(self, x: Tensor) -> torch.Size:
-        if x.dim() != self.spatial + 2:
-            name, expected = type(self).__name__, self.spatial + 2
-            raise ValueError(f"{name} inside R takes a batch of {expected} axes, got shape {tuple(x.shape)}")
-        return torch.Size([*x.shape[:2], *[1] * self.spatial])
+        if self.spatial and x.dim() != self.spatial + 2:
+            expected = f"{type(self).__name__} inside R takes a batch of {self.spatial + 2} axes"
+            raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
+        return masked(x, self, now, x.shape[:2] + (1,) * self.spatial if self.spatial else x.shape)
 
 
 class Dropout(_OneMask, nn.Dropout):
@@ -97,10 +92,9 @@ def scaled_dot_product_attention(
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with one mask of its attention weights per pass.
+    """`torch.nn.MultiheadAttention` with one mask of its attention weights per pass, outside a pass PyTorch's own.
 
-    In eval mode, with dropout 0 and outside a pass it is PyTorch's own. The mask belongs to the layer: called at
-    two places in R, it drops the same weights at both.
+    The mask belongs to the layer: called at two places in R, it drops the same weights at both.
     """
 
     one_mask_per_pass = True

@@ -1,12 +1,10 @@
 """One forward pass: every evaluation of R sees the same dropout masks and starts from the same buffers."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +25,8 @@ _current = threading.local()
 _inside: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _running() -> Pass | None:
+def _running() -> Any:
+    """Return the `Pass` that is evaluating R in this thread, or None."""
     return getattr(_current, "running", None)
 
 
@@ -64,9 +63,9 @@ class Pass:
         self.rows: list[Tensor] = []  # which samples are here, where an outer pass has let some go
         self.index: Tensor | None = None
         self.open = False
-        self.outer: Pass | None = None
+        self.outer: Any = None
 
-    def __enter__(self) -> Pass:
+    def __enter__(self) -> Self:
         self.open, self.outer, _current.running = True, _running(), self
         if self.masks is not None and self.outer is not None and self.outer.masks is not None:
             # R of the outer pass holds this network: its masks must last as long as the outer pass.
@@ -135,7 +134,7 @@ class PlainPass:
     def __init__(self, R: Any) -> None:
         self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
 
-    def __enter__(self) -> PlainPass:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
