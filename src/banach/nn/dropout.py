@@ -128,12 +128,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         added = self._mask(attn_mask, key_padding_mask, k.shape[2], q.dtype)
         weights = masked(_weights(q, k, added), self, now)
         output = F.linear((weights @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
-        output, shown = output.movedim(0, axis), None
-        if need_weights:
-            shown = weights.mean(1) if average_attn_weights else weights
+        output = output.movedim(0, axis)
+        shown = weights.mean(1) if average_attn_weights and need_weights else weights
         if query.dim() == 2:
-            output, shown = output.squeeze(1), None if shown is None else shown.squeeze(0)
-        return output, shown
+            output, shown = output.squeeze(1), shown.squeeze(0)
+        return output, shown if need_weights else None
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
         """Queries, keys and values, (batch, heads, length, features), with what the options add to the keys."""

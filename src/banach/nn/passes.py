@@ -33,18 +33,14 @@ def _running() -> Any:
 class Pass:
     """R, evaluated many times in one forward pass as if it were one layer.
 
-    Buffers (running statistics, spectral norm's vectors) start from the same snapshot at every evaluation, and
-    only what the last evaluation of the pass left in them is written back: one update per pass. Dropout masks
-    are drawn at the first evaluation and held here, not on the module, so that a network can be used many times
-    in one graph.
+    `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. Dropout masks are
+    drawn at the first evaluation and held here, not on the module, so that a network can be used many times in
+    one graph. `Buffers` gives every evaluation the same buffers and writes back those of the last one.
+    `once=True` promises one evaluation after the iteration.
 
-    Recomputation and J-products after the pass read the same snapshot and masks and write nothing. With
+    Recomputation and J-products after the pass read the same buffers and masks and write nothing. With
     `later=True` they also read the parameters that R had in the pass, which under `functional_call` are not its
-    own, in the mode it was in. (R may not checkpoint itself: what it recomputes, it recomputes outside the
-    pass.) `once=True` promises one evaluation after the iteration, see `Buffers`.
-
-    `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. A pass that is
-    never entered writes nothing at all.
+    own, in the mode it was in. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
     """
 
     def __init__(
