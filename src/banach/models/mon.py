@@ -114,20 +114,10 @@ COMMON = Recipe(
     lr=1e-3, epochs=20, batch_size=128, schedule=Cosine(), eps=1e-3, rtol=0.0, max_steps=100, augment="flip+crop:4"
 )
 # The gradient is exact, by the same splitting. Here each sample stops by itself; the authors stop the whole batch.
-OWN = Recipe(
-    lr=1e-3,
-    epochs=40,
-    batch_size=128,
-    schedule=Steps((10, 20, 30), 0.1),
-    eps=0.0,
-    rtol=1e-2,
-    max_steps=300,
-    backward="implicit:picard:1e-2:300",
-    augment="none",
-    tune=True,
-)
+EXACT = replace(COMMON, eps=0.0, rtol=1e-2, max_steps=300, backward="implicit:picard:1e-2:300", tune=True)
+OWN = replace(EXACT, epochs=40, schedule=Steps((10, 20, 30), 0.1), augment="none")
 # From 1e-3 to .05 in 30 epochs, and back. (The authors also change Adam's first beta, .95 to .85 and back.)
-LARGE = replace(OWN, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02, end=0.02), augment="flip+crop:4")
+LARGE = replace(EXACT, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02, end=0.02))
 CONSTANT = replace(LARGE, lr=1e-3, epochs=200, schedule=Constant())
 
 register("mon", mon, recipes={"own": OWN, "common": COMMON})

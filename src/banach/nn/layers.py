@@ -19,20 +19,8 @@ M = TypeVar("M")
 
 
 def modules_of(R: Any) -> list[nn.Module]:
-    """Return the modules of R, each once. Every pass needs them, and `R.modules()` also makes their names."""
-    if not isinstance(R, nn.Module):
-        return []
-    if torch.compiler.is_compiling():
-        return list(R.modules())
-    found: dict[nn.Module, None] = {}
-    waiting = [R]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            if module._modules:
-                waiting += [part for part in module._modules.values() if part is not None]
-    return list(found)
+    """Return the modules of R, each once; none if R is a plain function."""
+    return list(R.modules()) if isinstance(R, nn.Module) else []
 
 
 _SPECIAL = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
@@ -90,11 +78,9 @@ def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> boo
 
 def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks of this module, or hooks of all modules, are called with it."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    of_all = nn.modules.module
-    forward = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
-    return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
+    forward = module._forward_hooks or module._forward_pre_hooks
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(forward or backward or nn.modules.module._has_any_global_hook())
 
 
 def is_compiled(modules: Iterable[nn.Module]) -> bool:
@@ -193,9 +179,7 @@ def watched(R: Callable[..., Any]) -> Callable[..., Any]:
     waiting = [Watch(R)]
 
     def call(*given: Any) -> Any:
-        if not waiting:
-            return R(*given)
-        with waiting.pop():
+        with waiting.pop() if waiting else nullcontext():
             return R(*given)
 
     return call

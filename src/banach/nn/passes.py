@@ -140,7 +140,7 @@ class PlainPass:
 def _calls_forward(R: nn.Module) -> bool:
     """Return True if R(u, v) is R.forward(u, v): nothing hooks it or compiles it."""
     plain = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None
-    return plain and not is_hooked(R) and not torch.compiler.is_compiling()
+    return plain and not torch.compiler.is_compiling() and not is_hooked(R)
 
 
 def forward_pass(
