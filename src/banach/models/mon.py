@@ -82,7 +82,7 @@ def mon(
                 f"a tier before the last needs an even size, got {size} with its border; resize images"
             )
         size = [n // 2 + 1 for n in size]
-    pool = nn.AvgPool2d(4) if len(widths) == 1 else nn.Identity()
+    pool: nn.Module = nn.AvgPool2d(4) if len(widths) == 1 else nn.Identity()
     entries = pool(torch.empty(1, widths[-1], *size)).numel()
     head = OrderedDict(act=LastTier(), pool=pool, flat=nn.Flatten(), linear=nn.Linear(entries, classes))
     return Parts(

@@ -8,16 +8,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.models.blocks import (
-    SLOPE,
-    ConvPair,
-    Image,
-    LatentBlock,
-    LatentResNet,
-    Parts,
-    ResidualBlock,
-    conv3x3,
-)
+from banach.models.blocks import SLOPE, ConvPair, Image, LatentBlock, LatentResNet, Parts, ResidualBlock, conv3x3
 from banach.models.registry import Cosine, Recipe, Steps, register
 from banach.solve import WorstPixel
 
@@ -69,8 +60,15 @@ def svhn(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = Tr
     if not batch_norm:
         for parameter in R.get_submodule("blocks.0.conv2").parameters():
             parameter.data.mul_(0.1)
+    sizes = ((16, 16, 1), (16, 32, 2), (32, 64, 2))  # inputs, outputs, stride
+    Q = OrderedDict(
+        conv=conv3x3(channels, 16, bias=False),
+        norm=nn.BatchNorm2d(16),
+        act=nn.LeakyReLU(SLOPE),
+        blocks=nn.Sequential(*(ResidualBlock(*size, slope=SLOPE, dropout=0.1) for size in sizes)),
+    )
     return Parts(
-        Q=SVHNData(channels),
+        Q=nn.Sequential(Q),
         R=R,
         S=_readout((64, (height + 3) // 4, (width + 3) // 4), 16, classes, nn.Dropout2d(0.2)),
     )
@@ -83,8 +81,18 @@ def cifar10(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool =
     """
     channels, height, width = image
     latent = (CHANNELS, (height + 2 * BORDER) // 4, (width + 2 * BORDER) // 4)
+    Q = OrderedDict(
+        # The authors pad by a constant, then their convolution repeats the border three times: one pad does both.
+        pad=nn.ConstantPad2d(BORDER + 3, GREY),
+        conv=nn.Conv2d(channels, CHANNELS, 7),
+        act=nn.LeakyReLU(SLOPE),
+        stage1=nn.Sequential(*(Block(dropout=0.15) for _ in range(16))),
+        pool1=nn.AvgPool2d(2),
+        stage2=nn.Sequential(*(Block(dropout=0.15) for _ in range(16))),
+        pool2=nn.AvgPool2d(2),
+    )
     return Parts(
-        Q=CIFARData(channels),
+        Q=nn.Sequential(Q),
         R=CIFARLatent(batch_norm=batch_norm),
         S=_readout(latent, CHANNELS, classes, nn.Dropout(0.1), stride=2, padding=1),
     )
@@ -114,37 +122,6 @@ def _readout(
             linear=nn.Linear(kept * height * width, classes, bias=False),
         )
     )
-
-
-class SVHNData(nn.Module):
-    """Q: conv, BN, LReLU, then three residual blocks of 16, 32 and 64 channels, the last two of stride 2."""
-
-    def __init__(self, channels: int = 3) -> None:
-        super().__init__()
-        self.conv = conv3x3(channels, 16, bias=False)
-        self.norm = nn.BatchNorm2d(16)
-        sizes = ((16, 16, 1), (16, 32, 2), (32, 64, 2))  # inputs, outputs, stride
-        self.blocks = nn.Sequential(*(ResidualBlock(*size, slope=SLOPE, dropout=0.1) for size in sizes))
-
-    def forward(self, d: Tensor) -> Tensor:
-        return self.blocks(F.leaky_relu(self.norm(self.conv(d)), SLOPE))
-
-
-class CIFARData(nn.Module):
-    """Q: a border, conv 7x7, LReLU, then twice sixteen blocks and a 2x2 average pool."""
-
-    def __init__(self, channels: int = 3) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, CHANNELS, 7)
-        self.stage1 = nn.Sequential(*(Block(dropout=0.15) for _ in range(16)))
-        self.stage2 = nn.Sequential(*(Block(dropout=0.15) for _ in range(16)))
-
-    def forward(self, d: Tensor) -> Tensor:
-        # The authors pad by a constant, then their convolution repeats the border three times: one pad does both.
-        x = F.pad(d, [BORDER + 3] * 4, value=GREY)
-        x = F.leaky_relu(self.conv(x), SLOPE)
-        x = F.avg_pool2d(self.stage1(x), 2)
-        return F.avg_pool2d(self.stage2(x), 2)
 
 
 class ResNet(nn.Module):

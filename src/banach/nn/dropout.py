@@ -19,9 +19,6 @@ class _OneMask:
 
     one_mask_per_pass = True
     spatial = 0  # axes of a channel, which is dropped whole; 0: entries are dropped one by one
-    p: float
-    training: bool
-    inplace: bool
 
     def forward(self, x: Tensor) -> Tensor:
         now = pass_of(self)

@@ -31,12 +31,7 @@ class Lipschitz(nn.Module):
     layer: AffineLayer
 
     def __init__(
-        self,
-        layer: AffineLayer,
-        bound: float = 1.0,
-        *,
-        size: int | Sequence[int] | None = None,
-        steps: int = 1,
+        self, layer: AffineLayer, bound: float = 1.0, *, size: int | Sequence[int] | None = None, steps: int = 1
     ) -> None:
         super().__init__()
         if not 0 < bound < float("inf"):

@@ -184,13 +184,18 @@ class Then:
 
 def pass_of(layer: Any) -> Pass | None:
     """Return the pass that holds the layer's mask; None outside a pass, and where the layer does not drop."""
-    now = _running()
+    now, compiling = _running(), torch.compiler.is_compiling()
     if now is None or now.masks is None:
-        _refuse_recomputation(layer)
+        was_inside = not compiling and draws_masks(layer) and layer in _inside
+        if was_inside and torch._C._current_graph_task_id() != -1:  # the backward pass is running
+            raise RuntimeError(
+                "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask: "
+                "use Unroll(checkpoint=True) instead"
+            )
         return None
     if not layer.training or layer.p == 0:
         return None
-    if not torch.compiler.is_compiling():
+    if not compiling:
         _inside.add(layer)
     return now
 
@@ -200,17 +205,6 @@ def masked(x: Tensor, layer: Any, now: Pass, shape: torch.Size | None = None) ->
     mask = now.mask(layer, x.shape if shape is None else shape, 1 - layer.p, x.device)
     # At p = 1 nothing is kept and the scale would be infinite.
     return torch.where(mask, x / (1 - layer.p) if layer.p < 1 else x, x.new_zeros(()))
-
-
-def _refuse_recomputation(layer: Any) -> None:
-    """A checkpoint inside R recomputes in the backward pass, where the mask is not known."""
-    if torch.compiler.is_compiling() or not draws_masks(layer) or layer not in _inside:
-        return
-    if torch._C._current_graph_task_id() != -1:  # the backward pass is running
-        raise RuntimeError(
-            "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask: "
-            "use Unroll(checkpoint=True) instead"
-        )
 
 
 def once_per_pass(owner: nn.Module, source: Tensor, make: Callable[[], Result]) -> Result:
