@@ -87,7 +87,6 @@ def test_a_ready_r(make: Any, latent: Any, data: Any) -> None:
     assert not same(state(net), kept)  # train mode follows the weights
     twin = pickle.loads(pickle.dumps(copy.deepcopy(net))).eval()
     assert torch.equal(net.eval()(d, z0=z0), twin(d, z0=z0))
-    assert "gamma=0.8" in repr(R)
 
 
 BAD: list[tuple[Callable[[], Any], str]] = [

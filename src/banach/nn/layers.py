@@ -78,9 +78,11 @@ def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> boo
 
 def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks of this module, or hooks of all modules, are called with it."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    backward = module._backward_hooks or module._backward_pre_hooks
-    return bool(forward or backward or nn.modules.module._has_any_global_hook())
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    of_all = nn.modules.module
+    forward = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
+    return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
 
 
 def is_compiled(modules: Iterable[nn.Module]) -> bool:
