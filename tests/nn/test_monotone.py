@@ -145,18 +145,6 @@ def test_the_inverse(channels: Any, alpha: float) -> None:
 
 
 @pytest.mark.parametrize("channels", CASES)
-def test_the_activation_is_zero_on_the_border_and_nothing_wraps(channels: Any) -> None:
-    made = layer(channels)
-    z = made.activate(latent(channels))
-    for leaf in leaves(z):
-        inside = F.pad(torch.ones_like(leaf[..., 1:-1, 1:-1]), (1, 1, 1, 1))
-        assert torch.equal(leaf, leaf.clamp(min=0) * inside)
-    exact, short = made.product(made.matrices(), z), made.product(made.matrices(), z, border=False)
-    for a, b in zip(leaves(made.activate(exact)), leaves(made.activate(short)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("channels", CASES)
 def test_one_solution_from_every_start_and_by_both_splittings(channels: Any) -> None:
     made = layer(channels, m=1.0)
     W, v = dense(made, channels), latent(channels, seed=1)

@@ -9,7 +9,7 @@ from banach.nn import substitute
 
 
 def test_everything_is_shared_but_what_is_replaced() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
     module.again = module[2]
     module.derived = 2 * module[0].weight  # has a graph, so it cannot be copied
     weight, instead = nn.Parameter(torch.eye(2)), nn.ReLU()
