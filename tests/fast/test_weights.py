@@ -127,7 +127,7 @@ def test_a_frozen_copy_keeps_no_statistics_and_shares_the_weights() -> None:
 def test_only_stacks_are_replaced_and_their_blocks_are_not_children() -> None:
     Q: Any = models.build("cifar10").Q
     fused = with_fused_blocks(Q)
-    assert [type(stage).__name__ for stage in (fused.stage1, fused.stage2)] == ["FusedStack", "FusedStack"]
+    assert [type(child).__name__ for child in fused.children()] == ["Conv2d", "FusedStack", "FusedStack"]
     assert isinstance(Q.stage1, nn.Sequential)
     assert list(fused.parameters()) == list(Q.conv.parameters())
     assert copy.deepcopy(fused).stage1.blocks[0] is Q.stage1[0]

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from banach import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Tolerance, Unroll, data, models
+from banach.fast.weights import with_fused_blocks
 from banach.models import ResNet
 from banach.train import Settings, evaluate, fit
 from models.reference_models import (
@@ -192,6 +194,17 @@ def test_channels_last_is_kept(name: str) -> None:
             module.register_forward_hook(partial(watch, label))
         torch.testing.assert_close(net(d.contiguous(memory_format=torch.channels_last)), expected)
     assert lost == []
+
+
+def test_what_is_around_fused_blocks_is_compiled() -> None:
+    """A graph break in a loop over layers, as in a Sequential of all of Q, leaves everything to run eagerly."""
+    Q: Any = network("cifar10").float().eval().Q
+    Q.stage1, Q.stage2 = Q.stage1[:1], Q.stage2[:1]
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(with_fused_blocks(Q), backend=graphs)(torch.zeros(1, 3, 8, 8))
+    assert graphs.frame_count == 3
 
 
 STATE = {

@@ -81,18 +81,8 @@ def cifar10(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool =
     """
     channels, height, width = image
     latent = (CHANNELS, (height + 2 * BORDER) // 4, (width + 2 * BORDER) // 4)
-    Q = OrderedDict(
-        # The authors pad by a constant, then their convolution repeats the border three times: one pad does both.
-        pad=nn.ConstantPad2d(BORDER + 3, GREY),
-        conv=nn.Conv2d(channels, CHANNELS, 7),
-        act=nn.LeakyReLU(SLOPE),
-        stage1=nn.Sequential(*(Block(dropout=0.15) for _ in range(16))),
-        pool1=nn.AvgPool2d(2),
-        stage2=nn.Sequential(*(Block(dropout=0.15) for _ in range(16))),
-        pool2=nn.AvgPool2d(2),
-    )
     return Parts(
-        Q=nn.Sequential(Q),
+        Q=CIFARData(channels),
         R=CIFARLatent(batch_norm=batch_norm),
         S=_readout(latent, CHANNELS, classes, nn.Dropout(0.1), stride=2, padding=1),
     )
@@ -122,6 +112,26 @@ def _readout(
             linear=nn.Linear(kept * height * width, classes, bias=False),
         )
     )
+
+
+class CIFARData(nn.Module):
+    """Q: a border, conv 7x7, LReLU, then twice sixteen blocks and a 2x2 average pool.
+
+    Not a Sequential of all: where fused kernels compute the stages, a loop over the layers could not be compiled.
+    """
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, CHANNELS, 7)
+        self.stage1 = nn.Sequential(*(Block(dropout=0.15) for _ in range(16)))
+        self.stage2 = nn.Sequential(*(Block(dropout=0.15) for _ in range(16)))
+
+    def forward(self, d: Tensor) -> Tensor:
+        # The authors pad by a constant, then their convolution repeats the border three times: one pad does both.
+        x = F.pad(d, [BORDER + 3] * 4, value=GREY)
+        x = F.leaky_relu(self.conv(x), SLOPE)
+        x = F.avg_pool2d(self.stage1(x), 2)
+        return F.avg_pool2d(self.stage2(x), 2)
 
 
 class ResNet(nn.Module):
