@@ -1,7 +1,5 @@
 """Small implicit networks that several tests share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Layer by layer in the authors' order: the last activation of a residual map appl
 activation, the border padded first and repeated by the convolution after.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

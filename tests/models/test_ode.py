@@ -1,7 +1,5 @@
 """Neural ODEs: counts, gradients against unrolled autograd in float64, evaluations, failures."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -32,9 +30,9 @@ def images(batch: int = 3) -> Tensor:
     return torch.randn(batch, *IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("name", "image"), COUNTS)
-def test_counts(name: str, image: Any) -> None:
-    assert count(models.build(name, image=image)) == COUNTS[name, image]
+def test_counts() -> None:
+    for (name, image), parameters in COUNTS.items():
+        assert count(models.build(name, image=image)) == parameters
 
 
 def by_hand(net: ODENet, d: Tensor, steps: int = 100) -> Tensor:
@@ -97,9 +95,8 @@ def test_autocast() -> None:
     torch.testing.assert_close(y.float(), small().float()(d), atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("adjoint", [True, False])
-def test_a_failed_solve_is_reported(adjoint: bool) -> None:
-    net = small(max_steps=3, tolerance=1e-6, adjoint=adjoint)
+def test_a_failed_solve_is_reported() -> None:
+    net = small(max_steps=3, tolerance=1e-6)
     with torch.no_grad():
         for p in net.f.parameters():
             p.mul_(20)

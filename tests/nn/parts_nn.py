@@ -1,7 +1,5 @@
 """What the tests of this room share: the matrix of an operator, the backward modes, small maps in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -86,3 +84,17 @@ class Dropped(nn.Module):
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return 0.3 * self.drop(u) + v
+
+
+class Everything(nn.Module):
+    """R(u, v) = 0.5 tanh(drop(norm(affine(u)))) + v: a bounded weight, batch norm and dropout in one R."""
+
+    affine: nn.Module
+    norm: nn.Module
+
+    def __init__(self, affine: nn.Module, norm: nn.Module, drop: nn.Module) -> None:
+        super().__init__()
+        self.affine, self.norm, self.drop = affine, norm, drop
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * torch.tanh(self.drop(self.norm(self.affine(u)))) + v

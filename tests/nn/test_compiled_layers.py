@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import banach
 from banach import JFB, Mode, Tolerance, Unroll
-from banach.nn import Lipschitz
-from nn.parts_nn import close, gradients, network, normal, state
+from banach.nn import Dropout, Lipschitz
+from nn.parts_nn import Everything, close, gradients, network, normal, state
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo's own, in some versions
 
@@ -25,21 +24,9 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Everything(nn.Module):
-    """Batch norm, dropout and a bounded weight in one R."""
-
-    affine: nn.Module
-    norm: nn.Module
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.affine = Lipschitz(nn.Linear(6, 6).double(), 0.5)
-        self.norm = nn.BatchNorm1d(6).double()
-        self.drop = banach.nn.Dropout(0.4)
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.5 * torch.tanh(self.drop(self.norm(self.affine(u)))) + v
+def everything() -> Everything:
+    torch.manual_seed(1)
+    return Everything(Lipschitz(nn.Linear(6, 6).double(), 0.5), nn.BatchNorm1d(6).double(), Dropout(0.4))
 
 
 def compare(compiled: Any, held: Any, eager: Any, passes: int = 2) -> None:
@@ -60,7 +47,7 @@ def compare(compiled: Any, held: Any, eager: Any, passes: int = 2) -> None:
 
 @pytest.mark.parametrize("mode", [JFB(), Unroll(2), Unroll(2, checkpoint=True)])
 def test_a_pass_is_one_graph(mode: Mode) -> None:
-    net = network(Everything(), tolerance=FIXED, backward=mode)
+    net = network(everything(), tolerance=FIXED, backward=mode)
     if mode == Unroll(2, checkpoint=True):  # buffers that change inside a checkpoint are PyTorch's own refusal
         net.R.affine, net.R.norm = nn.Linear(6, 6).double(), nn.Identity()
     compare(torch.compile(net, fullgraph=True, backend="aot_eager"), net, copy.deepcopy(net))
@@ -68,7 +55,7 @@ def test_a_pass_is_one_graph(mode: Mode) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_a_compiled_r_in_an_eager_loop_settles_on_its_graphs() -> None:
-    net = network(Everything(), tolerance=FIXED)
+    net = network(everything(), tolerance=FIXED)
     eager = copy.deepcopy(net)
     outer = copy.copy(net)
     outer._modules = dict(net._modules)

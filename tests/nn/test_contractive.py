@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,14 +26,12 @@ class Nonexpansive(nn.Module):
         return torch.sin(u @ self.O.T) + v
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.9])
-def test_values_and_contraction(gamma: float) -> None:
-    R, u, v = Nonexpansive(), normal(1, 6), normal(1, 6, seed=1)
+def test_values_and_contraction() -> None:
+    R, u, v, gamma = Nonexpansive(), normal(1, 6), normal(1, 6, seed=1), 0.9
     outer, inner = Scaled(R, gamma), ScaledInput(R, gamma)
     assert torch.equal(outer(u, v), gamma * (torch.sin(u @ R.O.T) + v))
     assert torch.equal(inner(u, v), torch.sin((gamma * u) @ R.O.T) + v)
     for module in (outer, inner):
-        assert f"gamma={gamma}" in repr(module)
         for point in (u, torch.zeros_like(u)):
             J = torch.func.jacrev(lambda z, m=module: m(z, v))(point).view(6, 6)
             assert largest(J) <= gamma * (1 + 1e-12)
@@ -49,19 +48,9 @@ def inflated(R: TwoStream) -> TwoStream:
     return R
 
 
-def vectors(**options: Any) -> TwoStream:
-    torch.manual_seed(2)
-    return inflated(TwoStream.linear(7, 5, **options))
-
-
-def images(**options: Any) -> TwoStream:
-    torch.manual_seed(2)
-    return inflated(TwoStream.conv(3, (5, 4), 2, **options))
-
-
 KINDS: list[tuple[Callable[..., TwoStream], tuple[int, ...], tuple[int, ...]]] = [
-    (vectors, (7,), (5,)),
-    (images, (3, 5, 4), (2, 5, 4)),
+    (partial(TwoStream.linear, 7, 5), (7,), (5,)),
+    (partial(TwoStream.conv, 3, (5, 4), 2), (3, 5, 4), (2, 5, 4)),
 ]
 kinds = pytest.mark.parametrize(("make", "latent", "data"), KINDS, ids=["vectors", "images"])
 SETTINGS: list[dict[str, Any]] = [
@@ -73,7 +62,8 @@ SETTINGS: list[dict[str, Any]] = [
 @kinds
 @pytest.mark.parametrize("options", SETTINGS)
 def test_the_bounds_hold(make: Any, latent: Any, data: Any, options: dict[str, Any]) -> None:
-    R = make(**options).eval()
+    torch.manual_seed(2)
+    R = inflated(make(**options)).eval()
     bound = options.get("ell", 1.0) ** options.get("layers", (1, 1, 1))[1]
     for seed in range(5):
         u, v = normal(1, *latent, seed=seed), normal(1, *data, seed=10 + seed)
@@ -84,8 +74,8 @@ def test_the_bounds_hold(make: Any, latent: Any, data: Any, options: dict[str, A
 
 @kinds
 def test_a_ready_r(make: Any, latent: Any, data: Any) -> None:
-    R = make(gamma=0.8, ell=2.0)
-    torch.manual_seed(4)
+    torch.manual_seed(2)
+    R = inflated(make(gamma=0.8, ell=2.0))
     Q = nn.Sequential(nn.Linear(3, torch.Size(data).numel()), nn.Unflatten(1, data)).double()
     net = ImplicitNetwork(Q, R, nn.Flatten(), tolerance=TIGHT, backward=EXACT)
     d, z0, kept = normal(6, 3), torch.zeros(6, *latent, dtype=torch.float64), state(net)
@@ -97,15 +87,13 @@ def test_a_ready_r(make: Any, latent: Any, data: Any) -> None:
     assert not same(state(net), kept)  # train mode follows the weights
     twin = pickle.loads(pickle.dumps(copy.deepcopy(net))).eval()
     assert torch.equal(net.eval()(d, z0=z0), twin(d, z0=z0))
-    assert "gamma=0.8" in repr(R)
 
 
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: Scaled(Nonexpansive(), -0.1), "gamma must be a number, at least 0 and below 1, got -0.1"),
     (lambda: TwoStream.linear(3, gamma=float("nan")), "gamma must be a number, at least 0 and below 1, got nan"),
     (lambda: TwoStream.linear(3, ell=0.0), "bound must be above 0"),
-    (lambda: TwoStream.linear(3, layers=(1, -1, 1)), r"layers must count .* got \(1, -1, 1\)"),
-    (lambda: TwoStream.conv(3, (4, 4), 2, layers=(1, 0, 1)), "turns 2 features into 3 needs at least one"),
+    (lambda: TwoStream.linear(3, layers=(1, -1, 1)), "every number in layers must be a whole number, .* got -1"),
 ]
 
 

@@ -16,15 +16,12 @@ from nn.parts_nn import MODES, close, gradients, largest, matrix, network, norma
 
 CASES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(9, 14), (9,)),
-    "tall": (lambda: nn.Linear(30, 4), (30,)),
     "no padding": (lambda: nn.Conv2d(3, 5, 3), (3, 6, 7)),
     "more zeros than kernel": (lambda: nn.Conv2d(2, 2, 2, padding=3), (2, 4, 4)),
     "same": (lambda: nn.Conv2d(3, 3, (3, 5), padding="same", dilation=(2, 1)), (3, 7, 6)),
     "stride": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (4, 8, 7)),
-    "stride over kernel": (lambda: nn.Conv2d(2, 3, 1, stride=3), (2, 7, 7)),
     "groups": (lambda: nn.Conv2d(4, 8, 3, groups=2, padding=1, stride=(1, 2)), (4, 6, 6)),
     "circular wide": (lambda: nn.Conv2d(2, 2, 3, padding=4, dilation=2, padding_mode="circular"), (2, 4, 5)),
-    "circular same": (lambda: nn.Conv2d(2, 2, 3, padding="same", padding_mode="circular"), (2, 5, 5)),
     "reflect": (lambda: nn.Conv2d(3, 3, 3, padding=(2, 1), stride=2, padding_mode="reflect"), (3, 6, 5)),
     "replicate": (lambda: nn.Conv2d(3, 3, 5, padding=(2, 3), padding_mode="replicate"), (3, 5, 4)),
     "one axis": (lambda: nn.Conv1d(3, 4, 5, stride=2, padding=2), (3, 11)),
@@ -51,10 +48,9 @@ def test_the_norm_the_bound_and_the_gradient_are_those_of_the_matrix(case: str) 
     assert torch.allclose(got, expected, rtol=0, atol=1e-8 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_values_that_crowd_at_the_top(dtype: torch.dtype) -> None:
+def test_values_that_crowd_at_the_top() -> None:
     """A box blur on 32 x 32 pixels: closed form, and a gap of one in a hundred below the top."""
-    layer = nn.Conv2d(1, 1, 3, padding=1).to(dtype)
+    layer = nn.Conv2d(1, 1, 3, padding=1)
     nn.init.constant_(layer.weight, 1 / 9)
     exact = ((1 + 2 * math.cos(math.pi / 33)) / 3) ** 2
     assert float(operator_norm(layer, 32)) == pytest.approx(exact, rel=1e-6)
@@ -209,9 +205,8 @@ class Block(nn.Module):
         return self.heads["b"](torch.sin(self.heads["a"](self.inner(x).flatten(1))))
 
 
-@pytest.mark.parametrize("bound", [0.5, 1.3])
-def test_every_layer_is_within_the_bound_and_so_is_their_product(bound: float) -> None:
-    net: Any = Block().double()
+def test_every_layer_is_within_the_bound_and_so_is_their_product() -> None:
+    net, bound = Block().double(), 1.3
     before = {id(p) for p in net.parameters()}
     assert lipschitz_(net, bound, example=normal(1, 2, 4, 4)) is net
     assert {id(p) for p in net.parameters()} == before
@@ -226,19 +221,15 @@ def test_every_layer_is_within_the_bound_and_so_is_their_product(bound: float) -
     assert float(sigma.max()) <= bound**5 * (1 + 1e-6)  # five layers, activations of slope one
 
 
-def test_shared_parts_and_a_root_that_is_a_layer() -> None:
+def test_shared_parts_a_root_that_is_a_layer_and_layers_that_are_bounded() -> None:
     part = nn.Sequential(nn.Linear(4, 4))
     twice = lipschitz_(nn.Sequential(part, nn.ReLU(), part), 0.9)
     assert sum(isinstance(m, Lipschitz) for m in twice.modules()) == 1
-    found = lipschitz_(nn.Linear(4, 4).eval(), 0.5)
+    found = lipschitz_(nn.Conv1d(2, 2, 3).eval(), 0.5, example=torch.zeros(1, 2, 7))
     assert isinstance(found, Lipschitz)
     assert not found.training
-    assert isinstance(lipschitz_(nn.Conv1d(2, 2, 3), 0.5, example=torch.zeros(1, 2, 7)), Lipschitz)
     assert lipschitz_(found, 0.1) is found
-
-
-def test_a_bounded_layer_is_bounded_where_it_is_used_by_itself_too() -> None:
-    layer = nn.Linear(4, 4)
+    layer = nn.Linear(4, 4)  # bounded already, and also used by itself
     net = lipschitz_(nn.Sequential(Lipschitz(layer, 0.3), layer), 0.5)
     assert [part.bound for part in net.children() if isinstance(part, Lipschitz)] == [0.3, 0.5]
 
@@ -279,19 +270,11 @@ def hooked() -> nn.Module:
     return layer
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: nn.ConvTranspose2d(1, 1, 3), "ConvTranspose2d"),
-        (lambda: nn.TransformerEncoderLayer(4, 2, 8), r"part\.self_attn \(MultiheadAttention\)"),
-        (lambda: nn.LSTM(4, 4), "LSTM"),
-        (lambda: Own(4, 4), "Own"),
-        (hooked, "Linear with forward hooks"),
-    ],
-)
-def test_what_cannot_be_bounded_is_named_and_nothing_is_replaced(make: Callable[[], nn.Module], said: str) -> None:
-    net = nn.ModuleDict({"fine": nn.Linear(4, 4), "part": make(), "other": nn.Bilinear(2, 2, 2)})
-    with pytest.raises(TypeError, match=rf"expected nn.Linear .*{said}.*, other \(Bilinear\); replace them"):
+def test_what_cannot_be_bounded_is_named_and_nothing_is_replaced() -> None:
+    others = {"a": nn.ConvTranspose2d(1, 1, 3), "b": nn.TransformerEncoderLayer(4, 2, 8), "c": nn.LSTM(4, 4)}
+    net = nn.ModuleDict({"fine": nn.Linear(4, 4), **others, "d": Own(4, 4), "e": hooked()})
+    named = r"a \(ConvTranspose2d\), b\.self_attn \(MultiheadAttention\), .*c \(LSTM\), d \(Own\), "
+    with pytest.raises(TypeError, match=rf"expected nn.Linear .*{named}e \(Linear with forward hooks\); replace"):
         lipschitz_(net, 1.0)
     assert type(net["fine"]) is nn.Linear
 
@@ -299,11 +282,7 @@ def test_what_cannot_be_bounded_is_named_and_nothing_is_replaced(make: Callable[
 CONV = nn.Conv2d(1, 1, 3)
 IMAGE = torch.zeros(1, 1, 6, 6)
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        lambda: lipschitz_(nn.Sequential(nn.Linear(2, 2), CONV)),
-        ValueError,
-        "expected one for 1, got no input",
-    ),
+    (lambda: lipschitz_(nn.Sequential(nn.Linear(2, 2), CONV)), ValueError, "expected one for 1, got no input"),
     (
         lambda: lipschitz_(nn.Sequential(CONV, nn.ReLU(), CONV), example=IMAGE),
         ValueError,

@@ -2,33 +2,21 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import banach
 from banach import JFB, ImplicitNetwork, Mode, Neumann, Tolerance, Unroll
-from banach.nn import Lipschitz, TwoStream, operator_norm
+from banach.nn import Dropout2d, Lipschitz, TwoStream, operator_norm
+from nn.parts_nn import Everything
 
 pytestmark = pytest.mark.gpu
 
 
-class Everything(nn.Module):
-    """Batch norm, dropout and a bounded convolution in one R."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.affine = Lipschitz(nn.Conv2d(4, 4, 3, padding=1), 0.5, size=6)
-        self.norm = nn.BatchNorm2d(4)
-        self.drop = banach.nn.Dropout2d(0.4)
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return 0.5 * torch.tanh(self.drop(self.norm(self.affine(u)))) + v
-
-
 def network(mode: Mode) -> ImplicitNetwork:
+    torch.manual_seed(1)
+    R = Everything(Lipschitz(nn.Conv2d(4, 4, 3, padding=1), 0.5, size=6), nn.BatchNorm2d(4), Dropout2d(0.4))
     fixed = Tolerance(max_steps=4, check_every=0)
     Q, S = nn.Conv2d(1, 4, 3, padding=1), nn.Flatten()
-    return ImplicitNetwork(Q, Everything(), S, tolerance=fixed, backward=mode).cuda()
+    return ImplicitNetwork(Q, R, S, tolerance=fixed, backward=mode).cuda()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

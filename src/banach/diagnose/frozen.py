@@ -16,8 +16,8 @@ from banach.network import as_inputs
 from banach.nn.buffers import on_copies
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import uses_batch_statistics
-from banach.nn.observe import check_network
 from banach.nn.passes import Pass
+from banach.nn.penalty import check_network
 from banach.solve import Map, Solution, Tolerance, solve
 from banach.solve.context import rounding
 

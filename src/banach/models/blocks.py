@@ -1,7 +1,5 @@
 """Layers that several of the networks share."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -26,24 +24,20 @@ def conv3x3(inputs: int, outputs: int, *, stride: int = 1, padding: int = 1, bia
     return nn.Conv2d(inputs, outputs, 3, stride, padding, bias=bias)
 
 
-class ConvPair(nn.Module):
-    """Twice conv, BN, max pool, LReLU: Q of the MNIST and digits nets. A pool of 1 is left out."""
+class ConvPair(nn.Sequential):
+    """Twice conv, BN, max pool, LReLU: Q of the MNIST and digits nets. A pool of 1 is left out.
+
+    The authors pool after the activation, which is monotone: the same values, here on fewer pixels.
+    """
 
     def __init__(self, channels: int, width: int, pools: tuple[int, int]) -> None:
         super().__init__()
-        self.conv1 = conv3x3(channels, 16)
-        self.norm1 = nn.BatchNorm2d(16)
-        self.conv2 = conv3x3(16, width)
-        self.norm2 = nn.BatchNorm2d(width)
-        self.pools = pools
-
-    def forward(self, d: Tensor) -> Tensor:
-        x = self._activate(self.norm1(self.conv1(d)), self.pools[0])
-        return self._activate(self.norm2(self.conv2(x)), self.pools[1])
-
-    def _activate(self, x: Tensor, pool: int) -> Tensor:
-        # The authors pool after the activation, which is monotone: the same values, here on fewer pixels.
-        return F.leaky_relu(F.max_pool2d(x, pool) if pool > 1 else x, SLOPE)
+        for i, inputs, outputs in ((1, channels, 16), (2, 16, width)):
+            self.add_module(f"conv{i}", conv3x3(inputs, outputs))
+            self.add_module(f"norm{i}", nn.BatchNorm2d(outputs))
+            if pools[i - 1] > 1:
+                self.add_module(f"pool{i}", nn.MaxPool2d(pools[i - 1]))
+            self.add_module(f"act{i}", nn.LeakyReLU(SLOPE))
 
 
 class LatentBlock(nn.Module):

@@ -1,7 +1,5 @@
 """Neural ODE (Chen et al. 2018) and augmented Neural ODE (Dupont et al. 2019), without a stem; by torchdiffeq."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,9 +116,6 @@ class ODENet(nn.Module):
                 ) from error
         self._forward = self.f.count
         return states[-1]
-
-    def extra_repr(self) -> str:
-        return f"extra={self.extra}, tolerance={self.rtol}, adjoint={self.adjoint}"
 
 
 def _with_time(t: Tensor, h: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The paper's three networks, one for scikit-learn's digits, and ResNet-56: their parts, builders and recipes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
@@ -10,16 +8,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.models.blocks import (
-    SLOPE,
-    ConvPair,
-    Image,
-    LatentBlock,
-    LatentResNet,
-    Parts,
-    ResidualBlock,
-    conv3x3,
-)
+from banach.models.blocks import SLOPE, ConvPair, Image, LatentBlock, LatentResNet, Parts, ResidualBlock, conv3x3
 from banach.models.registry import Cosine, Recipe, Steps, register
 from banach.solve import WorstPixel
 
@@ -33,8 +22,7 @@ CIFARLatent = partial(LatentResNet, CHANNELS, blocks=5, gamma=0.5, late=True)
 def digits(image: Image = (1, 8, 8), classes: int = 10, *, batch_norm: bool = True) -> Parts:
     """Return a small network for scikit-learn's digits: 17,986 parameters, latent 24x4x4.
 
-    Q, R and S have 3,720, 10,416 and 3,850 of them. It is trained in seconds. With gamma = .4 Picard's iteration
-    reaches an RMS of 1e-4 in about 13 steps after training.
+    Q, R and S have 3,720, 10,416 and 3,850 of them. It is trained in seconds.
     """
     channels, height, width = image
     if min(height, width) < 2:
@@ -63,20 +51,24 @@ def mnist(image: Image = (1, 28, 28), classes: int = 10, *, batch_norm: bool = T
 def svhn(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = True) -> Parts:
     """Return the paper's SVHN network: 163,488 parameters, latent 64x8x8.
 
-    Q, R and S have 74,640, 73,856 and 14,992 of them. The authors' class counts 256 more: two unused batch norms,
-    which are left out here.
-    Without batch norm and with PyTorch's initial weights this R expands: residuals grow by 1.04 per step. The
-    authors' code rescales the weights during training. Here the residual map starts smaller instead, and a fresh
-    network reaches eps within 140 steps. Training may make it expand again (at the authors' rate, by JFB, it
-    reaches the limit of 200 steps after 20 batches), and nothing here edits weights: measure the contraction.
+    Q, R and S have 74,640, 73,856 and 14,992 of them. (The authors' class has two unused batch norms more.)
+    Without batch norm and with PyTorch's initial weights this R expands, so the residual map starts smaller.
+    Training may make it expand again, and nothing here edits weights: measure the contraction.
     """
     channels, height, width = image
     R = LatentResNet(64, blocks=1, gamma=0.9, batch_norm=batch_norm)
     if not batch_norm:
         for parameter in R.get_submodule("blocks.0.conv2").parameters():
             parameter.data.mul_(0.1)
+    sizes = ((16, 16, 1), (16, 32, 2), (32, 64, 2))  # inputs, outputs, stride
+    Q = OrderedDict(
+        conv=conv3x3(channels, 16, bias=False),
+        norm=nn.BatchNorm2d(16),
+        act=nn.LeakyReLU(SLOPE),
+        blocks=nn.Sequential(*(ResidualBlock(*size, slope=SLOPE, dropout=0.1) for size in sizes)),
+    )
     return Parts(
-        Q=SVHNData(channels),
+        Q=nn.Sequential(Q),
         R=R,
         S=_readout((64, (height + 3) // 4, (width + 3) // 4), 16, classes, nn.Dropout2d(0.2)),
     )
@@ -85,8 +77,7 @@ def svhn(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = Tr
 def cifar10(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool = True) -> Parts:
     """Return the paper's CIFAR-10 network: 843,430 parameters, latent 35x10x10.
 
-    Q, R and S have 713,020, 110,600 and 19,810 of them (84.5, 13.1 and 2.3 per cent). The paper says about 70 per
-    cent in Q and 30 in R; this is the network of the authors' code.
+    Q, R and S have 713,020, 110,600 and 19,810 of them, as in the authors' code; the paper prints other shares.
     """
     channels, height, width = image
     latent = (CHANNELS, (height + 2 * BORDER) // 4, (width + 2 * BORDER) // 4)
@@ -123,22 +114,11 @@ def _readout(
     )
 
 
-class SVHNData(nn.Module):
-    """Q: conv, BN, LReLU, then three residual blocks of 16, 32 and 64 channels, the last two of stride 2."""
-
-    def __init__(self, channels: int = 3) -> None:
-        super().__init__()
-        self.conv = conv3x3(channels, 16, bias=False)
-        self.norm = nn.BatchNorm2d(16)
-        sizes = ((16, 16, 1), (16, 32, 2), (32, 64, 2))  # inputs, outputs, stride
-        self.blocks = nn.Sequential(*(ResidualBlock(*size, slope=SLOPE, dropout=0.1) for size in sizes))
-
-    def forward(self, d: Tensor) -> Tensor:
-        return self.blocks(F.leaky_relu(self.norm(self.conv(d)), SLOPE))
-
-
 class CIFARData(nn.Module):
-    """Q: a border, conv 7x7, LReLU, then twice sixteen blocks and a 2x2 average pool."""
+    """Q: a border, conv 7x7, LReLU, then twice sixteen blocks and a 2x2 average pool.
+
+    Not a Sequential of all: where fused kernels compute the stages, a loop over the layers could not be compiled.
+    """
 
     def __init__(self, channels: int = 3) -> None:
         super().__init__()
@@ -157,8 +137,7 @@ class CIFARData(nn.Module):
 class ResNet(nn.Module):
     """The CIFAR-10 network of He et al. (2016), 6n + 2 layers: three stages of n blocks, 16, 32 and 64 channels.
 
-    Shortcuts have no parameters (option A), which gives n = 9 its 853,018: 848,304 in convolutions, 4,064 in
-    batch norms, 650 in the last layer. Convolutions are initialised as in He et al. (2015).
+    Shortcuts have no parameters (option A). Convolutions are initialised as in He et al. (2015).
     """
 
     def __init__(self, n: int, image: Image = (3, 32, 32), classes: int = 10) -> None:
@@ -200,28 +179,17 @@ HE = Recipe(
     augment="flip+crop:4",
 )
 
+MNIST_RECIPES = {
+    "released": MNIST,
+    "paper": replace(MNIST, eps=1e-4, lr=1e-4),
+    "jacobian": MNIST,
+    "decayed": replace(MNIST, lr=1e-3, epochs=30, schedule=Cosine()),
+}
+SVHN_RECIPES = {"released": SVHN, "paper": SVHN, "jacobian": SVHN, "decayed": SVHN_DECAYED}
+CIFAR10_RECIPES = {"released": CIFAR10, "paper": CIFAR10, "jacobian": replace(CIFAR10, eps=1e-4, max_steps=500)}
+
 register("digits", digits, recipes={"default": DIGITS}, channels_last=True)
-register(
-    "mnist",
-    mnist,
-    recipes={
-        "released": MNIST,
-        "paper": replace(MNIST, eps=1e-4, lr=1e-4),
-        "jacobian": MNIST,
-        "decayed": replace(MNIST, lr=1e-3, epochs=30, schedule=Cosine()),
-    },
-    channels_last=True,
-)
-register(
-    "svhn",
-    svhn,
-    recipes={"released": SVHN, "paper": SVHN, "jacobian": SVHN, "decayed": SVHN_DECAYED},
-    channels_last=True,
-)
-register(
-    "cifar10",
-    cifar10,
-    recipes={"released": CIFAR10, "paper": CIFAR10, "jacobian": replace(CIFAR10, eps=1e-4, max_steps=500)},
-    channels_last=True,
-)
+register("mnist", mnist, recipes=MNIST_RECIPES, channels_last=True)
+register("svhn", svhn, recipes=SVHN_RECIPES, channels_last=True)
+register("cifar10", cifar10, recipes=CIFAR10_RECIPES, channels_last=True)
 register("resnet56", resnet56, recipes={"he": HE}, channels_last=True)

@@ -1,7 +1,5 @@
 """Networks by name, with the recipes they were tuned with: build() makes one, register() adds your own."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -19,8 +17,6 @@ from banach.solve import RMS, Norm, Solver, Tolerance
 # builder(image, classes), or builder(image, classes, *, batch_norm=True) where a variant without batch norm in R
 # exists. It returns (Q, R, S), or a module where there is no fixed point, or more than these settings.
 Builder = Callable[..., Any]
-
-_MODELS: dict[str, Model] = {}
 
 
 class Schedule(Protocol):
@@ -72,10 +68,9 @@ class OneCycle:
     end: float = 1e-4
 
     def __post_init__(self) -> None:
-        for name in ("warm", "start", "end"):
-            checks.number(name, getattr(self, name))
-        if not 0 < self.warm < 1:
-            raise ValueError(f"warm must be between 0 and 1, a share of the run, got {self.warm!r}")
+        checks.number("warm", self.warm, below=1)
+        checks.number("start", self.start)
+        checks.number("end", self.end)
 
     def multiplier(self, epoch: float, epochs: int) -> float:
         done = epoch / epochs
@@ -148,6 +143,9 @@ class Model:
         return "batch_norm" in inspect.signature(self.builder).parameters
 
 
+_MODELS: dict[str, Model] = {}
+
+
 def register(
     name: str,
     builder: Builder,
@@ -174,8 +172,6 @@ def register(
     Raises:
         ValueError: if the name is taken.
     """
-    if not callable(builder):
-        raise TypeError(f"builder must be a function of (image, classes), got {type(builder).__name__}")
     if name in _MODELS and not overwrite:
         raise ValueError(f"model {name!r} is registered already; choose another name, or pass overwrite=True")
     recipes = dict(recipes or {"default": Recipe(lr=1e-3, epochs=20, batch_size=100)})

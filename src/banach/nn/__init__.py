@@ -10,6 +10,7 @@ from banach.nn.dropout import (
     convert_dropout,
     scaled_dot_product_attention,
 )
+from banach.nn.layers import substitute
 from banach.nn.lipschitz import Lipschitz, lipschitz_, operator_norm
 from banach.nn.monotone import (
     ForwardBackward,
@@ -20,9 +21,13 @@ from banach.nn.monotone import (
     tune_alpha,
 )
 from banach.nn.monotone_conv import MonotoneConv2d
-from banach.nn.observe import Observed, fixed_point_correction, observe
-from banach.nn.penalty import finite_difference_penalty, jacobian_penalty
-from banach.nn.substitute import substitute
+from banach.nn.penalty import (
+    Observed,
+    finite_difference_penalty,
+    fixed_point_correction,
+    jacobian_penalty,
+    observe,
+)
 
 __all__ = [
     "Dropout",

@@ -1,7 +1,5 @@
 """The buffers of R in one pass: every evaluation starts from the same values, and the last one is written back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -65,7 +63,10 @@ class Buffers:
         if self.latest is not None and not failed:
             # By `data`: a batch norm that Q has too may have saved its buffers, which its backward pass does not
             # read.
-            _copy_all({name: buffer.data for name, buffer in self.R.named_buffers()}, self.latest)
+            own, latest = {name: buffer.data for name, buffer in self.R.named_buffers()}, self.latest
+            for dtype in {tensor.dtype: None for tensor in latest.values()}:  # one kernel per type, not per buffer
+                names = [name for name, tensor in latest.items() if tensor.dtype == dtype]
+                torch._foreach_copy_([own[name] for name in names], [latest[name] for name in names])
         self.latest = None
 
 
@@ -114,10 +115,3 @@ def _aliases(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     A later pass writes to it. Autograd would take that for a change of a tensor that this graph has saved.
     """
     return {name: None if part is None else part.data for name, part in buffers.items()}
-
-
-def _copy_all(target: Named, source: Named) -> None:
-    """Copy with one kernel per type rather than one per buffer: this happens at every step of a pass."""
-    for dtype in {tensor.dtype: None for tensor in source.values()}:
-        names = [name for name, tensor in source.items() if tensor.dtype == dtype]
-        torch._foreach_copy_([target[name] for name in names], [source[name] for name in names])

@@ -1,7 +1,5 @@
 """R that contracts by gamma: a 1-Lipschitz map scaled, and the paper's two-stream operator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -65,7 +63,7 @@ class TwoStream(nn.Module):
         ell: float = 1.0,
         layers: tuple[int, int, int] = (1, 1, 1),
         activation: Activation = nn.ReLU,
-    ) -> TwoStream:
+    ) -> "TwoStream":
         """For vectors. `layers` counts the affine maps of the latent, data and final streams."""
 
         def affine(features: int, bound: float) -> nn.Module:
@@ -84,7 +82,7 @@ class TwoStream(nn.Module):
         ell: float = 1.0,
         layers: tuple[int, int, int] = (1, 1, 1),
         activation: Activation = nn.ReLU,
-    ) -> TwoStream:
+    ) -> "TwoStream":
         """For images of `size` (height, width), which the convolutions keep."""
 
         def affine(features: int, bound: float) -> nn.Module:
@@ -108,16 +106,11 @@ def _assemble(
     gamma: float,
 ) -> TwoStream:
     """Build the three streams: as many affine maps as `layers` says, each with an activation after it."""
+    latent, data, final = (checks.whole("every number in layers", count) for count in layers)
     width, source = features
-    if len(layers) != 3 or min(layers) < 0 or (layers[1] == 0 and source != width):
-        raise ValueError(
-            f"layers must count the affine maps of the latent, data and final streams, got {layers}; "
-            f"a data stream that turns {source} features into {width} needs at least one"
-        )
 
     def stream(count: int, first: int, bound: float) -> nn.Sequential:
         widths = [first, *[width] * count][:count]
         return nn.Sequential(*[part for n in widths for part in (affine(n, bound), activation())])
 
-    latent, data, final = layers
     return TwoStream(stream(latent, width, 1.0), stream(data, source, ell), stream(final, width, 1.0), gamma=gamma)

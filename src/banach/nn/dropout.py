@@ -1,7 +1,5 @@
 """Dropout and attention that keep one mask per pass, so that the map that is iterated stays the same map."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -21,21 +19,15 @@ class _OneMask:
 
     one_mask_per_pass = True
     spatial = 0  # axes of a channel, which is dropped whole; 0: entries are dropped one by one
-    p: float
-    training: bool
-    inplace: bool
 
     def forward(self, x: Tensor) -> Tensor:
         now = pass_of(self)
         if now is None:
             return super().forward(x)  # type: ignore[misc]
-        return masked(x, self, now, self._shape(x) if self.spatial else x.shape)
-
-    def _shape(self, x: Tensor) -> torch.Size:
-        if x.dim() != self.spatial + 2:
-            name, expected = type(self).__name__, self.spatial + 2
-            raise ValueError(f"{name} inside R takes a batch of {expected} axes, got shape {tuple(x.shape)}")
-        return torch.Size([*x.shape[:2], *[1] * self.spatial])
+        if self.spatial and x.dim() != self.spatial + 2:
+            expected = f"{type(self).__name__} inside R takes a batch of {self.spatial + 2} axes"
+            raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
+        return masked(x, self, now, x.shape[:2] + (1,) * self.spatial if self.spatial else x.shape)
 
 
 class Dropout(_OneMask, nn.Dropout):
@@ -97,10 +89,9 @@ def scaled_dot_product_attention(
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with one mask of its attention weights per pass.
+    """`torch.nn.MultiheadAttention` with one mask of its attention weights per pass, outside a pass PyTorch's own.
 
-    In eval mode, with dropout 0 and outside a pass it is PyTorch's own. The mask belongs to the layer: called at
-    two places in R, it drops the same weights at both.
+    The mask belongs to the layer: called at two places in R, it drops the same weights at both.
     """
 
     one_mask_per_pass = True
@@ -134,12 +125,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         added = self._mask(attn_mask, key_padding_mask, k.shape[2], q.dtype)
         weights = masked(_weights(q, k, added), self, now)
         output = F.linear((weights @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
-        output, shown = output.movedim(0, axis), None
-        if need_weights:
-            shown = weights.mean(1) if average_attn_weights else weights
+        output = output.movedim(0, axis)
+        shown = weights.mean(1) if average_attn_weights and need_weights else weights
         if query.dim() == 2:
-            output, shown = output.squeeze(1), None if shown is None else shown.squeeze(0)
-        return output, shown
+            output, shown = output.squeeze(1), shown.squeeze(0)
+        return output, shown if need_weights else None
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
         """Queries, keys and values, (batch, heads, length, features), with what the options add to the keys."""

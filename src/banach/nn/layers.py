@@ -1,37 +1,26 @@
-"""What R holds: layers that a pass has to care for, functions that are refused, hooks, compiled parts."""
+"""What a module holds: layers that a pass has to care for, functions that R may not call, replaced parts."""
 
-from __future__ import annotations
-
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from banach.solve.context import is_compiling
 
+M = TypeVar("M")
+
 
 def modules_of(R: Any) -> list[nn.Module]:
-    """Return the modules of R, each once. Every pass needs them, and `R.modules()` also makes their names."""
-    if not isinstance(R, nn.Module):
-        return []
-    if torch.compiler.is_compiling():
-        return list(R.modules())
-    found: dict[nn.Module, None] = {}
-    waiting = [R]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            if module._modules:
-                waiting += [part for part in module._modules.values() if part is not None]
-    return list(found)
+    """Return the modules of R, each once; none if R is a plain function."""
+    return list(R.modules()) if isinstance(R, nn.Module) else []
 
 
 _SPECIAL = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
@@ -192,9 +181,28 @@ def watched(R: Callable[..., Any]) -> Callable[..., Any]:
     waiting = [Watch(R)]
 
     def call(*given: Any) -> Any:
-        if not waiting:
-            return R(*given)
-        with waiting.pop():
+        with waiting.pop() if waiting else nullcontext():
             return R(*given)
 
     return call
+
+
+def substitute(module: M, instead: Mapping[Any, Any] | None = None) -> M:
+    """Return a copy of the module's structure with some tensors or submodules replaced.
+
+    Parameters, buffers and submodules that are keys of `instead` become its values, wherever they occur. All other
+    tensors are shared with the original, so training one trains both. Other attributes are copied: a flag that is
+    set on the copy does not change the original.
+
+    Args:
+        module: an `nn.Module`; anything else, such as a plain function, is returned unchanged.
+        instead: replacements by original.
+    Returns:
+        The copy, or the replacement of the module itself.
+    """
+    if not isinstance(module, nn.Module):
+        return module
+    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers(), *plain)}
+    replaced = {id(old): new for old, new in (instead or {}).items()}
+    return copy.deepcopy(module, {**shared, **replaced})

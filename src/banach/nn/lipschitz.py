@@ -1,9 +1,7 @@
 """Linear layers and convolutions held to a Lipschitz constant: one, or all of a module; their operator norms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +31,14 @@ class Lipschitz(nn.Module):
     layer: AffineLayer
 
     def __init__(
-        self,
-        layer: AffineLayer,
-        bound: float = 1.0,
-        *,
-        size: int | Sequence[int] | None = None,
-        steps: int = 1,
+        self, layer: AffineLayer, bound: float = 1.0, *, size: int | Sequence[int] | None = None, steps: int = 1
     ) -> None:
         super().__init__()
         if not 0 < bound < float("inf"):
             raise ValueError(f"bound must be above 0 and finite, got {bound}")
-        checks.whole("steps", steps, 0)
-        self.shape = input_shape(layer, size)
-        self.layer, self.bound, self.steps = layer, float(bound), steps
-        self.register_buffer("direction", first_direction(self.shape, layer.weight))
+        self.shape = _input_shape(layer, size)
+        self.layer, self.bound, self.steps = layer, float(bound), checks.whole("steps", steps, 0)
+        self.register_buffer("direction", _first_direction(self.shape, layer.weight))
         self.refine()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,25 +46,21 @@ class Lipschitz(nn.Module):
             raise ValueError(
                 f"this convolution is bounded on a grid of size={self.shape[2:]}, got one of {tuple(x.shape[2:])}"
             )
-        return applied(self.layer, self.bounded_weight(), self.layer.bias, x)
-
-    def bounded_weight(self) -> Tensor:
-        """The layer's weight, scaled down where its norm is above the bound. In train mode x takes its steps."""
         weight = self.layer.weight
         scaled, direction = once_per_pass(self, weight, lambda: self._scaled(weight))
         if self.training and self.steps:
             with torch.no_grad():
                 self.direction.copy_(direction)
-        return scaled
+        return _applied(self.layer, scaled, self.layer.bias, x)
 
     def norm(self) -> Tensor:
         """|A| before scaling, as far as it is known."""
-        return Operator(self.layer, self.layer.weight, self.shape).stretch(self.direction.clone())
+        return _Operator(self.layer, self.layer.weight, self.shape).stretch(self.direction.clone())
 
-    def refine(self, rounds: int = 5) -> Lipschitz:
-        """Find the leading direction again, to high accuracy, each round at the price of twenty power steps."""
-        operator = Operator(self.layer, self.layer.weight.detach(), self.shape)
-        self.direction.copy_(operator.leading(self.direction, rounds))
+    def refine(self) -> Self:
+        """Find the leading direction again, to high accuracy, at the price of a hundred power steps."""
+        operator = _Operator(self.layer, self.layer.weight.detach(), self.shape)
+        self.direction.copy_(operator.leading(self.direction))
         return self
 
     def extra_repr(self) -> str:
@@ -80,7 +68,7 @@ class Lipschitz(nn.Module):
         return f"bound={self.bound}" + (f", size={size}" if size else "") + f", steps={self.steps}"
 
     def _scaled(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        operator = Operator(self.layer, weight, self.shape)
+        operator = _Operator(self.layer, weight, self.shape)
         # A copy: the graph keeps this direction, and the buffer is written at the next call.
         x = self.direction.clone()
         if self.training and self.steps:
@@ -119,11 +107,12 @@ def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, st
         TypeError: if the module holds layers that cannot be bounded. The message names them all.
         ValueError: if the grid of a convolution is not known, or not always the same.
     """
-    grids = {} if example is None else _grids(module, example if isinstance(example, tuple) else (example,))
-    made: dict[nn.Module | None, Lipschitz] = {}
-    for layer, name in _layers(module).items():
-        grid = None if isinstance(layer, nn.Linear) else _grid(name, grids.get(layer, set()))
-        made[layer] = Lipschitz(layer, bound, size=grid, steps=steps).train(layer.training)
+    layers = _layers(module)
+    grids = _grids(module, layers, example)
+    made: dict[nn.Module | None, Lipschitz] = {
+        layer: Lipschitz(layer, bound, size=grids.get(layer), steps=steps).train(layer.training)
+        for layer in layers
+    }
     for holder in list(module.modules()):
         if not isinstance(holder, Lipschitz):
             holder._modules.update({key: made[part] for key, part in holder._modules.items() if part in made})
@@ -153,36 +142,33 @@ def _fault(layer: Any) -> str | None:
     return f"{kind} with forward hooks" if layer._forward_hooks or layer._forward_pre_hooks else None
 
 
-def _grid(name: str, found: set[tuple[int, ...]]) -> tuple[int, ...]:
-    if len(found) != 1:
-        got = " and ".join(map(str, sorted(found))) or "no input"
-        raise ValueError(
-            f"a convolution's norm depends on its grid: expected one for {name or 'the module'}, got {got}; give "
-            "example=, an input of the module that reaches it at one size"
-        )
-    return next(iter(found))
-
-
 @torch.no_grad()
-def _grids(module: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, set[tuple[int, ...]]]:
-    """Return the sizes that each convolution sees in one evaluation in eval mode, which changes no statistics."""
-    seen: dict[nn.Module, set[tuple[int, ...]]] = {}
+def _grids(module: nn.Module, layers: dict[Any, str], example: Any) -> dict[nn.Module, tuple[int, ...]]:
+    """Return the size that each convolution sees in one evaluation in eval mode, which changes no statistics."""
+    seen: dict[Any, set[tuple[int, ...]]] = {part: set() for part in layers if not isinstance(part, nn.Linear)}
 
-    def note(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        seen.setdefault(layer, set()).add(tuple(given[0].shape[-len(layer.kernel_size) :]))  # type: ignore[arg-type]
+    def note(layer: Any, given: tuple[Tensor, ...]) -> None:
+        seen[layer].add(tuple(given[0].shape[-len(layer.kernel_size) :]))
 
-    convolutions = [layer for layer in module.modules() if isinstance(layer, _KINDS[1:])]
-    hooks = [layer.register_forward_pre_hook(note) for layer in convolutions]
+    hooks = [layer.register_forward_pre_hook(note) for layer in seen]
     try:
         with in_modes([(part, False) for part in module.modules()]):
-            module(*inputs)
+            if example is not None:
+                module(*(example if isinstance(example, tuple) else (example,)))
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    for layer, found in seen.items():
+        if len(found) != 1:
+            got = " and ".join(map(str, sorted(found))) or "no input"
+            raise ValueError(
+                f"a convolution's norm depends on its grid: expected one for {layers[layer] or 'the module'}, got "
+                f"{got}; give example=, an input of the module that reaches it at one size"
+            )
+    return {layer: found.pop() for layer, found in seen.items()}
 
 
-class Operator:
+class _Operator:
     """x -> A x, the layer without its bias, on one input of this shape. Products are in at least float32.
 
     The norm of a convolution is that of this operator, not of the kernel reshaped to a matrix: that one ignores
@@ -190,13 +176,14 @@ class Operator:
     """
 
     def __init__(self, layer: AffineLayer, weight: Tensor, shape: tuple[int, ...]) -> None:
-        short = weight.dtype in (torch.bfloat16, torch.float16)
-        self.layer, self.weight, self.shape = layer, weight.float() if short else weight, shape
+        self.layer, self.weight = layer, weight.to(torch.promote_types(weight.dtype, torch.float32))
+        self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        return applied(self.layer, self.weight, None, x)
+        return _applied(self.layer, self.weight, None, x)
 
     def transposed(self, y: Tensor) -> Tensor:
+        """Return A' y. Not by `torch.func.vjp`, which fails inside a checkpoint."""
         layer, grid = self.layer, self.shape[2:]
         if isinstance(layer, nn.Linear):
             return y @ self.weight
@@ -227,29 +214,29 @@ class Operator:
         return x
 
     @torch.no_grad()
-    def leading(self, x: Tensor, rounds: int, *, width: int = 20) -> Tensor:
-        """Return the leading right singular vector, by restarted Lanczos: `rounds` Krylov spaces of this width.
+    def leading(self, x: Tensor) -> Tensor:
+        """Return the leading right singular vector, by restarted Lanczos: five Krylov spaces of 20 vectors.
 
         The singular values of a random layer crowd at the top: there 200 power steps were seen to be 5e-3 off,
         100 products of this 1e-5 at worst.
         """
         scale = self.weight.abs().amax()  # the direction is the same at every scale, and A'A could overflow
-        scaled = Operator(self.layer, torch.where(scale > 0, self.weight / scale, self.weight), self.shape)
+        scaled = _Operator(self.layer, torch.where(scale > 0, self.weight / scale, self.weight), self.shape)
         with without_autocast(x.device):
             x = x.to(self.weight.dtype)
-            for _ in range(rounds):
-                basis, images = _krylov(scaled, x, width)
+            for _ in range(5):
+                basis, images = _krylov(scaled, x, 20)
                 gram = images @ images.mT
                 x = _unit((torch.linalg.eigh(gram)[1][:, -1] @ basis).view_as(x), otherwise=x)
         return x
 
 
-def applied(layer: AffineLayer, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def _applied(layer: AffineLayer, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """Return what the layer makes of x with another weight and bias."""
     return F.linear(x, weight, bias) if isinstance(layer, nn.Linear) else layer._conv_forward(x, weight, bias)
 
 
-def input_shape(layer: AffineLayer, size: int | Sequence[int] | None = None) -> tuple[int, ...]:
+def _input_shape(layer: AffineLayer, size: int | Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the shape of one input; a convolution needs the size of the grid it is applied to."""
     if isinstance(layer, nn.Linear):
         if size is not None:
@@ -264,25 +251,24 @@ def input_shape(layer: AffineLayer, size: int | Sequence[int] | None = None) -> 
     return (1, layer.in_channels, *grid)
 
 
-def operator_norm(layer: AffineLayer, size: int | Sequence[int] | None = None, *, rounds: int = 5) -> Tensor:
+def operator_norm(layer: AffineLayer, size: int | Sequence[int] | None = None) -> Tensor:
     """Return |A|, the largest singular value of the layer's operator. It carries no gradient.
 
     Args:
         layer: nn.Linear, nn.Conv1d, nn.Conv2d or nn.Conv3d.
         size: of the grid that a convolution is applied to.
-        rounds: restarts of the Lanczos iteration, of 20 products with A and A' each.
     """
-    operator = Operator(layer, layer.weight.detach(), input_shape(layer, size))
-    return operator.stretch(operator.leading(first_direction(operator.shape, operator.weight), rounds))
+    operator = _Operator(layer, layer.weight.detach(), _input_shape(layer, size))
+    return operator.stretch(operator.leading(_first_direction(operator.shape, operator.weight)))
 
 
-def first_direction(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _first_direction(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return a random unit vector from a separate generator: measuring a norm changes no run."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (x / torch.linalg.vector_norm(x)).to(like)
 
 
-def _krylov(operator: Operator, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _krylov(operator: _Operator, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return orthonormal rows v that span x, A'A x, (A'A)^2 x, ..., and the rows A v.
 
     An exhausted space adds zeros.

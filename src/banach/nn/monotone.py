@@ -1,10 +1,8 @@
 """Monotone operator networks: u = relu(W u + v) has one solution, which two splittings find."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +18,7 @@ class MonotoneWarning(RuntimeWarning):
     """The guarantee of a monotone network does not hold: W is not monotone, or a step size is too large."""
 
 
-class Monotone(nn.Module):
-    """u -> W u with I - W >= m I in its symmetric part, in the steps that a splitting calls one by one.
-
-    matrices()                      what W is made of, from the parameters; made once per pass
-    product(matrices, z)            W z; `border=False`: what `activate` sets to zero may have any value
-    inverse(matrices, alpha, like)  what `invert` needs for V = (I + alpha (I - W))^-1 on latents shaped so
-    invert(inverse, h)              V h
-    activate(u)                     relu, and zero on a border if there is one
-    """
-
-    matrices: Any
-    product: Any
-    inverse: Any
-    invert: Any
-    activate: Any
-
-    def __init__(self, m: float) -> None:
-        super().__init__()
-        if not m > 0:
-            raise ValueError(f"m must be above 0, got {m}")
-        self.m = float(m)
-
-    def forward(self, u: Latent) -> Latent:
-        return self.product(self.matrices(), u)
-
-
-class MonotoneLinear(Monotone):
+class MonotoneLinear(nn.Module):
     """u -> W u,  W = (1 - m) I - A'A + B - B',  so that I - W >= m I in its symmetric part, whatever A and B.
 
     Then u = relu(W u + v) has exactly one solution for every v. W itself may have any norm: plain Picard can
@@ -55,7 +27,8 @@ class MonotoneLinear(Monotone):
     """
 
     def __init__(self, width: int, m: float = 0.1) -> None:
-        super().__init__(m)
+        super().__init__()
+        self.m = above_zero("m", m)
         self.A = nn.Parameter(torch.empty(width, width))
         self.B = nn.Parameter(torch.empty(width, width))
         for part in (self.A, self.B):
@@ -66,6 +39,9 @@ class MonotoneLinear(Monotone):
         """W, made from A and B."""
         eye = torch.eye(len(self.A), dtype=self.A.dtype, device=self.A.device)
         return (1 - self.m) * eye - self.A.mT @ self.A + self.B - self.B.mT
+
+    def forward(self, u: Tensor) -> Tensor:
+        return F.linear(u, self.weight)
 
     def matrices(self) -> Tensor:
         return self.weight
@@ -84,9 +60,6 @@ class MonotoneLinear(Monotone):
     def activate(self, u: Tensor) -> Tensor:
         return torch.relu(u)
 
-    def extra_repr(self) -> str:
-        return f"width={len(self.A)}, m={self.m}"
-
 
 class Splitting(nn.Module):
     """R of a monotone network: a map whose fixed point solves z = relu(W z + v), with a step size `alpha`.
@@ -94,31 +67,39 @@ class Splitting(nn.Module):
     What depends on the weights alone is computed once per pass, and cached until v or a weight changes. `alpha` is
     a number, not a weight; it is stored in the state_dict. Whenever the module goes from train to eval mode, as it
     does after every epoch of `fit`, the guarantee is checked; a `MonotoneWarning` says that it does not hold.
+
+    The layer has I - W >= m I in its symmetric part, and these methods:
+
+        matrices()                      what W is made of, from the parameters; made once per pass
+        product(matrices, z)            W z; `border=False`: what `activate` sets to zero may have any value
+        inverse(matrices, alpha, like)  what `invert` needs for V = (I + alpha (I - W))^-1 on latents shaped so
+        invert(inverse, h)              V h
+        activate(u)                     relu, and zero on a border if there is one
     """
 
-    def __init__(self, layer: Monotone, alpha: float) -> None:
+    layer: Any
+    any_step_size = True  # it converges for every alpha
+
+    def __init__(self, layer: nn.Module, alpha: float) -> None:
         super().__init__()
-        if not alpha > 0:
-            raise ValueError(f"alpha must be above 0, got {alpha}")
-        self.layer = layer
-        self.alpha = float(alpha)
+        self.layer, self.alpha = layer, above_zero("alpha", alpha)
         self._kept: tuple[Any, Tensor, Any] | None = None
         self._shapes: list[torch.Size] = []
 
-    def fault(self, least: float, L: float) -> str | None:
-        """Return what is wrong, given the least eigenvalue of sym(I - W) and |I - W|, or None."""
-        if not least >= self.layer.m - 2e-3 * L:  # also where it is NaN; TF32 rounds W by 1e-3
-            return "W is not monotone, so that there may be no solution or several; check that weights are finite"
-        return None
-
     def check(self) -> None:
         """Warn if the guarantee does not hold for the weights as they are, on latents as seen in the last call."""
-        if self._shapes:
-            fault = self.fault(*monotonicity(self.layer, self._shapes))
-            if fault is not None:
-                warn_user(f"the splitting may not converge: {fault}", MonotoneWarning)
+        if not self._shapes:
+            return
+        least, L = monotonicity(self.layer, self._shapes)
+        if not least >= self.layer.m - 2e-3 * L:  # also where it is NaN; TF32 rounds W by 1e-3
+            fault = "W is not monotone, so that there may be no solution or several; check that weights are finite"
+        elif not self.any_step_size and self.alpha * L**2 >= 2 * self.layer.m:
+            fault = "alpha is not below 2 m / |I - W|^2; lower it, or use PeacemanRachford, if solves fail"
+        else:
+            return
+        warn_user(f"the splitting may not converge: {fault}", MonotoneWarning)
 
-    def train(self, mode: bool = True) -> Splitting:
+    def train(self, mode: bool = True) -> Self:
         if self.training and not mode:
             self.check()
         self._kept = None
@@ -171,17 +152,13 @@ class ForwardBackward(Splitting):
     larger often converge in practice. Damping instead mixes after the relu.
     """
 
+    any_step_size = False
+
     def forward(self, u: Latent, v: Latent) -> Latent:
         self._shapes = [leaf.shape for leaf in leaves(v)]
         matrices = self.layer.matrices
         M = matrices() if torch.is_grad_enabled() else self._once(v, matrices)
         return self.layer.activate(_step(u, self.layer.product(M, u, border=False), v, self.alpha))
-
-    def fault(self, least: float, L: float) -> str | None:
-        fault = super().fault(least, L)
-        if fault is None and self.alpha * L**2 >= 2 * self.layer.m:
-            return "alpha is not below 2 m / |I - W|^2; lower it, or use PeacemanRachford, if solves fail"
-        return fault
 
 
 class PeacemanRachford(Splitting):
@@ -224,11 +201,11 @@ def _step(z: Latent, Wz: Latent, v: Latent, alpha: float) -> Latent:
 
 
 @torch.no_grad()
-def monotonicity(layer: Monotone, shapes: list[torch.Size], steps: int = 40) -> tuple[float, float]:
+def monotonicity(layer: Any, shapes: list[torch.Size], steps: int = 40) -> tuple[float, float]:
     """Estimate the least eigenvalue of sym(I - W), from above, and |I - W|_2, from below, by power iteration.
 
     Args:
-        layer: W.
+        layer: W, a `MonotoneLinear` or `MonotoneConv2d`.
         shapes: of the tensors of a latent; the batch axis is ignored.
         steps: of the power iteration.
     """
@@ -250,6 +227,13 @@ def monotonicity(layer: Monotone, shapes: list[torch.Size], steps: int = 40) -> 
     return float((y * A(y)).sum()), L
 
 
+def above_zero(name: str, value: float) -> float:
+    """Return the value as a float, or raise a ValueError."""
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+    return float(value)
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x, in float32 if its type is shorter: neither FFTs nor inverses exist in bfloat16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -262,27 +246,20 @@ def inverse_of(M: Tensor) -> Tensor:
     """
     if device_loop() is None:
         return torch.linalg.inv_ex(M).inverse
-    with without_autocast(M.device):  # it would multiply in bfloat16
-        return _inverse_by_newton(M.reshape(-1, *M.shape[-2:])).reshape(M.shape)
-
-
-def _inverse_by_newton(A: Tensor) -> Tensor:
+    A = M.reshape(-1, *M.shape[-2:])
     twice = 2 * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     size = A.abs().sum(-1).amax(-1) * A.abs().sum(-2).amax(-1)  # at least the square of the largest singular value
-    pair, join = (torch.view_as_real, torch.view_as_complex) if A.is_complex() else (_same, _same)
-    start = pair((A.mH / size[:, None, None]).contiguous())
-    # The error is the square of it. Less than the rounding of products, as of TF32, cannot be met.
-    rtol = max(torch.finfo(A.dtype).eps ** 0.5 / 4, rounding(Space.of(start)))
+    real, back = (torch.view_as_real, torch.view_as_complex) if A.is_complex() else (nn.Identity(), nn.Identity())
+    start = real((A.mH / size[:, None, None]).contiguous())
 
     def newton(x: Tensor) -> Tensor:
-        return pair(join(x) @ (twice - A @ join(x)))
+        return real(back(x) @ (twice - A @ back(x)))
 
-    found: Any = solve(newton, start, tolerance=Tolerance(atol=0, rtol=rtol, max_steps=100)).value
-    return join(found.contiguous())
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    with without_autocast(M.device):  # it would multiply in bfloat16
+        # The error is the square of it. Less than the rounding of products, as of TF32, cannot be met.
+        rtol = max(torch.finfo(A.dtype).eps ** 0.5 / 4, rounding(Space.of(start)))
+        found: Any = solve(newton, start, tolerance=Tolerance(atol=0, rtol=rtol, max_steps=100)).value
+    return back(found.contiguous()).reshape(M.shape)
 
 
 @torch.no_grad()

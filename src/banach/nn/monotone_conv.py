@@ -1,7 +1,5 @@
 """MonotoneConv2d: monotone convolutions on one grid or on several tiers, with exact inverses by FFT."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent
-from banach.nn.monotone import Monotone, at_least_float32, inverse_of
+from banach.nn.monotone import above_zero, at_least_float32, inverse_of
 
 _ONE = math.log(math.e - 1)  # softplus of this is 1
 
@@ -33,7 +31,7 @@ class Tier(NamedTuple):
     back: Tensor | None
 
 
-class MonotoneConv2d(Monotone):
+class MonotoneConv2d(nn.Module):
     """z -> W z by circular 3x3 convolutions, with I - W >= m I in its symmetric part, whatever the weights.
 
         one tier:       W = (1 - m) I - A'A + B - B'
@@ -50,13 +48,16 @@ class MonotoneConv2d(Monotone):
     """
 
     def __init__(self, channels: int | Sequence[int], m: float = 1.0) -> None:
-        super().__init__(m)
+        super().__init__()
+        self.m = above_zero("m", m)
         widths = (channels,) if isinstance(channels, int) else tuple(channels)
-        self.channels = widths
         self.A = nn.ParameterList(_kernel(n, n) for n in widths)
         self.B = nn.ParameterList(_kernel(n, n) for n in widths)
         self.D = nn.ParameterList(_kernel(n, wide) for n, wide in pairwise(widths))
         self.scale = nn.Parameter(torch.full((3 * len(widths) - 1,), _ONE))
+
+    def forward(self, u: Latent) -> Latent:
+        return self.product(self.matrices(), u)
 
     def matrices(self) -> Kernels:
         scales = F.softplus(self.scale)
@@ -104,9 +105,6 @@ class MonotoneConv2d(Monotone):
 
     def activate(self, u: Latent) -> Latent:
         return _like(u, [zero_border(torch.relu(x)) for x in _tiers(u)])
-
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, m={self.m}"
 
 
 def zero_border(x: Tensor) -> Tensor:

@@ -1,12 +1,10 @@
 """One forward pass: every evaluation of R sees the same dropout masks and starts from the same buffers."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +25,22 @@ _current = threading.local()
 _inside: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _running() -> Pass | None:
+def _running() -> Any:
+    """Return the `Pass` that is evaluating R in this thread, or None."""
     return getattr(_current, "running", None)
 
 
 class Pass:
     """R, evaluated many times in one forward pass as if it were one layer.
 
-    Buffers (running statistics, spectral norm's vectors) start from the same snapshot at every evaluation, and
-    only what the last evaluation of the pass left in them is written back: one update per pass. Dropout masks
-    are drawn at the first evaluation and held here, not on the module, so that a network can be used many times
-    in one graph.
+    `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. Dropout masks are
+    drawn at the first evaluation and held here, not on the module, so that a network can be used many times in
+    one graph. `Buffers` gives every evaluation the same buffers and writes back those of the last one.
+    `once=True` promises one evaluation after the iteration.
 
-    Recomputation and J-products after the pass read the same snapshot and masks and write nothing. With
+    Recomputation and J-products after the pass read the same buffers and masks and write nothing. With
     `later=True` they also read the parameters that R had in the pass, which under `functional_call` are not its
-    own, in the mode it was in. (R may not checkpoint itself: what it recomputes, it recomputes outside the
-    pass.) `once=True` promises one evaluation after the iteration, see `Buffers`.
-
-    `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. A pass that is
-    never entered writes nothing at all.
+    own, in the mode it was in. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
     """
 
     def __init__(
@@ -64,9 +59,9 @@ class Pass:
         self.rows: list[Tensor] = []  # which samples are here, where an outer pass has let some go
         self.index: Tensor | None = None
         self.open = False
-        self.outer: Pass | None = None
+        self.outer: Any = None
 
-    def __enter__(self) -> Pass:
+    def __enter__(self) -> Self:
         self.open, self.outer, _current.running = True, _running(), self
         if self.masks is not None and self.outer is not None and self.outer.masks is not None:
             # R of the outer pass holds this network: its masks must last as long as the outer pass.
@@ -135,7 +130,7 @@ class PlainPass:
     def __init__(self, R: Any) -> None:
         self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
 
-    def __enter__(self) -> PlainPass:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -145,7 +140,7 @@ class PlainPass:
 def _calls_forward(R: nn.Module) -> bool:
     """Return True if R(u, v) is R.forward(u, v): nothing hooks it or compiles it."""
     plain = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None
-    return plain and not is_hooked(R) and not torch.compiler.is_compiling()
+    return plain and not torch.compiler.is_compiling() and not is_hooked(R)
 
 
 def forward_pass(
@@ -189,13 +184,18 @@ class Then:
 
 def pass_of(layer: Any) -> Pass | None:
     """Return the pass that holds the layer's mask; None outside a pass, and where the layer does not drop."""
-    now = _running()
+    now, compiling = _running(), torch.compiler.is_compiling()
     if now is None or now.masks is None:
-        _refuse_recomputation(layer)
+        was_inside = not compiling and draws_masks(layer) and layer in _inside
+        if was_inside and torch._C._current_graph_task_id() != -1:  # the backward pass is running
+            raise RuntimeError(
+                "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask: "
+                "use Unroll(checkpoint=True) instead"
+            )
         return None
     if not layer.training or layer.p == 0:
         return None
-    if not torch.compiler.is_compiling():
+    if not compiling:
         _inside.add(layer)
     return now
 
@@ -205,17 +205,6 @@ def masked(x: Tensor, layer: Any, now: Pass, shape: torch.Size | None = None) ->
     mask = now.mask(layer, x.shape if shape is None else shape, 1 - layer.p, x.device)
     # At p = 1 nothing is kept and the scale would be infinite.
     return torch.where(mask, x / (1 - layer.p) if layer.p < 1 else x, x.new_zeros(()))
-
-
-def _refuse_recomputation(layer: Any) -> None:
-    """A checkpoint inside R recomputes in the backward pass, where the mask is not known."""
-    if torch.compiler.is_compiling() or not draws_masks(layer) or layer not in _inside:
-        return
-    if torch._C._current_graph_task_id() != -1:  # the backward pass is running
-        raise RuntimeError(
-            "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask: "
-            "use Unroll(checkpoint=True) instead"
-        )
 
 
 def once_per_pass(owner: nn.Module, source: Tensor, make: Callable[[], Result]) -> Result:

@@ -1,15 +1,151 @@
-"""Penalties on the size of J = dT/du, estimated by one random vector: they keep T a contraction in training."""
+"""Penalties: observe() shows the map and iterates of a pass; on the size of J = dT/du, and on the iterates."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from banach import checks
+from banach.backward import Mode
 from banach.latent import Latent, Space, detach, leaves
-from banach.solve import Map
+from banach.nn.buffers import on_copies
+from banach.solve import Map, Solver
 from banach.solve.context import rounding
+from banach.solve.solver import Memory, Point
+
+
+class Observed:
+    """What `observe` saw of the last pass in its block: T, the fixed point z, and the iterates that were chosen.
+
+    T has the dropout masks of the pass and starts from the same buffers; evaluating it writes nothing.
+    `jacobian_penalty(seen.T, seen.z, seen.inputs, coupled=seen.coupled)` penalises the pass.
+    """
+
+    T: Map
+    z: Latent
+    inputs: tuple[Any, ...]
+    coupled: bool
+
+    def __init__(self, S: Callable[..., Any], steps: Sequence[int]) -> None:
+        self.S, self.steps = S, frozenset(steps)
+        self._rows: list[Tensor] = []
+
+    @property
+    def iterates(self) -> list[Latent]:
+        """The chosen iterates that the solver went on from, in order. One that converged stays as it is."""
+        space = Space.of(self.z, coupled=self.coupled)
+        return [space.nest(rows) for rows in self._rows]
+
+    def __getattr__(self, name: str) -> Any:
+        if "z" in vars(self):
+            raise AttributeError(name)
+        raise AttributeError(f"{name}: no pass was observed; call the network inside the block of observe()")
+
+
+@contextmanager
+def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
+    """Observe the forward pass of a network inside the block, which gives the same output and gradient.
+
+        with observe(net, steps=(2, 5)) as seen:
+            y = net(d)
+        loss = cross_entropy(y, labels)
+        loss = loss + jacobian_penalty(seen.T, seen.z, seen.inputs, coupled=seen.coupled).mean()
+        loss = loss + fixed_point_correction(seen, lambda y: cross_entropy(y, labels))
+
+    Args:
+        net: the ImplicitNetwork; of a wrapped one the inner network (`ddp.module`), and call the wrapper.
+        steps: numbers of iterates to keep, z_k after k steps. Those that a solve does not reach are left out.
+    """
+    check_network(net)
+    for step in steps:
+        checks.whole("every step", step, 1)
+    if steps and net.compact:
+        raise ValueError("expected a network whose batch stays whole, got compact=True; set net.compact = False")
+    solver, backward = net.solver, net.backward
+    seen = Observed(net.S, steps)
+    net.backward = _Shown(backward, seen)
+    if steps:
+        net.solver = _Recorded(solver, seen)
+    try:
+        yield seen
+    finally:
+        net.solver, net.backward = solver, backward
+
+
+def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gamma: float = 0.8) -> Tensor:
+    """Return the losses at the chosen iterates z_1 .. z_n of a pass, weighted by their distance from the end.
+
+        sum_i gamma^(n + 1 - i) loss(S(T(z_i))),   to be added to loss(S(u*)), which has the weight 1
+
+    Each has the gradient of its one evaluation of T, as JFB. It teaches T to be near the answer after few steps.
+    S runs on copies of its buffers, which the pass itself has updated once; its dropout draws masks for every
+    iterate. (Bai et al., CVPR 2022.)
+
+    Args:
+        seen: a pass observed with `steps`.
+        loss: of an output, the mean over the batch.
+        gamma: above 0, at most 1.
+
+    Returns:
+        A tensor without axes; zero if the solve reached none of the steps.
+    """
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma must be above 0 and at most 1, got {gamma}")
+    iterates = seen.iterates
+    total = leaves(seen.z)[0].new_zeros(())
+    for distance, z in zip(range(len(iterates), 0, -1), iterates, strict=True):
+        total = total + gamma**distance * loss(on_copies(seen.S, seen.T(z, *seen.inputs)))
+    return total
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A backward mode that shows the map, the fixed point and the inputs of the pass before it attaches."""
+
+    mode: Mode
+    seen: Observed
+
+    def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
+        self.seen.T, self.seen.z, self.seen.inputs, self.seen.coupled = T, z_star, tuple(inputs), coupled
+        return self.mode.attach(T, z_star, inputs, coupled=coupled)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A solver that keeps the chosen iterates. At evaluation k + 1 it is shown z_k."""
+
+    solver: Solver
+    seen: Observed
+
+    @property
+    def memory(self) -> int:
+        return getattr(self.solver, "memory", 1)
+
+    @property
+    def watched(self) -> int:
+        """Steps that a captured solve takes one by one, since iterates are kept."""
+        return max(self.seen.steps) + 1
+
+    def start(self, z: Tensor) -> Memory:
+        self.seen._rows.clear()
+        return self.solver.start(z)
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        if at.step - 1 in self.seen.steps:
+            self.seen._rows.append(at.z)
+        return self.solver.step(memory, at)
+
+
+def check_network(net: Any) -> None:
+    """Raise a TypeError for what has no Q, R and S."""
+    if not all(hasattr(net, name) for name in ("Q", "R", "S", "solver", "tolerance", "backward")):
+        raise TypeError(
+            f"net must be an ImplicitNetwork, got {type(net).__name__}; of a wrapped network give the inner one "
+            "(net.module)"
+        )
 
 
 def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Tensor:
@@ -17,11 +153,10 @@ def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled
 
         |J' e|^2 / n,   E e e' = I,   n the entries of a sample's latent (coupled: of the batch's)
 
-    The scale does not depend on the size of the latent or of the batch: J = c I has the penalty c^2. Entries of e
-    are +1 or -1 (Rademacher), drawn from the global generator: of all vectors with independent entries these have
-    the least variance, 2 sum_{i != j} (J J')_ij^2 / n^2. Costs one evaluation of T and one product with J'. The
-    gradient goes through that product (double backward). If T does not support that, as fused attention kernels
-    do not, use `finite_difference_penalty`.
+    J = c I has the penalty c^2, whatever the size of the latent and of the batch. Entries of e are +1 or -1
+    (Rademacher), drawn from the global generator: of all vectors with independent entries these have the least
+    variance. Costs one evaluation of T and one product with J'. The gradient goes through that product (double
+    backward). If T does not support that, as fused attention kernels do not, use `finite_difference_penalty`.
 
     Args:
         T: the map; called as T(z, *inputs). To penalise a network with the dropout masks and batch-norm buffers of
@@ -72,10 +207,8 @@ def finite_difference_penalty(
     z = detach(z)
     space = Space.of(z, coupled=coupled)
     rows = space.rows(z, "z")
-    if h is None:
-        step = rounding(space) ** 0.5 * rows.square().mean(1, keepdim=True).sqrt().clamp(min=1)
-    else:
-        step = rows.new_full((len(rows), 1), h)
+    automatic = rounding(space) ** 0.5 * rows.square().mean(1, keepdim=True).sqrt().clamp(min=1)
+    step = automatic if h is None else torch.full_like(automatic, h)
     moved = space.rows(T(space.nest(rows + step * _signs(rows)), *inputs))
     return space.spread(((moved - space.rows(T(z, *inputs))) / step).square().mean(1))
 
