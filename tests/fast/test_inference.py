@@ -27,7 +27,6 @@ from banach import (
     models,
 )
 from banach.fast.capture import bucket, filled
-from banach.latent import map_leaves
 from fast.simulated import simulate_gpu
 
 SLOPES = (
@@ -74,27 +73,11 @@ def check_same(net: ImplicitNetwork, d: Tensor, z0: Any = None, fast: Any = None
     return y, found
 
 
-class Replays:
-    """In place of `CapturedCalls`: a key has padded buffers, the program of its first call, and one result."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, tuple[Any, list[Tensor]]] = {}
-        self.results: dict[Any, Any] = {}
-
-    def __call__(self, key: Any, function: Any, inputs: Any, size: int) -> Any:
-        program, buffers = self.made.setdefault(key, (function, [filled(x, size) for x in inputs]))
-        for buffer, x in zip(buffers, inputs, strict=True):
-            buffer[: len(x)].copy_(x)
-        answer = program(*buffers)
-        return map_leaves(Tensor.copy_, self.results.setdefault(key, answer), answer)  # overwritten, as by a graph
-
-
 @pytest.fixture(params=["CPU", "simulated GPU"])
 def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test twice; the second time graphs are captured, as programs that run eagerly."""
     if request.param != "CPU":
         simulate_gpu(monkeypatch, kernels=False)
-        monkeypatch.setattr("banach.fast.inference.CapturedCalls", Replays)
         monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
 
 

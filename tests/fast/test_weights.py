@@ -20,8 +20,7 @@ from banach.fast.weights import (
     FusedStack,
     WindowConv2d,
     frozen_copy,
-    with_fused_blocks,
-    with_windows,
+    with_kernels,
 )
 from fast.simulated import digits, images
 from problems import normal
@@ -87,16 +86,24 @@ def data_part(name: str) -> Any:
     return Q
 
 
+def fused(part: Any) -> Any:
+    return with_kernels(part, stacks=True)
+
+
+def windowed(part: Any) -> Any:
+    return with_kernels(part, windows=True)
+
+
 LATENT = normal(2, 35, 4, 4, seed=1), normal(2, 35, 4, 4, seed=2)
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Tensor, ...]]] = {
-    "fused blocks": (latent_map, with_fused_blocks, LATENT),
+    "fused blocks": (latent_map, fused, LATENT),
     "fused blocks, compiled around them": (
         lambda: data_part("cifar10"),
-        lambda Q: torch.compile(with_fused_blocks(Q), backend="aot_eager"),
+        lambda Q: torch.compile(fused(Q), backend="aot_eager"),
         (normal(1, 3, 8, 8),),
     ),
-    "window convolutions": (lambda: data_part("mnist"), with_windows, (normal(2, 1, 28, 28),)),
-    "window convolutions, strided": (lambda: data_part("svhn"), with_windows, (normal(2, 3, 32, 32),)),
+    "window convolutions": (lambda: data_part("mnist"), windowed, (normal(2, 1, 28, 28),)),
+    "window convolutions, strided": (lambda: data_part("svhn"), windowed, (normal(2, 3, 32, 32),)),
 }
 
 
@@ -126,14 +133,14 @@ def test_a_frozen_copy_keeps_no_statistics_and_shares_the_weights() -> None:
 
 def test_only_stacks_are_replaced_and_their_blocks_are_not_children() -> None:
     Q: Any = models.build("cifar10").Q
-    fused = with_fused_blocks(Q)
-    assert [type(child).__name__ for child in fused.children()] == ["Conv2d", "FusedStack", "FusedStack"]
+    made = fused(Q)
+    assert [type(child).__name__ for child in made.children()] == ["Conv2d", "FusedStack", "FusedStack"]
     assert isinstance(Q.stage1, nn.Sequential)
-    assert list(fused.parameters()) == list(Q.conv.parameters())
-    assert copy.deepcopy(fused).stage1.blocks[0] is Q.stage1[0]
+    assert list(made.parameters()) == list(Q.conv.parameters())
+    assert copy.deepcopy(made).stage1.blocks[0] is Q.stage1[0]
     without: Any = models.build("cifar10", batch_norm=False)
     for part in (models.build("mnist"), without.R):
-        assert not any(isinstance(module, FusedStack) for module in with_fused_blocks(part).modules())
+        assert not any(isinstance(module, FusedStack) for module in fused(part).modules())
 
 
 def windows(part: nn.Module) -> list[nn.Module]:
@@ -142,7 +149,7 @@ def windows(part: nn.Module) -> list[nn.Module]:
 
 def test_only_convolutions_that_fit_are_replaced_and_weights_are_shared() -> None:
     Q = data_part("mnist")
-    other = with_windows(Q)
+    other = windowed(Q)
     assert windows(other)
     assert not windows(Q)
     assert all(a is b for a, b in zip(Q.parameters(), other.parameters(), strict=True))
@@ -163,7 +170,7 @@ def test_only_convolutions_that_fit_are_replaced_and_weights_are_shared() -> Non
     ids=str,
 )
 def test_other_convolutions_stay(layer: nn.Module) -> None:
-    assert not windows(with_windows(nn.Sequential(layer)))
+    assert not windows(windowed(nn.Sequential(layer)))
 
 
 def test_tf32_is_read_from_the_new_flags() -> None:

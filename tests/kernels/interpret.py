@@ -24,8 +24,18 @@ from torch import Tensor
 
 from banach import RMS, Euclidean, Solution, Tolerance
 from banach.kernels import host, latent, latent_kernel, latent_solve, stack, window
-from kernels.cases import answer, modules, solve_by_modules, stack_of, tiny, tolerance, worst
-from kernels.window_cases import CASES, made, worst_error
+from kernels.cases import (
+    CASES,
+    answer,
+    convolution,
+    modules,
+    solve_by_modules,
+    stack_of,
+    tiny,
+    tolerance,
+    worst,
+    worst_error,
+)
 
 Differences = dict[str, float]
 
@@ -77,10 +87,9 @@ def _stack_errors(train: bool, tile: dict[str, Any], dtype: torch.dtype) -> Diff
 
 
 def windows() -> dict[str, float]:
-    window.has_kernel = lambda x, weight: True
     window.TILES |= {"fewest": 16, "few": 16, "weights": 16, "parts": 27}  # several parts of several tiles each
     dtypes = (torch.float32, torch.bfloat16)
-    return {f"{case}, {dtype}": worst_error(case, *made(case, dtype)) for dtype in dtypes for case in CASES}
+    return {f"{case}, {dtype}": worst_error(case, *convolution(case, dtype)) for dtype in dtypes for case in CASES}
 
 
 class Together:

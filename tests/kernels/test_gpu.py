@@ -14,7 +14,20 @@ from banach.kernels.host import SideStream
 from banach.kernels.stack import fused_stack
 from contracts import same
 from kernels import cases
-from kernels.cases import NETWORKS, answer, distance, modules, network, stack_of, tolerance, worst
+from kernels.cases import (
+    CASES,
+    NETWORKS,
+    Case,
+    answer,
+    convolution,
+    distance,
+    modules,
+    network,
+    stack_of,
+    tolerance,
+    worst,
+    worst_error,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_triton(), reason="needs Triton")]
 Made = TypeVar("Made")
@@ -175,3 +188,11 @@ def test_a_stack_gives_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch)
             assert torch.equal(got.dx, wanted.dx)
             for name, gradient in got.gradients.items():
                 assert torch.equal(gradient, wanted.gradients[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_convolution_agrees_with_float64(case: Case, dtype: torch.dtype) -> None:
+    for images in (2, 37, 140, 600):  # tiles for few pixels and for many
+        parts: Any = (None if part is None else part.cuda().to(dtype) for part in convolution(case, images=images))
+        assert worst_error(case, *parts) < (3e-6 if dtype == torch.float32 else 6e-3)

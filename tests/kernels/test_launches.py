@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import banach.kernels
-from banach.kernels import conv2d, has_triton, host, latent_solve, residual_stack, stack, window
+from banach.fast.weights import with_kernels
+from banach.kernels import has_triton, host, latent_solve, residual_stack, stack, window
 from kernels.cases import network, stack_of, tolerance
 
 
@@ -98,12 +100,15 @@ def test_a_stack_refuses_second_derivatives(device: Recorder) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_launches_of_a_convolution(device: Recorder, stride: int) -> None:
+def test_launches_of_a_compiled_convolution(device: Recorder, stride: int) -> None:
+    """A compiler takes it as one call, forward and back."""
+    layer = with_kernels(nn.Conv2d(16, 32, 3, stride, 1), windows=True)
     x = torch.randn(3, 16, 9, 8, requires_grad=True)
-    weight = torch.randn(32, 16, 3, 3, requires_grad=True)
-    bias = torch.randn(32, requires_grad=True)
-    y = conv2d(x, weight, bias, stride, 1)
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     y.sum().backward()
     assert y.shape == (3, 32, -(-9 // stride), -(-8 // stride))
     forward, back = ({"look": 2}, {}) if stride == 1 else ({"look": 1}, {"look_back": 1})
     assert device.launches == {**forward, **back, "correlate": 1, "add": 1}
+    torch.library.opcheck(
+        torch.ops.banach.conv2d.default, (x, layer.weight, layer.bias, stride, 1), test_utils="test_faketensor"
+    )

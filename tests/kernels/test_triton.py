@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from banach.kernels import has_triton
-from kernels.window_cases import CASES
+from kernels.cases import CASES
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_triton(), reason="Triton is not installed")]
 TESTS = Path(__file__).resolve().parent.parent

@@ -41,7 +41,7 @@ class FastNetwork:
             parts["R"] = frozen
         # Not bound methods of the network: compiled parts are called in its place.
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
-        self.iterated = compiled(frozen, self.plan)
+        self.iterated = self.R if predicts else compiled(frozen, self.plan)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if not self.plan.own_loop:
@@ -59,19 +59,22 @@ class FastNetwork:
         self.bf16.collect()
 
     @torch.no_grad()
-    def solve(self, v: Latent, z0: Latent | None = None) -> Solution:
-        """Find u = R(u, v) from z0, by default the network's start."""
-        net, tolerance = self.net, self.net.tolerance
-        if z0 is None and not (self.plan.kernel and net.start is zeros):
+    def solve(self, v: Latent, z0: Latent | None = None, *, checked: bool = False) -> Solution:
+        """Find u = R(u, v) from z0, by default the network's start. `checked`: by `solve`, with host checks."""
+        net, tolerance, plan = self.net, self.net.tolerance, self.plan
+        kernel, fused = plan.kernel and not checked, plan.fused_step and not checked
+        if z0 is None and not (kernel and net.start is zeros):
             z0 = net.start(v)
-        if self.plan.kernel:
+        if kernel:
             from banach.kernels import latent_solve
 
             return latent_solve(net.R, v, z0, tolerance=tolerance)
-        if self.plan.fused_step:
+        if fused:
             return Iteration(self.iterated, net.solver, tolerance)(promoted(z0), v)
         coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-        return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), tolerance=tolerance, coupled=coupled)
+        compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
+        how: Any = {"tolerance": tolerance, "coupled": coupled, "compact": compact}
+        return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **how)
 
 
 def promoted(z: Latent) -> Latent:

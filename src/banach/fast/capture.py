@@ -119,34 +119,30 @@ class Recording:
         self.begin()
 
 
-_Call = tuple[list[Tensor], Any, Callable[[], None]]  # buffers of the inputs, the result, replay
-
-
 class CapturedCalls:
     """Calls of functions of tensors, each a CUDA graph that is captured at the first call with its key.
 
-    On a CPU the functions run eagerly. Results belong to the graph: the next call with the same key overwrites
-    them. Capturing changes neither the random state nor the tensors in `keep`.
+    Keys are completed by the shapes of the inputs, whose batch is padded to the next power of two: one graph per
+    batch size would be one per call. Results belong to the graph: the next call with the same key overwrites them.
     """
 
-    def __init__(self, keep: Iterable[Tensor] = ()) -> None:
-        self.keep = list(keep)
+    def __init__(self) -> None:
         self._graphs: Graphs | None = None
-        self._made: dict[Any, _Call] = {}
+        self._made: dict[Any, tuple[list[Tensor], Any, Recording]] = {}
 
-    def __call__(self, key: Any, function: Callable[..., Any], inputs: Sequence[Tensor], size: int) -> Any:
-        """Return function(*inputs), whose rows beyond those of the inputs, up to `size`, are to be ignored."""
-        if inputs[0].device.type != "cuda":
-            return function(*inputs)
+    def __call__(self, key: Any, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+        """Return function(*inputs), whose rows beyond those of the inputs are to be ignored."""
+        size = bucket(len(inputs[0]))
+        key = (key, size, *((x.shape[1:], x.dtype) for x in inputs))
         if key not in self._made:
             self._made[key] = self._capture(function, [filled(x, size) for x in inputs])
-        buffers, result, replay = self._made[key]
+        buffers, result, recording = self._made[key]
         for buffer, x in zip(buffers, inputs, strict=True):
             buffer[: len(x)].copy_(x)
-        replay()
+        recording.replay()
         return result
 
-    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> _Call:
+    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> tuple[list[Tensor], Any, Recording]:
         made: list[Any] = []
         device = buffers[0].device
         self._graphs = self._graphs or Graphs(device)
@@ -154,10 +150,10 @@ class CapturedCalls:
         def program() -> None:
             made[:] = [function(*buffers)]
 
-        with torch.random.fork_rng([device]), unchanged(self.keep):
+        with torch.random.fork_rng([device]):
             self._graphs.warm_up(program)
-            graph = self._graphs.capture(program)
-        return buffers, made[0], graph.replay
+            recording = self._graphs.capture(program)
+        return buffers, made[0], recording
 
 
 @functools.cache
@@ -204,7 +200,7 @@ def reason_of(error: Exception) -> str:
 
 
 def bucket(count: int) -> int:
-    """Return the next power of two: one graph per batch size would be one per call."""
+    """Return the next power of two."""
     return 1 << max(count - 1, 0).bit_length()
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.fast.body import FastNetwork, promoted
-from banach.fast.capture import CapturedCalls, bucket
+from banach.fast.capture import CapturedCalls
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
-from banach.solve import Solution, Status, mixes_samples, solve
+from banach.solve import Solution, Status, mixes_samples
 from banach.solve.solution import DEFERRED
 
 
@@ -85,7 +85,6 @@ class CompiledNetwork:
 
         What a graph gives is copied, or, unless `whole`, the output alone: the next call overwrites the others.
         """
-        tolerance = self.net.tolerance
         if not self.plan.graph:
             return self._answer(d, z0, eager=True)
         given = (d,) if z0 is None else (d, z0)
@@ -96,11 +95,9 @@ class CompiledNetwork:
         def copy(part: Tensor) -> Tensor:
             return part[:batch].clone()
 
-        batch, parts = len(d[0]), leaves(given)
-        size = bucket(batch)
+        batch, tolerance = len(d[0]), self.net.tolerance
         structure = None if z0 is None else outline(z0)  # dictionaries may list their keys in another order
-        key = (tolerance, size, structure, *((x.shape[1:], x.dtype) for x in parts))
-        made: tuple[Any, ...] = self._calls(key, program, parts, size)
+        made: tuple[Any, ...] = self._calls(structure, program, leaves(given))
         failures, again = frozenset[Status](), None
         if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
             _, converged, _, _, nonfinite, diverged = (number[:batch] for number in made[2:])
@@ -112,10 +109,8 @@ class CompiledNetwork:
             better = self._flat_answer(*select(given, again), eager=True)
             for mine, other in zip(leaves(made), leaves(better), strict=True):
                 mine[again] = other.to(mine.dtype)
-        numbers = dict(zip(DEFERRED, made[2:], strict=True))
-        return made[0], Solution(
-            made[1], **numbers, solver=self.net.solver, tolerance=tolerance, failures=failures
-        )
+        known: Any = {"solver": self.net.solver, "tolerance": tolerance, "failures": failures}
+        return made[0], Solution(*made[1:], **known)
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
@@ -124,7 +119,9 @@ class CompiledNetwork:
         fast, mode, count = self.fast, self.net.backward, len(d[0])
         with self._autocast(d[0]):
             v = _check_rows("Q(d)", fast.Q(*d), count)
-            found = self._solve(v, z0) if eager else fast.solve(v, z0)
+            if eager:
+                z0 = _check_rows("the latent", self.net.start(v) if z0 is None else z0, count)
+            found = fast.solve(v, z0, checked=eager)
             z = _check_rows("the latent", found.value, count)
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
             return _check_rows("S(u)", fast.S(u), count), found
@@ -133,12 +130,6 @@ class CompiledNetwork:
         """Return the same as one nest: the output, the latent and the numbers of its samples."""
         y, found = self._answer(*given, eager=eager)
         return y, found.value, *(getattr(found, name) for name in DEFERRED)
-
-    def _solve(self, v: Latent, z0: Latent | None) -> Solution:
-        net, count = self.net, len(leaves(v)[0])
-        z = promoted(_check_rows("the latent", net.start(v) if z0 is None else z0, count))
-        compact = count > 0 and not self.plan.graph and net.tolerance.check_every != 0
-        return solve(self.fast.R, z, net.solver, inputs=(v,), tolerance=net.tolerance, compact=compact)
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""

@@ -28,9 +28,21 @@ def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
     """
     parts: dict[str, Any] = {"Q": net.Q, "R": net.R, "S": net.S}
     measures = not plan.kernel and net.tolerance.max_steps > 0
-    if plan.fused_blocks:
-        parts = {k: part if k == "R" and measures else with_fused_blocks(part) for k, part in parts.items()}
-    return {k: with_windows(part) for k, part in parts.items()} if plan.windows else parts
+    fused = {name: bool(plan.fused_blocks) and not (name == "R" and measures) for name in parts}
+    windows = bool(plan.windows)
+    return {name: with_kernels(part, stacks=fused[name], windows=windows) for name, part in parts.items()}
+
+
+def with_kernels(part: Any, *, stacks: bool = False, windows: bool = False) -> Any:
+    """Return the part with kernels for its stacks of blocks and its convolutions; everything else is shared."""
+    instead: dict[nn.Module, Any] = {}
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        if stacks and is_stack(module):
+            instead[module] = FusedStack(list(module.children()))
+        elif windows and is_window(module):
+            instead[module] = substitute(module)
+            instead[module].__class__ = WindowConv2d
+    return substitute(part, instead) if instead else part
 
 
 def compiled(part: Any, plan: Plan) -> Any:
@@ -114,39 +126,22 @@ class FusedStack(nn.Module):
         return FusedStack(self.blocks)
 
 
-def with_fused_blocks(part: Any) -> Any:
-    """Return the part with a `FusedStack` in place of every stack; everything else is shared."""
-    modules = part.modules() if isinstance(part, nn.Module) else ()
-    return substitute(
-        part, {module: FusedStack(list(module.children())) for module in modules if is_stack(module)}
-    )
-
-
 class WindowConv2d(nn.Conv2d):
     """A Conv2d by `banach.kernels.conv2d`, in the dtype of autocast where it is on, else of the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        from banach.kernels import conv2d
+        from banach.kernels import window
 
         kind, dtype = x.device.type, self.weight.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         bias = None if self.bias is None else self.bias.to(dtype)
+        weight = self.weight.to(dtype)
         x = x.to(dtype, memory_format=torch.channels_last)  # here, where a compiler joins it with what made x
-        out: Tensor = conv2d(x, self.weight.to(dtype), bias, self.stride[0], int(self.padding[0]))
+        if not window.has_kernel(x, weight):
+            return self._conv_forward(x, weight, bias)
+        out: Tensor = window.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
         return out
-
-
-def with_windows(part: Any) -> Any:
-    """Return the part with a `WindowConv2d` for each convolution that fits; everything else is shared."""
-    modules = part.modules() if isinstance(part, nn.Module) else ()
-    return substitute(part, {layer: _window(layer) for layer in modules if is_window(layer)})
-
-
-def _window(layer: Any) -> Any:
-    made = substitute(layer)
-    made.__class__ = WindowConv2d
-    return made
 
 
 def channels_last(net: Net) -> Net:
