@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from banach.kernels import has_triton, latent_solve, residual_stack
 from banach.kernels.host import SideStream
 from banach.kernels.stack import fused_stack
+from banach.solve import Solution
 from contracts import same
 from kernels import cases
 from kernels.cases import (
@@ -40,6 +41,11 @@ def made(name: str, *, train: bool, batch: int, seed: int = 0) -> tuple[nn.Modul
     return R, v, torch.float32 if name == "svhn" else torch.bfloat16
 
 
+def solved(*given: Any, dtype: torch.dtype, **how: Any) -> Solution:
+    with torch.autocast("cuda", enabled=dtype == torch.bfloat16, dtype=torch.bfloat16):
+        return latent_solve(*given, **how)
+
+
 def captured(call: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
     """Run once on another stream, then capture: the graph and its result."""
     side = torch.cuda.Stream()
@@ -60,7 +66,7 @@ def test_few_steps_agree_with_float64(name: str, batch: int, train: bool) -> Non
     R, v, dtype = made(name, train=train, batch=batch)
     z0 = torch.randn_like(v)
     stop = tolerance(atol=0.0, max_steps=3)
-    got = latent_solve(R, v, z0, tolerance=stop, dtype=dtype)
+    got = solved(R, v, z0, tolerance=stop, dtype=dtype)
     wanted = cases.solve_by_modules(R.double(), v.double(), z0.double(), tolerance=stop)
     bound = 2e-5 if dtype == torch.float32 else 1e-2
     assert distance(got.value, wanted.value) < bound
@@ -74,7 +80,7 @@ def test_few_steps_agree_with_float64(name: str, batch: int, train: bool) -> Non
 def test_it_converges_to_a_fixed_point(name: str, train: bool) -> None:
     R, v, dtype = made(name, train=train, batch=100)
     stop = tolerance(atol=1e-4 if name == "svhn" else 1e-1, max_steps=200)
-    got = latent_solve(R, v, tolerance=stop, dtype=dtype)
+    got = solved(R, v, tolerance=stop, dtype=dtype)
     assert bool(got.converged.all())
     assert bool((got.residual <= stop.atol).all())
     wanted = cases.solve_by_modules(R.double(), v.double(), tolerance=stop)
@@ -86,9 +92,9 @@ def test_it_converges_to_a_fixed_point(name: str, train: bool) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_image_does_not_depend_on_the_others(name: str) -> None:
     R, v, dtype = made(name, train=False, batch=300)
-    whole = latent_solve(R, v, tolerance=tolerance(), dtype=dtype)
+    whole = solved(R, v, tolerance=tolerance(), dtype=dtype)
     for number in (0, 131, 299):
-        alone = latent_solve(R, v[number : number + 1], tolerance=tolerance(), dtype=dtype)
+        alone = solved(R, v[number : number + 1], tolerance=tolerance(), dtype=dtype)
         assert torch.equal(alone.value[0], whole.value[number])
         assert int(alone.steps) == int(whole.steps[number])
 
@@ -99,12 +105,12 @@ def test_a_graph_replays_it_with_other_inputs_to_the_bit(name: str, train: bool)
     R, v, dtype = made(name, train=train, batch=150)
     others = [made(name, train=train, batch=150, seed=seed)[1] * scale for seed, scale in ((1, 1.0), (2, 5.0))]
     held, stop = v.clone(), tolerance(atol=1e-2)
-    graph, found = captured(lambda: latent_solve(R, held, tolerance=stop, dtype=dtype))
+    graph, found = captured(lambda: solved(R, held, tolerance=stop, dtype=dtype))
     for other in (*others, v):
         held.copy_(other)
         for _ in range(2):
             graph.replay()
-            same(found, latent_solve(R, other, tolerance=stop, dtype=dtype))
+            same(found, solved(R, other, tolerance=stop, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", ["mnist", "svhn"])
@@ -112,14 +118,14 @@ def test_two_solves_at_once_on_one_device_do_not_wait_for_each_other(name: str) 
     """Each has a program for most multiprocessors: if half of both ran, neither would come to its meetings."""
     cases = [made(name, train=True, batch=100, seed=seed) for seed in (0, 1)]
     stop = tolerance(atol=0.0, max_steps=60)
-    wanted = [latent_solve(R, v, tolerance=stop, dtype=dtype) for R, v, dtype in cases]
+    wanted = [solved(R, v, tolerance=stop, dtype=dtype) for R, v, dtype in cases]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     got = []
     for _ in range(20):
         for stream, (R, v, dtype) in zip(streams, cases, strict=True):
             with torch.cuda.stream(stream):
-                got.append(latent_solve(R, v, tolerance=stop, dtype=dtype))
+                got.append(solved(R, v, tolerance=stop, dtype=dtype))
     torch.cuda.synchronize()
     for number, one in enumerate(got):
         same(one, wanted[number % 2])

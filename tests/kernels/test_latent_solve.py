@@ -49,7 +49,7 @@ def test_what_the_kernel_does_not_know_is_refused() -> None:
         ("LatentForm", (nn.Conv2d(16, 16, 3), v), tolerance()),
         ("v must be", (good, v[:, :8]), tolerance()),
         ("not empty", (good, v[:0]), tolerance()),
-        ("got float64", (good, v.double()), tolerance()),
+        ("in torch.float64", (good, v.double()), tolerance()),
         ("z0", (good, v, v[:1]), tolerance()),
         ("norm", (good, v), tolerance(OtherNorm())),
     ]

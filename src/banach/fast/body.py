@@ -21,8 +21,7 @@ class FastNetwork:
 
     By JFB, Q, R and S are called one by one: a kernel that knows R iterates it, or an `Iteration`, or `solve`.
     Other modes go through the network itself. With bf16 weights call `refresh` before the passes of a step, and
-    `collect` after their backward. A training step calls the object, `banach.compile` its parts: Q, R, S and
-    `solve`.
+    `collect` after their backward.
     """
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:

@@ -70,10 +70,9 @@ class Graphs:
 
 
 class Recording:
-    """A captured program: CUDA graphs that run one after the other. Each loop in it is a while node.
+    """A captured program: CUDA graphs one after the other, cut at its loops, which are while nodes.
 
-    A loop ends the graph that is being captured, and another one begins after it. So loops may be anywhere in the
-    program, in the middle of a backward pass or in another loop too.
+    So loops may be anywhere in the program, in the middle of a backward pass or in another loop too.
     """
 
     def __init__(self, pool: Any) -> None:

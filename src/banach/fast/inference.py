@@ -45,8 +45,7 @@ class CompiledNetwork:
         """Plan for the network as it is: its solver, tolerance and mode may be assigned later."""
         net = self.net
         self._made_for = net.solver, net.tolerance, net.backward, net.start
-        precision = "bf16" if self.bf16 else None
-        self.plan = plan(net, precision=precision, training=False, compile=self.compiles)
+        self.plan = plan(net, precision="bf16" if self.bf16 else None, training=False, compile=self.compiles)
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
 
@@ -62,7 +61,8 @@ class CompiledNetwork:
             ConvergenceWarning: without `solution`, if samples did not converge, unless a kernel knows R or
                 `check_every` is 0.
         """
-        self._check_mode()
+        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
+            raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         if self._made_for != (self.net.solver, self.net.tolerance, self.net.backward, self.net.start):
             self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
@@ -81,10 +81,7 @@ class CompiledNetwork:
         return y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[Any, Solution]:
-        """Return the output and the Solution, with the failures that the network would warn of.
-
-        What a graph gives is copied, or, unless `whole`, the output alone: the next call overwrites the others.
-        """
+        """Return copies of the output and, if `whole`, of the Solution, which the next call would overwrite."""
         if not self.plan.graph:
             return self._answer(d, z0, eager=True)
         given = (d,) if z0 is None else (d, z0)
@@ -135,19 +132,15 @@ class CompiledNetwork:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
         with self._autocast(d[0]):
             v = self.fast.Q(*d)
-            if mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,)):
-                raise ValueError(
-                    "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
-                    "call the network itself, with coupled=True"
-                )
-        self._independent = True
+            self._independent = not mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,))
+        if not self._independent:
+            raise ValueError(
+                "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
+                "call the network itself, with coupled=True"
+            )
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[Any]:
         return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.bf16)
-
-    def _check_mode(self) -> None:
-        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
-            raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
 
 
 def _failed(converged: Tensor, nonfinite: Tensor, diverged: Tensor) -> tuple[frozenset[Status], Tensor | None]:
@@ -162,12 +155,10 @@ compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net
 
 
 def _check_network(net: Any) -> None:
-    if not isinstance(net, ImplicitNetwork):
-        raise TypeError(f"compile takes an ImplicitNetwork, got {type(net).__name__}")
     if not is_as_written(net):
+        how = " with hooks or an overridden forward" if isinstance(net, ImplicitNetwork) else ""
         raise TypeError(
-            "compile takes an ImplicitNetwork whose Q, R and S it can call itself, got "
-            f"{type(net).__name__} with hooks or an overridden forward"
+            f"compile takes an ImplicitNetwork, got {type(net).__name__}{how}; call the network itself"
         )
     if net.coupled:
         raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
@@ -177,11 +168,10 @@ def _batch_of(d: tuple[Any, ...]) -> int:
     """Return the number of samples that all inputs have a row for."""
     if not d:
         raise TypeError("a compiled network takes the inputs of Q, got none")
-    wrong = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
-    if wrong:
-        raise TypeError(
-            f"compile takes networks whose inputs are tensors, got {wrong[0]}; call the network itself"
-        )
+    for one in d:
+        if not isinstance(one, Tensor):
+            got = type(one).__name__
+            raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
     if not d[0].dim():
         raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
     _check_rows("d", d, len(d[0]))
@@ -190,15 +180,14 @@ def _batch_of(d: tuple[Any, ...]) -> int:
 
 def _check_rows(name: str, value: Latent, count: int) -> Latent:
     """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
-    parts = leaves(value, f"{name} of a compiled network")
+    name = f"{name} of a compiled network"
+    parts = leaves(value, name)
     if not parts:
-        raise ValueError(
-            f"{name} of a compiled network must hold at least one tensor, got an empty {type(value).__name__}"
-        )
+        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
     for leaf in parts:
         if leaf.shape[:1] != (count,):
             raise ValueError(
-                f"{name} of a compiled network must have a row for each of {count} samples, got a tensor of shape "
-                f"{tuple(leaf.shape)}; otherwise call the network itself"
+                f"{name} must have a row for each of {count} samples, got a tensor of shape {tuple(leaf.shape)}; "
+                "otherwise call the network itself"
             )
     return value

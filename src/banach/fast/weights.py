@@ -53,9 +53,8 @@ def compiled(part: Any, plan: Plan) -> Any:
 class Bf16Weights:
     """Copies of modules whose matrix weights are bf16; the optimizer changes the fp32 originals.
 
-    `refresh()` before a step casts the originals, `collect()` after its backward pass gives them the gradients.
-    This is what autocast computes, in two kernels rather than two per weight and evaluation. Other parameters and
-    all buffers are shared with the originals.
+    This is what autocast computes, in two kernels per step rather than two per weight and evaluation. Other
+    parameters and all buffers are shared with the originals.
     """
 
     def __init__(self, modules: dict[str, Any]) -> None:
@@ -66,7 +65,7 @@ class Bf16Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the originals, and drop the gradients of the step before."""
+        """Round the originals, before a step, and drop the gradients of the step before."""
         if self.casts:  # torch refuses empty lists
             torch._foreach_copy_(self.casts, self.originals)
         for cast in self.casts:
@@ -74,15 +73,13 @@ class Bf16Weights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Give the originals the gradients, in fp32."""
-        pairs = [
-            (p, cast.grad) for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None
-        ]
-        into = [torch.empty_like(p) for p, _ in pairs]
-        for (p, _), grad in zip(pairs, into, strict=True):
-            p.grad = grad
-        if pairs:
-            torch._foreach_copy_(into, [grad for _, grad in pairs])
+        """Give the originals the gradients, in fp32, after a backward pass."""
+        made = {p: cast.grad for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None}
+        for p in made:
+            p.grad = torch.empty_like(p)
+        into: Any = [p.grad for p in made]
+        if made:
+            torch._foreach_copy_(into, list(made.values()))
 
 
 def _matrices(module: Any) -> list[nn.Parameter]:
@@ -93,10 +90,7 @@ def _matrices(module: Any) -> list[nn.Parameter]:
 
 
 def frozen_copy(R: Any) -> Any:
-    """Return R with the same weights and buffers, whose train-mode batch norm keeps no statistics.
-
-    An iteration would otherwise copy the running statistics at every step, and throw them away.
-    """
+    """Return R with the same weights, whose train-mode batch norm spends no time on running statistics."""
     made = substitute(R)
     for module in made.modules() if isinstance(made, nn.Module) else ():
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
@@ -106,15 +100,11 @@ def frozen_copy(R: Any) -> Any:
 
 
 class FusedStack(nn.Module):
-    """A Sequential of blocks x -> BN(LReLU(x + conv(drop(LReLU(conv(x)))))), computed by fused kernels.
-
-    The blocks are the network's and not children of this module: their parameters get the gradients, and their
-    mode is the network's.
-    """
+    """A Sequential of blocks x -> BN(LReLU(x + conv(drop(LReLU(conv(x)))))), computed by fused kernels."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.blocks = list(blocks)  # a list, so that they stay out of parameters() and of copies
+        self.blocks = list(blocks)  # the network's: in a list they stay out of parameters() and of copies
 
     @torch.compiler.disable  # kernels are launched as they are; the code around them is compiled
     def forward(self, x: Tensor) -> Tensor:
