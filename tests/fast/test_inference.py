@@ -26,7 +26,6 @@ from banach import (
     Unroll,
     models,
 )
-from banach.fast.capture import bucket, filled
 from fast.simulated import simulate_gpu
 
 SLOPES = (
@@ -181,17 +180,6 @@ def test_real_networks_answer_as_they_do_and_changed_weights_are_seen(name: str)
         with torch.no_grad():
             net.S.linear.weight.mul_(2)
     assert not fast(d).requires_grad
-
-
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
-def test_buckets_are_powers_of_two(count: int, size: int) -> None:
-    assert bucket(count) == size
-    x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
-    padded = filled(x, size)
-    assert padded.shape == (size, 2, 3, 4)
-    assert padded.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(padded[:count], x)
-    assert torch.equal(padded[count:], x[:1].expand(size - count, 2, 3, 4))
 
 
 # What it does not take. The network itself takes all of these.

@@ -106,13 +106,6 @@ def test_networks_of_several_scales(name: str) -> None:
     check_two_scales(name, "cpu")
 
 
-def test_an_empty_batch_and_what_is_refused() -> None:
-    assert banach.compile(nested(scales))(torch.ones(0, 3)).shape == (0, 3)
-    mixing = network(lambda u, v: (0.4 * u[0] + v[0], 0.3 * u[0].mean(0) + v[1]), lambda d: (d, d))
-    with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
-        banach.compile(mixing)(SLOPES)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mdeq", "mon-tiers"])
 def test_captured_networks_of_several_scales(name: str) -> None:

@@ -168,9 +168,7 @@ CASES = (
 )
 
 
-def convolution(
-    case: Case, dtype: torch.dtype = torch.float32, images: int = 3
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def convolution(case: Case, dtype: torch.dtype, images: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, weight and bias, the weights of such a size that outputs are near 1."""
     torch.manual_seed(0)
     x = torch.randn(images, case.inputs, 9, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -178,13 +176,12 @@ def convolution(
     weight /= (case.inputs * case.side**2) ** 0.5
     if case.channels_last:
         weight = weight.contiguous(memory_format=torch.channels_last)
-    bias = torch.randn(2 * case.outputs, dtype=dtype)[::2]
-    return x, weight, bias if case.bias else None
+    return x, weight, torch.randn(2 * case.outputs, dtype=dtype)[::2]
 
 
-def worst_error(case: Case, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+def worst_error(case: Case, dtype: torch.dtype, images: int = 3, device: str = "cpu") -> float:
     """Return the largest relative error of the value and of all gradients, against F.conv2d in float64."""
-    inputs = [part for part in (x, weight, bias) if part is not None]
+    inputs = [part.to(device) for part in convolution(case, dtype, images)][: 3 if case.bias else 2]
     exact = [part.detach().double().requires_grad_() for part in inputs]
     leaves = [part.detach().requires_grad_() for part in inputs]
     layers: list[tuple[Any, list[Tensor]]] = [(conv2d, leaves), (F.conv2d, exact)]
