@@ -13,7 +13,7 @@ from torch import Tensor
 
 import banach.train.evaluate  # noqa: F401
 from banach import Tolerance, models
-from banach.fast.capture import bucket, filled
+from banach.fast.capture import CapturedCalls
 from banach.latent import map_leaves
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once, loop_eagerly
@@ -39,21 +39,13 @@ class EagerGraphs:
             program()
 
 
-class Replays:
-    """In place of `CapturedCalls`: a key has padded buffers, the program of its first call, and one result."""
+class EagerCalls(CapturedCalls):
+    """In place of `CapturedCalls`: a replay runs the function of the first call and overwrites its result."""
 
-    def __init__(self) -> None:
-        self.made: dict[Any, tuple[Any, list[Tensor]]] = {}
-        self.results: dict[Any, Any] = {}
-
-    def __call__(self, key: Any, function: Any, inputs: Any) -> Any:
-        size = bucket(len(inputs[0]))
-        key = (key, size, *((x.shape[1:], x.dtype) for x in inputs))
-        program, buffers = self.made.setdefault(key, (function, [filled(x, size) for x in inputs]))
-        for buffer, x in zip(buffers, inputs, strict=True):
-            buffer[: len(x)].copy_(x)
-        answer = program(*buffers)
-        return map_leaves(Tensor.copy_, self.results.setdefault(key, answer), answer)  # overwritten, as by a graph
+    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> Any:
+        result = function(*buffers)
+        again = SimpleNamespace(replay=lambda: map_leaves(Tensor.copy_, result, function(*buffers)))
+        return buffers, result, again
 
 
 def digits(tolerance: Tolerance, **options: Any) -> Any:
@@ -74,7 +66,7 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
         monkeypatch.setattr(sys.modules[name], "runs_graphs", lambda device: True)
     monkeypatch.setattr("banach.fast.while_node.missing", lambda: "")
     monkeypatch.setattr("banach.fast.capture.Graphs", EagerGraphs)
-    monkeypatch.setattr("banach.fast.inference.CapturedCalls", Replays)
+    monkeypatch.setattr("banach.fast.inference.CapturedCalls", EagerCalls)
     monkeypatch.setattr(PLAN, "_no_kernel", lambda net, device: "" if kernels else "simulated")
     monkeypatch.setattr("banach.kernels.latent_solve", solve_by_modules)
     monkeypatch.setattr("banach.kernels.picard_step", plain_picard_step)
