@@ -131,7 +131,7 @@ class CapturedCalls:
 
     def __call__(self, key: Any, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         """Return function(*inputs), whose rows beyond those of the inputs are to be ignored."""
-        size = bucket(len(inputs[0]))
+        size = 1 << (len(inputs[0]) - 1).bit_length()
         key = (key, size, *((x.shape[1:], x.dtype) for x in inputs))
         if key not in self._made:
             self._made[key] = self._capture(function, [filled(x, size) for x in inputs])
@@ -155,12 +155,9 @@ class CapturedCalls:
         return buffers, made[0], recording
 
 
-@functools.cache
+@functools.cache  # cuBLAS keeps 32 MiB for every stream it used; in a capture it takes them from the graphs' pool
 def _streams(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return two streams for all warm-ups and captures on a device: cuBLAS keeps 32 MiB for every stream it used.
-
-    On the second one, where captures run, cuBLAS takes memory from the pool of the graphs.
-    """
+    """Return the streams of all warm-ups and of all captures on a device."""
     return torch.cuda.Stream(index), torch.cuda.Stream(index)
 
 
@@ -196,11 +193,6 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
 def reason_of(error: Exception) -> str:
     """Return why a program could not be captured, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def bucket(count: int) -> int:
-    """Return the next power of two."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 def filled(x: Tensor, size: int) -> Tensor:

@@ -36,7 +36,12 @@ class CompiledNetwork:
     """
 
     def __init__(self, net: ImplicitNetwork, *, bf16: bool = False, compile: bool = False) -> None:
-        _check_network(net)
+        if not is_as_written(net):
+            how = " with hooks or an overridden forward" if isinstance(net, ImplicitNetwork) else ""
+            got = f"{type(net).__name__}{how}"
+            raise TypeError(f"compile takes an ImplicitNetwork whose Q, R and S it can call itself, got {got}")
+        if net.coupled:
+            raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
         self.net, self.bf16, self.compiles = net, bf16, compile
         self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
@@ -152,16 +157,6 @@ def _failed(converged: Tensor, nonfinite: Tensor, diverged: Tensor) -> tuple[fro
 
 
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`
-
-
-def _check_network(net: Any) -> None:
-    if not is_as_written(net):
-        how = " with hooks or an overridden forward" if isinstance(net, ImplicitNetwork) else ""
-        raise TypeError(
-            f"compile takes an ImplicitNetwork, got {type(net).__name__}{how}; call the network itself"
-        )
-    if net.coupled:
-        raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
 
 
 def _batch_of(d: tuple[Any, ...]) -> int:
