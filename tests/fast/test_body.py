@@ -242,4 +242,5 @@ def test_a_compiled_network_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     again = fast(images(), z0=found.value, solution=True)[1]
     assert int(again.steps.max()) <= 2
     net.start = lambda v: found.value
-    assert int(FastNetwork(net)(images())[1].steps.max()) <= 2
+    trained: Any = FastNetwork(net)
+    assert int(trained(images())[1].steps.max()) <= 2

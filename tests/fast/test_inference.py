@@ -28,7 +28,7 @@ from banach import (
 )
 from banach.models.mdeq import Sizes, multiscale
 from banach.train import Scorer
-from fast.simulated import images, simulate_gpu
+from fast.simulated import PLAN, images, simulate_gpu
 
 SLOPES = (
     torch.tensor([0.1, 0.5, 0.9, 0.95, 0.3, -0.6, 0.0], dtype=torch.float64)[:, None].expand(-1, 3).contiguous()
@@ -74,12 +74,13 @@ def check_same(net: ImplicitNetwork, d: Tensor, z0: Any = None, fast: Any = None
     return y, found
 
 
-@pytest.fixture(params=["CPU", "simulated GPU"])
+@pytest.fixture(params=["CPU", "simulated GPU", "simulated kernels"])
 def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test twice; the second time graphs are captured, as programs that run eagerly."""
+    """Run a test three times; on a simulated GPU graphs are captured, as programs that run eagerly."""
     if request.param != "CPU":
-        simulate_gpu(monkeypatch, kernels=False)
+        simulate_gpu(monkeypatch, kernels=request.param == "simulated kernels")
         monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
+        monkeypatch.setattr(PLAN, "LONGEST", 0)  # Anderson's kernels are not simulated
 
 
 SOLVERS, LOOSE = (Picard(), Picard(damping=0.25), Anderson(3), Broyden(4)), Tolerance(atol=0.07)

@@ -62,7 +62,7 @@ def plain_picard_step(samples: Any, parts: Any, tolerance: Tolerance, damping: f
     """What `picard_step` computes, in plain torch."""
     index = torch.arange(len(samples.active)) if samples.index is None else samples.index
     was = samples.active[index]
-    z, Tz = (torch.cat([part[which].flatten(1) for part in parts], 1) for which in (0, 1))
+    z, Tz = (torch.cat([part[which].reshape(len(was), -1) for part in parts], 1) for which in (0, 1))
     scale = z.shape[1] ** -0.5 if type(tolerance.norm) is RMS else 1.0
     residual = torch.linalg.vector_norm(Tz - z, dim=1) * scale
     allowed = tolerance.atol + tolerance.rtol * torch.linalg.vector_norm(Tz, dim=1) * scale

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import banach.kernels
+from banach.fast.iteration import Iteration
 from banach.fast.weights import with_kernels
 from banach.kernels import LatentForm, describe, has_triton, host, latent_solve, residual_stack, stack, window
 from banach.kernels.latent import shared_memory, sizes_of, tiled
 from banach.models.blocks import LatentResNet
 from banach.models.paper import Block
-from banach.solve import RMS, Tolerance
+from banach.solve import RMS, Anderson, Picard, Tolerance
 from kernels.cases import NETWORKS, network, stack_of, tolerance
 
 
@@ -42,7 +43,7 @@ class Recorder:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    for name in ("latent_kernel", "stack_kernel", "window_kernel"):
+    for name in ("latent_kernel", "stack_kernel", "steps_kernel", "window_kernel"):
         monkeypatch.setitem(sys.modules, f"banach.kernels.{name}", recorder)
         monkeypatch.setattr(banach.kernels, name, recorder, raising=False)
     monkeypatch.setattr(host, "constants", lambda record: record)
@@ -74,6 +75,17 @@ def test_a_solve_is_two_launches(device: Recorder, dtype: torch.dtype, train: bo
     assert found.value.shape == v.shape
     assert found.value.is_contiguous(memory_format=torch.channels_last)
     assert found.steps.shape == found.diverged.shape == (len(v),)
+
+
+@pytest.mark.parametrize(
+    ("solver", "launches"), [(Picard(), {"picard": 8}), (Anderson(3), {"products": 4, "fit": 4, "mix": 4})]
+)
+def test_launches_of_fused_steps(device: Recorder, solver: Any, launches: dict[str, int]) -> None:
+    """Picard makes one per tensor of the latent and step, Anderson three per step."""
+    z: Any = torch.zeros(3, 5) if isinstance(solver, Anderson) else (torch.zeros(3, 5), torch.zeros(3, 2, 4))
+    found = Iteration(lambda u, v: u, solver, Tolerance(max_steps=4))(z, z)
+    assert device.launches == launches
+    assert found.steps.shape == (3,)
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

@@ -144,14 +144,15 @@ class CapturedCalls:
     def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> tuple[list[Tensor], Any, Recording]:
         made: list[Any] = []
         device = buffers[0].device
-        self._graphs = self._graphs or Graphs(device)
+        graphs = self._graphs or Graphs(device)
 
         def program() -> None:
             made[:] = [function(*buffers)]
 
         with torch.random.fork_rng([device]):
-            self._graphs.warm_up(program)
-            recording = self._graphs.capture(program)
+            graphs.warm_up(program)
+            recording = graphs.capture(program)
+        self._graphs = graphs
         return buffers, made[0], recording
 
 

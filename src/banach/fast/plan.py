@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -73,10 +73,6 @@ class Plan:
     windows: Choice = _titled("window convolutions")
     channels_last: Choice = _titled("channels_last")
     compiled: Choice = _titled("torch.compile")
-
-    def without_graph(self, why: str) -> Plan:
-        """Return the same plan for eager execution."""
-        return replace(self, graph=Choice(False, why))
 
     def to_dict(self) -> dict[str, str]:
         """Return what runs, as text by title, ready for JSON."""

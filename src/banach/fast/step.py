@@ -11,12 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from banach.fast.plan import Plan, plan
+from banach.fast.plan import Choice, Plan, plan
 from banach.network import ImplicitNetwork, as_inputs
 from banach.solve import Solution
 from banach.solve.warning import warn_user
 
-_CAST = (torch.bfloat16, torch.float16)
 # Their state before the first step is zero, or as good as zero.
 _START_AT_ZERO = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.SGD)
 
@@ -156,7 +155,7 @@ class TrainStep:
                 graphs.warm_up(program)
             return graphs.capture(program)
         except Exception as error:  # a user's network may do anything
-            self.plan = self.plan.without_graph(reason_of(error))
+            self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
             self.warn()
             del error
             gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
@@ -247,7 +246,8 @@ def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = 
 
 def at_least_fp32(output: Any) -> Any:
     """Return an output in half precision as fp32: the sum over classes in a loss would lose its digits."""
-    return output.float() if isinstance(output, Tensor) and output.dtype in _CAST else output
+    half = isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16)
+    return output.float() if half else output
 
 
 class _Given:
