@@ -34,11 +34,11 @@ def gradients(bf16: bool) -> tuple[Any, torch.Tensor]:
             for p in net.parameters():
                 p.mul_(0.9)
                 p.grad = None
-        made.refresh()
+        made.bf16.refresh()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = made(d)[0]
         F.cross_entropy(output.float(), torch.arange(6)).backward()
-        made.collect()
+        made.bf16.collect()
     return net, output
 
 

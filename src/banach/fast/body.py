@@ -20,8 +20,8 @@ class FastNetwork:
     """d -> (output, Solution): N(d) with the layers of the plan. Without a fixed point the Solution is None.
 
     By JFB, Q, R and S are called one by one: a kernel that knows R iterates it, or an `Iteration`, or `solve`.
-    Other modes go through the network itself. With bf16 weights call `refresh` before the passes of a step, and
-    `collect` after their backward.
+    Other modes go through the network itself. With bf16 weights call `bf16.refresh()` before the passes of a step,
+    and `bf16.collect()` after their backward.
     """
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
@@ -48,14 +48,6 @@ class FastNetwork:
         v = self.Q(*as_inputs(d))
         found = self.solve(detach(v))
         return self.S(self.R(found.value, v)), found
-
-    def refresh(self) -> None:
-        """Take up the weights that the optimizer changed. Call it before a step."""
-        self.bf16.refresh()
-
-    def collect(self) -> None:
-        """Give the network's parameters their gradients. Call it after the backward passes of a step."""
-        self.bf16.collect()
 
     @torch.no_grad()
     def solve(self, v: Latent, z0: Latent | None = None, *, checked: bool = False) -> Solution:

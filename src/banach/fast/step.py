@@ -174,12 +174,12 @@ class TrainStep:
             extras.watch.begin()
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
-            self._network.refresh()
+            self._network.bf16.refresh()
         parts = _parts(d, targets, extras.accumulate)
         weight = 1.0 if extras.parallel is None else extras.parallel.weight(len(targets))
         results = [self._part(x, y, weight * (len(y) / len(targets)), captured=captured) for x, y in parts]
         if captured:
-            self._network.collect()
+            self._network.bf16.collect()
         if extras.clip is not None:
             nn.utils.clip_grad_norm_(self.net.parameters(), extras.clip)
         self.optimizer.step()
