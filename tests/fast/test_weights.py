@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import networks
 from banach import ImplicitNetwork, Tolerance, models
 from banach.fast import FastNetwork, channels_last, plan
-from banach.fast.plan import convolves_in_tf32
-from banach.fast.weights import (
+from banach.fast.body import (
     Bf16Weights,
     FusedStack,
     WindowConv2d,
     with_kernels,
 )
+from banach.fast.plan import convolves_in_tf32
 from fast.simulated import digits, images
 from problems import normal
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import banach.kernels
+from banach.fast.body import with_kernels
 from banach.fast.iteration import Iteration
-from banach.fast.weights import with_kernels
 from banach.kernels import LatentForm, describe, has_triton, host, latent_solve, residual_stack, stack, window
 from banach.kernels.latent import shared_memory, sizes_of, tiled
 from banach.models.blocks import LatentResNet

@@ -140,9 +140,8 @@ class TrainStep:
         return loss
 
     def _capture(self) -> Any:
-        from banach.fast.body import FastNetwork
+        from banach.fast.body import FastNetwork, compiled
         from banach.fast.capture import Graphs, reason_of
-        from banach.fast.weights import compiled
 
         def program() -> None:
             self._body(captured=True)
