@@ -50,10 +50,6 @@ def still(name: str, point: Point = TIGHT) -> Step:
     return contender.make(net, Setting(point, "fp32", CPU))
 
 
-def gradient(step: Step) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in step.net.parameters() if p.grad is not None])
-
-
 def by_hand(steps: int) -> tuple[Tensor, Tensor]:
     """Return loss and gradient of S(R(..R(u, v)..)), one evaluation with autograd after `steps` without."""
     net = still("banach-eager").net
@@ -67,12 +63,6 @@ def by_hand(steps: int) -> tuple[Tensor, Tensor]:
     return loss.detach(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
 
 
-def check(step: Step, expected: tuple[Tensor, Tensor], atol: float) -> None:
-    loss = step.gradients(*batch())
-    assert float(loss) == pytest.approx(float(expected[0]), abs=atol)
-    assert torch.allclose(gradient(step), expected[1], atol=atol)
-
-
 PEERS = ["authors", "plain", "plain-tuned", "plain-graphs"] + [
     pytest.param(name, marks=needs_torchdeq) for name in ("torchdeq", "torchdeq-tuned")
 ]
@@ -80,8 +70,10 @@ PEERS = ["authors", "plain", "plain-tuned", "plain-graphs"] + [
 
 @pytest.mark.parametrize("name", ["banach-eager", *PEERS])
 def test_those_that_solve_take_the_same_step_and_stop_at_the_same_one(name: str) -> None:
-    step = still(name)
-    check(step, by_hand(100), 1e-8)
+    step, (loss, gradient) = still(name), by_hand(steps=100)
+    assert float(step.gradients(*batch())) == pytest.approx(float(loss), abs=1e-8)
+    found = torch.cat([p.grad.flatten() for p in step.net.parameters() if p.grad is not None])
+    assert torch.allclose(found, gradient, atol=1e-8)
     depth, _, excess = step.reached()
     assert 10 < depth < 100
     assert excess <= 1

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import banach.train.evaluate  # noqa: F401
 from banach import Tolerance, models
+from banach.fast.capture import CapturedCalls
+from banach.latent import map_leaves
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once, loop_eagerly
 from kernels.cases import plain_picard_step, solve_by_modules
@@ -37,6 +39,15 @@ class EagerGraphs:
             program()
 
 
+class EagerCalls(CapturedCalls):
+    """In place of `CapturedCalls`: a replay runs the function of the first call and overwrites its result."""
+
+    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> Any:
+        result = function(*buffers)
+        again = SimpleNamespace(replay=lambda: map_leaves(Tensor.copy_, result, function(*buffers)))
+        return buffers, result, again
+
+
 def digits(tolerance: Tolerance, **options: Any) -> Any:
     """The network for digits in training mode, without dropout."""
     torch.manual_seed(0)
@@ -55,6 +66,7 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
         monkeypatch.setattr(sys.modules[name], "runs_graphs", lambda device: True)
     monkeypatch.setattr("banach.fast.while_node.missing", lambda: "")
     monkeypatch.setattr("banach.fast.capture.Graphs", EagerGraphs)
+    monkeypatch.setattr("banach.fast.inference.CapturedCalls", EagerCalls)
     monkeypatch.setattr(PLAN, "_no_kernel", lambda net, device: "" if kernels else "simulated")
     monkeypatch.setattr("banach.kernels.latent_solve", solve_by_modules)
     monkeypatch.setattr("banach.kernels.picard_step", plain_picard_step)

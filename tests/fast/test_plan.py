@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import banach
-from banach import GMRES, Implicit, Neumann, Tolerance, Unroll, models
+from banach import GMRES, RMS, Anderson, Broyden, Implicit, Neumann, Picard, Tolerance, Unroll, models
 from banach.fast import Plan, plan
 from fast.simulated import simulate_gpu
 
 
-def build(name: str = "digits", **options: Any) -> Any:
-    return models.build(name, **options).train()
+def build(name: str = "digits", coupled: bool | None = None, **options: Any) -> Any:
+    net: Any = models.build(name, **options).train()
+    net.coupled = coupled
+    return net
 
 
 def test_on_a_cpu_steps_are_eager() -> None:
@@ -41,30 +44,47 @@ def test_on_a_gpu_every_choice_has_a_line(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-GRAPH: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "refused": ({}, {"refused": "fast is off"}, "fast is off"),
-    "Implicit": ({"backward": Implicit(GMRES())}, {}, "Implicit syncs with the host for its report or its method"),
-}
-BARE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "mode": ({"backward": Neumann(1)}, {}, "the backward mode is Neumann"),
-    "observed": ({}, {"observed": True}, "penalties observe the network's own pass"),
-}
+class OtherNorm(RMS):
+    pass
 
 
-@pytest.mark.parametrize("name", [*GRAPH, *BARE])
-def test_reasons(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class Momentum(Picard):
+    """Its steps depend on their number."""
+
+    def step(self, memory: Any, at: Any) -> Any:
+        return torch.lerp(at.Tz, at.z, 1 / at.step), memory
+
+
+OTHER_NORM, NO_STEPS = Tolerance(norm=OtherNorm()), Tolerance(max_steps=0)
+REASONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("graph", {}, {"refused": "fast is off"}, "fast is off"),
+    ("graph", {"backward": Implicit(GMRES())}, {}, "Implicit syncs with the host for its report or its method"),
+    ("graph", {"solver": Momentum()}, {}, "the solver may depend on the number of the step; give it a `memory`"),
+    ("own_loop", {"backward": Neumann(1)}, {}, "the backward mode is Neumann"),
+    ("own_loop", {}, {"observed": True}, "penalties observe the network's own pass"),
+    ("kernel", {"solver": Picard(damping=0.1)}, {}, "the solver is Picard(damping=0.1)"),
+    ("kernel", {"tolerance": NO_STEPS}, {}, "max_steps is 0"),
+    ("kernel", {"tolerance": OTHER_NORM}, {}, "the norm is OtherNorm"),
+    ("kernel", {"coupled": False}, {}, "coupled is False"),
+    ("kernel", {"batch_norm": False}, {}, "R is not a known latent map"),
+    ("fused_step", {"batch_norm": False, "solver": Broyden()}, {}, "the solver is Broyden"),
+    ("fused_step", {"batch_norm": False, "solver": Anderson(9)}, {}, "the memory of the solver is 9, at most 8"),
+    ("fused_step", {"batch_norm": False, "tolerance": OTHER_NORM}, {}, "the norm is OtherNorm"),
+]
+
+
+@pytest.mark.parametrize(("choice", "options", "how", "why"), REASONS)
+def test_reasons(choice: str, options: Any, how: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, kernels=True)
-    options, how, why = {**GRAPH, **BARE}[name]
     made = plan(build(**options), **how)
-    assert (made.graph if name in GRAPH else made.own_loop).why.startswith(why)
-    if name in BARE:
+    assert getattr(made, choice).why.startswith(why)
+    if choice == "own_loop":
         assert made.graph
         assert made.kernel.why == made.windows.why == "the network is not taken apart"
 
 
 def test_kernels_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, kernels=True)
-    assert plan(build(tolerance=Tolerance(max_steps=0))).kernel.why == "max_steps is 0"
     assert plan(build("mnist"), precision="tf32").windows.why == "cuDNN is faster in TF32"
     assert plan(build("mnist"), precision="fp32").channels_last
     assert not plan(build("mnist", backward=Neumann(1)), precision="fp32").channels_last

@@ -14,27 +14,31 @@ from torch import Tensor, nn
 import networks
 from banach import ImplicitNetwork, Tolerance, models
 from banach.fast import FastNetwork, channels_last, plan
-from banach.fast.plan import convolves_in_tf32
-from banach.fast.weights import (
+from banach.fast.body import (
     Bf16Weights,
     FusedStack,
     WindowConv2d,
-    frozen_copy,
-    with_fused_blocks,
-    with_windows,
+    with_kernels,
 )
+from banach.fast.plan import convolves_in_tf32
 from fast.simulated import digits, images
 from problems import normal
 
 
 def gradients(bf16: bool) -> tuple[Any, torch.Tensor]:
+    """Take two steps, between which the weights change."""
     net, d = digits(Tolerance(atol=1e-2, max_steps=20)), images(dtype=torch.float32)
     made = FastNetwork(net, plan(net, precision="bf16" if bf16 else "fp32"))
-    made.refresh()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = made(d)[0]
-    F.cross_entropy(output.float(), torch.arange(6)).backward()
-    made.collect()
+    for _ in range(2):
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(0.9)
+                p.grad = None
+        made.bf16.refresh()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = made(d)[0]
+        F.cross_entropy(output.float(), torch.arange(6)).backward()
+        made.bf16.collect()
     return net, output
 
 
@@ -49,27 +53,12 @@ def test_outputs_gradients_and_statistics_are_those_of_autocast() -> None:
         torch.testing.assert_close(a, b, msg=name)
 
 
-def test_refresh_follows_the_originals_and_collect_fills_them() -> None:
-    layer: Any = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    made = Bf16Weights({"layer": layer})
-    copy = made.modules["layer"]
-    assert copy[0].weight.dtype == torch.bfloat16
-    assert copy[1].weight is layer[1].weight
-    with torch.no_grad():
-        layer[0].weight.fill_(1.5)
-    made.refresh()
-    assert bool((copy[0].weight == 1.5).all())
-    (copy[0](torch.ones(4, 3, dtype=torch.bfloat16)).float().sum()).backward()
-    made.collect()
-    torch.testing.assert_close(layer[0].weight.grad, torch.full((2, 3), 4.0))
-    made.refresh()
-    assert copy[0].weight.grad is None
-    shared = Bf16Weights({"Q": layer, "R": torch.tanh, "S": layer[0]})
-    assert shared.modules["Q"][0].weight is shared.modules["S"].weight
-    assert shared.modules["R"] is torch.tanh
-    none = Bf16Weights({"norm": layer[1]})  # norms keep their weights in fp32
-    none.refresh()
-    none.collect()
+def test_modules_share_their_weights_in_bf16_too() -> None:
+    layer = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    made: Any = Bf16Weights({"Q": layer, "R": torch.tanh, "S": layer[0]}).modules
+    assert made["Q"][0].weight is made["S"].weight
+    assert made["Q"][1].weight is layer[1].weight  # norms keep their weights in fp32
+    assert made["R"] is torch.tanh
 
 
 def latent_map() -> Any:
@@ -87,16 +76,24 @@ def data_part(name: str) -> Any:
     return Q
 
 
+def fused(part: Any) -> Any:
+    return with_kernels(part, stacks=True)
+
+
+def windowed(part: Any) -> Any:
+    return with_kernels(part, windows=True)
+
+
 LATENT = normal(2, 35, 4, 4, seed=1), normal(2, 35, 4, 4, seed=2)
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Tensor, ...]]] = {
-    "fused blocks": (latent_map, with_fused_blocks, LATENT),
+    "fused blocks": (latent_map, fused, LATENT),
     "fused blocks, compiled around them": (
         lambda: data_part("cifar10"),
-        lambda Q: torch.compile(with_fused_blocks(Q), backend="aot_eager"),
+        lambda Q: torch.compile(fused(Q), backend="aot_eager"),
         (normal(1, 3, 8, 8),),
     ),
-    "window convolutions": (lambda: data_part("mnist"), with_windows, (normal(2, 1, 28, 28),)),
-    "window convolutions, strided": (lambda: data_part("svhn"), with_windows, (normal(2, 3, 32, 32),)),
+    "window convolutions": (lambda: data_part("mnist"), windowed, (normal(2, 1, 28, 28),)),
+    "window convolutions, strided": (lambda: data_part("svhn"), windowed, (normal(2, 3, 32, 32),)),
 }
 
 
@@ -105,47 +102,23 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Tensor, 
 def test_the_same_value_gradient_and_statistics(name: str) -> None:
     make, change, inputs = CHANGES[name]
     own, other = make(), make()
-    value, expected = change(other)(*inputs), own(*inputs)
+    replaced = change(other)
+    assert any(isinstance(module, FusedStack | WindowConv2d) for module in replaced.modules())
+    value, expected = replaced(*inputs), own(*inputs)
     torch.testing.assert_close(value, expected)
     got, wanted = networks.gradients(other, value.square().sum()), networks.gradients(own, expected.square().sum())
     for a, b in (*zip(got, wanted, strict=True), *zip(other.buffers(), own.buffers(), strict=True)):
         torch.testing.assert_close(a, b)
 
 
-def test_a_frozen_copy_keeps_no_statistics_and_shares_the_weights() -> None:
-    R, (u, v) = latent_map(), LATENT
-    before = copy.deepcopy(R.state_dict())
-    twin = frozen_copy(R)
-    with torch.no_grad():
-        torch.testing.assert_close(twin(u, v), latent_map()(u, v))
-        assert all(torch.equal(value, before[name]) for name, value in R.state_dict().items())
-        for p in R.parameters():
-            p.mul_(0.5)
-        torch.testing.assert_close(twin(u, v), R(u, v))
-
-
 def test_only_stacks_are_replaced_and_their_blocks_are_not_children() -> None:
     Q: Any = models.build("cifar10").Q
-    fused = with_fused_blocks(Q)
-    assert [type(child).__name__ for child in fused.children()] == ["Conv2d", "FusedStack", "FusedStack"]
-    assert isinstance(Q.stage1, nn.Sequential)
-    assert list(fused.parameters()) == list(Q.conv.parameters())
-    assert copy.deepcopy(fused).stage1.blocks[0] is Q.stage1[0]
+    made = fused(Q)
+    assert [type(child).__name__ for child in made.children()] == ["Conv2d", "FusedStack", "FusedStack"]
+    assert list(made.parameters()) == list(Q.conv.parameters())
+    assert copy.deepcopy(made).stage1.blocks[0] is Q.stage1[0]
     without: Any = models.build("cifar10", batch_norm=False)
-    for part in (models.build("mnist"), without.R):
-        assert not any(isinstance(module, FusedStack) for module in with_fused_blocks(part).modules())
-
-
-def windows(part: nn.Module) -> list[nn.Module]:
-    return [layer for layer in part.modules() if isinstance(layer, WindowConv2d)]
-
-
-def test_only_convolutions_that_fit_are_replaced_and_weights_are_shared() -> None:
-    Q = data_part("mnist")
-    other = with_windows(Q)
-    assert windows(other)
-    assert not windows(Q)
-    assert all(a is b for a, b in zip(Q.parameters(), other.parameters(), strict=True))
+    assert all(fused(part) is part for part in (models.build("mnist"), without.R))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +136,7 @@ def test_only_convolutions_that_fit_are_replaced_and_weights_are_shared() -> Non
     ids=str,
 )
 def test_other_convolutions_stay(layer: nn.Module) -> None:
-    assert not windows(with_windows(nn.Sequential(layer)))
+    assert windowed(layer) is layer
 
 
 def test_tf32_is_read_from_the_new_flags() -> None:

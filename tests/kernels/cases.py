@@ -1,17 +1,18 @@
-"""Maps R and stacks of the paper's networks, small or in full size, and what modules compute from them."""
+"""Maps R, stacks and convolutions of the paper's networks, and what plain PyTorch computes from them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.fast.weights import frozen_copy
+from banach.fast.body import frozen_copy
+from banach.kernels import conv2d
 from banach.models.blocks import LatentResNet
 from banach.models.paper import Block, CIFARLatent, mnist, svhn
 from banach.nn.layers import uses_batch_statistics
@@ -61,7 +62,7 @@ def plain_picard_step(samples: Any, parts: Any, tolerance: Tolerance, damping: f
     """What `picard_step` computes, in plain torch."""
     index = torch.arange(len(samples.active)) if samples.index is None else samples.index
     was = samples.active[index]
-    z, Tz = (torch.cat([part[which].flatten(1) for part in parts], 1) for which in (0, 1))
+    z, Tz = (torch.cat([part[which].reshape(len(was), -1) for part in parts], 1) for which in (0, 1))
     scale = z.shape[1] ** -0.5 if type(tolerance.norm) is RMS else 1.0
     residual = torch.linalg.vector_norm(Tz - z, dim=1) * scale
     allowed = tolerance.atol + tolerance.rtol * torch.linalg.vector_norm(Tz, dim=1) * scale
@@ -136,3 +137,59 @@ def worst(got: Answer, wanted: Answer) -> dict[str, float]:
         "parameters' gradients": max(distance(got.gradients[n], wanted.gradients[n]) for n in wanted.gradients),
         "buffers": max(distance(got.buffers[n], wanted.buffers[n]) for n in wanted.buffers),
     }
+
+
+class Case(NamedTuple):
+    """A convolution of small images of odd sizes."""
+
+    inputs: int
+    outputs: int
+    side: int = 3
+    stride: int = 1
+    padding: int = 1
+    bias: bool = True
+    channels_last: bool = True  # the weights
+
+    def __str__(self) -> str:
+        return f"{self.inputs} to {self.outputs}, side {self.side}, stride {self.stride}, padding {self.padding}"
+
+
+CASES = (
+    Case(16, 32),
+    Case(16, 32, stride=2, bias=False, channels_last=False),
+    Case(1, 16, channels_last=False),
+    Case(3, 35, side=7, padding=0),
+    Case(35, 35, stride=2),
+    Case(64, 16, padding=0),
+    Case(48, 20, stride=2),
+    Case(64, 64, side=1, padding=0),
+    Case(48, 48, side=5, stride=3, padding=2),
+    Case(32, 16, side=2, stride=3, padding=0, channels_last=False),
+)
+
+
+def convolution(case: Case, dtype: torch.dtype, images: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and bias, the weights of such a size that outputs are near 1."""
+    torch.manual_seed(0)
+    x = torch.randn(images, case.inputs, 9, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(case.outputs, case.inputs, case.side, case.side, dtype=dtype)
+    weight /= (case.inputs * case.side**2) ** 0.5
+    if case.channels_last:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    return x, weight, torch.randn(2 * case.outputs, dtype=dtype)[::2]
+
+
+def worst_error(case: Case, dtype: torch.dtype, images: int = 3, device: str = "cpu") -> float:
+    """Return the largest relative error of the value and of all gradients, against F.conv2d in float64."""
+    inputs = [part.to(device) for part in convolution(case, dtype, images)][: 3 if case.bias else 2]
+    exact = [part.detach().double().requires_grad_() for part in inputs]
+    leaves = [part.detach().requires_grad_() for part in inputs]
+    layers: list[tuple[Any, list[Tensor]]] = [(conv2d, leaves), (F.conv2d, exact)]
+    y, wanted = (
+        layer(*parts[:2], parts[2] if case.bias else None, case.stride, case.padding) for layer, parts in layers
+    )
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    y.backward(g)
+    wanted.backward(g.double())
+    pairs: list[Any] = [(y, wanted), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]
+    return float(torch.tensor([distance(a, b) for a, b in pairs]).max())  # NaN if one is

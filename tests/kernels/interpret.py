@@ -1,4 +1,4 @@
-"""Run as a program, `interpret.py latent | stack | window`: kernels in Triton's interpreter; prints JSON.
+"""Run as a program, `interpret.py latent | stack | steps | window`: kernels in Triton's interpreter; prints JSON.
 
 A separate program, since the interpreter is chosen before Triton is imported. It runs one program of a grid after
 the other, and programs that wait for each other would wait for ever. So `Together` makes each of them a process.
@@ -22,10 +22,13 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
-from banach import RMS, Euclidean, Solution, Tolerance
-from banach.kernels import host, latent, latent_kernel, latent_solve, stack, window
-from kernels.cases import answer, modules, solve_by_modules, stack_of, tiny, tolerance, worst
-from kernels.window_cases import CASES, made, worst_error
+import banach.kernels
+from banach import RMS, Anderson, Euclidean, Picard, Solution, Tolerance, solve
+from banach.fast import iteration
+from banach.fast.iteration import Iteration
+from banach.kernels import host, latent, latent_kernel, latent_solve, stack, steps, window
+from kernels import cases
+from kernels.cases import tolerance
 
 Differences = dict[str, float]
 
@@ -66,21 +69,22 @@ def _stack_errors(train: bool, tile: dict[str, Any], dtype: torch.dtype) -> Diff
     # 7 images of 3 columns are two columns of tiles for four programs, one of which has part of both.
     rate, shape = 0.25 if train else 0.0, (7 if "march" in tile else 2, 35, 5, 3)
     stack.TILES = {"large": tile, "small": tile, "weights": {"rows": 16}, "enter": {"rows": 16}}
-    stack.STORED, blocks = dtype, stack_of(2, dropout=rate, train=train)
+    stack.STORED, blocks = dtype, cases.stack_of(2, dropout=rate, train=train)
     torch.manual_seed(1)
     x, cotangent = torch.randn(shape), torch.randn(shape)
     masks = torch.rand(2, shape[0], 35) >= rate if train else None
     scale = 1 / (1 - rate)
-    got = answer(blocks, x, lambda b, leaf: stack.fused_stack(b, leaf, masks, scale), cotangent)
-    exact = answer(blocks.double(), x.double(), lambda b, leaf: modules(b, leaf, masks, scale), cotangent)
-    return worst(got, exact)
+    got = cases.answer(blocks, x, lambda b, leaf: stack.fused_stack(b, leaf, masks, scale), cotangent)
+    exact = cases.answer(
+        blocks.double(), x.double(), lambda b, leaf: cases.modules(b, leaf, masks, scale), cotangent
+    )
+    return cases.worst(got, exact)
 
 
 def windows() -> dict[str, float]:
-    window.has_kernel = lambda x, weight: True
     window.TILES |= {"fewest": 16, "few": 16, "weights": 16, "parts": 27}  # several parts of several tiles each
     dtypes = (torch.float32, torch.bfloat16)
-    return {f"{case}, {dtype}": worst_error(case, *made(case, dtype)) for dtype in dtypes for case in CASES}
+    return {f"{case}, {dtype}": cases.worst_error(case, dtype) for dtype in dtypes for case in cases.CASES}
 
 
 class Together:
@@ -133,7 +137,7 @@ def compare(R: Any, v: Tensor, z0: Tensor | None, stop: Tolerance, programs: int
     """The kernel against the modules, in tiles of 16 pixels."""
     choose(programs, **tile)
     got = latent_solve(R, v, z0, tolerance=stop)
-    return differences(got, solve_by_modules(R, v, z0, tolerance=stop))
+    return differences(got, cases.solve_by_modules(R, v, z0, tolerance=stop))
 
 
 def choose(programs: int, **tile: bool) -> None:
@@ -146,14 +150,14 @@ def tiny_case(
     kind: str, stop: Tolerance, *, start: bool = False, programs: int = 1, channels: int = 16, **tile: bool
 ) -> Differences:
     """Two blocks of one kind: train or eval, those of CIFAR-10 if "late"; infinite inputs if "infinite"."""
-    R, v = tiny("late" in kind, train="train" in kind, batch=5 if programs > 1 else 3, channels=channels)
+    R, v = cases.tiny("late" in kind, train="train" in kind, batch=5 if programs > 1 else 3, channels=channels)
     z0 = torch.randn_like(v) if start else None
     return compare(R, v * float("inf") if "infinite" in kind else v, z0, stop, programs, **tile)
 
 
 def with_large_weights(factor: float, **tile: bool) -> Differences:
     """Weights so large that iterates overflow or diverge: the first one is the best."""
-    R, v = tiny(False, train=False)
+    R, v = cases.tiny(False, train=False)
     with torch.no_grad():
         for weight in (p for p in R.parameters() if p.dim() == 4):
             weight.mul_(factor)
@@ -162,7 +166,7 @@ def with_large_weights(factor: float, **tile: bool) -> Differences:
 
 def of_size(size: float) -> Differences:
     """R(0, v) in two float16 parts, for a v whose largest number is given and an R that only multiplies."""
-    R, v = tiny(False, train=False)
+    R, v = cases.tiny(False, train=False)
     with torch.no_grad():
         for name, shift in R.state_dict().items():
             if name.endswith(("bias", "running_mean")):
@@ -172,7 +176,7 @@ def of_size(size: float) -> Differences:
 
 def alone() -> Differences:
     """A program that waits in vain for another gives up, and says so."""
-    R, v = tiny(False, train=True)
+    R, v = cases.tiny(False, train=True)
     latent.SPINS = 20
     latent_kernel.iterate = Together(latent_kernel.iterate, absent=1)
     choose(programs=2)
@@ -211,8 +215,68 @@ def latents() -> dict[str, Differences]:
     return found | {"alone": alone()}
 
 
+def picard_steps() -> list[float]:
+    """Iterate nests of two tensors, halved batches among them, with a sample that diverges; in both ways."""
+    errors, own_step = [], banach.kernels.picard_step
+    for dtype, damping, norm, rtol in (
+        (torch.float32, 0.0, RMS(), 1e-4),
+        (torch.float64, 0.3, Euclidean(), 0.0),
+        (torch.float32, 0.0, Euclidean(), 1e-3),
+    ):
+        v = torch.linspace(0.1, 0.9, 12, dtype=dtype)[:, None].repeat(1, 5)
+        v[3] = 30.0
+        pair = v, v[:, :3, None, None].repeat(1, 1, 2, 2).to(memory_format=torch.channels_last)
+        stop = Tolerance(atol=1e-5, rtol=rtol, max_steps=25, norm=norm)
+        start = tuple(map(torch.zeros_like, pair))
+
+        def R(u: Any, v: Any) -> Any:
+            return v[0] * u[0] + v[0], (v[1] * u[1]).contiguous() + 1
+
+        found = []
+        for banach.kernels.picard_step in (own_step, cases.plain_picard_step):
+            found.append(Iteration(R, Picard(damping), stop)(start, pair))
+        a, b = ([*one.value, one.residual, one.steps, one.converged, one.nonfinite] for one in found)
+        pairs = zip(a, b, strict=True)  # relative: a sample that diverges is large
+        gaps = ((x.double() - y.double()).abs() / (1 + y.double().abs()) for x, y in pairs)
+        errors.append(max(float(gap.max()) for gap in gaps))
+    return errors
+
+
+def anderson_steps() -> list[float]:
+    """Iterate a tensor by Anderson, in several settings, also where it falls back to Picard; in both ways."""
+    errors = []
+    draw = torch.Generator().manual_seed(0)
+    A = torch.randn(9, 6, 6, generator=draw, dtype=torch.float64)
+    A = 0.9 * A / torch.linalg.matrix_norm(A, 2)[:, None, None]
+    A[4] *= 30
+    v = torch.randn(9, 6, generator=draw, dtype=torch.float64)
+    for solver, most, norm, rtol in (
+        (Anderson(3), 30, RMS(), 0.0),
+        (Anderson(5, damping=0.2, bound=float("inf")), 12, Euclidean(), 1e-4),
+        (Anderson(1, bound=1.5, patience=3), 30, Euclidean(), 0.0),
+    ):
+        stop = Tolerance(atol=1e-6, rtol=rtol, max_steps=most, norm=norm)
+
+        def R(u: Any, v: Any) -> Any:
+            return torch.tanh((A @ u[..., None])[..., 0]) + v
+
+        made: Any = Iteration(R, solver, stop)(torch.zeros_like(v), v)
+        own: Any = solve(R, torch.zeros_like(v), solver, inputs=(v,), tolerance=stop)
+        pairs = [(made.value[own.converged], own.value[own.converged]), (made.steps, own.steps)]
+        pairs += [(made.converged, own.converged), (made.residual * own.converged, own.residual * own.converged)]
+        errors.append(max(float((x.double() - y.double()).abs().max()) for x, y in pairs))
+    return errors
+
+
+def all_steps() -> list[float]:
+    """Fused steps of Picard and Anderson against plain torch, by many programs per sample."""
+    iteration.LARGE = 1
+    steps._BLOCK = steps._PRODUCTS = steps._MIX = 2
+    return picard_steps() + anderson_steps()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what overflows on purpose
     repair_interpreter()
-    print(json.dumps({"latent": latents, "stack": stacks, "window": windows}[sys.argv[1]]()))
+    print(json.dumps({"latent": latents, "stack": stacks, "steps": all_steps, "window": windows}[sys.argv[1]]()))

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: interpreted, against float64 or `solve`."""
+"""The Triton kernels without a GPU: interpreted, against float64, `solve` or plain torch."""
 
 import json
 import os
@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from banach.kernels import has_triton
-from kernels.window_cases import CASES
+from kernels.cases import CASES
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_triton(), reason="Triton is not installed")]
+pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 TESTS = Path(__file__).resolve().parent.parent
 
 
-def interpret(name: str) -> dict[str, Any]:
+def interpret(name: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(TESTS), str(TESTS.parent / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     program = [sys.executable, str(TESTS / "kernels" / "interpret.py"), name]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_stack_agrees_with_float64() -> None:
     found = interpret("stack")
     assert len(found) == 4
@@ -36,6 +36,7 @@ def test_a_stack_agrees_with_float64() -> None:
             assert error < (2e-6 if "float32" in name else 1e-2 if kind == "output" else 2e-1), f"{name}: {kind}"
 
 
+@pytest.mark.slow
 def test_convolutions_agree_with_float64() -> None:
     found = interpret("window")
     assert len(found) == 2 * len(CASES)
@@ -43,6 +44,7 @@ def test_convolutions_agree_with_float64() -> None:
         assert error < (1e-6 if "float32" in name else 6e-3), name
 
 
+@pytest.mark.slow
 def test_a_latent_solve_agrees_with_solve() -> None:
     found = interpret("latent")
     assert found.pop("alone") == {"first": -1, "nan": 1, "ok": 0}
@@ -55,3 +57,8 @@ def test_a_latent_solve_agrees_with_solve() -> None:
         assert errors["value"] < 1e-6, name
         assert errors["residual"] < 1e-3, name  # of a difference of iterates, which is small itself
     assert found["three programs, train"]["least steps"] > 5
+
+
+def test_fused_steps_are_those_of_the_solvers() -> None:
+    """Also of nests, of halved batches, and where samples diverge or Anderson falls back to Picard."""
+    assert max(interpret("steps")) < 1e-5

@@ -1,11 +1,10 @@
 """The same network, faster: plan() decides how, TrainStep trains, compile() predicts."""
 
-from banach.fast.body import FastNetwork
+from banach.fast.body import FastNetwork, align_state, channels_last
 from banach.fast.capture import unchanged
 from banach.fast.inference import CompiledNetwork, compile
 from banach.fast.plan import Choice, Plan, plan
 from banach.fast.step import Extras, TrainStep
-from banach.fast.weights import align_state, channels_last
 
 __all__ = [
     "Choice",

@@ -1,28 +1,36 @@
-"""FastNetwork: a network whose parts are called one by one, without a host sync, so that it can be captured."""
+"""FastNetwork: a network with the layers of its plan, called one by one without a host sync; memory formats."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from banach.fast.iteration import Iteration
-from banach.fast.plan import Plan, plan
+from banach.fast.plan import Plan, is_stack, is_window, plan
 from banach.fast.step import run_network
-from banach.fast.weights import Bf16Weights, compiled, frozen_copy, parts_of
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, zeros
+from banach.nn import substitute
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, solve
+
+Net = TypeVar("Net", bound=nn.Module)
+
+# Layers whose weights autocast would cast at every call. Norms keep theirs in fp32, as autocast does.
+_CAST = nn.Linear, _ConvNd
 
 
 class FastNetwork:
     """d -> (output, Solution): N(d) with the layers of the plan. Without a fixed point the Solution is None.
 
     By JFB, Q, R and S are called one by one: a kernel that knows R iterates it, or an `Iteration`, or `solve`.
-    Other modes go through the network itself. With bf16 weights call `refresh` before the passes of a step, and
-    `collect` after their backward. A training step calls the object, `banach.compile` its parts: Q, R, S and
-    `solve`.
+    Other modes go through the network itself. With bf16 weights call `bf16.refresh()` before the passes of a step,
+    and `bf16.collect()` after their backward.
     """
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
@@ -41,7 +49,7 @@ class FastNetwork:
             parts["R"] = frozen
         # Not bound methods of the network: compiled parts are called in its place.
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
-        self.iterated = compiled(frozen, self.plan)
+        self.iterated = self.R if predicts else compiled(frozen, self.plan)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if not self.plan.own_loop:
@@ -50,28 +58,23 @@ class FastNetwork:
         found = self.solve(detach(v))
         return self.S(self.R(found.value, v)), found
 
-    def refresh(self) -> None:
-        """Take up the weights that the optimizer changed. Call it before a step."""
-        self.bf16.refresh()
-
-    def collect(self) -> None:
-        """Give the network's parameters their gradients. Call it after the backward passes of a step."""
-        self.bf16.collect()
-
     @torch.no_grad()
-    def solve(self, v: Latent, z0: Latent | None = None) -> Solution:
-        """Find u = R(u, v) from z0, by default the network's start."""
-        net, tolerance = self.net, self.net.tolerance
-        if z0 is None and not (self.plan.kernel and net.start is zeros):
+    def solve(self, v: Latent, z0: Latent | None = None, *, checked: bool = False) -> Solution:
+        """Find u = R(u, v) from z0, by default the network's start. `checked`: by `solve`, with host checks."""
+        net, tolerance, plan = self.net, self.net.tolerance, self.plan
+        kernel, fused = plan.kernel and not checked, plan.fused_step and not checked
+        if z0 is None and not (kernel and net.start is zeros):
             z0 = net.start(v)
-        if self.plan.kernel:
+        if kernel:
             from banach.kernels import latent_solve
 
             return latent_solve(net.R, v, z0, tolerance=tolerance)
-        if self.plan.fused_step:
+        if fused:
             return Iteration(self.iterated, net.solver, tolerance)(promoted(z0), v)
         coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
-        return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), tolerance=tolerance, coupled=coupled)
+        compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
+        how: Any = {"tolerance": tolerance, "coupled": coupled, "compact": compact}
+        return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **how)
 
 
 def promoted(z: Latent) -> Latent:
@@ -79,3 +82,141 @@ def promoted(z: Latent) -> Latent:
     if not torch.is_autocast_enabled(leaves(z)[0].device.type):
         return z
     return map_leaves(lambda leaf: leaf.to(torch.promote_types(leaf.dtype, torch.float32)), z)
+
+
+def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
+    """Return Q, R and S with the layers of the plan.
+
+    R is not fused where its values measure the residual: fused blocks keep them in bf16, whose rounding is above a
+    tolerance of 0.1 in the paper's CIFAR-10 network.
+    """
+    parts: dict[str, Any] = {"Q": net.Q, "R": net.R, "S": net.S}
+    measures = not plan.kernel and net.tolerance.max_steps > 0
+    fused = {name: bool(plan.fused_blocks) and not (name == "R" and measures) for name in parts}
+    windows = bool(plan.windows)
+    return {name: with_kernels(part, stacks=fused[name], windows=windows) for name, part in parts.items()}
+
+
+def with_kernels(part: Any, *, stacks: bool = False, windows: bool = False) -> Any:
+    """Return the part with kernels for its stacks of blocks and its convolutions; everything else is shared."""
+    instead: dict[nn.Module, Any] = {}
+    for module in part.modules() if isinstance(part, nn.Module) else ():
+        if stacks and is_stack(module):
+            instead[module] = FusedStack(list(module.children()))
+        elif windows and is_window(module):
+            instead[module] = substitute(module)
+            instead[module].__class__ = WindowConv2d
+    return substitute(part, instead) if instead else part
+
+
+def compiled(part: Any, plan: Plan) -> Any:
+    """Return the part compiled for fixed shapes, if the plan says so: a CUDA graph has one."""
+    return torch.compile(part, dynamic=False) if plan.compiled else part
+
+
+class Bf16Weights:
+    """Copies of modules whose matrix weights are bf16; the optimizer changes the fp32 originals.
+
+    This is what autocast computes, in two kernels per step rather than two per weight and evaluation. Other
+    parameters and all buffers are shared with the originals.
+    """
+
+    def __init__(self, modules: dict[str, Any]) -> None:
+        self.originals: list[Tensor] = list(dict.fromkeys(p for m in modules.values() for p in _matrices(m)))
+        self.casts: list[Tensor] = [nn.Parameter(p.detach().bfloat16(), p.requires_grad) for p in self.originals]
+        instead = dict(zip(self.originals, self.casts, strict=True))
+        self.modules = {name: substitute(module, instead) for name, module in modules.items()}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the originals, before a step, and drop the gradients of the step before."""
+        if self.casts:  # torch refuses empty lists
+            torch._foreach_copy_(self.casts, self.originals)
+        for cast in self.casts:
+            cast.grad = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Give the originals the gradients, in fp32, after a backward pass."""
+        made = {p: cast.grad for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None}
+        for p in made:
+            p.grad = torch.empty_like(p)
+        into: Any = [p.grad for p in made]
+        if made:
+            torch._foreach_copy_(into, list(made.values()))
+
+
+def _matrices(module: Any) -> list[nn.Parameter]:
+    if not isinstance(module, nn.Module):
+        return []
+    layers = [layer for layer in module.modules() if isinstance(layer, _CAST)]
+    return [p for layer in layers for p in layer.parameters(recurse=False) if p.dtype == torch.float32]
+
+
+def frozen_copy(R: Any) -> Any:
+    """Return R with the same weights, whose train-mode batch norm spends no time on running statistics."""
+    made = substitute(R)
+    for module in made.modules() if isinstance(made, nn.Module) else ():
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+    return made
+
+
+class FusedStack(nn.Module):
+    """A Sequential of blocks x -> BN(LReLU(x + conv(drop(LReLU(conv(x)))))), computed by fused kernels."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = list(blocks)  # the network's: in a list they stay out of parameters() and of copies
+
+    @torch.compiler.disable  # kernels are launched as they are; the code around them is compiled
+    def forward(self, x: Tensor) -> Tensor:
+        from banach.kernels import residual_stack
+
+        return residual_stack(self.blocks, x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedStack:
+        return FusedStack(self.blocks)
+
+
+class WindowConv2d(nn.Conv2d):
+    """A Conv2d by `banach.kernels.conv2d`, in the dtype of autocast where it is on, else of the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from banach.kernels import window
+
+        kind, dtype = x.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        weight = self.weight.to(dtype)
+        x = x.to(dtype, memory_format=torch.channels_last)  # here, where a compiler joins it with what made x
+        if not window.has_kernel(x, weight):
+            return self._conv_forward(x, weight, bias)
+        out: Tensor = window.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
+        return out
+
+
+def channels_last(net: Net) -> Net:
+    """Return the network itself, the weights of its convolutions in channels_last memory format.
+
+    The values stay the same. Activations follow the weights, so use `flatten` or `reshape` where the network views
+    an image: `view` fails.
+    """
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return net
+
+
+def align_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the strides of its weights: fused optimizers refuse a mixture.
+
+    Args:
+        optimizer: of a network whose memory format has changed, or whose state was loaded.
+    """
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                state[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)

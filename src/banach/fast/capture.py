@@ -70,10 +70,9 @@ class Graphs:
 
 
 class Recording:
-    """A captured program: CUDA graphs that run one after the other. Each loop in it is a while node.
+    """A captured program: CUDA graphs one after the other, cut at its loops, which are while nodes.
 
-    A loop ends the graph that is being captured, and another one begins after it. So loops may be anywhere in the
-    program, in the middle of a backward pass or in another loop too.
+    So loops may be anywhere in the program, in the middle of a backward pass or in another loop too.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -119,53 +118,47 @@ class Recording:
         self.begin()
 
 
-_Call = tuple[list[Tensor], Any, Callable[[], None]]  # buffers of the inputs, the result, replay
-
-
 class CapturedCalls:
     """Calls of functions of tensors, each a CUDA graph that is captured at the first call with its key.
 
-    On a CPU the functions run eagerly. Results belong to the graph: the next call with the same key overwrites
-    them. Capturing changes neither the random state nor the tensors in `keep`.
+    Keys are completed by the shapes of the inputs, whose batch is padded to the next power of two: one graph per
+    batch size would be one per call. Results belong to the graph: the next call with the same key overwrites them.
     """
 
-    def __init__(self, keep: Iterable[Tensor] = ()) -> None:
-        self.keep = list(keep)
+    def __init__(self) -> None:
         self._graphs: Graphs | None = None
-        self._made: dict[Any, _Call] = {}
+        self._made: dict[Any, tuple[list[Tensor], Any, Recording]] = {}
 
-    def __call__(self, key: Any, function: Callable[..., Any], inputs: Sequence[Tensor], size: int) -> Any:
-        """Return function(*inputs), whose rows beyond those of the inputs, up to `size`, are to be ignored."""
-        if inputs[0].device.type != "cuda":
-            return function(*inputs)
+    def __call__(self, key: Any, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+        """Return function(*inputs), whose rows beyond those of the inputs are to be ignored."""
+        size = 1 << (len(inputs[0]) - 1).bit_length()
+        key = (key, size, *((x.shape[1:], x.dtype) for x in inputs))
         if key not in self._made:
             self._made[key] = self._capture(function, [filled(x, size) for x in inputs])
-        buffers, result, replay = self._made[key]
+        buffers, result, recording = self._made[key]
         for buffer, x in zip(buffers, inputs, strict=True):
             buffer[: len(x)].copy_(x)
-        replay()
+        recording.replay()
         return result
 
-    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> _Call:
+    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> tuple[list[Tensor], Any, Recording]:
         made: list[Any] = []
         device = buffers[0].device
-        self._graphs = self._graphs or Graphs(device)
+        graphs = self._graphs or Graphs(device)
 
         def program() -> None:
             made[:] = [function(*buffers)]
 
-        with torch.random.fork_rng([device]), unchanged(self.keep):
-            self._graphs.warm_up(program)
-            graph = self._graphs.capture(program)
-        return buffers, made[0], graph.replay
+        with torch.random.fork_rng([device]):
+            graphs.warm_up(program)
+            recording = graphs.capture(program)
+        self._graphs = graphs
+        return buffers, made[0], recording
 
 
-@functools.cache
+@functools.cache  # cuBLAS keeps 32 MiB for every stream it used; in a capture it takes them from the graphs' pool
 def _streams(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return two streams for all warm-ups and captures on a device: cuBLAS keeps 32 MiB for every stream it used.
-
-    On the second one, where captures run, cuBLAS takes memory from the pool of the graphs.
-    """
+    """Return the streams of all warm-ups and of all captures on a device."""
     return torch.cuda.Stream(index), torch.cuda.Stream(index)
 
 
@@ -201,11 +194,6 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
 def reason_of(error: Exception) -> str:
     """Return why a program could not be captured, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def bucket(count: int) -> int:
-    """Return the next power of two: one graph per batch size would be one per call."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 def filled(x: Tensor, size: int) -> Tensor:

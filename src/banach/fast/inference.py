@@ -10,12 +10,12 @@ from torch import Tensor
 
 from banach.backward import JFB, Implicit, Neumann
 from banach.fast.body import FastNetwork, promoted
-from banach.fast.capture import CapturedCalls, bucket
+from banach.fast.capture import CapturedCalls
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
-from banach.solve import Solution, Status, mixes_samples, solve
+from banach.solve import Solution, Status, mixes_samples
 from banach.solve.solution import DEFERRED
 
 
@@ -36,7 +36,12 @@ class CompiledNetwork:
     """
 
     def __init__(self, net: ImplicitNetwork, *, bf16: bool = False, compile: bool = False) -> None:
-        _check_network(net)
+        if not is_as_written(net):
+            how = " with hooks or an overridden forward" if isinstance(net, ImplicitNetwork) else ""
+            got = f"{type(net).__name__}{how}"
+            raise TypeError(f"compile takes an ImplicitNetwork whose Q, R and S it can call itself, got {got}")
+        if net.coupled:
+            raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
         self.net, self.bf16, self.compiles = net, bf16, compile
         self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
@@ -45,8 +50,7 @@ class CompiledNetwork:
         """Plan for the network as it is: its solver, tolerance and mode may be assigned later."""
         net = self.net
         self._made_for = net.solver, net.tolerance, net.backward, net.start
-        precision = "bf16" if self.bf16 else None
-        self.plan = plan(net, precision=precision, training=False, compile=self.compiles)
+        self.plan = plan(net, precision="bf16" if self.bf16 else None, training=False, compile=self.compiles)
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
 
@@ -62,7 +66,8 @@ class CompiledNetwork:
             ConvergenceWarning: without `solution`, if samples did not converge, unless a kernel knows R or
                 `check_every` is 0.
         """
-        self._check_mode()
+        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
+            raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         if self._made_for != (self.net.solver, self.net.tolerance, self.net.backward, self.net.start):
             self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
@@ -81,11 +86,7 @@ class CompiledNetwork:
         return y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[Any, Solution]:
-        """Return the output and the Solution, with the failures that the network would warn of.
-
-        What a graph gives is copied, or, unless `whole`, the output alone: the next call overwrites the others.
-        """
-        tolerance = self.net.tolerance
+        """Return copies of the output and, if `whole`, of the Solution, which the next call would overwrite."""
         if not self.plan.graph:
             return self._answer(d, z0, eager=True)
         given = (d,) if z0 is None else (d, z0)
@@ -96,11 +97,9 @@ class CompiledNetwork:
         def copy(part: Tensor) -> Tensor:
             return part[:batch].clone()
 
-        batch, parts = len(d[0]), leaves(given)
-        size = bucket(batch)
+        batch, tolerance = len(d[0]), self.net.tolerance
         structure = None if z0 is None else outline(z0)  # dictionaries may list their keys in another order
-        key = (tolerance, size, structure, *((x.shape[1:], x.dtype) for x in parts))
-        made: tuple[Any, ...] = self._calls(key, program, parts, size)
+        made: tuple[Any, ...] = self._calls(structure, program, leaves(given))
         failures, again = frozenset[Status](), None
         if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
             _, converged, _, _, nonfinite, diverged = (number[:batch] for number in made[2:])
@@ -112,10 +111,8 @@ class CompiledNetwork:
             better = self._flat_answer(*select(given, again), eager=True)
             for mine, other in zip(leaves(made), leaves(better), strict=True):
                 mine[again] = other.to(mine.dtype)
-        numbers = dict(zip(DEFERRED, made[2:], strict=True))
-        return made[0], Solution(
-            made[1], **numbers, solver=self.net.solver, tolerance=tolerance, failures=failures
-        )
+        known: Any = {"solver": self.net.solver, "tolerance": tolerance, "failures": failures}
+        return made[0], Solution(*made[1:], **known)
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
@@ -124,7 +121,9 @@ class CompiledNetwork:
         fast, mode, count = self.fast, self.net.backward, len(d[0])
         with self._autocast(d[0]):
             v = _check_rows("Q(d)", fast.Q(*d), count)
-            found = self._solve(v, z0) if eager else fast.solve(v, z0)
+            if eager:
+                z0 = _check_rows("the latent", self.net.start(v) if z0 is None else z0, count)
+            found = fast.solve(v, z0, checked=eager)
             z = _check_rows("the latent", found.value, count)
             u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
             return _check_rows("S(u)", fast.S(u), count), found
@@ -134,29 +133,19 @@ class CompiledNetwork:
         y, found = self._answer(*given, eager=eager)
         return y, found.value, *(getattr(found, name) for name in DEFERRED)
 
-    def _solve(self, v: Latent, z0: Latent | None) -> Solution:
-        net, count = self.net, len(leaves(v)[0])
-        z = promoted(_check_rows("the latent", net.start(v) if z0 is None else z0, count))
-        compact = count > 0 and not self.plan.graph and net.tolerance.check_every != 0
-        return solve(self.fast.R, z, net.solver, inputs=(v,), tolerance=net.tolerance, compact=compact)
-
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
         with self._autocast(d[0]):
             v = self.fast.Q(*d)
-            if mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,)):
-                raise ValueError(
-                    "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
-                    "call the network itself, with coupled=True"
-                )
-        self._independent = True
+            self._independent = not mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,))
+        if not self._independent:
+            raise ValueError(
+                "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
+                "call the network itself, with coupled=True"
+            )
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[Any]:
         return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.bf16)
-
-    def _check_mode(self) -> None:
-        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
-            raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
 
 
 def _failed(converged: Tensor, nonfinite: Tensor, diverged: Tensor) -> tuple[frozenset[Status], Tensor | None]:
@@ -170,27 +159,14 @@ def _failed(converged: Tensor, nonfinite: Tensor, diverged: Tensor) -> tuple[fro
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`
 
 
-def _check_network(net: Any) -> None:
-    if not isinstance(net, ImplicitNetwork):
-        raise TypeError(f"compile takes an ImplicitNetwork, got {type(net).__name__}")
-    if not is_as_written(net):
-        raise TypeError(
-            "compile takes an ImplicitNetwork whose Q, R and S it can call itself, got "
-            f"{type(net).__name__} with hooks or an overridden forward"
-        )
-    if net.coupled:
-        raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
-
-
 def _batch_of(d: tuple[Any, ...]) -> int:
     """Return the number of samples that all inputs have a row for."""
     if not d:
         raise TypeError("a compiled network takes the inputs of Q, got none")
-    wrong = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
-    if wrong:
-        raise TypeError(
-            f"compile takes networks whose inputs are tensors, got {wrong[0]}; call the network itself"
-        )
+    for one in d:
+        if not isinstance(one, Tensor):
+            got = type(one).__name__
+            raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
     if not d[0].dim():
         raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
     _check_rows("d", d, len(d[0]))
@@ -199,15 +175,14 @@ def _batch_of(d: tuple[Any, ...]) -> int:
 
 def _check_rows(name: str, value: Latent, count: int) -> Latent:
     """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
-    parts = leaves(value, f"{name} of a compiled network")
+    name = f"{name} of a compiled network"
+    parts = leaves(value, name)
     if not parts:
-        raise ValueError(
-            f"{name} of a compiled network must hold at least one tensor, got an empty {type(value).__name__}"
-        )
+        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
     for leaf in parts:
         if leaf.shape[:1] != (count,):
             raise ValueError(
-                f"{name} of a compiled network must have a row for each of {count} samples, got a tensor of shape "
-                f"{tuple(leaf.shape)}; otherwise call the network itself"
+                f"{name} must have a row for each of {count} samples, got a tensor of shape {tuple(leaf.shape)}; "
+                "otherwise call the network itself"
             )
     return value

@@ -66,22 +66,16 @@ class Samples:
 
 @dataclass(frozen=True)
 class Iteration:
-    """Iterate R by kernels until every sample meets the tolerance, or `max_steps`, without a host sync.
+    """Iterate R, of independent samples, by kernels until every sample has stopped, without a host sync.
 
-    A sample stops at its own step, as in `solve`. The loop ends at most CYCLE - 1 steps after the last sample. In
-    a large batch it ends at once; and when half of the samples have stopped, the other half goes on as a batch of
-    its own, and so on (Picard only: the memory of Anderson would have to be copied). A sample that diverges keeps
-    its last iterate.
-
-    Args:
-        R: the map, of independent samples.
-        solver: Picard or Anderson. Anderson on a nest is left to `solve`.
-        tolerance: when a sample stops, in the norm RMS or Euclidean.
+    A sample stops at its own step, as in `solve`; one that diverges keeps its last iterate. The loop ends at most
+    CYCLE - 1 steps after the last sample, in a large batch at once. There, when half of the samples have stopped,
+    the other half goes on as a smaller batch (Picard only: the memory of Anderson would have to be copied).
     """
 
     R: Callable[..., Latent]
     solver: Picard | Anderson
-    tolerance: Tolerance
+    tolerance: Tolerance  # in the norm RMS or Euclidean
 
     def __call__(self, z: Latent, v: Latent) -> Solution:
         """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""

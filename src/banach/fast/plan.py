@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -34,18 +34,8 @@ class Choice:
         return ("yes" if self.yes else "no") + (f", {self.why}" if self.why else "")
 
 
-_TITLES = {
-    "graph": "CUDA graph",
-    "own_loop": "own loop",
-    "kernel": "one-launch kernel",
-    "loop": "while node",
-    "fused_step": "fused step",
-    "bf16_weights": "bf16 weights",
-    "fused_blocks": "fused blocks",
-    "windows": "window convolutions",
-    "channels_last": "channels_last",
-    "compiled": "torch.compile",
-}
+def _titled(title: str) -> Any:
+    return field(metadata={"title": title})
 
 
 @dataclass(frozen=True)
@@ -73,26 +63,21 @@ class Plan:
     task: str
     device: str
     precision: str
-    graph: Choice
-    own_loop: Choice
-    kernel: Choice
-    loop: Choice
-    fused_step: Choice
-    bf16_weights: Choice
-    fused_blocks: Choice
-    windows: Choice
-    channels_last: Choice
-    compiled: Choice
-
-    def without_graph(self, why: str) -> Plan:
-        """Return the same plan for eager execution."""
-        return replace(self, graph=Choice(False, why))
+    graph: Choice = _titled("CUDA graph")
+    own_loop: Choice = _titled("own loop")
+    kernel: Choice = _titled("one-launch kernel")
+    loop: Choice = _titled("while node")
+    fused_step: Choice = _titled("fused step")
+    bf16_weights: Choice = _titled("bf16 weights")
+    fused_blocks: Choice = _titled("fused blocks")
+    windows: Choice = _titled("window convolutions")
+    channels_last: Choice = _titled("channels_last")
+    compiled: Choice = _titled("torch.compile")
 
     def to_dict(self) -> dict[str, str]:
         """Return what runs, as text by title, ready for JSON."""
-        how = {"task": self.task, "device": self.device, "precision": self.precision}
-        names = _TITLES if self.graph else ("graph",)
-        return how | {_TITLES[name]: str(getattr(self, name)) for name in names}
+        shown = fields(self) if self.graph else fields(self)[:4]
+        return {one.metadata.get("title", one.name): str(getattr(self, one.name)) for one in shown}
 
     def __str__(self) -> str:
         first = f"{self.task} on {self.device}, {self.precision}: {'captured' if self.graph else 'eager'}"
@@ -169,10 +154,7 @@ def convolves_in_tf32() -> bool:
 
 
 def is_as_written(net: object) -> bool:
-    """Return True if the network answers by `ImplicitNetwork`'s methods, without hooks.
-
-    Only then may its parts be called in its place.
-    """
+    """Return True if the network answers by `ImplicitNetwork`'s methods: then its parts may be called instead."""
     if not isinstance(net, ImplicitNetwork) or is_hooked(net):
         return False
     own = [name for name, value in vars(ImplicitNetwork).items() if callable(value)]
@@ -183,24 +165,22 @@ def is_as_written(net: object) -> bool:
 
 def is_window(layer: Any) -> bool:
     """Return True for a convolution that the window kernels compute."""
-    return (
-        type(layer) is nn.Conv2d
-        and max(layer.in_channels, layer.out_channels) <= WIDEST
-        and layer.kernel_size[0] == layer.kernel_size[1]
-        and layer.stride[0] == layer.stride[1]
-        and not isinstance(layer.padding, str)
-        and layer.padding[0] == layer.padding[1]
-        and layer.padding_mode == "zeros"
-        and layer.dilation == (1, 1)
-        and layer.groups == 1
-        and not is_hooked(layer)
-    )
+    if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or is_hooked(layer):
+        return False
+    square = all(len(set(pair)) == 1 for pair in (layer.kernel_size, layer.stride, layer.padding))
+    plain = (layer.dilation, layer.groups, layer.padding_mode) == ((1, 1), 1, "zeros")
+    return square and plain and max(layer.in_channels, layer.out_channels) <= WIDEST
 
 
 def is_stack(module: nn.Module) -> bool:
     """Return True for a Sequential of residual blocks that the fused kernels compute."""
-    blocks = list(module) if isinstance(module, nn.Sequential) and not is_hooked(module) else []
-    return bool(blocks) and all(map(_is_fusable, blocks))
+    blocks: list[Any] = list(module) if isinstance(module, nn.Sequential) and not is_hooked(module) else []
+    if not blocks or not all(getattr(block, "fusable", False) for block in blocks):
+        return False
+    from banach.kernels import says
+
+    as_said = all(says(block, "fusable") and isinstance(block.norm, nn.BatchNorm2d) for block in blocks)
+    return as_said and not any(is_hooked(part) for block in blocks for part in block.modules())
 
 
 def runs_graphs(device: torch.device) -> bool:
@@ -218,27 +198,23 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     """Decide what iterates R."""
     if not isinstance(net, ImplicitNetwork):
         return dict.fromkeys(("own_loop", "kernel", "loop", "fused_step"), Choice(False, _NO_FIXED_POINT))
-    own_loop = _own_loop(net, training=training, observed=observed)
-    whole = training and not own_loop and _WHOLE
-    kernel = _unless(no_kernel, whole, not no_kernel and _no_latent_kernel(net))
-    known, none = kernel and "a kernel iterates R", net.tolerance.max_steps == 0 and "max_steps is 0"
+    modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
+    own_loop = _unless(
+        not is_as_written(net) and "the network overrides forward or has hooks",
+        type(net.backward) not in modes and f"the backward mode is {type(net.backward).__name__}",
+        observed and "penalties observe the network's own pass",
+        training and _not_copied(net.R),
+    )
+    none = net.tolerance.max_steps == 0 and "max_steps is 0"
     fixed = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
+    kernel = _unless(no_kernel, training and not own_loop and _WHOLE, none, no_kernel or _no_latent_kernel(net))
+    known = kernel and "a kernel iterates R"
     return {
         "own_loop": own_loop,
         "kernel": kernel,
         "loop": _unless(known, none, fixed),
         "fused_step": _unless(own_loop.why, known, none, no_kernel or _no_step(net)),
     }
-
-
-def _own_loop(net: ImplicitNetwork, *, training: bool, observed: bool) -> Choice:
-    modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
-    return _unless(
-        not is_as_written(net) and "the network overrides forward or has hooks",
-        type(net.backward) not in modes and f"the backward mode is {type(net.backward).__name__}",
-        observed and "penalties observe the network's own pass",
-        training and _not_copied(net.R),
-    )
 
 
 def _not_copied(R: Any) -> str:
@@ -250,17 +226,6 @@ def _not_copied(R: Any) -> str:
     if any(module.training for module in R.modules()) and any(id(b) not in known for b in R.buffers()):
         return "R may change buffers in training mode"
     return "R draws dropout masks" if any(map(draws_masks, R.modules())) else ""
-
-
-def _no_step(net: ImplicitNetwork) -> str:
-    """Return why kernels do not compute the steps of the solver, "" if they do."""
-    norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
-    return _unless(
-        (uses_batch_statistics(net.R) if net.coupled is None else net.coupled) and "the samples stop as one",
-        type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
-        norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
-        memory > LONGEST and f"the memory of the solver is {memory}, at most {LONGEST}",
-    ).why
 
 
 def _no_kernel(net: nn.Module, device: torch.device) -> str:
@@ -276,16 +241,26 @@ def _no_kernel(net: nn.Module, device: torch.device) -> str:
 
 
 def _no_latent_kernel(net: ImplicitNetwork) -> str:
-    """Return why the kernel does not compute the iteration of this network, "" if it does."""
+    """Return why one kernel does not compute the iteration of this network, "" if it does."""
     from banach.kernels import describe
 
     solver, norm = net.solver, type(net.tolerance.norm)
     return _unless(
         (type(solver) is not Picard or solver.damping) and f"the solver is {solver}",
-        net.tolerance.max_steps == 0 and "max_steps is 0",
         norm not in (WorstPixel, RMS, Euclidean) and f"the norm is {norm.__name__}",
         net.coupled not in (None, uses_batch_statistics(net.R)) and f"coupled is {net.coupled}",
         describe(net.R) is None and "R is not a known latent map",
+    ).why
+
+
+def _no_step(net: ImplicitNetwork) -> str:
+    """Return why kernels do not compute the steps of the solver, "" if they do."""
+    norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
+    return _unless(
+        (uses_batch_statistics(net.R) if net.coupled is None else net.coupled) and "the samples stop as one",
+        type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
+        norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
+        memory > LONGEST and f"the memory of the solver is {memory}, at most {LONGEST}",
     ).why
 
 
@@ -314,15 +289,6 @@ def _no_while_node(net: ImplicitNetwork) -> str:
         missing() and f"a while node needs {missing()}",
         counts_steps and "the solver may depend on the number of the step; give it a `memory`",
     ).why
-
-
-def _is_fusable(block: Any) -> bool:
-    """Return True if the class that defines the block's `forward` declares it, and nothing was changed since."""
-    if not getattr(block, "fusable", False) or any(map(is_hooked, block.modules())):
-        return False
-    from banach.kernels import says
-
-    return says(block, "fusable") and isinstance(block.norm, nn.BatchNorm2d)
 
 
 def _channels_last(device: torch.device, precision: str, windows: Choice) -> Choice:

@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from banach.fast.plan import Plan, plan
+from banach.fast.plan import Choice, Plan, plan
 from banach.network import ImplicitNetwork, as_inputs
 from banach.solve import Solution
 from banach.solve.warning import warn_user
 
-_CAST = (torch.bfloat16, torch.float16)
+# Their state before the first step is zero, or as good as zero.
+_START_AT_ZERO = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.SGD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +140,8 @@ class TrainStep:
         return loss
 
     def _capture(self) -> Any:
-        from banach.fast.body import FastNetwork
+        from banach.fast.body import FastNetwork, compiled
         from banach.fast.capture import Graphs, reason_of
-        from banach.fast.weights import compiled
 
         def program() -> None:
             self._body(captured=True)
@@ -154,7 +154,7 @@ class TrainStep:
                 graphs.warm_up(program)
             return graphs.capture(program)
         except Exception as error:  # a user's network may do anything
-            self.plan = self.plan.without_graph(reason_of(error))
+            self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
             self.warn()
             del error
             gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
@@ -173,12 +173,12 @@ class TrainStep:
             extras.watch.begin()
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
-            self._network.refresh()
+            self._network.bf16.refresh()
         parts = _parts(d, targets, extras.accumulate)
         weight = 1.0 if extras.parallel is None else extras.parallel.weight(len(targets))
         results = [self._part(x, y, weight * (len(y) / len(targets)), captured=captured) for x, y in parts]
         if captured:
-            self._network.collect()
+            self._network.bf16.collect()
         if extras.clip is not None:
             nn.utils.clip_grad_norm_(self.net.parameters(), extras.clip)
         self.optimizer.step()
@@ -208,24 +208,22 @@ class TrainStep:
         return loss.detach() * share if share != 1 else loss.detach(), found
 
     def _forward(self, d: tuple[Any, ...], *, captured: bool) -> tuple[Any, Solution | None]:
-        with self._autocast():
+        kind = next(self.net.parameters()).device.type
+        with torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext():
             output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
             if captured and found is not None:  # the graph would otherwise keep the latent
                 found = found.without_value()
         return at_least_fp32(output), found
-
-    def _autocast(self) -> Any:
-        kind = next(self.net.parameters()).device.type
-        return torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Undo the steps in the block; an optimizer without state gets one as if it had taken no step."""
         from banach.fast.capture import unchanged
 
-        fresh = not self.optimizer.state
-        if fresh and not _starts_at_zero(self.optimizer):
-            name = type(self.optimizer).__name__
+        optimizer, fresh = self.optimizer, not self.optimizer.state
+        dampened = any(group.get("dampening") for group in optimizer.param_groups)
+        if fresh and (dampened or not isinstance(optimizer, _START_AT_ZERO)):
+            name = type(optimizer).__name__
             raise RuntimeError(f"the state of {name} does not start at zero; take its first step eagerly")
         try:
             with unchanged([*self.net.parameters(), *self.net.buffers(), *self._state(), *self.feed.changing()]):
@@ -239,55 +237,60 @@ class TrainStep:
         return [value for value in values if isinstance(value, Tensor)]
 
 
-def _starts_at_zero(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer's state before its first step is zero, or as good as zero."""
-    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.SGD)
-    return isinstance(optimizer, known) and not any(group.get("dampening") for group in optimizer.param_groups)
-
-
-def run_network(
-    net: nn.Module, d: tuple[Any, ...], call: Callable[..., Any] | None = None
-) -> tuple[Any, Solution | None]:
+def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
     """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
     call = net if call is None else call
-    if isinstance(net, ImplicitNetwork):
-        return cast(tuple[Any, Solution], call(*d, solution=True))
-    return call(*d), None
+    return call(*d, solution=True) if isinstance(net, ImplicitNetwork) else (call(*d), None)
 
 
 def at_least_fp32(output: Any) -> Any:
     """Return an output in half precision as fp32: the sum over classes in a loss would lose its digits."""
-    return output.float() if isinstance(output, Tensor) and output.dtype in _CAST else output
+    half = isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16)
+    return output.float() if half else output
 
 
 class _Given:
-    """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place.
-
-    Learning rates of Adam and AdamW become tensors, which a graph reads at every replay. Other numbers are part of
-    the graph.
-    """
+    """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place."""
 
     whole = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.kept: tuple[Tensor, ...] | None = None
+        self.kept: tuple[Tensor, ...] = ()
+        self.rates: list[Any] = []
 
     def take(self, given: tuple[Tensor, ...], *, captured: bool) -> None:
         """Take inputs and targets. A captured step refuses what it was not captured for."""
+        self.given = given
         if not captured:
-            self.given = given
-        elif self.kept is None:
-            self.given, self.kept = given, tuple(one.clone() for one in given)
-            self.rates = [
-                _captured_rate(self.optimizer, group, given[0].device) for group in self.optimizer.param_groups
-            ]
-        else:
+            return
+        if self.kept:
             _check(given, self.kept)
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                _follow(group, rate)
-            for value, kept in zip(given, self.kept, strict=True):
-                kept.copy_(value)
+        self._follow_rates(given[0].device)
+        self.kept = self.kept or tuple(one.clone() for one in given)
+        for value, kept in zip(given, self.kept, strict=True):
+            kept.copy_(value)
+
+    def _follow_rates(self, device: torch.device) -> None:
+        """Take up learning rates that were set since the last step: a graph reads tensors at every replay."""
+        groups = self.optimizer.param_groups
+        if not self.rates:
+            adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+            for group in groups:
+                if adam and group["capturable"] and not isinstance(group["lr"], Tensor):
+                    group["lr"] = torch.tensor(float(group["lr"]), device=device)
+            self.rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self.rates, strict=True):
+            if group["lr"] is rate:
+                continue
+            if isinstance(rate, Tensor):
+                rate.fill_(group["lr"])
+                group["lr"] = rate
+            elif group["lr"] != rate:
+                raise ValueError(
+                    f"the learning rate {rate:g} is part of the captured step, got {group['lr']:g}; give the "
+                    "optimizer a tensor, lr=torch.tensor(...), on the GPU"
+                )
 
     def eager(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return (inputs, targets)."""
@@ -295,7 +298,6 @@ class _Given:
 
     def captured(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return (inputs, targets) for the CUDA graph."""
-        assert self.kept is not None  # `take` comes first
         return self.kept[:-1], self.kept[-1]
 
     def changing(self) -> Iterable[Tensor]:
@@ -314,27 +316,6 @@ def _check(given: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> None:
                 f"a captured step takes {name} of one shape and type, {tuple(first.shape)} of {first.dtype}, "
                 f"got {tuple(value.shape)} of {value.dtype}; drop the last batch, or make a TrainStep for it"
             )
-
-
-def _captured_rate(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> Any:
-    takes_tensors = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and group["capturable"]
-    if takes_tensors and not isinstance(group["lr"], Tensor):
-        group["lr"] = torch.tensor(float(group["lr"]), device=device)
-    return group["lr"]
-
-
-def _follow(group: dict[str, Any], rate: Any) -> None:
-    """Take up a learning rate that was set since the last step."""
-    if group["lr"] is rate:
-        return
-    if isinstance(rate, Tensor):
-        rate.fill_(group["lr"])
-        group["lr"] = rate
-    elif group["lr"] != rate:
-        raise ValueError(
-            f"the learning rate {rate:g} is part of the captured step, got {group['lr']:g}; give the optimizer a "
-            "tensor, lr=torch.tensor(...), on the GPU"
-        )
 
 
 def _parts(d: tuple[Any, ...], targets: Tensor, count: int) -> Iterable[tuple[tuple[Any, ...], Tensor]]:

@@ -12,6 +12,7 @@ import glob
 import importlib.util
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,29 +52,16 @@ def missing() -> str:
     return "" if _device_runtime() else "libcudadevrt.a (pip install nvidia-cuda-runtime)"
 
 
+@dataclass(eq=False)
 class WhileNode:
-    """Run `parts` one after the other while more than `stop_at` samples are active and steps are left.
+    """Run `parts` one after the other while more than `stop_at` samples are active and steps are left."""
 
-    Args:
-        parts: captured graphs, made with keep_graph=True, and loops within this one. A run of them takes `cycle`
-            steps.
-        active: (samples,) of bool, contiguous. The parts write to it.
-        steps: int32 without axes: how many steps were taken. Every run of the parts adds `cycle` to it.
-        cycle, max_steps, stop_at: see above; at most `max_steps` steps are taken.
-    """
-
-    def __init__(
-        self,
-        parts: list[torch.cuda.CUDAGraph | WhileNode],
-        active: Tensor,
-        steps: Tensor,
-        *,
-        cycle: int,
-        max_steps: int,
-        stop_at: int = 0,
-    ) -> None:
-        self.parts, self.active, self.steps = parts, active, steps  # the graph holds their addresses
-        self.cycle, self.max_steps, self.stop_at = cycle, max_steps, stop_at
+    parts: list[torch.cuda.CUDAGraph | WhileNode]  # captured with keep_graph=True
+    active: Tensor  # (samples,) of bool, contiguous; the parts write to it
+    steps: Tensor  # int32 without axes: how many steps were taken; each run of the parts adds `cycle`
+    cycle: int
+    max_steps: int
+    stop_at: int = 0
 
     def instantiate(self) -> None:
         """Make the loop a graph of its own, which `replay` launches."""
@@ -177,13 +165,9 @@ def _kernel(device: int) -> Any:
 @functools.cache
 def _device_runtime() -> str | None:
     """Return where CUDA's device runtime library is: in NVIDIA's wheels, or in a CUDA toolkit."""
-    try:
-        import nvidia
-
-        roots = list(nvidia.__path__)
-    except ImportError:
-        roots = []
-    roots += [os.environ.get("CUDA_HOME", "/usr/local/cuda")]
+    wheels = importlib.util.find_spec("nvidia")
+    roots = list(wheels.submodule_search_locations or ()) if wheels else []
+    roots.append(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     found = (glob.glob(os.path.join(root, "**", "libcudadevrt.a"), recursive=True) for root in roots)
     return next((paths[0] for paths in found if paths), None)
 

@@ -19,10 +19,7 @@ LAG = 2  # pieces of work in flight on the second stream: the tensors that they 
 
 @functools.cache
 def has_triton() -> bool:
-    """Return True if Triton 3.4 or later is installed (PyTorch 2.8); importing it is left to the kernels.
-
-    Older ones cannot read the fields of a constant, and every kernel here gets its sizes as one such record.
-    """
+    """Return True if Triton 3.4 or later is installed (PyTorch 2.8), whose kernels can read a record's fields."""
     try:
         version = importlib.metadata.version("triton").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -65,10 +62,7 @@ def padded(values: Tensor, columns: int) -> Tensor:
 
 
 def says(part: Any, name: str) -> bool:
-    """Return True if the class that defines `forward` also defines attribute `name`, or the instance has it.
-
-    Only then is a module still what its class says: a subclass that changes `forward` must say so again.
-    """
+    """Return True if the class that defines `forward` also defines attribute `name`, or the instance has it."""
     if "forward" in vars(part):
         return False
     owners = [next((c for c in type(part).__mro__ if word in vars(c)), None) for word in ("forward", name)]
@@ -76,18 +70,17 @@ def says(part: Any, name: str) -> bool:
 
 
 def are_known(blocks: Sequence[Any], most: int) -> bool:
-    """Return True if a kernel for at most `most` channels computes these blocks.
+    """Return True if a kernel for at most `most` channels computes these blocks, all in one mode.
 
-    conv1 and conv2 must be 3x3 convolutions with bias and padding 1, norm a BatchNorm2d without weights, and all
-    blocks must have one mode, one eps, one momentum and one number of channels.
+    conv1 and conv2 must be 3x3 convolutions with bias and padding 1, norm a BatchNorm2d without weights.
     """
     norms: list[Any] = [getattr(block, "norm", None) for block in blocks]
-    layers = [layer for block in blocks for layer in (block.conv1, block.conv2)]
     if not all(type(norm) is nn.BatchNorm2d and not norm.affine and norm.track_running_stats for norm in norms):
         return False
-    kinds = {(norm.training, norm.eps, norm.momentum) for norm in norms}
-    one_kind = len(kinds) == 1 and norms[0].momentum is not None
-    return one_kind and all(_is_plain(layer, layers[0].in_channels, most) for layer in layers)
+    modes = {(norm.training, norm.eps, norm.momentum) for norm in norms}
+    layers = [layer for block in blocks for layer in (block.conv1, block.conv2)]
+    one_mode = len(modes) == 1 and None not in modes.pop()
+    return one_mode and all(_is_plain(layer, layers[0].in_channels, most) for layer in layers)
 
 
 def _is_plain(layer: Any, channels: int, most: int) -> bool:
@@ -114,10 +107,7 @@ def running_statistics(blocks: Sequence[Any]) -> Tensor | None:
 
 
 class SideStream:
-    """Run weight-gradient kernels on a second CUDA stream, in parallel with the main chain. On a CPU: at once.
-
-    Every stream that uses this has its own second stream, so that two of them do not wait for each other.
-    """
+    """Run weight-gradient kernels on a second CUDA stream, in parallel with the main chain. On a CPU: at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _second_stream(torch.cuda.current_stream(device)) if device.type == "cuda" else None
@@ -149,6 +139,6 @@ class SideStream:
         self._in_flight.clear()
 
 
-@functools.cache
+@functools.cache  # for each stream another one, so that two of them do not wait for each other
 def _second_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(main.device)

@@ -1,7 +1,6 @@
 """latent_solve: u = R(u, v) by Picard's iteration in one kernel launch, for an R of the form `LatentForm`.
 
-The device code is in `latent_kernel.py`; the reference is `banach.solve`. No host sync happens here, so a solve
-can be captured in a CUDA graph and replayed.
+The device code is in `latent_kernel.py`; the reference is `banach.solve`. No host sync happens here.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ def tiled(
 ) -> Constants:
     """Choose the tile that was fastest on an H200 or, if it needs more than `shared` bytes, a smaller one.
 
-    `pixels`: that a program works on before it waits or takes the next image. `many`: each multiprocessor has
-    several images, one after the other.
+    `pixels`: of a program before it waits or takes the next image. `many`: there are several images for each.
     """
     near = K.pitch & (K.pitch - 1) != 0  # pixels at powers of two load as fast in large pieces
     K = replace(K, rows=64 if pixels <= 64 else 128, near=near, split=dtype == torch.float32)
@@ -128,10 +126,8 @@ def launch_of(v: Tensor, coupled: bool, dtype: torch.dtype) -> tuple[Constants, 
     places = min(MOST, host.multiprocessors(v.device)) if coupled else host.multiprocessors(v.device)
     one_each = min(images, places)
     pixels = height * width * (host.ceil_div(images, one_each) if coupled else 1)
-    many = not coupled and images >= MANY * one_each
-    K = tiled(
-        sizes_of(channels, height, width), pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many
-    )
+    sizes, many = sizes_of(channels, height, width), not coupled and images >= MANY * one_each
+    K = tiled(sizes, pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many)
     programs = min(images, places * K.places)
     held = images if coupled else programs
     if max(3 * held * height * width * K.pitch, 2 * held * K.area) >= 2**31:
@@ -146,54 +142,39 @@ def _shared_limit(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024))
 
 
-def latent_solve(
-    R: Any,
-    v: Tensor,
-    z0: Tensor | None = None,
-    *,
-    tolerance: Tolerance | None = None,
-    dtype: torch.dtype | None = None,
-) -> Solution:
-    """Find u = R(u, v) as `banach.solve` does with Picard, in one kernel launch. Needs a GPU with Triton.
+def latent_solve(R: Any, v: Tensor, z0: Tensor | None = None, *, tolerance: Tolerance | None = None) -> Solution:
+    """Find u = R(u, v) as `banach.solve` does with Picard, in one kernel launch.
 
     In train mode the batch is normalised by its own statistics and stops as one; running statistics stay as they
-    are. In eval mode every image stops on its own. No sample is called stalled.
+    are. In eval mode every image stops on its own. No sample is called stalled. Convolutions multiply bfloat16
+    numbers under autocast or if v has that type, else float32 ones, each as two float16 numbers: pixels above 10^6
+    and weights above 65,504 count as not finite, and if all pixels are below 10^-3 digits are lost (four are left
+    at 10^-6). Iterates are float32.
 
     Args:
         R: a module that `describe` knows, with float32 weights.
-        v: Q(d), (batch, channels, height, width).
+        v: Q(d), (batch, channels, height, width), on a GPU.
         z0: starting latent, zeros if None.
         tolerance: its norm is RMS, Euclidean or WorstPixel.
-        dtype: type of the numbers that convolutions multiply, bfloat16 or float32: autocast's if it is on, else
-            that of v. Iterates are float32. float32 products are made of float16 numbers: pixels above 10^6 and
-            weights above 65,504 count as not finite, and if all pixels are below 10^-3 digits are lost (four are
-            left at 10^-6).
     Returns:
         Solution. If programs lost each other (two solves on a GPU without cooperative launch): NaN and -1 steps.
     Raises:
         ValueError: if R, the norm or a shape does not fit.
     """
     tolerance, kind = tolerance or Tolerance(), v.device.type
-    _check(R, v, z0, tolerance)
-    if dtype is None:
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
-    with torch.no_grad(), torch.autocast(kind, enabled=False):
-        return _launch(R, v, z0, tolerance, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-
-
-def _check(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance) -> None:
-    if describe(R) is None:
-        got = type(R).__name__
-        raise ValueError(f"expected an R of the form LatentForm, blocks in one mode, got {got}; use banach.solve")
+    if describe(R) is None or type(tolerance.norm) not in (RMS, Euclidean, WorstPixel):
+        got = f"{type(R).__name__} in the norm {tolerance.norm}"
+        known = "an R of the form LatentForm, blocks in one mode, in the norm RMS, Euclidean or WorstPixel"
+        raise ValueError(f"expected {known}, got {got}; use banach.solve")
     channels = R.blocks[0].conv1.in_channels
-    if v.dim() != 4 or v.shape[1] != channels or not len(v):
-        raise ValueError(f"v must be (batch, {channels}, height, width), not empty, got {tuple(v.shape)}; check Q")
-    if v.dtype == torch.float64:
-        raise ValueError("v must be float32 or shorter, got float64, which no kernel computes; use banach.solve")
+    if v.dim() != 4 or v.shape[1] != channels or not len(v) or v.dtype == torch.float64:
+        shape = f"(batch, {channels}, height, width), not empty, in float32 or shorter"
+        raise ValueError(f"v must be {shape}, got {tuple(v.shape)} in {v.dtype}; check Q")
     if z0 is not None and z0.shape != v.shape:
         raise ValueError(f"z0 must have the shape of v, {tuple(v.shape)}, got {tuple(z0.shape)}")
-    if type(tolerance.norm) not in (RMS, Euclidean, WorstPixel):
-        raise ValueError(f"expected the norm RMS, Euclidean or WorstPixel, got {tolerance.norm}; use banach.solve")
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        return _launch(R, v, z0, tolerance, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
 
 
 def _launch(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance, dtype: torch.dtype) -> Solution:

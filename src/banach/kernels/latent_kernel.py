@@ -3,9 +3,7 @@
 With known statistics (eval mode) one program solves one image, then takes the next. With batch statistics (train
 mode) all programs run in step, each on its own images, and wait for each other at every batch norm. The residual
 of a step is exchanged together with the first batch norm of the next, so one step more is started and dropped.
-
-Images that are convolved have a border of zeros in memory, so no load needs a border test. `K` holds the
-compile-time constants, see `latent.Constants`.
+Images that are convolved have a border of zeros in memory: no load needs a border test. K: see `latent.Constants`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -21,13 +19,10 @@ LOST = tl.constexpr(3)  # exit code: a program waited in vain for the others
 
 @triton.jit
 def pack(w, out, counters, K: tl.constexpr):
-    """Rearrange weights (layers, C, C, 3, 3) to (layers, groups, columns out, depth in), one tap per program.
-
-    Also sets the counters of the following solve to zero, so that a captured solve can be replayed.
-    """
+    """Rearrange weights (layers, C, C, 3, 3) to (layers, groups, columns out, depth in), one tap per program."""
     layer = tl.program_id(0) // 9
     tap = tl.program_id(0) % 9
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == 0:  # so that a captured solve can be replayed
         tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
     ci = tl.arange(0, K.depth)
     co = tl.arange(0, K.columns)
@@ -52,11 +47,9 @@ def _window(m, K: tl.constexpr):
 
 @triton.jit
 def _product(x, w, begin, low, groups, K: tl.constexpr):
-    """Convolve at some pixels: one matrix product per group of weights.
+    """Convolve at some pixels: one matrix product per tap or, of three groups, per row of the kernel.
 
-    Nine groups are single taps. Three groups are rows of the kernel, whose three pixels are neighbours in memory.
-    K.split: numbers have two parts, the second `low` elements further on. The least of their four products is
-    left out.
+    K.split: numbers have two parts, the second `low` elements further on; the least of four products is left out.
     """
     k = tl.arange(0, K.depth)
     co = tl.arange(0, K.columns)
@@ -179,10 +172,7 @@ def _join(y, x, shift, slope, K: tl.constexpr):
 def _join_all(
     hidden, stream, w, bias, x_mean, x_rstd, pivot, begin, end, low, groups, slope, K: tl.constexpr
 ):  # fmt: skip
-    """Replace a block's input in `stream`, not yet normalised, by what the block gives before batch norm.
-
-    Returns sums over pixels of that minus `pivot`, and of its square.
-    """
+    """Replace a block's input in `stream` by its output before batch norm; sum that minus `pivot`, and squares."""
     shift = tl.load(bias + tl.arange(0, K.columns))
     first = tl.zeros([K.rows, K.columns], tl.float32)
     second = tl.zeros([K.rows, K.columns], tl.float32)
@@ -219,10 +209,9 @@ def _normalise(
     y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, LAZY: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Normalise what a block gave: the input of the next block or, after the last one, the next iterate.
+    """Normalise what a block gave, the next block's input or iterate; return squared norms of residual and T(z).
 
-    LAZY: `stream` keeps what the block gave, except after the last block. Returns the squared norms of the
-    residual and of T(z).
+    LAZY: `stream` keeps what the block gave, except after the last block.
     """
     at, here = _tile(m, end, K)
     x = (y - mean[None, :]) * rstd[None, :]
@@ -261,10 +250,7 @@ def _normalise_all(
 
 @triton.jit
 def _barrier(counter, target, K: tl.constexpr):
-    """Wait for all programs. Return 0 if they do not come within K.spins reads of the counter.
-
-    Writes before the barrier are visible after it to reads that bypass the L1 cache (.cg).
-    """
+    """Wait for all programs, 0 if in vain. Reads after it that bypass the L1 cache (.cg) see earlier writes."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release")
     seen = tl.load(counter, volatile=True)  # polled by loads: atomics would delay programs that still count
@@ -279,10 +265,7 @@ def _barrier(counter, target, K: tl.constexpr):
 
 @triton.jit
 def _statistics(sums, pivot, programs, share, eps, K: tl.constexpr):
-    """Return mean and 1 / deviation per channel, from the sums of all programs, added in a fixed order.
-
-    The sums are of values minus `pivot`, the mean of the previous evaluation, so that nothing cancels.
-    """
+    """Return mean and 1 / deviation from all programs' sums of values minus `pivot`, so that nothing cancels."""
     part = tl.arange(0, K.chunk)
     both = tl.arange(0, 2 * K.columns)
     at = sums + (part * 2 * K.columns)[:, None] + both[None, :]
@@ -308,10 +291,7 @@ def _gather(tests, programs, K: tl.constexpr):
 
 @triton.jit
 def _judge(moved, size, atol, rtol, least, old, new, best, K: tl.constexpr):
-    """After an evaluation, whose residual belongs to slot `old`: return residual, code, least residual and slots.
-
-    Codes: 0 continue, 1 converged, 2 not finite. atol is in units of the norm without its scale.
-    """
+    """Return residual, code (0 continue, 1 converged, 2 not finite), least residual, slots. atol is unscaled."""
     reached = tl.sqrt(moved)
     allowed = atol
     finite = moved < float("inf")
@@ -377,9 +357,6 @@ def iterate(
 ):  # fmt: skip
     """Solve. Memory of the programs: three `slots` for iterates, `held` for v, `stream` for the input of a block,
     `operand` and `hidden` for what its two convolutions read. `sums` and `tests` are read by all programs.
-
-    In train mode, if a program has several tiles, the next block normalises its own input: `stream` then holds
-    values before batch norm, whose statistics are x_mean and x_rstd.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -401,6 +378,7 @@ def iterate(
     low = places * K.area
     begin = first_place * PIXELS
     end = begin + own * PIXELS
+    # In train mode with several tiles `stream` holds values before batch norm, with these statistics.
     x_mean = tl.zeros([WIDTH], tl.float32)
     x_rstd = tl.full([WIDTH], 1.0, tl.float32)
     for half in tl.static_range(2 if K.split else 1):

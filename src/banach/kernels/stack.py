@@ -81,18 +81,14 @@ TILES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Blocks as tensors: weights (2 layers, C, C, 3, 3) and biases, the second convolutions of all blocks first.
-
-    `known`: (layers, 3, columns) mean, 1 / deviation and variance to normalise by; None: those of the batch.
-    `scale`: what dropout multiplies by where it keeps. It goes where a batch norm's scale goes, into the weights.
-    """
+    """Blocks as tensors: weights (2 layers, C, C, 3, 3) and biases; second convolutions come first."""
 
     layout: Layout
     weights: Tensor
     biases: Tensor
-    known: Tensor | None
+    known: Tensor | None  # (layers, 3, columns) mean, 1 / deviation and variance; None: those of the batch
     eps: float
-    scale: float
+    scale: float  # what dropout multiplies by where it keeps; it goes into the weights, as a batch norm's scale
     channels_last: bool  # gradients of the weights
 
     @staticmethod
@@ -190,11 +186,7 @@ class Residual(torch.autograd.Function):
 
 
 def run(stack: Stack, x: Tensor, masks: Tensor | None, record: Record | None) -> tuple[Tensor, Tensor]:
-    """Compute all blocks. Return the output and statistics (layers + 1, 3, columns).
-
-    The statistics are those of all blocks' inputs and of the last output. `record` gets inputs and hidden values,
-    for a backward pass.
-    """
+    """Return the output and the statistics (layers + 1, 3, columns) of all blocks' inputs and the last output."""
     layers, batch, of = len(stack.weights) // 2, stack.known is None, stack.layout
     numbers = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3]), stack.eps
     stats = torch.zeros((layers + 1, 3, of.columns), device=x.device)
@@ -303,10 +295,7 @@ def _fold(
     layers: int = 1,
     turn: bool = False,
 ) -> None:
-    """Compute `stats` from sums of y and y^2, if given, then pack the weight and bias of `layer`, if given.
-
-    `turn`: pack the weights for the gradients of the layers' inputs.
-    """
+    """Compute `stats` from sums of y and y^2, if given, and pack the weights of `layer`; `turn`: for gradients."""
     w, b = (stats, stats) if layer is None else layer
     _device().fold[(1 if layer is None else 9 * layers,)](
         w, b, stats, stats if sums is None else sums, out, 0 if sums is None else len(sums), *numbers,

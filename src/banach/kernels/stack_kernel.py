@@ -2,8 +2,7 @@
 
 The three pixels under a row of a kernel are neighbours in memory, so each row of a kernel is one product of depth
 3 * pitch. `convolve` takes tiles of pixels in memory order and reads each pixel three times or, if K.march, walks
-down columns of the images and reads each once, with the sums of three output rows in registers. `K` holds the
-compile-time constants, see `stack.Layout`.
+down columns of the images and reads each once, with sums of three output rows in registers. K: see `stack.Layout`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -104,10 +103,9 @@ def fold(
     w, b, stats, sums, out, programs, share, eps, MEASURE: tl.constexpr, PACK: tl.constexpr, TURN: tl.constexpr,
     CHUNK: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Pack weights: a batch norm's scale into the weights, its shift and the bias into the rows of the ones.
+    """Pack weights, one tap per program: a batch norm's scale into the weights, shift and bias into rows of ones.
 
-    One tap per program. MEASURE: compute the statistics from sums, in every program: cheaper than a launch. TURN:
-    for the gradient of the input, whose kernel is flipped, with channels exchanged; a gradient has no ones.
+    MEASURE: compute the statistics from sums, in every program: cheaper than a launch. TURN: for gradients.
     """
     layer = tl.program_id(0) // 9
     tap = tl.program_id(0) % 9
@@ -153,10 +151,7 @@ def unfold(
     parts, stats, dw, db, programs, NORM: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a packed gradient in a fixed order, and unpack the sum by the chain rule of `fold`.
-
-    LAST: the gradient is channels_last.
-    """
+    """Add the parts of a packed gradient in a fixed order, and unpack it. LAST: to channels_last."""
     C: tl.constexpr = K.channels
     PART: tl.constexpr = 3 * K.depth * K.columns
     tap = tl.program_id(0)
@@ -340,10 +335,7 @@ def _gradient(g, pixel, ok, co, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["images"])
 def correlate(x, g, parts, images, K: tl.constexpr):
-    """Compute the gradient of packed weights: a sum over pixels of input times gradient, one part per program.
-
-    The gradient is read at three rows rather than the input, which is three times as wide.
-    """
+    """Compute the gradient of packed weights: a sum over pixels of input times gradient, one part per program."""
     pid = tl.program_id(0)
     pixels = images * K.height * K.width
     co = tl.arange(0, K.columns)
@@ -358,6 +350,7 @@ def correlate(x, g, parts, images, K: tl.constexpr):
         row = (pixel // K.width) % K.height
         real = pixel < pixels
         a = _three(x, pixel, real, col, k, K)
+        # The gradient is read at three rows rather than the input, which is three times as wide.
         below = _gradient(g, pixel + K.width, real & (row < K.height - 1), co, K)
         at = _gradient(g, pixel, real, co, K)
         above = _gradient(g, pixel - K.width, real & (row > 0), co, K)

@@ -23,10 +23,10 @@ _BLOCK, _PRODUCTS, _MIX = 4096, 512, 2048
 def picard_step(
     samples: Any, parts: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance, damping: float
 ) -> None:
-    """Move every active sample from z to d z + (1 - d) T(z), and test it.
+    """Move every active sample from z to d z + (1 - d) T(z), and test it. `samples` and z are written in place.
 
     Args:
-        samples: the numbers of every sample, written in place; see `banach.fast.iteration.Samples`.
+        samples: the numbers of every sample, see `banach.fast.iteration.Samples`.
         parts: (z, T(z)), one pair per tensor of the latent. Every sample of z is one piece of memory.
         tolerance: in the norm RMS or Euclidean.
         damping: d.
@@ -82,15 +82,7 @@ class AndersonMemory:
 
 
 def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, tolerance: Tolerance) -> None:
-    """Move every active sample by a step of Anderson acceleration, and test it.
-
-    Args:
-        samples: numbers and memory of every sample, written in place; see `banach.fast.iteration.Samples`.
-        z: the iterate, written in place. Every sample is one piece of memory.
-        Tz: T(z).
-        solver: gives memory, damping and safeguards.
-        tolerance: in the norm RMS or Euclidean.
-    """
+    """Move every active sample by a step of Anderson acceleration from z, and test it: see `picard_step`."""
     from banach.kernels.steps_kernel import fit, mix, products
 
     memory: AndersonMemory = samples.memory

@@ -16,8 +16,7 @@ def picard(
 ):  # fmt: skip
     """Move a part of one sample; the program that comes last of the sample's TOTAL ones tests it.
 
-    A sample that has stopped costs one load. `sums` holds the two sums of every program, and its programs for this
-    tensor begin at FIRST. They are added in one order, so that a run repeats.
+    `sums` holds the two sums of every program, those for this tensor from FIRST on, added in one order.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     sample = row.to(tl.int64) if ALL else tl.load(index + row)

@@ -10,14 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from banach.kernels import host
 
 ADD = {"BLOCK": 64, "CHUNK": 64}  # numbers of a gradient, and parts of it, that one program adds at a time
-
-
 # Pixels that a program takes at a time, by the pixels of the batch and for the gradient of weights, which about
 # "parts" programs compute. "fewest": float32 products take long, so that even of few pixels every multiprocessor
 # should have some.
@@ -93,28 +90,26 @@ def window_of(x: Tensor, weight: Tensor, stride: int, padding: int) -> Window:
     return sizes.reading(weight)
 
 
+def has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return True if the kernels can compute this. They count pixels and channels in 32 bits."""
+    known = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16) and x.shape[1] == weight.shape[1]
+    return known and 0 < x.shape[0] * x.shape[2] * x.shape[3] * max(weight.shape[:2]) < 2**31
+
+
 @torch.library.custom_op("banach::conv2d", mutates_args=())
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
     """Compute F.conv2d of a batch with a square window, channels_last, with about the precision of float32.
 
-    On a GPU with Triton by kernels on tensor cores, which multiply float32 numbers as sums of TF32 ones; elsewhere
-    F.conv2d. It has first derivatives by backward passes, no others.
+    The kernels use tensor cores, which multiply float32 numbers as sums of TF32 ones. There are first derivatives
+    by backward passes, no others.
 
     Args:
-        x: (N, C, H, W), in the type of the weight.
+        x: (N, C, H, W), on a GPU, for which `has_kernel` is True.
         weight: (outputs, C, side, side).
         bias: (outputs,) or None.
         stride: in both directions.
         padding: zeros on each side.
-    Raises:
-        ValueError: if the channels of x and of the weight differ.
     """
-    if x.dim() != 4 or x.shape[1] != weight.shape[1]:
-        expected = f"(batch, {weight.shape[1]}, height, width)"
-        raise ValueError(f"conv2d: expected {expected}, got {tuple(x.shape)}; check the channels")
-    if not has_kernel(x, weight):
-        with torch.autocast(x.device.type, enabled=False):
-            return _last(F.conv2d(x, weight, bias, stride, padding))
     weight = _last(weight)
     return _look(x, weight, bias, window_of(x, weight, stride, padding), back=False)
 
@@ -122,7 +117,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding:
 @conv2d.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
     rows, columns = ((size + 2 * padding - weight.shape[2]) // stride + 1 for size in x.shape[2:])
-    return _last(torch.empty((x.shape[0], weight.shape[0], rows, columns), dtype=x.dtype, device=x.device))
+    return _empty(x, weight.shape[0], rows, columns)
 
 
 @torch.library.custom_op("banach::conv2d_backward", mutates_args=())
@@ -130,10 +125,6 @@ def conv2d_backward(
     g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, wants_w: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of x, weight and bias, empty if not wanted. Those of the weight run on a second stream."""
-    wanted = wants_x, wants_w, wants_w and has_bias
-    if not has_kernel(x, weight):
-        with torch.autocast(x.device.type, enabled=False):
-            return _reference_backward(g, x, weight, stride, padding, wanted)
     g, read, side = _last(g), _last(weight), host.SideStream(x.device)
     window = window_of(x, read, stride, padding)
     dw, db, dx = weight.new_empty(0), weight.new_empty(0), x.new_empty(0)
@@ -145,21 +136,11 @@ def conv2d_backward(
     return dx, dw, db
 
 
-def _reference_backward(
-    g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dw, db = torch.ops.aten.convolution_backward(
-        g, x, weight, [weight.shape[0]], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(wanted)
-    )
-    dw = torch.empty_like(weight).copy_(dw) if wanted[1] else weight.new_empty(0)
-    return _last(dx) if wanted[0] else x.new_empty(0), dw, db if wanted[2] else weight.new_empty(0)
-
-
 @conv2d_backward.register_fake
 def _(
     g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, wants_w: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = _last(torch.empty(x.shape, dtype=x.dtype, device=x.device)) if wants_x else x.new_empty(0)
+    dx = torch.empty_like(x, memory_format=torch.channels_last) if wants_x else x.new_empty(0)
     dw = torch.empty_like(weight) if wants_w else weight.new_empty(0)
     return dx, dw, weight.new_empty(weight.shape[0] if wants_w and has_bias else 0)
 
@@ -181,15 +162,6 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 conv2d.register_autograd(_backward, setup_context=_setup)
 
 
-def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return True if the kernels can compute this. They count pixels and channels in 32 bits."""
-    known = (
-        x.is_cuda and host.has_triton() and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
-    )
-    most = x.shape[0] * x.shape[2] * x.shape[3] * max(weight.shape[:2])
-    return known and 0 < most < 2**31
-
-
 def _tile(pixels: int, dtype: torch.dtype) -> int:
     if dtype == torch.float32 and pixels < 8192:
         return TILES["fewest"]
@@ -199,7 +171,7 @@ def _tile(pixels: int, dtype: torch.dtype) -> int:
 def _look(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, back: bool) -> Tensor:
     from banach.kernels.window_kernel import look
 
-    out = _empty(x, window)
+    out = _empty(x, window.made, window.rows_out, window.columns_out)
     pixels = len(x) * window.rows_out * window.columns_out
     K = window.even.sized(_tile(pixels, x.dtype))
     look[(host.ceil_div(pixels, K.rows),)](
@@ -216,10 +188,9 @@ def _input_gradient(g: Tensor, weight: Tensor, window: Window) -> Tensor:
         return _look(g, weight, None, window.back, back=True)
     from banach.kernels.window_kernel import look_back
 
-    out = _empty(g, back)
-    pixels = len(g) * math.prod(
-        host.ceil_div(size, back.stride) for size in (back.rows_out, back.columns_out)
-    )  # of a kind
+    out = _empty(g, back.made, back.rows_out, back.columns_out)
+    of_a_kind = (host.ceil_div(size, back.stride) for size in out.shape[2:])
+    pixels = len(g) * math.prod(of_a_kind)
     K = back.sized(_tile(pixels * back.stride**2, g.dtype))
     look_back[(host.ceil_div(pixels, K.rows), back.stride**2)](
         g, weight, out, len(g), K=host.constants(K), num_warps=4
@@ -249,9 +220,9 @@ def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, window: Window, *, bi
     return dw, db
 
 
-def _empty(x: Tensor, window: Window) -> Tensor:
-    shape = len(x), window.made, window.rows_out, window.columns_out
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+def _empty(x: Tensor, *shape: int) -> Tensor:
+    """Return as many images as x has, of this shape."""
+    return torch.empty((x.shape[0], *shape), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
 def _last(x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Device code of `window.py`: convolutions of few channels as matrix products of windows and weights. Triton.
 
 Images are channels_last. Places of a window and their channels are counted by one number, in chunks of K.depth;
-K.whole: a chunk holds channels of one place, which are neighbours in memory. K.from_*: strides of the weights.
-`K` holds the compile-time constants, see `window.Window`.
+K.whole: a chunk holds channels of one place, which are neighbours in memory. K: see `window.Window`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -12,10 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _through(row, col, place, BACK: tl.constexpr, K: tl.constexpr):
-    """Return row and column that a pixel sees at a place of its window, and whether they are in the image.
-
-    BACK: go from a pixel of the input to the output that sees it at that place, if there is one.
-    """
+    """Return row and column that a pixel sees (BACK: that see it) at a place of a window, and if there is one."""
     if BACK:
         y = row + K.padding - place // K.side
         x = col + K.padding - place % K.side
@@ -83,8 +79,7 @@ def look(x, w, bias, out, pixels, BACK: tl.constexpr, BIAS: tl.constexpr, K: tl.
 def look_back(g, w, out, images, K: tl.constexpr):
     """Compute the gradient of the input of a convolution with a stride, K.whole only.
 
-    Pixels that windows see at the same places are of one kind. A program has pixels of one kind, so that it does
-    not multiply zeros.
+    A program has pixels of one kind, which windows see at the same places, so that it does not multiply zeros.
     """
     kind_y = tl.program_id(1) // K.stride  # the first place; the next ones are K.stride further on
     kind_x = tl.program_id(1) % K.stride

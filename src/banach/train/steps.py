@@ -235,7 +235,7 @@ class Steps:
             refused = refused if settings.fast else "fast is off"
             how = plan(net, state.device, settings.precision, refused=refused, **options)
         if how.graph and how.channels_last:
-            from banach.fast.weights import align_state, channels_last
+            from banach.fast import align_state, channels_last
 
             channels_last(net)
             align_state(state.optimizer)
