@@ -81,9 +81,9 @@ def test_those_that_solve_take_the_same_step_and_stop_at_the_same_one(name: str)
         theirs, ours = still(name, LOOSE), still("banach-eager", LOOSE)
         for one in (theirs, ours):
             one.gradients(*batch(seed))
-        found, expected = theirs.reached(), ours.reached()
-        assert found[0] == expected[0] > 2
-        assert found[2] == pytest.approx(expected[2], rel=1e-9)
+        there, here = theirs.reached(), ours.reached()
+        assert there[0] == here[0] > 2
+        assert there[2] == pytest.approx(here[2], rel=1e-9)
 
 
 def run_in(folder: Path, *only: str, **changes: Any) -> tuple[Settings, list[Record]]:
