@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from banach import checks
+from banach.backward.adjoint import Problem, Report
 from banach.backward.attached import attached
 from banach.backward.krylov import LinearSolver, NormalCG
 from banach.backward.mode import Unchanged, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
-from banach.backward.problem import Problem, Report
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
 from banach.solve.context import rounding, with_autocast_of

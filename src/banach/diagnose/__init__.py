@@ -4,7 +4,6 @@ from banach.diagnose.contraction import (
     Contraction,
     contraction_factor,
     error_bound,
-    is_coupled,
     measure_contraction,
     observed_rate,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "descent_check",
     "descent_checks",
     "error_bound",
-    "is_coupled",
     "measure_contraction",
     "mixes_samples",
     "network_map",
