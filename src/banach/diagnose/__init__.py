@@ -9,8 +9,13 @@ from banach.diagnose.contraction import (
 )
 from banach.diagnose.descent import Agreement, Descent, descent_check, descent_checks
 from banach.diagnose.frozen import NetworkMap, network_map
-from banach.diagnose.monitor import ContractionMonitor, ContractionReading, ContractionWarning
-from banach.diagnose.summary import suggested_order, verdict
+from banach.diagnose.monitor import (
+    ContractionMonitor,
+    ContractionReading,
+    ContractionWarning,
+    suggested_order,
+    verdict,
+)
 from banach.solve import mixes_samples
 
 __all__ = [

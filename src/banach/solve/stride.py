@@ -14,7 +14,7 @@ from torch import Tensor
 
 from banach.solve.picard import Picard
 from banach.solve.run import Run
-from banach.solve.state import IDLE, RESIDUAL, State, count_nonzero, on_device, to_numpy
+from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next
 ROOM = 1 << 26  # bytes that the iterates between two checks may take
@@ -48,7 +48,7 @@ def stride(run: Run, state: State, k: int) -> int:
         lowest_at = np.maximum.accumulate(np.concatenate((least_at[None], np.where(better, steps, 0))))
         idle = active & ~better & (steps >= lowest_at[:-1] + IDLE)
         finite = ~moving | ((residual < np.inf) & (excess > -np.inf))
-        taken = _usual_steps(run, finite, idle, active, (residual, excess, iterates))
+        taken = _usual_steps(run, finite, idle, active, residual, iterates)
         usual = taken == len(residual) or (taken > 0 and not active[taken - 1].any())
         if not taken:
             break
@@ -77,21 +77,12 @@ def stride(run: Run, state: State, k: int) -> int:
 
 
 def _usual_steps(
-    run: Run,
-    finite: np.ndarray,
-    idle: np.ndarray,
-    active: np.ndarray,
-    of: tuple[np.ndarray, np.ndarray, list[Tensor]],
+    run: Run, finite: Array, idle: Array, active: Array, residual: Array, iterates: list[Tensor]
 ) -> int:
     """Return how many steps to take: until nobody is active, or before one that the general loop should take."""
-    residual, excess, iterates = of
-    fine, idles, left = (
-        np.logical_and.reduce(finite, 1),
-        np.logical_or.reduce(idle, 1),
-        np.logical_or.reduce(active, 1),
-    )
+    fine, left = np.logical_and.reduce(finite, 1), np.logical_or.reduce(active, 1)
     for j in range(len(residual)):
-        if not fine[j] or (idles[j] and run.stalls(idle[j], residual[j], excess[j], iterates[j + 1])):
+        if not fine[j] or run.flat(idle[j], residual[j], iterates[j + 1]).any():
             return j
         if not left[j]:
             return j + 1
