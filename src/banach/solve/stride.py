@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banach.latent import Latent, leaves
 from banach.solve.picard import Picard
 from banach.solve.run import Run
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next
-ROOM = 1 << 26  # bytes that the iterates between two checks may take
+ROOM = 1 << 28  # bytes that the iterates between two checks may take
 
 
 def stride(run: Run, state: State, k: int) -> int:
@@ -99,10 +100,10 @@ def _look_again(run: Run, state: State, k: int) -> None:
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.ndarray, np.ndarray]:
     """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part."""
     damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
-    iterates, measured = [z], []
+    iterates, measured, given = [z], [], None
     for j in range(steps):
         try:
-            Tz = run.evaluate(z, first=not k and not j)
+            Tz, given = _evaluate(run, z, None if damping else given, first=not k and not j)
         except Exception:  # T need not be defined where a sample is only because it has moved on
             if not j:
                 raise
@@ -116,6 +117,26 @@ def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.nd
         return iterates, numbers, numbers
     with np.errstate(invalid="ignore"):  # infinity minus infinity
         return iterates, numbers[::2], numbers[::2] - numbers.dtype.type(rtol) * numbers[1::2]
+
+
+def _evaluate(run: Run, z: Tensor, given: Latent | None, *, first: bool) -> tuple[Tensor, Latent | None]:
+    """Return the rows of T(z); of several leaves also T's own value, which saves the next call a nest of the rows.
+
+    `given` is such a value: T's own at z.
+    """
+    if first or len(run.space.shapes) == 1:
+        return run.evaluate(z, first=first), None
+    value = run.T(run.space.nest(z) if given is None else given, *run.inputs)
+    if given is not None and any(map(_same_memory, leaves(value), leaves(given))):
+        run.reuses_memory = True  # T has written to what it read
+        value = run.T(run.space.nest(z), *run.inputs)
+    rows = run.space.rows(value)
+    fits = not run.reuses_memory and all(leaf.dtype == run.space.dtype for leaf in leaves(value))
+    return rows, value if fits else None
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
 
 
 def _fell(residual: np.ndarray, least: np.ndarray) -> bool:
