@@ -17,7 +17,7 @@ from banach.solve.picard import Picard
 from banach.solve.run import Run
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 
-FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next
+FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next, or as many as taken so far
 ROOM = 1 << 28  # bytes that the iterates between two checks may take
 
 
@@ -38,7 +38,7 @@ def stride(run: Run, state: State, k: int) -> int:
             state.z, state.best_z, k = iterates[-1], iterates[-2], k + len(residual)
             now, test, least, least_at = residual[-1], excess[-1], residual[-1], np.full_like(least_at, k)
             run.lasts = run.lasts[1], now
-            ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol)
+            ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol, k)
             earlier = now
             continue
         # One row per step: who was active before and after it, and the least residual until then.
@@ -67,7 +67,7 @@ def stride(run: Run, state: State, k: int) -> int:
         k += taken
         here = state.active
         ahead = _steps_ahead(
-            (residual[-2] if len(residual) > 1 else earlier)[here], residual[-1][here], excess[-1][here], atol
+            (residual[-2] if len(residual) > 1 else earlier)[here], residual[-1][here], excess[-1][here], atol, k
         )
         earlier = residual[-1]
     if k > first:
@@ -144,13 +144,13 @@ def _fell(residual: np.ndarray, least: np.ndarray) -> bool:
     return bool((residual[0] < least).all() and (residual[1:] < residual[:-1]).all())
 
 
-def _steps_ahead(before: np.ndarray, residual: np.ndarray, excess: np.ndarray, atol: np.ndarray) -> int:
-    """Return how many steps the slowest of these samples needs, from the last two of its residuals."""
+def _steps_ahead(before: Array, residual: Array, excess: Array, atol: Array, k: int) -> int:
+    """Return how many steps the slowest of these samples needs after k, from the last two of its residuals."""
     with np.errstate(all="ignore"):
         left = np.log((residual - excess + atol) / residual) / np.log(residual / before)
     known = np.isfinite(left) & (left > 0)
     slowest = left.max() if len(left) and known.all() else MOST_AHEAD
-    return int(min(np.ceil(slowest), MOST_AHEAD))
+    return int(min(np.ceil(slowest), max(MOST_AHEAD, k)))
 
 
 def _pick(iterates: list[Tensor], index: np.ndarray) -> Tensor:
