@@ -6,6 +6,7 @@ numbers, and on a GPU it saves the launch of several small kernels per step. The
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,11 @@ class State:
     def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> State:
         shape = (4, 3 if relative else 2, z.shape[0])  # not len(z), which export takes for a constant
         if on_host:
-            stats: Array = np.full(shape, np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
-        else:
-            stats = z.new_full(shape, torch.inf)
+            unknown, everyone = _at_start(shape, limit, np.float64 if z.dtype == torch.float64 else np.float32)
+            return State(z, z, everyone.copy(), unknown.copy(), memory)
+        stats = z.new_full(shape, torch.inf)
         stats[:, STEP], stats[LIMIT] = 0, limit
-        return State(z, z if on_host else z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
+        return State(z, z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
 
     @property
     def nonfinite(self) -> Array:
@@ -197,6 +198,14 @@ class State:
         best_z, active, *remembered = (part.detach().clone() for part in (best_z, active, *memory))
         stats = stats.detach().permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
         return State(z.detach(), best_z, active, stats, tuple(remembered))
+
+
+@functools.lru_cache(maxsize=64)
+def _at_start(shape: tuple[int, ...], limit: float, kind: type) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
+    stats: np.ndarray = np.full(shape, np.inf, kind)
+    stats[:, STEP], stats[LIMIT] = 0, limit
+    return stats, np.ones(shape[2], bool)
 
 
 def _put(target: Array, source: Array, where: Array) -> None:
