@@ -18,8 +18,9 @@ from banach.backward.mode import Unchanged
 from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Norm, Solver, Status, Tolerance, solve
-from banach.solve.context import device_loop, to_list, without_autocast
+from banach.solve.context import device_loop, without_autocast
 from banach.solve.mixing import mixes_samples
+from banach.solve.state import to_numpy
 from banach.solve.warning import AdjointWarning, warn_user
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Problem:
 
     def _tell(self, equation: Adjoint, w: Tensor, finite: Tensor) -> None:
         """Report how the equation was solved, and warn where that is short of the tolerance."""
-        ends = list(zip(to_list(finite), equation.ends(w), strict=True))
+        ends = list(zip(to_numpy(finite).tolist(), equation.ends(w), strict=True))
         if self.mode.report is not None:
             space = self.space
             status = tuple(end if sound else Status.NONFINITE for sound, end in ends)
@@ -239,7 +240,7 @@ class Adjoint:
         size = self.size(self.residual(w))
         highest = torch.maximum(self.threshold, self.rounding(w))
         code = (size > self.threshold).long() + (size > highest).long()
-        return tuple(_ENDS[i] for i in to_list(torch.where(size < torch.inf, code, 3)))
+        return tuple(_ENDS[i] for i in to_numpy(torch.where(size < torch.inf, code, 3)))
 
 
 def units(cotangent: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def contraction_factor(
     Returns:
         (batch,): one value per sample; NaN where J is not finite.
     """
-    with undisturbed(T, z, inputs):
+    with undisturbed():
         J = _jacobian(T, z, inputs, coupled=coupled)
         return J.space.spread(_largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
 
@@ -203,7 +203,7 @@ def measure_contraction(
     Returns:
         Contraction, with one entry per sample.
     """
-    with undisturbed(net, d), torch.no_grad():
+    with undisturbed(), torch.no_grad():
         held = network_map(net, d, z0)
         sigma = contraction_factor(
             held.T, held.u, held.inputs, coupled=held.coupled, max_steps=max_steps, rtol=rtol, seed=seed

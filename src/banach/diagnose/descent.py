@@ -95,7 +95,7 @@ def descent_checks(
     Returns:
         One Descent per mode.
     """
-    with undisturbed(net, d), torch.enable_grad():
+    with undisturbed(), torch.enable_grad():
         frozen, weights = Frozen(net, d), _trained_weights(net)
         found = frozen.solve(frozen.start(z0), net.tolerance)
         rtol = max(1e-10, 8 * rounding(Space.of(found.value, coupled=frozen.coupled)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from banach.latent import Latent, detach
 from banach.network import as_inputs
@@ -45,7 +45,7 @@ def network_map(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
         d: data; a tuple holds several inputs of Q.
         z0: where the solve starts; None: at `net.start`.
     """
-    with undisturbed(net, d), torch.no_grad():
+    with undisturbed(), torch.no_grad():
         frozen = Frozen(net, d)
         z0 = frozen.start(z0)
         found = frozen.solve(z0, net.tolerance)
@@ -84,18 +84,23 @@ def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:
     """`part` on copies of its buffers; the global random state is put back after every call."""
 
     def call(*arguments: Any) -> Any:
-        with _forked(part, arguments):
+        with _forked():
             return on_copies(part, *arguments)
 
     return call
 
 
 @contextmanager
-def undisturbed(*owners: Any) -> Iterator[None]:
-    """Put the random state of every device of `owners` back afterwards. Turns inference mode off."""
+def undisturbed() -> Iterator[None]:
+    """Put the random state back afterwards. Turns inference mode off."""
     inference = torch.is_inference_mode_enabled()
-    with _forked(*owners), torch.inference_mode(False) if inference else nullcontext():
+    with _forked(), torch.inference_mode(False) if inference else nullcontext():
         yield
+
+
+def _forked() -> AbstractContextManager[None]:
+    """Put the random state of the host, and of every GPU if CUDA is in use, back afterwards."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
 
 
 def plain(nest: Any) -> Any:
@@ -104,16 +109,3 @@ def plain(nest: Any) -> Any:
     return tree_map_only(
         Tensor, lambda leaf: leaf.detach().clone() if leaf.is_inference() else leaf.detach(), nest
     )
-
-
-def _forked(*owners: Any) -> Any:
-    devices = {tensor.device for owner in owners for tensor in _tensors(owner) if tensor.device.type != "cpu"}
-    kind = next(iter(devices)).type if devices else "cuda"
-    indices = sorted({device.index or 0 for device in devices if device.type == kind})
-    return torch.random.fork_rng(indices, device_type=kind)
-
-
-def _tensors(owner: Any) -> list[Tensor]:
-    if isinstance(owner, nn.Module):
-        return [*owner.parameters(), *owner.buffers()]
-    return [leaf for leaf in tree_leaves(owner) if isinstance(leaf, Tensor)]

@@ -70,7 +70,7 @@ class Run:
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
-        memory = self.solver.start(rows)
+        memory = () if type(self.solver) is Picard else self.solver.start(rows)
         return State.start(rows, memory, self.atol, relative=self.tolerance.rtol > 0, on_host=self.on_host)
 
     def can_sprint(self) -> bool:

@@ -6,6 +6,7 @@ numbers, and on a GPU it saves the launch of several small kernels per step. The
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.solve.context import to_list
 from banach.solve.solver import Memory
 
 Array = Any  # np.ndarray on the host, Tensor on the device
@@ -62,11 +62,11 @@ class State:
     def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> State:
         shape = (4, 3 if relative else 2, z.shape[0])  # not len(z), which export takes for a constant
         if on_host:
-            stats: Array = np.full(shape, np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
-        else:
-            stats = z.new_full(shape, torch.inf)
+            unknown, everyone = _at_start(shape, limit, np.float64 if z.dtype == torch.float64 else np.float32)
+            return State(z, z, everyone.copy(), unknown.copy(), memory)
+        stats = z.new_full(shape, torch.inf)
         stats[:, STEP], stats[LIMIT] = 0, limit
-        return State(z, z if on_host else z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
+        return State(z, z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
 
     @property
     def nonfinite(self) -> Array:
@@ -200,6 +200,14 @@ class State:
         return State(z.detach(), best_z, active, stats, tuple(remembered))
 
 
+@functools.lru_cache(maxsize=64)
+def _at_start(shape: tuple[int, ...], limit: float, kind: type) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
+    stats: np.ndarray = np.full(shape, np.inf, kind)
+    stats[:, STEP], stats[LIMIT] = 0, limit
+    return stats, np.ones(shape[2], bool)
+
+
 def _put(target: Array, source: Array, where: Array) -> None:
     """Write `source` to `target`, in place, where the mask is True."""
     if isinstance(target, np.ndarray):
@@ -221,5 +229,5 @@ def to_numpy(values: Array) -> np.ndarray:
         return values
     try:
         return (values if values.is_cpu else values.cpu()).numpy()
-    except RuntimeError:  # inside a torch.func transform a tensor has no storage of its own
-        return np.asarray(to_list(values.reshape(-1))).reshape(tuple(values.shape))
+    except RuntimeError:  # inside a torch.func transform a tensor has no storage; torch 2.6 has no tolist there
+        return np.asarray([value.item() for value in values.reshape(-1)]).reshape(tuple(values.shape))

@@ -41,40 +41,52 @@ def stride(run: Run, state: State, k: int) -> int:
             ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol, k)
             earlier = now
             continue
-        # One row per step: who was active before and after it, and the least residual until then.
-        active = np.logical_and.accumulate(above) & before
-        moving = np.concatenate((before[None], active[:-1]))
-        lowest = np.minimum.accumulate(np.concatenate((least[None], np.where(moving, residual, np.inf))))
-        better, steps = lowest[1:] < lowest[:-1], k + 1 + np.arange(len(residual))[:, None]
-        lowest_at = np.maximum.accumulate(np.concatenate((least_at[None], np.where(better, steps, 0))))
-        idle = active & ~better & (steps >= lowest_at[:-1] + IDLE)
+        active, moving, idle, lowest, lowest_at = _histories(k, before, above, residual, (least, least_at))
         finite = ~moving | ((residual < np.inf) & (excess > -np.inf))
         taken = _usual_steps(run, finite, idle, active, residual, iterates)
         usual = taken == len(residual) or (taken > 0 and not active[taken - 1].any())
         if not taken:
             break
-        place = np.where(active[taken - 1], taken, active[:taken].argmin(0) + 1) * before  # 0: frozen before
-        index = np.maximum(place - 1, 0), np.arange(len(place))
         risen = bool(count_nonzero((before & ~moving & above)[:taken]))
-        state.z = _pick(iterates, place)
-        state.record(k + 1 + index[0], residual[index], excess[index], active[taken - 1])
-        run.lasts = run.lasts[1], state.now[RESIDUAL].copy()
         now, test, least, least_at = residual[taken - 1], excess[taken - 1], lowest[taken], lowest_at[taken]
-        if state.count:  # of frozen samples, only nonfinite ones need their best iterate
-            best = np.maximum(least_at - k, 0).astype(int)
-            others = np.where(state.nonfinite, 0, best[state.active.argmax()])
-            state.best_z = _pick([state.best_z, *iterates], np.where(state.active, best, others))
-        k += taken
-        here = state.active
-        ahead = _steps_ahead(
-            (residual[-2] if len(residual) > 1 else earlier)[here], residual[-1][here], excess[-1][here], atol, k
-        )
+        _go_back(state, k, iterates, (residual, excess), active[:taken], least_at)
+        run.lasts = run.lasts[1], state.now[RESIDUAL].copy()
+        k, here = k + taken, state.active
+        before_last = residual[-2] if len(residual) > 1 else earlier
+        ahead = _steps_ahead(before_last[here], residual[-1][here], excess[-1][here], atol, k)
         earlier = residual[-1]
     if k > first:
         run.note_last(state, k, (now, test), (least, least_at))
     if risen and (k == most or not state.count):
         _look_again(run, state, k)
     return k
+
+
+def _histories(
+    k: int, before: Array, above: Array, residual: Array, best: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Return, one row per step: who is active after it, who was before it, who is idle; and the least residuals
+    and their steps, which begin with those of `best`."""
+    active = np.logical_and.accumulate(above) & before
+    moving = np.concatenate((before[None], active[:-1]))
+    lowest = np.minimum.accumulate(np.concatenate((best[0][None], np.where(moving, residual, np.inf))))
+    better, steps = lowest[1:] < lowest[:-1], k + 1 + np.arange(len(residual))[:, None]
+    lowest_at = np.maximum.accumulate(np.concatenate((best[1][None], np.where(better, steps, 0))))
+    return active, moving, active & ~better & (steps >= lowest_at[:-1] + IDLE), lowest, lowest_at
+
+
+def _go_back(
+    state: State, k: int, iterates: list[Tensor], measured: tuple[Array, Array], active: Array, least_at: Array
+) -> None:
+    """Put samples where they froze, and keep the best iterate of the others. `active` has one row per step."""
+    place = np.where(active[-1], len(active), active.argmin(0) + 1) * state.active  # 0: frozen before
+    index = np.maximum(place - 1, 0), np.arange(len(place))
+    state.z = _pick(iterates, place)
+    state.record(k + 1 + index[0], measured[0][index], measured[1][index], active[-1])
+    if state.count:  # of frozen samples, only nonfinite ones need their best iterate
+        best = np.maximum(least_at - k, 0).astype(int)
+        others = np.where(state.nonfinite, 0, best[state.active.argmax()])
+        state.best_z = _pick([state.best_z, *iterates], np.where(state.active, best, others))
 
 
 def _usual_steps(
