@@ -69,8 +69,7 @@ def fixed_point(
     """
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
-    if found.failures:
-        warn_unconverged(found, T, tuple(inputs), coupled=coupled)
+    warn_unconverged(found, T, tuple(inputs), coupled=coupled)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z
 
@@ -155,7 +154,7 @@ class ImplicitNetwork(nn.Module):
         modules = modules_of(R)
         special = special_layers(modules)
         if special:
-            special = check_sharded(special, fixed_depth=not self.tolerance.checks(torch.device("cpu")))
+            special = check_sharded(special, fixed_depth=not self.tolerance.checks)
         if special or not modules:
             check_dropout(R, special)
         v = self.Q(*d)
@@ -165,8 +164,7 @@ class ImplicitNetwork(nn.Module):
         with watch_over(R), forward_pass(R, modules, special, later=later, once=once) as this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
-            if found.failures:
-                warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
+            warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
             u = mode.attach(this_pass.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
@@ -175,7 +173,10 @@ class ImplicitNetwork(nn.Module):
     ) -> Solution:
         own = z0 is None and self.start is zeros
         try:
-            z0 = self._start(v, z0)
+            if z0 is None:
+                z0 = zeros(v) if own else self._start(v)
+            elif isinstance(v, Tensor) and any(leaf.shape[:1] != v.shape[:1] for leaf in leaves(z0)):
+                raise ValueError(f"z0 must hold one latent for each sample of Q(d), of shape {tuple(v.shape)}")
             inputs: tuple[Any, ...] = (v,)
             if compact and this_pass.masks is not None:  # they are cut with the batch, by the samples' numbers
                 first = leaves(z0)[0]
@@ -189,32 +190,12 @@ class ImplicitNetwork(nn.Module):
                 error.add_note(_UNLIKE)
             raise
 
-    def _start(self, v: Latent, z0: Latent | None) -> Latent:
-        if z0 is None and self.start is zeros:
-            return zeros(v)
-        if z0 is None:
-            with torch.no_grad():
-                return self.start(detach(v))
-        if isinstance(v, Tensor) and not torch.is_autocast_enabled(v.device.type):
-            for leaf in leaves(z0):
-                _check_start(leaf, v)
-        return z0
+    @torch.no_grad()
+    def _start(self, v: Latent) -> Latent:
+        return self.start(detach(v))
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
-
-
-def _check_start(leaf: Tensor, v: Tensor) -> None:
-    if leaf.shape[:1] != v.shape[:1]:
-        raise ValueError(
-            f"z0 must hold one latent for each sample of Q(d): got shape {tuple(leaf.shape)}, "
-            f"expected {v.shape[0]} along the first axis"
-        )
-    if leaf.dtype != v.dtype or leaf.device != v.device:
-        raise TypeError(
-            f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "
-            f"{v.dtype} on {v.device}; write z0.to(dtype, device)"
-        )
 
 
 def _check_mode(backward: Mode) -> None:

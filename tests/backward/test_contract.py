@@ -98,15 +98,12 @@ def test_the_value_of_implicit_compiles_without_grad_mode() -> None:
 
 BAD: list[tuple[type[Exception], Any, str]] = [
     (ValueError, lambda: Neumann(-1), "order must be a whole number, at least 0, got -1"),
-    (ValueError, lambda: Neumann(2.5), "order must be a whole number, at least 0, got 2.5"),  # type: ignore[arg-type]
     (ValueError, lambda: Neumann(True), "order must be a whole number, at least 0, got True"),
     (ValueError, lambda: Unroll(0), "steps must be a whole number, at least 1, got 0"),
     (ValueError, lambda: Unroll(2, damping=1.0), "damping must be a number, at least 0 and below 1, got 1.0"),
-    (ValueError, lambda: Unroll(2, damping=-0.1), "damping must be a number, at least 0 and below 1, got -0.1"),
     (ValueError, lambda: GMRES(0), "restart must be a whole number, at least 1, got 0"),
     (TypeError, lambda: Implicit("cg"), "method must be NormalCG.., GMRES.., Picard.. or Anderson.., got 'cg'"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(NormalCG), "method must be NormalCG.., .* got <class"),  # type: ignore[arg-type]
-    (TypeError, lambda: Implicit(Picard), "method must be NormalCG.., .* got <class"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(tolerance=1e-6), "tolerance must be a Tolerance, got 1e-06; write Tolerance"),  # type: ignore[arg-type]
     (ValueError, lambda: Implicit(order=0), "order must be a whole number, at least 1, got 0"),
     (TypeError, lambda: Implicit(report=3), "report must be a function of .* got 3"),  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from banach.diagnose import contraction_factor, is_coupled
+from banach.diagnose import contraction_factor
 from diagnose.parts_diagnose import jacobian, unchanged
 from problems import normal
 
@@ -60,7 +59,6 @@ def test_a_module_and_the_random_state_are_kept(training: bool) -> None:
     T = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double().train(training)
     with unchanged(T):
         contraction_factor(T, normal(4, 3), coupled=training)
-        is_coupled(T, normal(4, 3))
         contraction_factor(lambda z: z * torch.rand(3, dtype=z.dtype), normal(4, 3))
 
 
@@ -85,31 +83,6 @@ def test_a_nonfinite_sample_is_nan_and_alone_in_it() -> None:
     sigma = contraction_factor(matrices, torch.zeros(3, 5, dtype=torch.float64), (A,), **EXACT)
     assert sigma[1].isnan()
     torch.testing.assert_close(sigma[[0, 2]], torch.linalg.matrix_norm(A[[0, 2]], 2), rtol=1e-9, atol=0)
-
-
-def test_is_coupled() -> None:
-    z = normal(4, 3)
-    bn = nn.BatchNorm1d(3).double()
-    assert is_coupled(bn, z)
-    assert not is_coupled(bn.eval(), z)
-    assert not is_coupled(lambda z: z - z.mean(0), z[:1])  # one sample has nobody to depend on
-    assert not is_coupled(lambda z: z - z.mean(0), z[:0])
-
-
-@pytest.mark.parametrize("batch", [2, 3, 5, 8])
-def test_is_coupled_sees_every_pair_in_either_direction(batch: int) -> None:
-    z = normal(batch, 3)
-    assert not is_coupled(lambda z: torch.tanh(z) / 2, z)
-    for i, j in itertools.permutations(range(batch), 2):
-        W = 0.5 * torch.eye(batch, dtype=torch.float64)
-        W[i, j] += 0.2
-        assert is_coupled(lambda z, W: torch.tanh(W @ z), z, (W,)), (i, j)
-
-
-def test_is_coupled_in_a_nest() -> None:
-    z, x = {"a": normal(4, 2), "b": normal(4, seed=1)}, normal(4, 2, seed=2)
-    assert not is_coupled(lambda z, x: {"a": z["a"] * x, "b": z["b"] / 2}, z, (x,))
-    assert is_coupled(lambda z, x: {"a": z["a"] * x, "b": z["b"] / 2 + z["a"].roll(2, 0).sum(1)}, z, (x,))
 
 
 def test_refusals() -> None:

@@ -55,21 +55,15 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 OBJECTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (Tolerance, {"atol": -1e-4}, ValueError, "atol must be a number, at least 0 and finite, got -0.0001"),
     (Tolerance, {"atol": math.nan}, ValueError, "atol must be a number, at least 0 and finite, got nan"),
-    (Tolerance, {"rtol": math.inf}, ValueError, "rtol must be a number, at least 0 and finite, got inf"),
     (Tolerance, {"atol": "1e-4"}, ValueError, "atol must be a number, .* got '1e-4'"),
     (Tolerance, {"max_steps": 50.0}, ValueError, "max_steps must be a whole number, at least 0, got 50.0"),
-    (Tolerance, {"max_steps": -1}, ValueError, "max_steps must be a whole number, at least 0, got -1"),
     (Tolerance, {"check_every": -2}, ValueError, "check_every must be a whole number, at least 0, got -2"),
     (Tolerance, {"norm": RMS}, TypeError, r"norm must be a norm such as RMS\(\), .* got <class"),
     (Tolerance, {"maxsteps": 3}, TypeError, "unexpected keyword argument 'maxsteps'"),
     (Picard, {"damping": 1.0}, ValueError, "damping must be a number, at least 0 and below 1, got 1.0"),
-    (Picard, {"damping": math.nan}, ValueError, "damping must be a number, at least 0 and below 1, got nan"),
     (Anderson, {"memory": 0}, ValueError, "memory must be a whole number, at least 1, got 0"),
-    (Anderson, {"ridge": -1.0}, ValueError, "ridge must be a number, at least 0 and finite, got -1.0"),
     (Anderson, {"bound": 0.5}, ValueError, "bound must be above 1, got 0.5"),
     (Anderson, {"growth": math.nan}, ValueError, "growth must be above 1, got nan"),
-    (Anderson, {"m": 5}, TypeError, "unexpected keyword"),
-    (Broyden, {"growth": 1}, ValueError, "growth must be above 1, got 1"),
     (Broyden, {"patience": 2.5}, ValueError, "patience must be a whole number, at least 1, got 2.5"),
 ]
 

@@ -14,7 +14,7 @@ from banach import RMS, Anderson, ImplicitNetwork, Picard, Solver, Status, Toler
 from banach.solve import Norm
 from banach.solve.state import State
 from contracts import solvers
-from problems import affine, distance, mixed_rates
+from problems import affine, distance
 
 SHAPE = (4, 3, 8, 8)
 LAST = torch.ones(SHAPE).contiguous(memory_format=torch.channels_last)
@@ -91,35 +91,6 @@ def test_a_compiled_network_with_host_checks(solver: Solver, mode: Any, monkeypa
     torch._dynamo.reset()
     with mode():
         torch.testing.assert_close(torch.compile(net, backend="eager")(d), expected)
-
-
-@torch_warns
-def test_an_exported_loop_freezes_too() -> None:
-    p, tolerance = mixed_rates(batch=6), Tolerance(atol=1e-3, max_steps=60)
-
-    class Solve(torch.nn.Module):
-        def forward(self, q: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-            found = solve(p.T, torch.zeros_like(b), inputs=(q, b), tolerance=tolerance)
-            return found.value, found.residual, found.steps, found.converged
-
-    exported = torch.export.export(Solve(), p.inputs, strict=False).module()
-    for now, eager in zip(exported(*p.inputs), Solve()(*p.inputs), strict=True):
-        torch.testing.assert_close(now, eager)
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("solver", [Picard(), Anderson()], ids=repr)
-def test_inside_torch_func(mode: Any, solver: Solver) -> None:
-    """A solve inside a transform: values have no storage of their own, so the host reads them another way."""
-    p = mixed_rates(batch=3, high=0.5)
-
-    def loss(b: Tensor) -> Tensor:
-        found = solve(p.T, p.z0, solver, inputs=(p.inputs[0], b))
-        return (p.T(found.value, p.inputs[0], b) ** 2).sum() / 2
-
-    with mode():
-        gradient = torch.func.grad(loss)(p.inputs[1])
-    torch.testing.assert_close(gradient, p.solution, rtol=0, atol=1e-3)  # d loss / db = T(u) = u
 
 
 @solvers

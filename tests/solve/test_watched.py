@@ -66,32 +66,6 @@ def test_every_way_to_end(
     assert solver != Picard() or rtol or set(host.status) == set(Status)
 
 
-LATE: dict[str, Any] = {  # what a slow sample does when the others have converged
-    "converges": lambda z, value: value,
-    "nan": lambda z, value: torch.where(z > 3, torch.nan, value),
-    "rises": lambda z, value: torch.where(z > 3, 3 * z, value),
-    "mixes": lambda z, value: value + 0.3 * torch.where(z[-1:] > 3, z[-1:], 0.0),
-}
-
-
-@pytest.mark.parametrize("max_steps", [4, 12, 100])
-@pytest.mark.parametrize("damping", [0.0, 0.3])
-@pytest.mark.parametrize("late", LATE)
-def test_the_short_loop_finds_what_the_long_one_does(late: str, damping: float, max_steps: int) -> None:
-    rate = torch.linspace(0.05, 0.9, 8, dtype=torch.float64)[:, None].repeat(1, 5)
-    tolerance = Tolerance(atol=1e-3, max_steps=max_steps)
-
-    def once(record: bool) -> Solution:  # recording takes the long loop
-        inputs, z0 = (rate, torch.full_like(rate, 0.5)), torch.zeros_like(rate)
-        T = lambda z, rate, x: LATE[late](z, rate * z + x)  # noqa: E731
-        return solve(T, z0, Picard(damping), inputs=inputs, tolerance=tolerance, record=record)
-
-    short, long = once(False), once(True)
-    same(short, long)
-    assert (short.failures, short.fault) == (long.failures, long.fault)
-    assert max_steps < 100 or (short.fault is not None) is (late == "mixes")
-
-
 SLOPES = torch.tensor([0.1, 0.5, 0.8, 0.95], dtype=torch.float64)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from banach.backward.adjoint import Problem
 from banach.backward.mode import is_differentiated
-from banach.backward.problem import Problem
 
 Parts = tuple[Tensor, ...]
 MAPPED = -1  # in place of a depth: outside of a vmap, where what T closes over is no longer mapped over

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from banach import checks
+from banach.backward.adjoint import Problem, Report
 from banach.backward.attached import attached
 from banach.backward.krylov import LinearSolver, NormalCG
 from banach.backward.mode import Unchanged, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
-from banach.backward.problem import Problem, Report
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
 from banach.solve.context import rounding, with_autocast_of
@@ -83,7 +83,7 @@ class Implicit:
         if self.tolerance is not None:
             return self.tolerance
         eps = rounding(space)
-        rtol = next((rtol for least, rtol in _RTOL if eps <= least), _SHORT_RTOL)
+        rtol = 1e-8 if eps <= 2.0**-52 else 1e-5 if eps <= 2.0**-23 else 1e-2
         return Tolerance(atol=0, rtol=rtol, max_steps=500)
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
@@ -127,11 +127,6 @@ class Implicit:
     def _inner(self, problem: Problem, exact: int) -> Problem:
         """A backward pass meets the last correction first: those before it may only improve on that."""
         return problem if exact == self.order else replace(problem, zero=True)
-
-
-# By the rounding of T's arithmetic: float64, float32; then TF32, bfloat16 and float16.
-_RTOL = ((2.0**-52, 1e-8), (2.0**-23, 1e-5))
-_SHORT_RTOL = 1e-2
 
 
 def _derivative(part: Tensor) -> Tensor:

@@ -37,15 +37,13 @@ class Jacobian:
         self,
         f: Callable[[Any], Latent],
         x: Latent,
-        source: Space,
-        target: Space | None = None,
+        space: Space,
         *,
         unit: Tensor | float = 1.0,
         axes: Axes = Axes(),
         count: Tensor | None = None,
     ) -> None:
-        self.source, self.target = source, (space := source if target is None else target)
-        self.unit, self.axes, self.products, self.count = unit, axes, 0, count
+        self.space, self.unit, self.axes, self.products, self.count = space, unit, axes, 0, count
         self._f, self._x = lambda x: _typed(f(x), space), x  # no cycle by way of self
         self._vjp: Callable[..., Any] = torch.func.vjp
         self._push: Callable[..., Any] | None = None
@@ -54,25 +52,25 @@ class Jacobian:
 
     def transposed(self, w: Tensor, *, record: bool = False) -> Tensor:
         """J' w. `record=True` keeps what `forward` needs, which would otherwise cost another product."""
-        nest = self._to_nest(w, self.target)
+        nest = self._to_nest(w)
         with explained(_EVER):
             product = self._record(nest) if record else self._retried(lambda: self._pull(nest))
-        return self._to_rows(product[0], self.source, "J'")
+        return self._to_rows(product[0], "J'")
 
     def forward(self, v: Tensor) -> Tensor:
         """J v."""
         if self._push is None:
-            self.transposed(v.new_ones(len(v), sum(self.target.sizes)), record=True)
-        return self._to_rows(self._pushed(self._to_nest(v, self.source)), self.target, "J")
+            self.transposed(torch.ones_like(v), record=True)
+        return self._to_rows(self._pushed(self._to_nest(v)), "J")
 
-    def _to_nest(self, rows: Tensor, space: Space) -> Latent:
-        self.products += space.batch * self.axes.count
+    def _to_nest(self, rows: Tensor) -> Latent:
+        self.products += self.space.batch * self.axes.count
         if self.count is not None:
-            self.count += space.batch * self.axes.count
-        return space.nest(self.axes.mapped(rows * self.unit))
+            self.count += self.space.batch * self.axes.count
+        return self.space.nest(self.axes.mapped(rows * self.unit))
 
-    def _to_rows(self, product: Latent, space: Space, what: str) -> Tensor:
-        return self.axes.plain(space.rows(product, what)) / self.unit
+    def _to_rows(self, product: Latent, what: str) -> Tensor:
+        return self.axes.plain(self.space.rows(product, what)) / self.unit
 
     def _evaluate(self) -> None:
         with torch.no_grad(), eagerly():
@@ -126,8 +124,7 @@ class Jacobian:
 
 def _typed(value: Latent, space: Space) -> Latent:
     """Return the value in the structure and the dtype of the space: autocast may have shortened parts of it."""
-    parts = leaves_like(space.template, value, "T")
-    return rebuild(space.template, [part.to(space.dtype) for part in parts])
+    return rebuild(space.template, [part.to(space.dtype) for part in space.check(value)])
 
 
 def plain_vjp(f: Callable[[Any], Latent], x: Latent) -> tuple[Latent, Callable[[Latent], tuple[Latent]]]:

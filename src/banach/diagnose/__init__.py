@@ -4,14 +4,18 @@ from banach.diagnose.contraction import (
     Contraction,
     contraction_factor,
     error_bound,
-    is_coupled,
     measure_contraction,
     observed_rate,
 )
 from banach.diagnose.descent import Agreement, Descent, descent_check, descent_checks
 from banach.diagnose.frozen import NetworkMap, network_map
-from banach.diagnose.monitor import ContractionMonitor, ContractionReading, ContractionWarning
-from banach.diagnose.summary import suggested_order, verdict
+from banach.diagnose.monitor import (
+    ContractionMonitor,
+    ContractionReading,
+    ContractionWarning,
+    suggested_order,
+    verdict,
+)
 from banach.solve import mixes_samples
 
 __all__ = [
@@ -26,7 +30,6 @@ __all__ = [
     "descent_check",
     "descent_checks",
     "error_bound",
-    "is_coupled",
     "measure_contraction",
     "mixes_samples",
     "network_map",

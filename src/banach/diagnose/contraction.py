@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from banach import checks
 from banach.backward.jacobian import Jacobian
-from banach.diagnose.frozen import NetworkMap, network_map, undisturbed
-from banach.diagnose.jacobian import jacobian, largest_singular_value, random_rows
+from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, undisturbed
 from banach.latent import Latent, Space
 from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
-from banach.solve.context import rounding
+from banach.solve.context import rounding, with_autocast_of, without_autocast
 from banach.solve.tolerance import residual_of
 
+VECTORS = 24  # kept of each sample before the iteration starts again from their best combination
+QUIET = 5  # steps in a row without growth after which sigma is known
 LEFT = 10  # so many times its floor is a residual that is not rounding, whatever came before it
 STILL = 0.9999  # an observed rate from which on an iteration is not said to converge
 
@@ -47,32 +48,98 @@ def contraction_factor(
     Returns:
         (batch,): one value per sample; NaN where J is not finite.
     """
-    with undisturbed(T, z, inputs):
-        J = jacobian(T, z, inputs, coupled=coupled)
-        return J.source.spread(largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
+    with undisturbed():
+        J = _jacobian(T, z, inputs, coupled=coupled)
+        return J.space.spread(_largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
 
 
-def is_coupled(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, seed: int = 0) -> bool:
-    """Return True if one sample's T(z) depends on another's z, by the derivative at z.
+def _jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool) -> Jacobian:
+    """Return dT/dz at z, where T keeps the shape of z. T is evaluated once, a module on copies of its buffers."""
+    z, fixed = plain(z), plain(inputs)
+    space = Space.of(z, coupled=coupled)
+    under = with_autocast_of(space, unchanging(T) if isinstance(T, nn.Module) else T)
+    with without_autocast(space.device):
+        return Jacobian(lambda x: under(x, *fixed), z, space)
 
-    One probe per binary digit of a sample's number, since any two samples differ in one; each costs a product
-    with J and one with J'.
 
-    Args:
-        T, z, inputs, seed: as in `contraction_factor`.
+@torch.no_grad()
+def _largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: int) -> Tensor:
+    """(samples,): sigma_max of every row's Jacobian: power iteration on J'J, accelerated by Lanczos.
+
+    A step is one product with J and one with J'. Plain power iteration was measured to need five to ten times as
+    many, and recurrences that keep no vectors to drift upwards with bfloat16 products. The estimate is |J v| of a
+    unit vector v, so it grows from below. A sample is done when its growth, continued as a geometric series, added
+    less than rtol for QUIET steps in a row: from an unlucky start it rests at the second value for a while.
     """
-    with undisturbed(T, z, inputs), torch.no_grad():
-        J = jacobian(T, z, inputs)
-        probe = random_rows(J.source, seed).abs() + 0.5
-        number = torch.arange(len(probe), device=probe.device)
-        digits = max(len(probe) - 1, 0).bit_length()
-        return any(_crosses(J, probe, number >> digit & 1 == 1) for digit in range(digits))
+    checks.whole("max_steps", max_steps, 1)
+    rtol = max(rtol, rounding(J.space))
+    krylov = _Krylov(J, _unit(_random_rows(J.space, seed)))
+    history = [torch.zeros(J.space.samples, dtype=torch.float64)] * 2
+    quiet = torch.zeros(J.space.samples, dtype=torch.long)
+    with without_autocast(J.space.device):
+        for step in range(1, max_steps + 1):
+            history.append(krylov.sigma())
+            grew = _to_come(history[-3:]) > rtol * history[-1]
+            quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
+            if bool((quiet >= QUIET).all()):
+                break
+            if step % VECTORS:
+                krylov.extend()
+            else:
+                krylov = _Krylov(J, krylov.best())
+    return history[-1].to(J.space.device, J.space.rows_dtype)
 
 
-def _crosses(J: Jacobian, probe: Tensor, group: Tensor) -> bool:
-    """Return True if the derivative leads from these samples to the others, or back."""
-    inside = torch.where(group[:, None], probe, 0.0)
-    return any(bool((product(inside)[~group] != 0).any()) for product in (J.forward, J.transposed))
+class _Krylov:
+    """Orthonormal vectors V, their images W = J V, and the Gram matrix of those, one set per sample."""
+
+    def __init__(self, J: Jacobian, v: Tensor) -> None:
+        self.J, self.V = J, v[:, None]
+        self.W = v.new_empty(len(v), 0, sum(J.space.sizes))
+        self.gram = torch.empty(len(v), 0, 0, dtype=torch.float64)  # on the host: it is small
+
+    def sigma(self) -> Tensor:
+        """(samples,): the largest |J v| over unit vectors v in the span of V."""
+        self.W = torch.cat([self.W, self.J.forward(self.V[:, -1].contiguous())[:, None]], 1)
+        # Sums of products, here and below, not matrix products: those may be rounded to TF32.
+        row = torch.linalg.vecdot(self.W, self.W[:, -1:]).double().cpu()
+        self.gram = torch.cat([torch.cat([self.gram, row[:, :-1, None]], 2), row[:, None]], 1)
+        finite = self.gram.isfinite().all(2).all(1)
+        values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], self.gram, 0.0))
+        self.weights = vectors[:, :, -1].to(self.W)
+        return torch.where(finite, values[:, -1].clamp(min=0).sqrt(), torch.nan)
+
+    def best(self) -> Tensor:
+        """The unit vector at which that largest value is reached."""
+        return _unit((self.weights[:, :, None] * self.V).sum(1))
+
+    def extend(self) -> None:
+        """One more vector: J'J of the last, without its parts along the others; zero if only rounding is left."""
+        v = self.J.transposed(_unit(self.W[:, -1]))
+        least = 100 * torch.finfo(v.dtype).eps * torch.linalg.vector_norm(v, dim=1, keepdim=True)
+        for _ in range(2):  # once loses orthogonality
+            v = v - (torch.linalg.vecdot(self.V, v[:, None])[:, :, None] * self.V).sum(1)
+        left = torch.linalg.vector_norm(v, dim=1, keepdim=True) > least
+        self.V = torch.cat([self.V, _unit(torch.where(left, v, 0.0))[:, None]], 1)
+
+
+def _to_come(history: list[Tensor]) -> Tensor:
+    """What is still to be added, if every change is to the next as the last one to the one before."""
+    before, change = history[1] - history[0], history[2] - history[1]
+    ratio = (change / before).nan_to_num(nan=0.0).clamp(0.0, 0.999)
+    return torch.maximum(change, change * ratio / (1 - ratio))
+
+
+def _random_rows(space: Space, seed: int) -> Tensor:
+    """Normal numbers, drawn on the host, so that a seed means the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(space.samples, sum(space.sizes), generator=generator, dtype=torch.float64)
+    return rows.to(space.device, space.rows_dtype)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows / torch.where(length > 0, length, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +203,7 @@ def measure_contraction(
     Returns:
         Contraction, with one entry per sample.
     """
-    with undisturbed(net, d), torch.no_grad():
+    with undisturbed(), torch.no_grad():
         held = network_map(net, d, z0)
         sigma = contraction_factor(
             held.T, held.u, held.inputs, coupled=held.coupled, max_steps=max_steps, rtol=rtol, seed=seed
@@ -160,22 +227,20 @@ def _rate(held: NetworkMap, space: Space, norm: Norm, steps: int) -> Tensor:
     found = solve(held.T, held.z0, Picard(), tolerance=tolerance, **seen)
     assert found.trace is not None
     if not len(found.trace):
-        return observed_rate(found.trace)
+        return observed_rate(found.trace, found.steps)
     # A size that overflows tells of no rounding.
     floor = 8 * rounding(space) * torch.stack(sizes[: len(found.trace)]).nan_to_num(posinf=0.0)
     return observed_rate(found.trace, found.steps, floor=floor)
 
 
-def observed_rate(
-    trace: Tensor, steps: Tensor | None = None, *, last: int = 10, floor: Tensor | float | None = None
-) -> Tensor:
+def observed_rate(trace: Tensor, steps: Tensor, *, last: int = 10, floor: Tensor | float | None = None) -> Tensor:
     """Return the geometric mean of the last ratios |r_k| / |r_{k-1}| of a Picard solve, (batch,).
 
     Below 1 the iteration converges, above it diverges; NaN: fewer than two residuals to compare.
 
     Args:
         trace: `Solution.trace`, (steps, batch).
-        steps: `Solution.steps`, where samples froze; None: trailing repeats are taken for freezing.
+        steps: `Solution.steps`, where samples froze.
         last: so many ratios.
         floor: from the first residual at or below it on they are rounding, and are left out, unless a later one
             rises beyond LEFT times its floor: such an iteration has left the point again. One number, one per
@@ -188,7 +253,7 @@ def observed_rate(
         return trace.new_full((trace.shape[1],), torch.nan)
     if floor is None:
         floor = 100 * torch.finfo(trace.dtype).eps * trace[0]
-    count = _counted(trace, _frozen_at(trace) if steps is None else steps, floor)
+    count = _counted(trace, steps, floor)
     end = (count - 1).clamp(min=0)
     start = (end - last).clamp(min=0)
     ratio = trace.gather(0, end[None])[0] / trace.gather(0, start[None])[0]
@@ -205,13 +270,6 @@ def _counted(trace: Tensor, steps: Tensor, floor: Tensor | float) -> Tensor:
     count = (live & ((trace > floor) | leaves_later)).long().cumprod(0).sum(0)
     # One step that falls to the floor is still a ratio: an exact hit has rate 0.
     return torch.where((count == 1) & live[1], 2, count)
-
-
-def _frozen_at(trace: Tensor) -> Tensor:
-    """(batch,): the step after which a sample only repeats its last residual."""
-    changed = trace[1:] != trace[:-1]
-    index = torch.arange(2, len(trace) + 1, device=trace.device)[:, None]
-    return torch.where(changed, index, 1).amax(0)
 
 
 def error_bound(residual: Tensor, gamma: Tensor | float, *, after_step: bool = False) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from banach.backward import Implicit, Mode
-from banach.diagnose.frozen import Frozen, close, undisturbed
+from banach.diagnose.frozen import Frozen, undisturbed
 from banach.latent import Latent, Space, detach
 from banach.solve import Solution, Tolerance
+from banach.solve.context import rounding
 
 
 @dataclass(frozen=True)
@@ -94,23 +95,26 @@ def descent_checks(
     Returns:
         One Descent per mode.
     """
-    with undisturbed(net, d), torch.enable_grad():
-        frozen, weights = Frozen(net), _trained_weights(net)
-        v, found, final = frozen.settle(d, z0, tolerance=tolerance)
-        rtol = close(Space.of(found.value, coupled=frozen.coupled))
+    with undisturbed(), torch.enable_grad():
+        frozen, weights = Frozen(net, d), _trained_weights(net)
+        found = frozen.solve(frozen.start(z0), net.tolerance)
+        rtol = max(1e-10, 8 * rounding(Space.of(found.value, coupled=frozen.coupled)))
+        tight = Tolerance(atol=0.0, rtol=rtol, max_steps=500, norm=net.tolerance.norm)
+        final = frozen.solve(found.value, tolerance or tight)
         exact = exact or Implicit(tolerance=Tolerance(atol=0.0, rtol=rtol, max_steps=1000))
 
         def gradient(mode: Mode, u: Latent) -> tuple[float, tuple[Tensor, ...]]:
-            value = loss(frozen.S(mode.attach(frozen.T, detach(u), (v,), coupled=frozen.coupled)))
+            value = loss(frozen.S(mode.attach(frozen.T, detach(u), (frozen.v,), coupled=frozen.coupled)))
             _check_loss(value)
             grads = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, materialize_grads=True)
             return float(value.detach()), grads
 
         true = gradient(exact, final.value)[1]
         cheap = [gradient(mode, found.value) for mode in modes]
-    made = []
+    made, owned = [], set().union(*weights.values())
     for mode, (value, grads) in zip(modes, cheap, strict=True):
-        whole, parts = _agreements(weights, grads, true)
+        whole = _agreement(weights, grads, true, owned)
+        parts = {name: _agreement(weights, grads, true, {name}) for name in "QRS" if name in owned}
         made.append(Descent(whole.cosine, whole.ratio, parts, value, mode, exact, final))
     return tuple(made)
 
@@ -136,19 +140,13 @@ def _trained_weights(net: Any) -> dict[Tensor, set[str]]:
     return owners
 
 
-def _agreements(
-    weights: Mapping[Tensor, set[str]], cheap: Sequence[Tensor], exact: Sequence[Tensor]
-) -> tuple[Agreement, dict[str, Agreement]]:
-    """Return the agreement over all weights, and that of each part that has any."""
-    rows = list(zip(weights.values(), cheap, exact, strict=True))
-    parts = {name: [(a, b) for owners, a, b in rows if name in owners] for name in ("Q", "R", "S")}
-    whole = _agreement([(a, b) for _, a, b in rows])
-    return whole, {name: _agreement(pairs) for name, pairs in parts.items() if pairs}
-
-
-def _agreement(pairs: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
-    """Return that of all pairs (cheap, exact) as if they were one long vector, summed in float64."""
-    cheap, exact = (torch.cat([pair[side].flatten().double() for pair in pairs]) for side in (0, 1))
-    lengths = float(cheap.norm()), float(exact.norm())
-    cosine = float(cheap @ exact) / (lengths[0] * lengths[1]) if all(lengths) else float("nan")
+def _agreement(
+    weights: Mapping[Tensor, set[str]], cheap: Sequence[Tensor], exact: Sequence[Tensor], parts: set[str]
+) -> Agreement:
+    """Return that of the weights of these parts, as if they were one long vector, summed in float64."""
+    rows = zip(weights.values(), cheap, exact, strict=True)
+    pairs = [(a.flatten().double(), b.flatten().double()) for owners, a, b in rows if owners & parts]
+    a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
+    lengths = float(a.norm()), float(b.norm())
+    cosine = float(a @ b) / (lengths[0] * lengths[1]) if all(lengths) else float("nan")
     return Agreement(cosine, lengths[0] / lengths[1] if lengths[1] else float("nan"))

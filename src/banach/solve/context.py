@@ -36,11 +36,6 @@ def is_exporting() -> bool:
     return _exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def to_list(values: Tensor) -> list[Any]:
-    """Return the values as Python numbers. Syncs with the host. (torch 2.6 has no tolist inside torch.func.)"""
-    return [value.item() for value in values] if is_transformed() else values.tolist()
-
-
 def is_vmapped(tensor: Tensor) -> bool:
     """Return True if torch.func.vmap maps over this tensor."""
     while is_functorch_wrapped_tensor(tensor) and not _functorch.is_batchedtensor(tensor):

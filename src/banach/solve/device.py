@@ -35,8 +35,8 @@ def steps_before_loop(max_steps: int, cycle: int, at_least: int = 1) -> int:
 
     The fewest, but `at_least`, that leave a multiple of `cycle`: the loop then ends at `max_steps` exactly.
     """
-    counts = range(max(at_least, 1), max_steps)
-    return next((steps for steps in counts if (max_steps - steps) % cycle == 0), max_steps)
+    least = max(at_least, 1)
+    return min(least + (max_steps - least) % cycle, max_steps)
 
 
 def run_on_device(run: Run, state: State, loop: Loop) -> State:

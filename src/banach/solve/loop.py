@@ -84,7 +84,7 @@ def solve(
         raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)
-    every, inputs = tolerance.checks(space.device), detach(tuple(inputs))
+    every, inputs = tolerance.checks, detach(tuple(inputs))
     loop = device_loop() if every and not compiling else None  # a capture: the host sees nothing
     every = 0 if loop else every
     on_host = every == 1 and not compiling

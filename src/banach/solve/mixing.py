@@ -30,7 +30,7 @@ def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
 
     At most three evaluations without autograd: every second row of z is moved up, then down, since T may be flat
     in one direction; the rows between must not change. The probe cannot see a dependence between rows of one
-    parity only; `banach.diagnose.is_coupled` can.
+    parity only.
 
     Args:
         T: the map, called as T(z, *inputs).

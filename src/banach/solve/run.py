@@ -53,6 +53,7 @@ class Run:
         self.inputs, self.on_host = inputs, on_host
         self.plain = space.is_matrix  # a latent that is its own rows
         self.busy = True
+        self.reuses_memory = False  # T returns its value in memory that held an earlier one
         self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
         self.atol = float(tolerance.atol / self.scale)
@@ -109,7 +110,7 @@ class Run:
                 (compact and here < count)
                 or (rtol and counted(excess > -np.inf) < count)
                 or (fell < count and counted(better | (residual < np.inf)) < count)
-                or (fell < count and self.stalls(active & (k + 1 >= least_at + IDLE), residual, excess, Tz))
+                or (fell < count and self.flat(active & (k + 1 >= least_at + IDLE), residual, Tz).any())
             ):
                 state.Tz, state.pending = Tz, (r, measured[0] if rtol else measured)
                 break
@@ -139,13 +140,13 @@ class Run:
         least = state.least if state.count == len(state.z) else np.where(state.active, state.least, np.inf)
         return least, state.least_at
 
-    def stalls(self, idle: np.ndarray, residual: np.ndarray, excess: np.ndarray, Tz: Tensor) -> bool:
-        """Return True if the residual of an idle sample may be no more than rounding."""
+    def flat(self, idle: np.ndarray, residual: np.ndarray, Tz: Tensor) -> np.ndarray:
+        """Return which idle samples have a residual of rounding alone: they stall."""
         if not count_nonzero(idle):
-            return False
-        rtol = self.tolerance.rtol
-        size = (residual - excess) / rtol if rtol else to_numpy(self.measure(Tz, self.space))
-        return bool(count_nonzero(idle & (residual <= rounding(self.space) * size)))
+            return idle
+        size = to_numpy(self.measure(Tz, self.space))
+        # In a divergence the norm of T(z) may overflow before that of the residual: then it is ignored.
+        return idle & (residual <= rounding(self.space) * size) & (size < np.inf)
 
     def note_last(self, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
         """Note what a check would see after the k-th evaluation."""
@@ -231,7 +232,11 @@ class Run:
         stats = self.seen = to_numpy(state.stats)
         test, limit = stats[REACHED, state.tested], stats[LIMIT, RESIDUAL]
         if k > IDLE:
-            self._stall(state, (test > limit) & (stats[BEST, STEP] <= k - IDLE), stats)
+            idle = (test > limit) & (stats[BEST, STEP] <= k - IDLE)
+            flat = self.flat(idle, stats[REACHED, RESIDUAL], cast(Tensor, state.Tz))
+            if flat.any():
+                limit[flat] = np.inf
+                state.stall(flat)
         active = test > limit
         count = count_nonzero(active)
         self.busy = bool(count)
@@ -242,17 +247,6 @@ class Run:
                 self.nonfinite = nonfinite
                 state.scrub()
         return self._without(state, ~active) if compact and self.busy else state
-
-    def _stall(self, state: State, idle: np.ndarray, stats: np.ndarray) -> None:
-        """Stall the idle samples whose residual is not more than rounding."""
-        if not count_nonzero(idle):
-            return
-        size = to_numpy(self.measure(cast(Tensor, state.Tz), self.space))
-        # In a divergence the norm of T(z) may overflow before that of the residual: then it is ignored.
-        flat = idle & (stats[REACHED, RESIDUAL] <= rounding(self.space) * size) & (size < np.inf)
-        if flat.any():
-            stats[LIMIT, RESIDUAL, flat] = np.inf
-            state.stall(flat)
 
     def _risen_since_frozen(self, state: State) -> np.ndarray | None:
         """Return the numbers of samples that converged and froze, but are above the tolerance now; None if none.

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.solve.context import to_list
 from banach.solve.solver import Memory
 
 Array = Any  # np.ndarray on the host, Tensor on the device
@@ -230,5 +229,5 @@ def to_numpy(values: Array) -> np.ndarray:
         return values
     try:
         return (values if values.is_cpu else values.cpu()).numpy()
-    except RuntimeError:  # inside a torch.func transform a tensor has no storage of its own
-        return np.asarray(to_list(values.reshape(-1))).reshape(tuple(values.shape))
+    except RuntimeError:  # inside a torch.func transform a tensor has no storage; torch 2.6 has no tolist there
+        return np.asarray([value.item() for value in values.reshape(-1)]).reshape(tuple(values.shape))

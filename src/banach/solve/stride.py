@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banach.latent import Latent, leaves
 from banach.solve.picard import Picard
 from banach.solve.run import Run
-from banach.solve.state import IDLE, RESIDUAL, State, count_nonzero, on_device, to_numpy
+from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 
-FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next
-ROOM = 1 << 26  # bytes that the iterates between two checks may take
+FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next, or as many as taken so far
+ROOM = 1 << 28  # bytes that the iterates between two checks may take
 
 
 def stride(run: Run, state: State, k: int) -> int:
@@ -37,37 +38,22 @@ def stride(run: Run, state: State, k: int) -> int:
             state.z, state.best_z, k = iterates[-1], iterates[-2], k + len(residual)
             now, test, least, least_at = residual[-1], excess[-1], residual[-1], np.full_like(least_at, k)
             run.lasts = run.lasts[1], now
-            ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol)
+            ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol, k)
             earlier = now
             continue
-        # One row per step: who was active before and after it, and the least residual until then.
-        active = np.logical_and.accumulate(above) & before
-        moving = np.concatenate((before[None], active[:-1]))
-        lowest = np.minimum.accumulate(np.concatenate((least[None], np.where(moving, residual, np.inf))))
-        better, steps = lowest[1:] < lowest[:-1], k + 1 + np.arange(len(residual))[:, None]
-        lowest_at = np.maximum.accumulate(np.concatenate((least_at[None], np.where(better, steps, 0))))
-        idle = active & ~better & (steps >= lowest_at[:-1] + IDLE)
+        active, moving, idle, lowest, lowest_at = _histories(k, before, above, residual, (least, least_at))
         finite = ~moving | ((residual < np.inf) & (excess > -np.inf))
-        taken = _usual_steps(run, finite, idle, active, (residual, excess, iterates))
+        taken = _usual_steps(run, finite, idle, active, residual, iterates)
         usual = taken == len(residual) or (taken > 0 and not active[taken - 1].any())
         if not taken:
             break
-        place = np.where(active[taken - 1], taken, active[:taken].argmin(0) + 1) * before  # 0: frozen before
-        index = np.maximum(place - 1, 0), np.arange(len(place))
         risen = bool(count_nonzero((before & ~moving & above)[:taken]))
-        state.z = _pick(iterates, place)
-        state.record(k + 1 + index[0], residual[index], excess[index], active[taken - 1])
-        run.lasts = run.lasts[1], state.now[RESIDUAL].copy()
         now, test, least, least_at = residual[taken - 1], excess[taken - 1], lowest[taken], lowest_at[taken]
-        if state.count:  # of frozen samples, only nonfinite ones need their best iterate
-            best = np.maximum(least_at - k, 0).astype(int)
-            others = np.where(state.nonfinite, 0, best[state.active.argmax()])
-            state.best_z = _pick([state.best_z, *iterates], np.where(state.active, best, others))
-        k += taken
-        here = state.active
-        ahead = _steps_ahead(
-            (residual[-2] if len(residual) > 1 else earlier)[here], residual[-1][here], excess[-1][here], atol
-        )
+        _go_back(state, k, iterates, (residual, excess), active[:taken], least_at)
+        run.lasts = run.lasts[1], state.now[RESIDUAL].copy()
+        k, here = k + taken, state.active
+        before_last = residual[-2] if len(residual) > 1 else earlier
+        ahead = _steps_ahead(before_last[here], residual[-1][here], excess[-1][here], atol, k)
         earlier = residual[-1]
     if k > first:
         run.note_last(state, k, (now, test), (least, least_at))
@@ -76,22 +62,40 @@ def stride(run: Run, state: State, k: int) -> int:
     return k
 
 
+def _histories(
+    k: int, before: Array, above: Array, residual: Array, best: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Return, one row per step: who is active after it, who was before it, who is idle; and the least residuals
+    and their steps, which begin with those of `best`."""
+    active = np.logical_and.accumulate(above) & before
+    moving = np.concatenate((before[None], active[:-1]))
+    lowest = np.minimum.accumulate(np.concatenate((best[0][None], np.where(moving, residual, np.inf))))
+    better, steps = lowest[1:] < lowest[:-1], k + 1 + np.arange(len(residual))[:, None]
+    lowest_at = np.maximum.accumulate(np.concatenate((best[1][None], np.where(better, steps, 0))))
+    return active, moving, active & ~better & (steps >= lowest_at[:-1] + IDLE), lowest, lowest_at
+
+
+def _go_back(
+    state: State, k: int, iterates: list[Tensor], measured: tuple[Array, Array], active: Array, least_at: Array
+) -> None:
+    """Put samples where they froze, and keep the best iterate of the others. `active` has one row per step."""
+    place = np.where(active[-1], len(active), active.argmin(0) + 1) * state.active  # 0: frozen before
+    index = np.maximum(place - 1, 0), np.arange(len(place))
+    state.z = _pick(iterates, place)
+    state.record(k + 1 + index[0], measured[0][index], measured[1][index], active[-1])
+    if state.count:  # of frozen samples, only nonfinite ones need their best iterate
+        best = np.maximum(least_at - k, 0).astype(int)
+        others = np.where(state.nonfinite, 0, best[state.active.argmax()])
+        state.best_z = _pick([state.best_z, *iterates], np.where(state.active, best, others))
+
+
 def _usual_steps(
-    run: Run,
-    finite: np.ndarray,
-    idle: np.ndarray,
-    active: np.ndarray,
-    of: tuple[np.ndarray, np.ndarray, list[Tensor]],
+    run: Run, finite: Array, idle: Array, active: Array, residual: Array, iterates: list[Tensor]
 ) -> int:
     """Return how many steps to take: until nobody is active, or before one that the general loop should take."""
-    residual, excess, iterates = of
-    fine, idles, left = (
-        np.logical_and.reduce(finite, 1),
-        np.logical_or.reduce(idle, 1),
-        np.logical_or.reduce(active, 1),
-    )
+    fine, left = np.logical_and.reduce(finite, 1), np.logical_or.reduce(active, 1)
     for j in range(len(residual)):
-        if not fine[j] or (idles[j] and run.stalls(idle[j], residual[j], excess[j], iterates[j + 1])):
+        if not fine[j] or run.flat(idle[j], residual[j], iterates[j + 1]).any():
             return j
         if not left[j]:
             return j + 1
@@ -108,10 +112,10 @@ def _look_again(run: Run, state: State, k: int) -> None:
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.ndarray, np.ndarray]:
     """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part."""
     damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
-    iterates, measured = [z], []
+    iterates, measured, given = [z], [], None
     for j in range(steps):
         try:
-            Tz = run.evaluate(z, first=not k and not j)
+            Tz, given = _evaluate(run, z, None if damping else given, first=not k and not j)
         except Exception:  # T need not be defined where a sample is only because it has moved on
             if not j:
                 raise
@@ -127,18 +131,38 @@ def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.nd
         return iterates, numbers[::2], numbers[::2] - numbers.dtype.type(rtol) * numbers[1::2]
 
 
+def _evaluate(run: Run, z: Tensor, given: Latent | None, *, first: bool) -> tuple[Tensor, Latent | None]:
+    """Return the rows of T(z); of several leaves also T's own value, which saves the next call a nest of the rows.
+
+    `given` is such a value: T's own at z.
+    """
+    if first or len(run.space.shapes) == 1:
+        return run.evaluate(z, first=first), None
+    value = run.T(run.space.nest(z) if given is None else given, *run.inputs)
+    if given is not None and any(map(_same_memory, leaves(value), leaves(given))):
+        run.reuses_memory = True  # T has written to what it read
+        value = run.T(run.space.nest(z), *run.inputs)
+    rows = run.space.rows(value)
+    fits = not run.reuses_memory and all(leaf.dtype == run.space.dtype for leaf in leaves(value))
+    return rows, value if fits else None
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
 def _fell(residual: np.ndarray, least: np.ndarray) -> bool:
     """Return True if every residual is below the one before it, the first below `least`."""
     return bool((residual[0] < least).all() and (residual[1:] < residual[:-1]).all())
 
 
-def _steps_ahead(before: np.ndarray, residual: np.ndarray, excess: np.ndarray, atol: np.ndarray) -> int:
-    """Return how many steps the slowest of these samples needs, from the last two of its residuals."""
+def _steps_ahead(before: Array, residual: Array, excess: Array, atol: Array, k: int) -> int:
+    """Return how many steps the slowest of these samples needs after k, from the last two of its residuals."""
     with np.errstate(all="ignore"):
         left = np.log((residual - excess + atol) / residual) / np.log(residual / before)
     known = np.isfinite(left) & (left > 0)
     slowest = left.max() if len(left) and known.all() else MOST_AHEAD
-    return int(min(np.ceil(slowest), MOST_AHEAD))
+    return int(min(np.ceil(slowest), max(MOST_AHEAD, k)))
 
 
 def _pick(iterates: list[Tensor], index: np.ndarray) -> Tensor:

@@ -92,8 +92,9 @@ class Tolerance:
         if isinstance(self.norm, type) or not hasattr(self.norm, "measure"):
             raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")
 
-    def checks(self, device: torch.device) -> int:
-        """Return the steps between two host checks, 0 for none; by default 1, on a GPU several for Picard."""
+    @property
+    def checks(self) -> int:
+        """Steps between two host checks, 0 for none; by default 1, on a GPU several for Picard."""
         return 1 if self.check_every is None else self.check_every
 
 
