@@ -13,7 +13,7 @@ from torch import Tensor
 
 import banach.train.evaluate  # noqa: F401
 from banach import Tolerance, models
-from banach.fast.capture import CapturedCalls
+from banach.fast.capture import WARM_UPS, CapturedCalls
 from banach.latent import map_leaves
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once, loop_eagerly
@@ -29,7 +29,8 @@ class EagerGraphs:
         pass
 
     def warm_up(self, program: Callable[[], None]) -> None:
-        self._run(program, loop_at_least_once)
+        for _ in range(WARM_UPS):
+            self._run(program, loop_at_least_once)
 
     def capture(self, program: Callable[[], None]) -> Any:
         return SimpleNamespace(replay=lambda: self._run(program, loop_eagerly))

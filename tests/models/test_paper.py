@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from banach import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Tolerance, Unroll, data, models
-from banach.fast.weights import with_fused_blocks
+from banach.fast.body import with_kernels
 from banach.models import ResNet
 from banach.train import Settings, evaluate, fit
 from models.reference_models import (
@@ -203,7 +203,7 @@ def test_what_is_around_fused_blocks_is_compiled() -> None:
     graphs = CompileCounter()
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(with_fused_blocks(Q), backend=graphs)(torch.zeros(1, 3, 8, 8))
+        torch.compile(with_kernels(Q, stacks=True), backend=graphs)(torch.zeros(1, 3, 8, 8))
     assert graphs.frame_count == 3
 
 

@@ -237,15 +237,21 @@ def test_the_time_of_a_callback_is_not_that_of_the_next_epoch(monkeypatch: pytes
     assert max(epoch.seconds for epoch in history.epochs) < 1800
 
 
-def test_captured_steps_read_batches_and_rates_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated GPU, over two epochs with a short last batch, against eager steps."""
+@pytest.mark.parametrize("count", [50, 20])
+def test_captured_steps_read_batches_and_rates_from_the_device(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a simulated GPU, over two epochs, against eager steps.
+
+    The last batch is short, or there is only one: then a warm-up is longer than an epoch.
+    """
     made = settings(optimizer="sgd", lr=0.1, schedule=Cosine(), ema=0.5, batch_size=20, accumulate=2)
     trained, plans = [], list[Any]()
     for captured in (False, True):
         if captured:
             capture_steps(monkeypatch)
         net = plain_network(Tolerance(atol=1e-9, max_steps=60))
-        history = fit(net, images(50), None, made, augment=Flip(), on_plan=plans.append)
+        history = fit(net, images(count), None, made, augment=Flip(), on_plan=plans.append)
         trained.append((*net.parameters(), torch.tensor(history.last.loss)))
     assert [bool(plan.graph) for plan in plans] == [False, True]
     for a, b in zip(*trained, strict=True):

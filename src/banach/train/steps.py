@@ -15,7 +15,7 @@ from torch import Tensor
 from banach.backward import Neumann, Unroll
 from banach.data import Batches, counter
 from banach.data.loader import Batch, Loader
-from banach.fast import unchanged
+from banach.fast.capture import WARM_UPS, unchanged
 from banach.fast.plan import Plan, plan
 from banach.fast.step import Extras, TrainStep, at_least_fp32
 from banach.latent import leaves
@@ -70,9 +70,10 @@ class ImageFeed(Feed):
         batch, steps = state.settings.batch_size, len(self.batches)
         self.full = len(self.batches.images) // batch  # batches of full size
         self.epoch = -1  # that of order, keys and rates
-        self.order = torch.zeros(len(self.batches.images), dtype=torch.int64, device=device)
-        self.keys = torch.zeros(steps, dtype=torch.int64, device=device)
-        self.rates = torch.zeros(steps, dtype=torch.float32, device=device)
+        most = steps + WARM_UPS  # a warm-up may go on after the last step
+        self.order = torch.zeros(most * batch, dtype=torch.int64, device=device)
+        self.keys = torch.zeros(most, dtype=torch.int64, device=device)
+        self.rates = torch.zeros(most, dtype=torch.float32, device=device)
         self.within = torch.arange(batch, device=device)
 
     @property
@@ -90,15 +91,16 @@ class ImageFeed(Feed):
         if self.epoch == state.epoch:
             return
         self.epoch, steps = state.epoch, range(len(self.batches))
-        self.order.copy_(self.batches.order(state.epoch))
-        self.keys.copy_(torch.tensor([self.batches.key(state.epoch, k) for k in steps], dtype=torch.int64))
-        self.rates.copy_(torch.tensor([state.rate(k) for k in steps], dtype=torch.float32))
+        self.order[: len(self.batches.images)] = self.batches.order(state.epoch)
+        self.keys[: len(steps)] = torch.tensor([self.batches.key(state.epoch, k) for k in steps])
+        self.rates[: len(steps)] = torch.tensor([state.rate(k) for k in steps])
         self.place.fill_(state.step)
 
     def batch(self) -> Batch:
         epoch, k = self.state.epoch, self.state.step
         self.load()
-        images, labels = self.batches.make(self.batches.index(self.order, k), self.batches.key(epoch, k))
+        order = self.order[: len(self.batches.images)]
+        images, labels = self.batches.make(self.batches.index(order, k), self.batches.key(epoch, k))
         return (images,), labels
 
     def captured(self) -> Batch:
