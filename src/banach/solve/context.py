@@ -98,10 +98,10 @@ def with_autocast_of(space: Space, function: Callable[..., Any]) -> Callable[...
     if not space.autocast:
         return function
     kind = space.device.type
-    dtype = torch.get_autocast_dtype(kind)
+    context = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind))  # once: it asks for the device's features
 
     def under_autocast(*arguments: Any) -> Any:
-        with torch.autocast(kind, dtype=dtype):
+        with context:
             return function(*arguments)
 
     return under_autocast
