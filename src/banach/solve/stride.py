@@ -18,7 +18,7 @@ from banach.solve.run import Run
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next, or as many as taken so far
-ROOM = 1 << 28  # bytes that the iterates between two checks may take
+ROOM = 1 << 28  # bytes that the iterates between two checks and their differences may take
 
 
 def stride(run: Run, state: State, k: int) -> int:
@@ -30,12 +30,12 @@ def stride(run: Run, state: State, k: int) -> int:
     atol = np.array(run.atol, state.least.dtype)
     least, least_at = run.least_of(state)
     now = test = earlier = least
-    usual, risen, ahead, room = True, False, FIRST_CHECK, max(1, ROOM // max(state.z.nbytes, 1))
+    usual, risen, ahead, room = True, False, FIRST_CHECK, max(1, ROOM // max(2 * state.z.nbytes, 1))
     while usual and state.count and k < most:
         iterates, residual, excess = _steps(run, state.z, k, min(ahead, most - k, room))
         before, above = state.active, excess > atol
         if state.count == len(before) and above.all() and _fell(residual, least):  # the usual case, in less time
-            state.z, state.best_z, k = iterates[-1], iterates[-2], k + len(residual)
+            state.z, state.best_z, k = iterates[-1].clone(), iterates[-2].clone(), k + len(residual)
             now, test, least, least_at = residual[-1], excess[-1], residual[-1], np.full_like(least_at, k)
             run.lasts = run.lasts[1], now
             ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol, k)
@@ -76,7 +76,7 @@ def _histories(
 
 
 def _go_back(
-    state: State, k: int, iterates: list[Tensor], measured: tuple[Array, Array], active: Array, least_at: Array
+    state: State, k: int, iterates: Tensor, measured: tuple[Array, Array], active: Array, least_at: Array
 ) -> None:
     """Put samples where they froze, and keep the best iterate of the others. `active` has one row per step."""
     place = np.where(active[-1], len(active), active.argmin(0) + 1) * state.active  # 0: frozen before
@@ -84,14 +84,13 @@ def _go_back(
     state.z = _pick(iterates, place)
     state.record(k + 1 + index[0], measured[0][index], measured[1][index], active[-1])
     if state.count:  # of frozen samples, only nonfinite ones need their best iterate
-        best = np.maximum(least_at - k, 0).astype(int)
-        others = np.where(state.nonfinite, 0, best[state.active.argmax()])
-        state.best_z = _pick([state.best_z, *iterates], np.where(state.active, best, others))
+        best = np.maximum(least_at - k, 0).astype(int)  # 0: before this stride
+        best = np.where(state.active, best, np.where(state.nonfinite, 0, best[state.active.argmax()]))
+        picked = _pick(iterates, np.maximum(best - 1, 0))
+        state.best_z = picked if best.all() else torch.where(state.column(best > 0), picked, state.best_z)
 
 
-def _usual_steps(
-    run: Run, finite: Array, idle: Array, active: Array, residual: Array, iterates: list[Tensor]
-) -> int:
+def _usual_steps(run: Run, finite: Array, idle: Array, active: Array, residual: Array, iterates: Tensor) -> int:
     """Return how many steps to take: until nobody is active, or before one that the general loop should take."""
     fine, left = np.logical_and.reduce(finite, 1), np.logical_or.reduce(active, 1)
     for j in range(len(residual)):
@@ -109,26 +108,42 @@ def _look_again(run: Run, state: State, k: int) -> None:
     run.lasts = run.lasts[1], residual[0]
 
 
-def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[list[Tensor], np.ndarray, np.ndarray]:
-    """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part."""
+def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
+    """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part.
+
+    They are measured together after the last step: a small operation takes the host as long as a large one.
+    """
     damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
-    iterates, measured, given = [z], [], None
+    iterates, given = z.new_empty(steps + 1, *z.shape), None
+    # Copies of T(z), since T may write its next value into the same memory.
+    values = torch.empty_like(iterates[1:]) if damping else iterates[1:]
+    iterates[0] = z
     for j in range(steps):
         try:
-            Tz, given = _evaluate(run, z, None if damping else given, first=not k and not j)
+            values[j], given = _evaluate(run, iterates[j], None if damping else given, first=not k and not j)
         except Exception:  # T need not be defined where a sample is only because it has moved on
             if not j:
                 raise
+            steps = j
             break
-        measured += [run.measure(part, run.space) for part in ((Tz - z, Tz) if rtol else (Tz - z,))]
-        # A copy, since T may write to it again; the rows of several leaves are one already.
-        z = torch.lerp(Tz, z, damping) if damping else Tz if len(run.space.shapes) > 1 else Tz.clone()
-        iterates.append(z)
-    numbers = to_numpy(torch.stack(measured))
+        if damping:
+            torch.lerp(values[j], iterates[j], damping, out=iterates[j + 1])
+    iterates, values = iterates[: steps + 1], values[:steps]
+    residual = _measure(run, values - iterates[:-1])
     if not rtol:
+        numbers = to_numpy(residual)
         return iterates, numbers, numbers
+    numbers, size = to_numpy(torch.stack((residual, _measure(run, values))))
     with np.errstate(invalid="ignore"):  # infinity minus infinity
-        return iterates, numbers[::2], numbers[::2] - numbers.dtype.type(rtol) * numbers[1::2]
+        return iterates, numbers, numbers - numbers.dtype.type(rtol) * size
+
+
+def _measure(run: Run, rows: Tensor) -> Tensor:
+    """Return the norms of (steps, samples, width) up to the norm's own factor."""
+    if run.space.coupled:  # all samples are one row
+        return torch.stack([run.measure(one, run.space) for one in rows])
+    steps, samples = rows.shape[:2]
+    return run.measure(rows.flatten(0, 1), run.space.resized(steps * samples)).view(steps, samples)
 
 
 def _evaluate(run: Run, z: Tensor, given: Latent | None, *, first: bool) -> tuple[Tensor, Latent | None]:
@@ -165,10 +180,9 @@ def _steps_ahead(before: Array, residual: Array, excess: Array, atol: Array, k: 
     return int(min(np.ceil(slowest), max(MOST_AHEAD, k)))
 
 
-def _pick(iterates: list[Tensor], index: np.ndarray) -> Tensor:
-    """Return the rows of iterates[index], one number per sample."""
-    low, high = int(index.min()), int(index.max())
-    if low == high:
-        return iterates[low]
-    rows = (index - low) * len(index) + np.arange(len(index))
-    return torch.cat(iterates[low : high + 1]).index_select(0, on_device(rows, iterates[0]))
+def _pick(iterates: Tensor, index: np.ndarray) -> Tensor:
+    """Return a copy of the rows of iterates[index], one number per sample."""
+    if index.min() == index.max():
+        return iterates[int(index[0])].clone()
+    rows = index * len(index) + np.arange(len(index))
+    return iterates.flatten(0, 1).index_select(0, on_device(rows, iterates))
