@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from banach.backward import Unroll
 from banach.models.blocks import Image, conv3x3
 from banach.models.mon import COMMON
-from banach.models.registry import register
+from banach.models.registry import Cosine, Recipe, register
 from banach.network import ImplicitNetwork
 from banach.nn import Dropout2d
 from banach.solve import Picard
@@ -239,13 +239,24 @@ def unrolled(net: ImplicitNetwork, steps: int = 10) -> Iterator[None]:
         net.tolerance, net.backward = tolerance, backward
 
 
-COMMON_18 = replace(COMMON, max_steps=18, solver="picard:0.5")
 # The authors' caps on evaluations, 18 forward and 20 backward; the tolerance is in effect never met.
-EXACT = replace(COMMON_18, eps=0.0, rtol=1e-3, solver="broyden:18", backward="implicit:broyden:1e-3:20")
-OWN = replace(EXACT, epochs=220, pretrain=20_000)
+OWN = Recipe(
+    lr=1e-3,
+    epochs=220,
+    batch_size=128,
+    schedule=Cosine(),
+    eps=0.0,
+    rtol=1e-3,
+    max_steps=18,
+    solver="broyden:18",
+    backward="implicit:broyden:1e-3:20",
+    augment="flip+crop:4",
+    pretrain=20_000,
+)
 TINY_OWN = replace(OWN, epochs=50, weight_decay=2.5e-6, max_steps=22, augment="none", pretrain=3_000)
 # Five damped steps are recorded, from the answer on. (The authors also leave out dropout.)
 PHANTOM = replace(OWN, lr=0.1, momentum=0.9, weight_decay=1e-4, backward="unroll:5:0.5", pretrain=0)
+COMMON_18 = replace(COMMON, max_steps=18, solver="picard:0.5")
 
 register("mdeq-tiny", mdeq_tiny, recipes={"own": TINY_OWN, "common": COMMON_18})
 register("mdeq", mdeq, recipes={"own": OWN, "phantom": PHANTOM, "common": COMMON_18})

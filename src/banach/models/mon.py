@@ -1,7 +1,9 @@
 """Monotone operator networks (Winston and Kolter 2020): fully connected, one convolution, several tiers."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,18 +65,48 @@ def mon(
     image: Image = (1, 28, 28),
     classes: int = 10,
     *,
-    channels: int | tuple[int, ...] | None = None,
+    channels: int | None = None,
     splitting: type[Splitting] = PeacemanRachford,
     alpha: float = 1.0,
 ) -> Parts:
     """Return the monotone operator network of one convolution: 84,460 parameters on MNIST.
 
-    On SVHN and CIFAR-10 it has 172,218. Without `channels`: 56 for grey images, else 81; a tuple makes tiers. (The
-    paper prints 54 and 84K for MNIST; 84,460 needs 56.) The authors stop a batch as one: ImplicitNetwork(*mon(),
-    coupled=True, tolerance=Tolerance(atol=0, rtol=1e-2)).
+    On SVHN and CIFAR-10 it has 172,218. Without `channels`: 56 for grey images, else 81. (The paper prints 54 and
+    84K for MNIST; 84,460 needs 56.) The authors stop a batch as one: ImplicitNetwork(*mon(), coupled=True,
+    tolerance=Tolerance(atol=0, rtol=1e-2)).
     """
-    widths = channels or (56 if image[0] == 1 else 81)
-    widths = (widths,) if isinstance(widths, int) else widths
+    width = channels or (56 if image[0] == 1 else 81)
+    return _convolutional(image, classes, (width,), nn.AvgPool2d(4), partial(splitting, alpha=alpha))
+
+
+def mon_tiers(
+    image: Image = (3, 32, 32),
+    classes: int = 10,
+    *,
+    channels: tuple[int, ...] | None = None,
+    splitting: type[Splitting] = PeacemanRachford,
+    alpha: float = 1.0,
+) -> Parts:
+    """Return the monotone operator network of three tiers: 170,194 parameters on SVHN.
+
+    On CIFAR-10 it has as many, on MNIST 81,394. Without `channels`: (16, 32, 32) for grey images, else (16, 32,
+    60). Q feeds the first tier, S reads the last. So JFB by `ForwardBackward`, which moves one tier a step, gives
+    Q no gradient. `PeacemanRachford` reaches all tiers in one step; with `Neumann(2)` its gradient for Q has a
+    cosine of .9 or more at fresh weights.
+    """
+    widths = channels or ((16, 32, 32) if image[0] == 1 else (16, 32, 60))
+    return _convolutional(image, classes, widths, nn.Identity(), partial(splitting, alpha=alpha))
+
+
+def mon_large(image: Image = (3, 32, 32), classes: int = 10, **options: Any) -> Parts:
+    """Return the large monotone operator network of three tiers: 1,014,546 parameters on CIFAR-10."""
+    return mon_tiers(image, classes, channels=(64, 128, 128), **options)
+
+
+def _convolutional(
+    image: Image, classes: int, widths: tuple[int, ...], pool: nn.Module, splitting: Callable[..., Splitting]
+) -> Parts:
+    """Return a network of one tier per width, whose S pools the last one."""
     size = [n + 2 for n in image[1:]]
     for _ in widths[1:]:
         if any(n % 2 for n in size):
@@ -82,31 +114,9 @@ def mon(
                 f"a tier before the last needs an even size, got {size} with its border; resize images"
             )
         size = [n // 2 + 1 for n in size]
-    pool: nn.Module = nn.AvgPool2d(4) if len(widths) == 1 else nn.Identity()
     entries = pool(torch.empty(1, widths[-1], *size)).numel()
     head = OrderedDict(act=LastTier(), pool=pool, flat=nn.Flatten(), linear=nn.Linear(entries, classes))
-    return Parts(
-        Q=Injection(image[0], widths), R=splitting(MonotoneConv2d(widths, M), alpha), S=nn.Sequential(head)
-    )
-
-
-def mon_tiers(
-    image: Image = (3, 32, 32), classes: int = 10, *, channels: tuple[int, ...] | None = None, **options: Any
-) -> Parts:
-    """Return the monotone operator network of three tiers: 170,194 parameters on SVHN.
-
-    On CIFAR-10 it has as many, on MNIST 81,394. Without `channels`: (16, 32, 32) for grey images, else (16, 32,
-    60). Q feeds the first tier, S reads the last. So JFB by `ForwardBackward`, which moves one tier a step, gives
-    Q no gradient. `PeacemanRachford` reaches all tiers in one step; with `Neumann(2)` its gradient for Q has a
-    cosine of .9 or more at fresh weights. The options are those of `mon`.
-    """
-    widths = channels or ((16, 32, 32) if image[0] == 1 else (16, 32, 60))
-    return mon(image, classes, channels=widths, **options)
-
-
-def mon_large(image: Image = (3, 32, 32), classes: int = 10, **options: Any) -> Parts:
-    """Return the large monotone operator network of three tiers: 1,014,546 parameters on CIFAR-10."""
-    return mon(image, classes, channels=(64, 128, 128), **options)
+    return Parts(Q=Injection(image[0], widths), R=splitting(MonotoneConv2d(widths, M)), S=nn.Sequential(head))
 
 
 # One recipe for the comparison of all models at equal epochs.
@@ -114,10 +124,20 @@ COMMON = Recipe(
     lr=1e-3, epochs=20, batch_size=128, schedule=Cosine(), eps=1e-3, rtol=0.0, max_steps=100, augment="flip+crop:4"
 )
 # The gradient is exact, by the same splitting. Here each sample stops by itself; the authors stop the whole batch.
-EXACT = replace(COMMON, eps=0.0, rtol=1e-2, max_steps=300, backward="implicit:picard:1e-2:300", tune=True)
-OWN = replace(EXACT, epochs=40, schedule=Steps((10, 20, 30), 0.1), augment="none")
+OWN = Recipe(
+    lr=1e-3,
+    epochs=40,
+    batch_size=128,
+    schedule=Steps((10, 20, 30), 0.1),
+    eps=0.0,
+    rtol=1e-2,
+    max_steps=300,
+    backward="implicit:picard:1e-2:300",
+    augment="none",
+    tune=True,
+)
 # From 1e-3 to .05 in 30 epochs, and back. (The authors also change Adam's first beta, .95 to .85 and back.)
-LARGE = replace(EXACT, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02, end=0.02))
+LARGE = replace(OWN, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02, end=0.02), augment="flip+crop:4")
 CONSTANT = replace(LARGE, lr=1e-3, epochs=200, schedule=Constant())
 
 register("mon", mon, recipes={"own": OWN, "common": COMMON})

@@ -106,11 +106,16 @@ def _assemble(
     gamma: float,
 ) -> TwoStream:
     """Build the three streams: as many affine maps as `layers` says, each with an activation after it."""
-    latent, data, final = (checks.whole("every number in layers", count) for count in layers)
     width, source = features
+    if len(layers) != 3 or min(layers) < 0 or (layers[1] == 0 and source != width):
+        raise ValueError(
+            f"layers must count the affine maps of the latent, data and final streams, got {layers}; "
+            f"a data stream that turns {source} features into {width} needs at least one"
+        )
 
     def stream(count: int, first: int, bound: float) -> nn.Sequential:
         widths = [first, *[width] * count][:count]
         return nn.Sequential(*[part for n in widths for part in (affine(n, bound), activation())])
 
+    latent, data, final = layers
     return TwoStream(stream(latent, width, 1.0), stream(data, source, ell), stream(final, width, 1.0), gamma=gamma)

@@ -83,6 +83,9 @@ class Solution:
         self.__dict__.update(self.__dict__["_numbers"]())
         return self.__dict__[name]
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *DEFERRED})  # for tab completion, before they are read
+
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
