@@ -182,6 +182,15 @@ class Space:
         # Convolutions would copy columns of a matrix at every use.
         return rebuild(self.template, [_dense(*pair) for pair in zip(self.parts(rows), self.last, strict=True)])
 
+    def empty(self) -> list[Tensor]:
+        """Return leaves of this layout, without gaps in memory and without values."""
+
+        def one(shape: tuple[int, ...], last: bool) -> Tensor:
+            memory = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
+            return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=memory)
+
+        return list(map(one, self.shapes, self.last))
+
     def resized(self, batch: int) -> Space:
         """Return the same layout with another number of samples."""
         return replace(self, shapes=tuple((batch, *shape[1:]) for shape in self.shapes))

@@ -53,7 +53,6 @@ class Run:
         self.inputs, self.on_host = inputs, on_host
         self.plain = space.is_matrix  # a latent that is its own rows
         self.busy = True
-        self.reuses_memory = False  # T returns its value in memory that held an earlier one
         self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
         self.atol = float(tolerance.atol / self.scale)

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banach.latent import Latent, leaves
+from banach.latent import rebuild
 from banach.solve.picard import Picard
 from banach.solve.run import Run
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 
-FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next, or as many as taken so far
+FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next, or a quarter of those taken
 ROOM = 1 << 28  # bytes that the iterates between two checks and their differences may take
 
 
@@ -113,22 +113,10 @@ def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray,
 
     They are measured together after the last step: a small operation takes the host as long as a large one.
     """
-    damping, rtol = cast(Picard, run.solver).damping, run.tolerance.rtol
-    iterates, given = z.new_empty(steps + 1, *z.shape), None
-    # Copies of T(z), since T may write its next value into the same memory.
-    values = torch.empty_like(iterates[1:]) if damping else iterates[1:]
-    iterates[0] = z
-    for j in range(steps):
-        try:
-            values[j], given = _evaluate(run, iterates[j], None if damping else given, first=not k and not j)
-        except Exception:  # T need not be defined where a sample is only because it has moved on
-            if not j:
-                raise
-            steps = j
-            break
-        if damping:
-            torch.lerp(values[j], iterates[j], damping, out=iterates[j + 1])
-    iterates, values = iterates[: steps + 1], values[:steps]
+    space, rtol = run.space, run.tolerance.rtol
+    several = len(space.shapes) > 1 and not (space.coupled or cast(Picard, run.solver).damping)
+    evaluate = _evaluate_leaves if several and space.dtype == z.dtype else _evaluate_rows
+    iterates, values = evaluate(run, z, k, steps)
     residual = _measure(run, values - iterates[:-1])
     if not rtol:
         numbers = to_numpy(residual)
@@ -138,32 +126,59 @@ def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray,
         return iterates, numbers, numbers - numbers.dtype.type(rtol) * size
 
 
+def _evaluate_rows(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, Tensor]:
+    """Return z and the next iterates, and T at all but the last: (steps, samples, width)."""
+    damping = cast(Picard, run.solver).damping
+    iterates = z.new_empty(steps + 1, *z.shape)
+    # Copies of T(z), since T may write its next value into the same memory.
+    values = torch.empty_like(iterates[1:]) if damping else iterates[1:]
+    iterates[0] = z
+    for j in range(steps):
+        try:
+            values[j] = run.evaluate(iterates[j], first=not k and not j)
+        except Exception:  # T need not be defined where a sample is only because it has moved on
+            if not j:
+                raise
+            return iterates[: j + 1], values[:j]
+        if damping:
+            torch.lerp(values[j], iterates[j], damping, out=iterates[j + 1])
+    return iterates, values
+
+
+def _evaluate_leaves(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, Tensor]:
+    """Do the same without damping, each leaf in memory of its own: all become rows at the end, not one by one."""
+    space, batch = run.space, run.space.batch
+    kept = space.resized((steps + 1) * batch).empty()
+    _write(kept, 0, space.parts(z))
+    for j in range(steps):
+        try:
+            if not k and not j:
+                parts = space.parts(run.evaluate(z, first=True))
+            else:
+                here = [leaf[j * batch : (j + 1) * batch] for leaf in kept]
+                parts = space.check(run.T(rebuild(space.template, here), *run.inputs))
+        except Exception:  # as above
+            if not j:
+                raise
+            kept = [leaf[: (j + 1) * batch] for leaf in kept]
+            break
+        _write(kept, j + 1, parts)
+    rows = space.resized(len(kept[0])).rows(rebuild(space.template, kept)).view(-1, *z.shape)
+    return rows, rows[1:]
+
+
+def _write(kept: list[Tensor], j: int, parts: list[Tensor]) -> None:
+    """Write the leaves of the j-th nest."""
+    for leaf, part in zip(kept, parts, strict=True):
+        leaf[j * len(part) : (j + 1) * len(part)] = part
+
+
 def _measure(run: Run, rows: Tensor) -> Tensor:
     """Return the norms of (steps, samples, width) up to the norm's own factor."""
     if run.space.coupled:  # all samples are one row
         return torch.stack([run.measure(one, run.space) for one in rows])
     steps, samples = rows.shape[:2]
     return run.measure(rows.flatten(0, 1), run.space.resized(steps * samples)).view(steps, samples)
-
-
-def _evaluate(run: Run, z: Tensor, given: Latent | None, *, first: bool) -> tuple[Tensor, Latent | None]:
-    """Return the rows of T(z); of several leaves also T's own value, which saves the next call a nest of the rows.
-
-    `given` is such a value: T's own at z.
-    """
-    if first or len(run.space.shapes) == 1:
-        return run.evaluate(z, first=first), None
-    value = run.T(run.space.nest(z) if given is None else given, *run.inputs)
-    if given is not None and any(map(_same_memory, leaves(value), leaves(given))):
-        run.reuses_memory = True  # T has written to what it read
-        value = run.T(run.space.nest(z), *run.inputs)
-    rows = run.space.rows(value)
-    fits = not run.reuses_memory and all(leaf.dtype == run.space.dtype for leaf in leaves(value))
-    return rows, value if fits else None
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
 
 
 def _fell(residual: np.ndarray, least: np.ndarray) -> bool:
@@ -177,7 +192,7 @@ def _steps_ahead(before: Array, residual: Array, excess: Array, atol: Array, k: 
         left = np.log((residual - excess + atol) / residual) / np.log(residual / before)
     known = np.isfinite(left) & (left > 0)
     slowest = left.max() if len(left) and known.all() else MOST_AHEAD
-    return int(min(np.ceil(slowest), max(MOST_AHEAD, k)))
+    return int(min(np.ceil(slowest), max(MOST_AHEAD, k // 4)))
 
 
 def _pick(iterates: Tensor, index: np.ndarray) -> Tensor:
