@@ -217,6 +217,11 @@ def test_what_is_no_network_or_no_latent_is_refused_in_a_sentence() -> None:
         banach.compile(network(halves, lambda d: d["x"]))({"x": D})
     with pytest.raises(ValueError, match="coupled=True"):
         banach.compile(network(coupled=True))
+    net = network()
+    compiled = banach.compile(net)
+    net.coupled = True  # later
+    with pytest.raises(ValueError, match="whose samples stop one by one"):
+        compiled(torch.ones(2, 3))
     with pytest.raises(RuntimeError, match=r"net\.eval\(\)"):
         banach.compile(network().train())(torch.ones(2, 3))
     fast, d = banach.compile(network(halves)), torch.ones(2, 3)

@@ -1,6 +1,7 @@
 """Monotone operator networks by name: their counts, their answers, and that they learn."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,20 @@ def test_counts() -> None:
         assert count(models.build(name, image=image)) == parameters
     assert sum(map(count, models.mon_fc())) == 84_313
     assert sum(map(count, models.mon((1, 28, 28), channels=54))) == 79_500  # the width that the paper prints
+
+
+@pytest.mark.parametrize(("name", "channels"), [("mon", 8), ("mon-tiers", (4, 8, 8))])
+def test_both_splittings_give_one_answer(name: str, channels: Any) -> None:
+    torch.manual_seed(0)
+    builder, tight = models.get(name).builder, Tolerance(atol=1e-11, max_steps=2000)
+    nets = []
+    for kind, alpha in ((PeacemanRachford, 1.0), (ForwardBackward, 0.25)):
+        parts = builder(GREY, 10, channels=channels, splitting=kind, alpha=alpha)
+        nets.append(ImplicitNetwork(*parts, tolerance=tight).double())
+    weights = {key: value for key, value in nets[0].state_dict().items() if key != "R.alpha"}
+    nets[1].load_state_dict(weights)
+    d = torch.randn(3, *GREY, dtype=torch.float64)
+    torch.testing.assert_close(nets[0](d), nets[1](d), rtol=0, atol=1e-9)
 
 
 def test_by_one_step_only_peaceman_rachford_reaches_every_tier() -> None:

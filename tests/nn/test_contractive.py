@@ -93,7 +93,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: Scaled(Nonexpansive(), -0.1), "gamma must be a number, at least 0 and below 1, got -0.1"),
     (lambda: TwoStream.linear(3, gamma=float("nan")), "gamma must be a number, at least 0 and below 1, got nan"),
     (lambda: TwoStream.linear(3, ell=0.0), "bound must be above 0"),
-    (lambda: TwoStream.linear(3, layers=(1, -1, 1)), "every number in layers must be a whole number, .* got -1"),
+    (lambda: TwoStream.linear(3, layers=(1, -1, 1)), r"layers must count .* got \(1, -1, 1\)"),
+    (lambda: TwoStream.conv(3, (4, 4), 2, layers=(1, 0, 1)), "turns 2 features into 3 needs at least one"),
 ]
 
 

@@ -336,3 +336,9 @@ def _check_answer(found: Solution, A: Tensor, b: Tensor, tolerance: Tolerance) -
     inverse = torch.linalg.inv(torch.eye(12, dtype=torch.float64) - A)
     allowed = float(torch.linalg.matrix_norm(inverse, 2)) * 12 * reach * tolerance.atol * math.sqrt(12)
     assert float((z - inverse @ b).norm()) <= allowed
+
+
+def test_numbers_are_listed_before_they_are_read() -> None:
+    """For tab completion: on a CPU they become tensors when they are read."""
+    found = solve(lambda z: z / 2, torch.ones(2, 1))
+    assert {"value", "residual", "steps", "converged", "status"} <= set(dir(found))

@@ -40,8 +40,6 @@ class CompiledNetwork:
             how = " with hooks or an overridden forward" if isinstance(net, ImplicitNetwork) else ""
             got = f"{type(net).__name__}{how}"
             raise TypeError(f"compile takes an ImplicitNetwork whose Q, R and S it can call itself, got {got}")
-        if net.coupled:
-            raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
         self.net, self.bf16, self.compiles = net, bf16, compile
         self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
@@ -49,7 +47,9 @@ class CompiledNetwork:
     def _prepare(self) -> None:
         """Plan for the network as it is: its solver, tolerance and mode may be assigned later."""
         net = self.net
-        self._made_for = net.solver, net.tolerance, net.backward, net.start
+        if net.coupled:
+            raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
+        self._made_for = net.solver, net.tolerance, net.backward, net.start, net.coupled
         self.plan = plan(net, precision="bf16" if self.bf16 else None, training=False, compile=self.compiles)
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
@@ -68,7 +68,8 @@ class CompiledNetwork:
         """
         if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
-        if self._made_for != (self.net.solver, self.net.tolerance, self.net.backward, self.net.start):
+        net = self.net
+        if self._made_for != (net.solver, net.tolerance, net.backward, net.start, net.coupled):
             self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
@@ -87,7 +88,8 @@ class CompiledNetwork:
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[Any, Solution]:
         """Return copies of the output and, if `whole`, of the Solution, which the next call would overwrite."""
-        if not self.plan.graph:
+        elsewhere = d[0].device.type != torch.device(self.plan.device).type  # Q may move its input by itself
+        if not self.plan.graph or elsewhere:
             return self._answer(d, z0, eager=True)
         given = (d,) if z0 is None else (d, z0)
 

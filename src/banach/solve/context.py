@@ -94,7 +94,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def with_autocast_of(space: Space, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, called under the autocast that is on now, wherever it is called from."""
+    """Return the function under the autocast that is on now, wherever it is called from; not re-entrant."""
     if not space.autocast:
         return function
     kind = space.device.type
