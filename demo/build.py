@@ -180,7 +180,7 @@ def export_parts(source: Source, run: Path, site: Path, data_dir: Path | None) -
     import torch
 
     import banach
-    from banach.cli.opened import open_run
+    from banach.cli.shared import open_run
     from banach.provenance import write_json
 
     opened: Any = open_run(run, "cpu")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import banach
 from banach import Anderson, ImplicitNetwork, Picard, Tolerance
 from banach.cli.app import main
-from banach.cli.opened import open_run
+from banach.cli.shared import open_run
 from banach.data import DIGITS
 from banach.export import OUTPUTS, export
 from banach.provenance import provenance, source_commit, write_json

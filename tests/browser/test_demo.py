@@ -18,7 +18,7 @@ import torch
 
 import demo.build
 from banach import Anderson, Picard, Tolerance
-from banach.cli.opened import open_run
+from banach.cli.shared import open_run
 from banach.models import registry
 from demo.build import BUILD, DemoError, build, register_network
 

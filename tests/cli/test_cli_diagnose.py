@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from banach import JFB, Implicit, Mode, Unroll, data, models
 from banach.cli.app import main
 from banach.cli.diagnose import draw, measure
-from banach.cli.opened import open_run
+from banach.cli.shared import open_run
 from banach.train import Run, Settings, fit
 from cli.conftest import refused
 
@@ -56,8 +56,8 @@ def make_run(path: Path, model: str, **changes: Any) -> Path:
     return path
 
 
-def diagnosed(path: Path) -> dict[str, Any]:
-    assert main(["diagnose", str(path), "--device", "cpu", "--samples", str(COUNT)]) == 0
+def diagnosed(path: Path, *flags: str) -> dict[str, Any]:
+    assert main(["diagnose", str(path), "--device", "cpu", "--samples", str(COUNT), *flags]) == 0
     found: dict[str, Any] = json.loads((path / "diagnose.json").read_text())
     return found
 
@@ -124,21 +124,24 @@ def test_train_mode_sees_batch_norm_over_the_batch(tmp_path: Path) -> None:
     assert abs(ends[0]["ratio"] - ends[1]["ratio"]) > 0.01
 
 
-def test_nothing_of_the_run_or_the_network_changes_and_figures_repeat(tmp_path: Path) -> None:
+def test_nothing_of_the_run_or_the_network_changes_and_a_seed_repeats(tmp_path: Path) -> None:
     path = make_run(tmp_path / "r", "digits", ema=0.9, backward="neumann:2")
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    first, second = diagnosed(path), diagnosed(path)
+    first, second, other = (diagnosed(path, "--seed", seed) for seed in "001")
     assert torch.equal(torch.get_rng_state(), state)
     assert {file: file.read_bytes() for file in before} == before
     added = {file.name for file in path.rglob("*") if file.is_file()} - {file.name for file in before}
     assert added <= {"diagnose.json", "diagnose.png"}
-    for found in (first, second):
+    for found in (first, second, other):
         del found["provenance"]
     assert first == second
     # The run's own mode comes first, and once.
     assert list(first["gradients"]) == ["Neumann 2", "JFB", "Neumann 1", "Neumann 5", "JFB, train mode"]
+    masked = [one["gradients"].pop("JFB, train mode") for one in (first, other)]
+    assert masked[0] != masked[1]  # the dropout masks of train mode
+    assert first["gradients"] == other["gradients"]
 
     net = open_run(path, "cpu").net
     weights = copy.deepcopy(net.state_dict())

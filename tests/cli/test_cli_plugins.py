@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from banach.cli import app, opened
+from banach.cli import app, shared
 from banach.cli.app import main
 from banach.data import dataset
 from banach.train import Run
@@ -32,9 +32,9 @@ def packages(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(here)
     for name in ("mine", "theirs"):
         Path(f"{name}_package.py").write_text(CODE.format(name))
-    opened.load_entry_points.cache_clear()
+    shared.load_entry_points.cache_clear()
     yield
-    opened.load_entry_points.cache_clear()
+    shared.load_entry_points.cache_clear()
     for name in ("mine_package", "theirs_package"):
         sys.modules.pop(name, None)
 
@@ -92,9 +92,9 @@ def test_only_import_looks_into_the_working_directory() -> None:
 
 def test_entry_points_are_loaded_and_broken_ones_only_warn(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [EntryPoint("a", "no_such_package.x", "banach"), EntryPoint("b", "theirs_package", "banach")]
-    monkeypatch.setattr(opened, "entry_points", lambda group: made if group == "banach" else [])
+    monkeypatch.setattr(shared, "entry_points", lambda group: made if group == "banach" else [])
     with pytest.warns(UserWarning, match=r"the entry point no_such_package.x of banach cannot be loaded"):
-        known = opened.load_entry_points()
+        known = shared.load_entry_points()
     assert {"theirs", "mnist"} <= known["model"].keys()
     assert main([*SMALL, "--model", "theirs", "--epochs", "0", "--out", "r"]) == 0
     assert Run.open("r").settings.model == "theirs"

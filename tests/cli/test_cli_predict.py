@@ -10,8 +10,8 @@ import torch
 
 from banach import data
 from banach.cli.app import main
-from banach.cli.opened import open_run
 from banach.cli.predict import classify, looks_inverted
+from banach.cli.shared import open_run
 from banach.data import CIFAR10, DIGITS
 from cli.conftest import SMALL, refused, rows
 from data.parts_data import grey, written

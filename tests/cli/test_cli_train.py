@@ -17,7 +17,7 @@ from banach import data, models, train
 from banach.cli import app
 from banach.cli import train as command_line
 from banach.cli.app import main
-from banach.cli.opened import open_run
+from banach.cli.shared import open_run
 from banach.train import Run
 from banach.train.run import lock
 from banach.train.state import described

@@ -30,6 +30,21 @@ def visible(text: str) -> list[str]:
     return [part.rstrip() for part in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", text)) if part]
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A clock that the test moves."""
+
+    class Clock:
+        now = 1000.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    made = Clock()
+    monkeypatch.setattr(progress, "time", made)
+    return made
+
+
 @pytest.mark.parametrize(
     "changes", [{}, NO_FIXED_POINT, {"loss": math.nan, "residual": math.inf, "number": 1000, "depth": 9.5}]
 )
@@ -56,39 +71,33 @@ def test_a_log_has_one_line_per_epoch_and_no_control_characters(options: dict[st
     assert file.getvalue().split("\n") == [*HEADER.split("\n"), *(line(one, 15) for one in epochs), ""]
 
 
-class Clock:
-    """A clock that the test moves."""
-
-    now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def test_a_terminal_has_a_bar_and_keeps_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, clock, first = Terminal(), Clock(), epoch(1)
-    monkeypatch.setattr(progress, "time", clock)
+def test_a_terminal_has_a_bar_and_keeps_the_lines(clock: Any) -> None:
+    file = Terminal()
+    first = epoch(1)
     with Progress(3, 40, console=on(file)) as shown:
         shown.step(Position(0, 1))
         clock.now += 30.0
         shown.step(Position(0, 11))
-        shown.refresh()
+        shown._bars.refresh()
         assert "epoch 1/3" in visible(file.getvalue())[-1]
         # 10 steps in 30 s, and 109 of the 120 are to come.
         assert visible(file.getvalue())[-1].endswith("11/40 0:00:30 elapsed, 0:05:27 left")
         shown.epoch(first)
-        shown.refresh()
+        shown._bars.refresh()
         assert "epoch 2/3" in visible(file.getvalue())[-1]
         assert " 0/40 " in visible(file.getvalue())[-1]
     drawn = visible(file.getvalue())
     assert drawn.count(HEADER.split("\n")[1]) == 1
     assert drawn.count(line(first, 3)) == 1
     assert "\x1b[?25h" in file.getvalue(), "the cursor is shown again"
-    # A resumed run does not count what was done before.
+
+
+def test_a_resumed_run_does_not_count_what_was_done_before(clock: Any) -> None:
+    file = Terminal()
     with Progress(10, 100, console=on(file)) as shown:
         shown.step(Position(5, 51))  # the checkpoint was in the middle of the epoch
         clock.now += 10.0
         shown.step(Position(5, 61))
-        shown.refresh()
+        shown._bars.refresh()
         # One second a step: 39 of this epoch and 400 after it are left.
         assert visible(file.getvalue())[-1].endswith("0:00:10 elapsed, 0:07:19 left")

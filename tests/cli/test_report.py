@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from banach import ImplicitNetwork, data, models
 from banach.cli.app import main
 from banach.cli.diagnose import measure
-from banach.cli.opened import open_run
 from banach.cli.report import histogram, line_chart, ticks
+from banach.cli.shared import open_run
 from banach.diagnose import verdict
 from banach.train import Run, Settings, fit
 from cli.conftest import SMALL
@@ -289,6 +289,7 @@ def test_ticks_are_few_and_hold_all_values(values: list[float]) -> None:
         rounding = 1e-12 * max(map(abs, found))
         assert found[0] - rounding <= min(values) <= max(values) <= found[-1] + rounding
         assert found[0] < found[-1]
+    assert all(value == round(value) for value in ticks(values, whole=True))
 
 
 def test_charts_leave_out_what_cannot_be_drawn() -> None:

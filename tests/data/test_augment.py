@@ -118,6 +118,11 @@ def test_a_chain_gives_each_its_own_draws() -> None:
     assert torch.equal(Chain().apply(x, u[:, :0]), x)
 
 
+def test_the_papers_augmentation() -> None:
+    erase = Erase(p=0.95, area=(0.1, 0.25), ratio=(0.2, 5.0), fill=0.0, attempts=10)
+    assert paper_cifar10().parts == (Flip(p=0.5), Crop(pad=2, fill=0.449), erase)
+
+
 @pytest.mark.parametrize("augmentation", [Flip(), Crop(2), Erase(), Affine(), paper_cifar10()])
 def test_an_image_does_not_depend_on_its_batch_and_needs_no_host(augmentation: Augmentation) -> None:
     x, u = batch(), draws(augmentation)

@@ -25,6 +25,8 @@ def test_an_epoch_has_every_image_once() -> None:
     assert sorted(torch.cat([y for _, y in parts]).tolist()) == list(range(53))
     assert [len(y) for _, y in Batches(images(), 10, drop_last=True).epoch(2)] == [10] * 5
     assert len(Batches(images(50), 10, drop_last=True)) == len(Batches(images(50), 10)) == 5
+    with pytest.raises(ValueError, match="whole number, at least 1"):
+        Batches(images(), 0)
     with pytest.raises(ValueError, match="53 images make no batch of 54"):
         Batches(images(), 54, drop_last=True)
 

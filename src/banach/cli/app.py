@@ -55,7 +55,7 @@ class _Commands(TyperGroup):
         if self.completing:
             return TyperCommand(cmd_name, help=_SHORT[cmd_name])
         part = import_module(f"banach.cli.{cmd_name}")
-        import_module("banach.cli.opened").load_entry_points()
+        import_module("banach.cli.shared").load_entry_points()
         if cmd_name == "data":
             return typer.main.get_command(part.data_app)
         alone = typer.Typer(**PLAIN)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from banach.cli.console import console, table
-from banach.cli.opened import argument, check_out, option, show_plot
+from banach.cli.shared import argument, check_out, option, show_plot
 from banach.train import Epoch, Run
 from banach.train.plot import plot_comparison
 

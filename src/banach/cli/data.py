@@ -7,7 +7,7 @@ import typer
 
 from banach import data
 from banach.cli.console import PLAIN, console, table, wrapped
-from banach.cli.opened import DataDir, Imports, argument
+from banach.cli.shared import DataDir, Imports, argument
 from banach.data import DataError, DataSet
 from banach.data.dataset import PARTS, NotFound, find, roots, verify
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from banach import checks
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann
 from banach.cli.console import console, table, wrapped
-from banach.cli.opened import DataDir, Device, Imports, RunDir, number, open_run, show_plot
+from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, show_plot
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
@@ -31,7 +31,6 @@ Examples:
 
 MODES: tuple[Mode, ...] = (JFB(), Neumann(1), Neumann(2), Neumann(5))
 IN_TRAINING = "JFB, train mode"
-SEED = 0  # of dropout masks and power iterations
 CLOSE = 1e-5  # relative tolerance of the reference fixed point and adjoint, which fp32 can reach
 LINE: dict[str, Any] = {"color": "0.45", "linestyle": "--", "linewidth": 1}
 QUANTILES = {"low": 0.1, "median": 0.5, "high": 0.9, "worst": 1.0}  # of the residuals, over the samples
@@ -100,6 +99,7 @@ def diagnose(
     samples: Annotated[int | None, number(int, "Validation images to measure on.  [32, or all]")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
+    seed: Annotated[int, number(int, "For dropout masks and power iterations.  [0]")] = 0,
     modules: Imports = None,
 ) -> None:
     """Measure a trained network on validation images: contraction, convergence, gradients.
@@ -113,18 +113,24 @@ def diagnose(
         raise ValueError(f"{run} holds an explicit network, which has no fixed point to diagnose")
     found = settings.load("validation", data_dir)
     samples = min(32, len(found)) if samples is None else checks.whole("samples", samples, 2, len(found))
+    checks.whole("seed", seed, 0, 2**63 - 1)
     chosen = found.subset(samples).to(opened.device)
-    measured = measure(net, chosen, settings.label_smoothing)
+    measured = measure(net, chosen, settings.label_smoothing, seed=seed)
     content, kind = measured.to_dict(), "training" if settings.whole else "validation"
     show(content, f"{settings.model} on {samples} {kind} images of {chosen.title}")
-    given = {"samples": samples, "seed": SEED, "precision": "fp32", "run": settings.to_dict()}
-    content |= {"run": opened.run.path, "position": vars(opened.position), "data": chosen.title}
-    content |= {"split": chosen.split, "provenance": provenance(given, device=opened.device)}
+    given = {"samples": samples, "seed": seed, "precision": "fp32", "run": settings.to_dict()}
+    about = {
+        "run": opened.run.path,
+        "position": vars(opened.position),
+        "data": chosen.title,
+        "split": chosen.split,
+    }
+    content |= about | {"provenance": provenance(given, device=opened.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     show_plot(draw, measured, opened.run.path / "diagnose.png")
 
 
-def measure(net: Any, images: Images, label_smoothing: float = 0.0) -> Diagnosis:
+def measure(net: Any, images: Images, label_smoothing: float = 0.0, *, seed: int = 0) -> Diagnosis:
     """Measure a network in eval mode on images, on their device; network and random states do not change."""
     d = images.normalise(images.pixels)
 
@@ -135,10 +141,12 @@ def measure(net: Any, images: Images, label_smoothing: float = 0.0) -> Diagnosis
     # The figures contain what the warnings would say.
     with arithmetic("fp32", images.device), undisturbed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        contraction, trace = measure_contraction(net, d, seed=SEED), _go_far(net, d)
-        found, sound = _compare(net, d, loss, modes)
-        (trained,), also = _compare(net.train(), d, loss, (JFB(),))
-        net.eval()
+        contraction, trace = measure_contraction(net, d, seed=seed), _go_far(net, d)
+        found, sound = _compare(net, d, loss, modes, seed=seed)
+        try:
+            (trained,), also = _compare(net.train(), d, loss, (JFB(),), seed=seed)
+        finally:
+            net.eval()
     gradients = {_name(one.backward): one for one in found} | {IN_TRAINING: trained}
     return Diagnosis(contraction, trace, gradients, sound and also, net.tolerance)
 
@@ -152,9 +160,11 @@ def _go_far(net: Any, d: Tensor) -> Tensor:
     return trace.double().cpu().nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _compare(net: Any, d: Tensor, loss: Any, modes: Sequence[Mode]) -> tuple[tuple[Descent, ...], bool]:
+def _compare(
+    net: Any, d: Tensor, loss: Callable[[Tensor], Tensor], modes: Sequence[Mode], *, seed: int
+) -> tuple[tuple[Descent, ...], bool]:
     """Compare the modes with the exact gradient; return also whether its fixed point and adjoint converged."""
-    torch.manual_seed(SEED)  # for dropout, in train mode
+    torch.manual_seed(seed)  # for dropout, in train mode
     ends = list[Status]()
     near = Tolerance(atol=0.0, rtol=CLOSE, max_steps=200, norm=net.tolerance.norm)
     # GMRES needs one J-product a step; the normal equations need two, and more steps.

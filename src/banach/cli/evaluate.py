@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from banach.cli.console import console, table
-from banach.cli.opened import DataDir, Device, Imports, RunDir, number, open_run, option
+from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, option
 from banach.cli.train import figures, record
 from banach.network import ImplicitNetwork
 from banach.provenance import write_json

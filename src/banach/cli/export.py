@@ -8,7 +8,7 @@ import typer
 
 from banach import checks
 from banach.cli.console import console
-from banach.cli.opened import Imports, RunDir, open_run, option
+from banach.cli.shared import Imports, RunDir, open_run, option
 from banach.export import ENDING
 from banach.export import export as write
 from banach.network import ImplicitNetwork

@@ -8,7 +8,7 @@ from torch import nn
 
 from banach import models as registry
 from banach.cli.console import console, table
-from banach.cli.opened import Imports, argument
+from banach.cli.shared import Imports, argument
 from banach.latent import leaves
 from banach.models import Model, Recipe
 from banach.network import ImplicitNetwork

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banach import checks
 from banach.cli.console import console, table, wrapped
-from banach.cli.opened import Device, Imports, Opened, RunDir, argument, number, open_run
+from banach.cli.shared import Device, Imports, Opened, RunDir, argument, number, open_run
 from banach.data import DataSet
 from banach.data.pictures import ENDINGS, images_in, read_image
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -28,18 +29,17 @@ HEADER = "\n".join(
 )
 
 
-class Progress(Bars):
+class Progress:
     """Shows `epochs` epochs of `steps` steps each; use it in a `with`.
 
     Pass `step` and `epoch` to the training loop. If the console is not a terminal there is no bar.
     """
 
     def __init__(self, epochs: int, steps: int, *, console: Console = standard) -> None:
-        self._epochs, self._steps, self._shown_header = epochs, steps, False
-        # With FORCE_COLOR rich would write control characters to a log.
-        terminal = console.is_interactive and console.file.isatty()
-        self._next = 0.0 if terminal else math.inf  # when to update the bar again
-        super().__init__(
+        self._console, self._epochs, self._steps = console, epochs, steps
+        self._next = 0.0 if is_terminal(console) else math.inf  # when to update the bar again
+        self._shown_header = False
+        self._bars = Bars(
             *(TextColumn("epoch {task.description}"), BarColumn(), TextColumn("{task.fields[place]}")),
             *(TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")),
             console=console,
@@ -47,10 +47,10 @@ class Progress(Bars):
             speed_estimate_period=math.inf,  # rich would give no estimate for steps of more than 30 seconds
             transient=True,  # the bar disappears when training ends, and the lines stay
             get_time=lambda: time.perf_counter(),
-            disable=not terminal,
+            disable=self._next == math.inf,
         )
         # The first step sets where a resumed run begins: rich measures the speed from there on.
-        self._bar = self.add_task("", total=epochs * steps, place="")
+        self._task = self._bars.add_task("", total=epochs * steps, place="")
 
     def step(self, position: Position) -> None:
         """Update the bar after a step of training. Most calls only compare times."""
@@ -62,14 +62,21 @@ class Progress(Bars):
         """Print the line of an epoch."""
         if not self._shown_header:
             self._shown_header = True
-            self.console.print(HEADER, soft_wrap=True)
-        self.console.print(line(epoch, self._epochs), soft_wrap=True)
+            self._console.print(HEADER, soft_wrap=True)
+        self._console.print(line(epoch, self._epochs), soft_wrap=True)
         self._show(Position(epoch.epoch, 0))
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
 
     def _show(self, position: Position) -> None:
         done = position.epoch * self._steps + position.step
         name = f"{min(position.epoch + 1, self._epochs)}/{self._epochs}"
-        self.update(self._bar, description=name, completed=done, place=f"{position.step}/{self._steps}")
+        self._bars.update(self._task, description=name, completed=done, place=f"{position.step}/{self._steps}")
 
 
 def line(epoch: Epoch, epochs: int) -> str:
@@ -79,3 +86,8 @@ def line(epoch: Epoch, epochs: int) -> str:
         value = getattr(epoch, field)
         cells.append(("-" if value is None else format(value, pattern)).rjust(width))
     return " ".join(cells)
+
+
+def is_terminal(console: Console) -> bool:
+    """Return True if the console can show a bar. With FORCE_COLOR rich would write control characters to a log."""
+    return console.is_interactive and console.file.isatty()

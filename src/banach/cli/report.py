@@ -13,12 +13,14 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.progress import track
 from torch import Tensor, nn
 
 from banach import checks
 from banach.cli.console import console
 from banach.cli.diagnose import Diagnosis, measure
-from banach.cli.opened import DataDir, Device, Imports, argument, check_out, number, open_run, option
+from banach.cli.progress import is_terminal
+from banach.cli.shared import DataDir, Device, Imports, argument, check_out, number, open_run, option
 from banach.data import DataError
 from banach.data.dataset import need
 from banach.data.images import held_out
@@ -184,7 +186,8 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
         return replace(one, why="Contraction and gradient were not measured: --samples 0.")
     chosen = held_out(images.labels.numpy(), min(samples, len(images))).tolist()
     parts = torch.tensor(chosen).chunk(math.ceil(len(chosen) / DIAGNOSED))
-    batches = (images.take(part).to(opened.device) for part in parts)
+    shown = track(parts, "diagnosing", console=console, transient=True, disable=not is_terminal(console))
+    batches = (images.take(part).to(opened.device) for part in shown)
     diagnoses = [measure(opened.net, batch, opened.settings.label_smoothing) for batch in batches]
     return replace(one, chosen=chosen, diagnoses=diagnoses)
 

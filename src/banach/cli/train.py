@@ -16,8 +16,8 @@ from torch import nn
 
 from banach import data as registry
 from banach.cli.console import console, table
-from banach.cli.opened import DataDir, Imports, lenient, option, recorded, show_plot
 from banach.cli.progress import Progress
+from banach.cli.shared import DataDir, Imports, lenient, option, recorded, show_plot
 from banach.data import Images
 from banach.data.dataset import find, roots
 from banach.provenance import numbers, plain, provenance

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import os
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
@@ -346,7 +347,8 @@ def _members(dataset: DataSet, archive: Path) -> list[Path]:
                 if inside not in plain:
                     raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
                 content: Any = tar.extractfile(plain[inside])
-                path.write_bytes(content.read())
+                with path.open("wb") as file:
+                    shutil.copyfileobj(content, file)
     except tarfile.TarError as error:
         raise DataError(f"{archive.name} is not an archive that can be opened ({error})") from error
     return paths

@@ -117,6 +117,9 @@ class ODENet(nn.Module):
         self._forward = self.f.count
         return states[-1]
 
+    def extra_repr(self) -> str:
+        return f"extra={self.extra}, tolerance={self.rtol}, adjoint={self.adjoint}"
+
 
 def _with_time(t: Tensor, h: Tensor) -> Tensor:
     return torch.cat([t.to(h.dtype).expand(len(h), 1, *h.shape[2:]), h], 1)

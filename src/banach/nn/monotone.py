@@ -60,6 +60,9 @@ class MonotoneLinear(nn.Module):
     def activate(self, u: Tensor) -> Tensor:
         return torch.relu(u)
 
+    def extra_repr(self) -> str:
+        return f"width={len(self.A)}, m={self.m}"
+
 
 class Splitting(nn.Module):
     """R of a monotone network: a map whose fixed point solves z = relu(W z + v), with a step size `alpha`.

@@ -106,6 +106,9 @@ class MonotoneConv2d(nn.Module):
     def activate(self, u: Latent) -> Latent:
         return _like(u, [zero_border(torch.relu(x)) for x in _tiers(u)])
 
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, m={self.m}"
+
 
 def zero_border(x: Tensor) -> Tensor:
     """Return x with its outermost pixels set to zero; out of place."""
