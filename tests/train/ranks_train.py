@@ -109,6 +109,17 @@ def gradients(rank: int, count: int, folder: Path, modes: list[tuple[Mode, dict[
     torch.save((found, depth), folder / f"gradients-{rank}.pt")
 
 
+def synchronised(rank: int, count: int, folder: Path) -> None:
+    """Store weights and buffers after one step on a GPU that all ranks share, with batch norm in Q and R."""
+    net = parts_train.network(tolerance=Tolerance(atol=1e-7, max_steps=60))
+    net.S.drop.p = 0.0  # type: ignore[union-attr]
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 16, "optimizer": "sgd", "lr": 0.1, "fast": False}
+    fit(net, images(16), None, parts_train.settings(device="cuda", **options))
+    kinds = {type(module).__name__ for module in net.R.modules()}  # type: ignore[union-attr]
+    state = {name: value.cpu() for name, value in net.state_dict().items()}
+    torch.save((state, "SyncBatchNorm" in kinds), folder / f"synchronised-{count}-{rank}.pt")
+
+
 def run_settings(**changed: Any) -> Settings:
     """Everything that a resume must bring back: Adam's moments, averages, a schedule, sums of an epoch."""
     extra: dict[str, Any] = {"ema": 0.9, "clip": 1.0, "schedule": Cosine(), "batch_size": 15, "epochs": 2}

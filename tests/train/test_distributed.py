@@ -146,6 +146,19 @@ class Forged:
 
 
 @needs_shards
+@pytest.mark.gpu
+def test_batch_norm_is_synchronised_on_a_gpu(tmp_path: Path) -> None:
+    """Two ranks share the GPU by gloo; the parts of the batch have other statistics than the whole."""
+    for count in (1, 2):
+        assert start("synchronised", count, tmp_path) == [0] * count
+    (alone, plain), *ranks = (torch.load(tmp_path / f"synchronised-{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    assert not plain
+    for state, is_synchronised in ranks:
+        assert is_synchronised
+        for name, value in alone.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_damaged_and_forged_shards_are_refused(tmp_path: Path) -> None:
     """PyTorch unpickles the metadata of a sharded checkpoint, which can run anything."""
     assert start("training", 2, tmp_path, "run", 5, {"sharded": True}) == [0, 0]
