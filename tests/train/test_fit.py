@@ -279,7 +279,7 @@ def test_a_capture_that_failed_in_training_is_not_tried_again(monkeypatch: pytes
 
 
 def test_a_batch_far_larger_than_the_data_needs_no_more_memory() -> None:
-    made = settings(batch_size=10**9)
+    made = settings(batch_size=10**6)
     batches = Batches(images(20), made.batch_size)
     feed = ImageFeed(TrainState(plain_network(), batches, None, made))
     assert max(value.numel() for value in vars(feed).values() if isinstance(value, Tensor)) <= 60
