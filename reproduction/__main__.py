@@ -9,27 +9,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from banach.train import CheckpointError, RunError, Settings
-from reproduction import jobs, report
-from reproduction.study import Options
-from reproduction.train import train
-from reproduction.trainings import collect
+# What needs torch is imported in functions: --help does without.
 
 # Modules of this package, in the order of the report; study.py describes what they offer.
 STUDIES = ("table1", "rivals", "table2", "neumann", "accelerate", "memory", "toy", "contraction", "theory")
 QUICK = Path("runs/quick")
 STUDY = """\
 Train or compute what the study needs and its records lack, write the records, and print its table.
-With --quick everything runs on digits, on a CPU, in minutes, and is written below runs/quick."""
+With --quick everything runs on digits, on a CPU, in minutes, and is written below runs/quick.
+"""
 TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
+
 The minutes count from the start of the process. A run stops at the end of an epoch; the same command resumes it.
-On a CPU a resumed run is the same bit by bit; on a GPU it is statistically, not bitwise, the same."""
+On a CPU a resumed run is the same bit by bit; on a GPU it is statistically, not bitwise, the same.
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code, 2 for input that cannot be used."""
     given = _parser().parse_args(arguments)
+    from banach.train import CheckpointError, RunError
+
     try:
         {"train": _train, "collect": _collect, "report": _report}.get(given.command, _study)(given)
     except (ValueError, OSError, RunError, CheckpointError) as error:  # DataError is a ValueError
@@ -49,28 +50,33 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
     def add(name: str, text: str, description: str, *parents: argparse.ArgumentParser) -> Any:
-        return commands.add_parser(name, help=text, description=description, parents=[records, *parents])
+        form = argparse.RawDescriptionHelpFormatter
+        given: dict[str, Any] = {"description": description, "formatter_class": form}
+        return commands.add_parser(name, help=text, parents=[records, *parents], **given)
 
     for name in (*STUDIES, "all"):
         text = "all studies, then the report" if name == "all" else f"the study {name}"
         study = add(name, text, STUDY, runs)
         study.add_argument("--quick", action="store_true", help="on digits, on a CPU, in minutes")
-    reports = add("report", "write docs/reproduction.md from the records", "Write the pages and figures.")
-    reports.add_argument("--docs", type=Path, default=Path("docs"), help="folder to write to (docs)")
-    collects = add("collect", "add runs to the records", "Write one line per run, finished or in work.")
-    collects.add_argument("runs", type=Path, help="folder of run directories")
-    trains = add("train", "run training jobs, with a time budget", TRAIN, runs)
-    trains.add_argument("jobs", nargs="*", metavar="JOB", help="names of jobs; --list prints them")
-    trains.add_argument("--list", action="store_true", help="print the names of all jobs and exit")
-    trains.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
-    trains.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
-    trains.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
-    trains.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
+    report = add("report", "write docs/reproduction.md from the records", "Write the pages and figures.")
+    report.add_argument("--docs", type=Path, default=Path("docs"), help="folder to write to (docs)")
+    collect = add("collect", "add runs to the records", "Write one line per run, finished or in work.")
+    collect.add_argument("runs", type=Path, help="folder of run directories")
+    train = add("train", "run training jobs, with a time budget", TRAIN, runs)
+    train.add_argument("jobs", nargs="*", metavar="JOB", help="names of jobs; --list prints them")
+    train.add_argument("--list", action="store_true", help="print the names of all jobs and exit")
+    train.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
+    train.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
+    train.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
+    train.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
     return parser
 
 
-def _options(given: argparse.Namespace) -> Options:
+def _options(given: argparse.Namespace) -> Any:
     """Return the options that were given; a quick run has its own folders and runs on the CPU."""
+    from banach.train import Settings
+    from reproduction.study import Options
+
     values = {name: value for name, value in vars(given).items() if value is not None}
     if values.get("quick"):
         values = {"records": QUICK, "runs": QUICK / "runs", **values}
@@ -86,6 +92,8 @@ def _modules() -> dict[str, Any]:
 
 
 def _study(given: argparse.Namespace) -> None:
+    from reproduction import report
+
     options, studies = _options(given), _modules()
     for name in STUDIES if given.command == "all" else (given.command,):
         options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
@@ -96,10 +104,14 @@ def _study(given: argparse.Namespace) -> None:
 
 
 def _report(given: argparse.Namespace) -> None:
+    from reproduction import report
+
     print(f"written: {report.write(_modules(), _options(given), given.docs)}")
 
 
 def _collect(given: argparse.Namespace) -> None:
+    from reproduction.trainings import collect
+
     folder = _options(given).records
     if not given.runs.is_dir():
         raise ValueError(f"expected a folder of run directories, got {given.runs}")
@@ -107,6 +119,9 @@ def _collect(given: argparse.Namespace) -> None:
 
 
 def _train(given: argparse.Namespace) -> None:
+    from reproduction import jobs
+    from reproduction.train import train
+
     if given.list:
         print("\n".join(jobs.by_name()))
         return

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,10 +104,24 @@ def released(
 ) -> Totals:
     """Return the totals of the test set by the released protocol; mode, buffers and random state are kept."""
     devices = [test.device] if test.device.type == "cuda" else []
-    batches = list(Batches(test, BATCH, augment=augment, shuffle=False).epoch(epoch))
+    batches = _OneEpoch(Batches(test, BATCH, augment=augment, shuffle=False), epoch)
     with _in_mode(net, True), torch.random.fork_rng(devices), unchanged(net.buffers()):
         torch.manual_seed(0)
         return measure(scorer, Loader(batches, test.device), BATCH)
+
+
+@dataclass(frozen=True)
+class _OneEpoch:
+    """The batches of one epoch with their number, for a `Loader`: a list would hold all normalised images."""
+
+    batches: Batches
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.batches.epoch(self.epoch)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -123,22 +122,44 @@ def unpack(source: Path, runs: Path) -> None:
         RunError: if the tar is damaged, or does not hold the run of its name.
     """
     runs.mkdir(parents=True, exist_ok=True)
+    folder = runs / source.stem
     with tempfile.TemporaryDirectory(dir=runs, prefix=".") as half:
         try:
             with tarfile.open(source) as tar:
+                if _newest_in(tar, source) <= newest(folder):
+                    return
                 tar.extractall(half, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise RunError(f"{source} cannot be unpacked: {error}; copy it again") from None
-        found, folder = Path(half, source.stem), runs / source.stem
-        if not found.exists():
-            raise RunError(f"{source} must hold the run {source.stem}, got {sorted(os.listdir(half))}")
-        if newest(found) > newest(folder):
-            shutil.copytree(found, folder, dirs_exist_ok=True)
+        _move(Path(half, source.stem), folder)
 
 
 def newest(folder: Path) -> str:
     """Return the newest checkpoint of a run directory, "" if there is none; names sort by epoch."""
     return max((path.name for path in (folder / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
+
+
+def _newest_in(tar: tarfile.TarFile, source: Path) -> str:
+    """Return the newest checkpoint in a tar, "" if there is none; refuse a tar of another run than its name."""
+    names = [Path(name).parts for name in tar.getnames()]
+    if (held := {part for parts in names for part in parts[:1]}) != {source.stem}:
+        raise RunError(f"{source} must hold the run {source.stem}, got {sorted(held)}")
+    inside = [parts[2] for parts in names if len(parts) > 3 and parts[1] == CHECKPOINTS]
+    return max((name for name in inside if name.startswith("epoch-")), default="")
+
+
+def _move(found: Path, folder: Path) -> None:
+    """Move an extracted run into `folder`, which may hold an earlier state of it."""
+    checkpoint, final = found / CHECKPOINTS / newest(found), found / FINAL
+    files = (path for path in found.rglob("*") if path.is_file() and found / CHECKPOINTS not in path.parents)
+    records = sorted(path for path in files if path != final)
+    # The process may be killed after any move. Records ahead of the newest checkpoint are cut when the run opens.
+    # Records behind it would stay so, since the tar is then no longer ahead: they come before the checkpoint.
+    # A run with final.json counts as finished: that comes last.
+    for path in (*records, checkpoint, *([final] if final.exists() else [])):
+        target = folder / path.relative_to(found)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)  # a copied folder could be cut off half-way
 
 
 def _size(files: Iterable[Path]) -> int:

@@ -13,6 +13,15 @@ import pytest
 import banach
 
 SOURCE = Path(banach.__file__).parents[1]
+REPRODUCTION = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[1])!r})
+from reproduction.__main__ import main
+try:
+    main(["train", "--help"])
+except SystemExit:
+    pass
+"""
 
 
 def run(*arguments: str) -> str:
@@ -36,6 +45,7 @@ def loaded_after(code: str) -> set[str]:
         "import sys; sys.argv = ['banach', '--version']; from banach.cli.entry import main; main(); print()",
         "import sys; sys.argv = ['banach', '--help']; from banach.cli.entry import main; main(); print()",
         "import sys; sys.argv = ['banach', 'trian']; from banach.cli.entry import main; main(); print()",
+        REPRODUCTION,
     ],
 )
 def test_torch_is_not_imported(code: str) -> None:

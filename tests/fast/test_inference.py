@@ -26,6 +26,7 @@ from banach import (
     Unroll,
     models,
 )
+from banach.fast.capture import filled
 from banach.models.mdeq import Sizes, multiscale
 from banach.train import Scorer
 from fast.simulated import PLAN, images, simulate_gpu
@@ -185,6 +186,16 @@ def test_real_networks_answer_as_they_do_and_changed_weights_are_seen(name: str)
     assert not fast(d).requires_grad
 
 
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (64, 64), (65, 128)])
+def test_a_batch_is_filled_up_and_stays_in_channels_last(count: int, size: int) -> None:
+    x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
+    padded = filled(x, size)
+    assert padded.shape == (size, 2, 3, 4)
+    assert padded.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(padded[:count], x)
+    assert torch.equal(padded[count:], x[:1].expand(size - count, 2, 3, 4))
+
+
 # What it does not take. The network itself takes all of these.
 
 D = torch.ones(2, 3, 4)
@@ -240,6 +251,8 @@ def test_an_empty_batch_has_an_empty_answer() -> None:
     fast = banach.compile(network(halves))
     assert fast(torch.ones(0, 3)).shape == (0, 3)
     assert fast(torch.ones(2, 3)).shape == (2, 3)
+    for make in (pair, scales):
+        assert banach.compile(nested(make))(torch.ones(0, 3)).shape == (0, 3)
 
 
 def test_an_r_that_mixes_samples_is_refused() -> None:
@@ -248,6 +261,9 @@ def test_an_r_that_mixes_samples_is_refused() -> None:
     assert fast(torch.ones(1, 3)).shape == (1, 3), "one sample has nothing to mix with"
     with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
         fast(torch.ones(4, 3))
+    nest = network(lambda u, v: (0.4 * u[0] + v[0], 0.3 * u[0].mean(0) + v[1]), lambda d: (d, d))
+    with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
+        banach.compile(nest)(SLOPES)
 
 
 # Where Q(d), the latent or the output is a tuple or a dict of tensors.

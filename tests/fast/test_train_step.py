@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from banach import Tolerance
-from banach.fast import TrainStep
+from banach.fast import Extras, TrainStep
 from fast.simulated import EagerGraphs, digits, images, simulate_gpu
+from train.parts_train import plain_network
 
 
 def network() -> Any:
@@ -104,6 +105,28 @@ def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sgd.param_groups[0]["lr"] = 0.05
     with pytest.raises(ValueError, match=r"the learning rate 0\.1 is part of the captured step, got 0\.05; give"):
         step(d, y)
+
+
+def test_extras_are_parts_of_a_step() -> None:
+    """Accumulation, clipping and metrics, against a loop by hand in float64."""
+    seen: list[int] = []
+
+    class Metrics:
+        def add(self, loss: Tensor, output: Tensor, targets: Tensor, found: Any) -> None:
+            seen.append(len(targets))
+
+    net = plain_network()
+    reference, (d, y) = copy.deepcopy(net), batch()
+    extras = Extras(accumulate=4, clip=0.1, metrics=Metrics())
+    with pytest.warns(UserWarning, match="the weights are on the CPU"):
+        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.5), F.cross_entropy, extras=extras)
+    expected = F.cross_entropy(reference(d), y)
+    assert float(step(d, y)) == pytest.approx(float(expected.detach()), rel=1e-10)
+    assert seen == [2, 2, 2]  # torch cuts 6 into 3 parts, not 4
+    grads = torch.autograd.grad(expected, list(reference.parameters()))
+    norm = torch.sqrt(sum(g.square().sum() for g in grads))  # type: ignore[arg-type]
+    for p, before, g in zip(net.parameters(), reference.parameters(), grads, strict=True):
+        torch.testing.assert_close(p, before - 0.5 * g * min(1.0, 0.1 / (float(norm) + 1e-6)))
 
 
 def test_an_optimizer_whose_state_does_not_start_at_zero_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import weakref
 from typing import Any
 
 import pytest
@@ -35,6 +37,22 @@ def test_the_released_protocol_is_that_of_a_loop_and_leaves_no_trace(augment: An
         for x, y in Batches(split, BATCH, augment=augment, shuffle=False).epoch(2):
             hits += int((again(x).argmax(1) == y).sum())
     assert found == pytest.approx(hits / len(split))
+
+
+def test_one_batch_of_images_is_made_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole test set, normalised, was in memory."""
+    split, net, held = data.load("digits", "train"), fresh_network(), list[Any]()
+    make = Batches.make
+
+    def made(*arguments: Any) -> Any:
+        batch = make(*arguments)
+        held.append(weakref.ref(batch[0]))
+        assert sum(one() is not None for one in held) <= 2, "the last one is in use until the next is made"
+        return batch
+
+    monkeypatch.setattr(Batches, "make", made)
+    released(net, split, Scorer(net))
+    assert len(held) == math.ceil(len(split) / BATCH) > 3
 
 
 def test_test_images_are_augmented_where_the_released_code_does_so() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import signal
 import tarfile
@@ -103,9 +105,6 @@ def test_a_signal_packs_and_a_kill_between_record_and_checkpoint_leaves_no_epoch
     """SIGTERM after epoch 1; then a kill, with records that are one epoch ahead of the newest checkpoint."""
     made, after, save = options(tmp_path, pack=tmp_path / "tars"), Trainer._after, Run.save
 
-    class Killed(BaseException):
-        pass
-
     def after_then_signal(self: Trainer, epoch: Epoch) -> None:
         after(self, epoch)
         signal.raise_signal(signal.SIGTERM)
@@ -189,6 +188,60 @@ def test_other_sources_and_older_tars_are_refused(
     with pytest.raises(RunError, match="copy it again"):
         train.train([JOB], options(tmp_path, unpack=tars))
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [NAME], "nothing half unpacked is left"
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_while_a_tar_is_unpacked_loses_no_record(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint came with the records of an older one, and the tar was not ahead any more."""
+    tar, replace = pack(whole, tmp_path)[0], os.replace
+    wanted = sorted(path.relative_to(whole) for path in whole.glob("snapshots/*"))
+    for after in itertools.count():
+        runs, moves = tmp_path / f"runs{after}", iter(range(after))
+        folder = runs / NAME
+        (folder / "checkpoints" / "epoch-00001-step-0000000").mkdir(parents=True)
+        (folder / rundir.TEST).write_text("stale")
+
+        def replace_or_die(*paths: Path, left: Any = moves) -> None:
+            if next(left, None) is None:
+                raise Killed
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", replace_or_die)
+        try:
+            rundir.unpack(tar, runs)
+            killed = False
+        except Killed:
+            killed = True
+        monkeypatch.undo()
+        if newest(folder) == newest(whole):
+            for name in (rundir.TEST, rundir.CONTRACTION, rundir.SEGMENTS, "metrics.jsonl"):
+                assert (folder / name).read_bytes() == (whole / name).read_bytes()
+            assert [folder / path for path in wanted] == sorted(folder.glob("snapshots/*"))
+            assert Run.open(folder).latest() is not None
+        else:
+            assert not (folder / rundir.FINAL).exists(), "the run counts as finished"
+            rundir.unpack(tar, runs)  # the tar is still ahead
+            assert newest(folder) == newest(whole)
+        if not killed:
+            break
+    assert after > 8
+    assert (folder / rundir.FINAL).exists()
+    assert [path.name for path in runs.iterdir()] == [NAME]
+
+
+def test_a_tar_that_is_not_ahead_is_not_extracted(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = pack(whole, tmp_path)[0]
+    monkeypatch.setattr(tarfile.TarFile, "extractall", None)
+    rundir.unpack(tar, whole.parent)
+    with pytest.raises(TypeError):
+        rundir.unpack(tar, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(

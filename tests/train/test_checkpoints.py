@@ -110,12 +110,21 @@ def test_the_last_two_are_kept_and_a_sound_one_is_not_replaced(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "change",
-    [{"epoch": 10**12}, {"epoch": True}, {"done": [{}]}, {"identity": []}, {"seconds": -1}, {"more": 1}],
+    [
+        *({"epoch": 10**12}, {"epoch": True}, {"done": [{}]}, {"identity": []}, {"seconds": -1}, {"more": 1}),
+        *({"tensors": "abc"}, {"tensors": -1}, {"done": 1}),
+    ],
 )
 def test_a_state_of_another_type_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     """Its checksum is right. A list of 10^12 epochs would not fit into memory."""
     path = write_checkpoint(tmp_path, Position(0, 1), {}, state={**STATE, **change})
     with pytest.raises(CheckpointError, match=r"is damaged: (\w+ must|state\.json has an unknown key|\w+Error)"):
+        read_checkpoint(path)
+
+
+def test_epochs_that_are_no_tables_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, Position(1, 0), {}, state={**STATE, "epoch": 1, "done": [1]})
+    with pytest.raises(CheckpointError, match=r"is damaged: done must be a list of tables, got \[1\]$"):
         read_checkpoint(path)
 
 
@@ -147,15 +156,22 @@ def test_metrics_hold_what_json_cannot(trained: Run) -> None:
     assert trained.metrics()[0].loss == float("inf")
 
 
-def test_a_checkpoint_that_is_refused_is_written_again(trained: Run) -> None:
+WRONG: dict[str, Any] = {
+    r"state\.json has no done": lambda state: state.pop("done"),
+    r"tensors must be .*got 'abc'": lambda state: state.update(tensors="abc"),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_checkpoint_that_is_refused_is_written_again(words: str, trained: Run) -> None:
     """It has its checksum, but not the state of a run, as if it were of another version."""
     path = checkpoints(trained.path / "checkpoints")[-1] / "state.json"
     content = json.loads(path.read_text())
-    wanted = content["state"]
-    content["state"] = {key: value for key, value in wanted.items() if key != "done"}
+    wanted = {**content["state"]}
+    WRONG[words](content["state"])
     content["sha256"] = _digest(_canonical(content["state"]))
     path.write_text(json.dumps(content))
-    with pytest.warns(RuntimeWarning, match=r"is damaged: state\.json has no done; the one before it is tried"):
+    with pytest.warns(RuntimeWarning, match=rf"is damaged: {words}.*; the one before it is tried"):
         resume(trained)
     again = json.loads(path.read_text())["state"]
     assert (again["epoch"], len(again["done"])) == (wanted["epoch"], len(wanted["done"]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from banach import GMRES, JFB, ContractionMonitor, Implicit, Neumann, Tolerance, Unroll, data, models
@@ -17,6 +17,9 @@ from banach.data import Batches, Flip
 from banach.models import Constant, Cosine, OneCycle, Steps
 from banach.train import Average, Epoch, Run, Settings, finite, fit
 from banach.train.plot import plot_history
+from banach.train.state import TrainState
+from banach.train.steps import ImageFeed
+from fast.simulated import EagerCalls, EagerGraphs
 from train.parts_train import capture_steps, images, network, plain_network, same_weights, settings
 
 HELD = images(20, "validation")
@@ -54,6 +57,7 @@ def test_log_and_callbacks_get_the_plan_every_epoch_and_a_resumption(
     assert json.loads((tmp_path / "environment.json").read_text())["plan"] == plans[0].to_dict()
     assert lines[0].startswith("epoch 1 of 2: loss ")
     assert lines[1].startswith(f"epoch 2 of 2: loss {last.loss:.4g}, validation loss {last.validation_loss:.4g}")
+    assert lines[1].endswith(f", solver steps {last.depth:.4g}")
     assert lines[2] == f"resume {tmp_path} at epoch-00002-step-0000000"
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert capsys.readouterr() == ("", "")
@@ -256,6 +260,29 @@ def test_captured_steps_read_batches_and_rates_from_the_device(
     assert [bool(plan.graph) for plan in plans] == [False, True]
     for a, b in zip(*trained, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_capture_that_failed_in_training_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation tried it too, and issued a second warning."""
+    tried = []
+
+    def refuse(self: Any, *rest: Any) -> None:
+        tried.append(type(self).__name__)
+        raise RuntimeError("not permitted when stream is capturing")
+
+    capture_steps(monkeypatch)
+    monkeypatch.setattr(EagerGraphs, "capture", refuse)
+    monkeypatch.setattr(EagerCalls, "_capture", refuse)
+    with pytest.warns(UserWarning, match="the training step could not be captured .*: not permitted") as said:
+        fit(plain_network(), images(), HELD, settings(optimizer="sgd"))
+    assert (tried, len(said)) == (["EagerGraphs"], 1)
+
+
+def test_a_batch_far_larger_than_the_data_needs_no_more_memory() -> None:
+    made = settings(batch_size=10**6)
+    batches = Batches(images(20), made.batch_size)
+    feed = ImageFeed(TrainState(plain_network(), batches, None, made))
+    assert max(value.numel() for value in vars(feed).values() if isinstance(value, Tensor)) <= 60
 
 
 def test_one_cycle_goes_up_and_down() -> None:

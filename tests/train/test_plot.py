@@ -16,9 +16,8 @@ from banach.train.plot import Board, PlotError, comparison_figure, history_figur
 from train.parts_train import NO_FIXED_POINT, epoch
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
-pytest.importorskip("tensorboard", reason="needs tensorboard")
 
-NONE_YET, NO_VALUE = "no epoch is done yet", "no finite value to show"
+NONE_YET, NO_SOLVE = "no epoch is done yet", "no fixed point: nothing to show"
 
 
 def drawn(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
@@ -54,8 +53,9 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     nan: dict[str, float] = dict.fromkeys(("loss", "validation_loss"), math.nan)
     for epochs, said in (
         ([], [NONE_YET] * 6),
-        ([epoch(1, **NO_FIXED_POINT), epoch(2, **NO_FIXED_POINT)], [""] * 3 + [NO_VALUE] * 3),
-        ([epoch(1, **nan, residual=0.0, max_residual=0.0)], [NO_VALUE] + [""] * 5),
+        ([epoch(1, **NO_FIXED_POINT), epoch(2, **NO_FIXED_POINT)], [""] * 3 + [NO_SOLVE] * 3),
+        ([epoch(1, **nan, residual=0.0, max_residual=0.0)], ["no finite value"] + [""] * 5),
+        ([epoch(1, sigma=None)], [""] * 5 + ["nothing was measured"]),  # --no-monitor
     ):
         figure = history_figure(epochs, eps=1e-3)
         assert texts(figure) == said
@@ -83,8 +83,13 @@ def test_a_comparison_overlays_the_runs() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["first", "second"]
     assert [one.get_color() for one in legend.legend_handles] == [line.get_color() for line in depth.lines]
     without = comparison_figure({"new": [], "explicit": [epoch(1, **NO_FIXED_POINT)]})
-    assert texts(without) == ["", "", "", NO_VALUE]
+    assert texts(without) == ["", "", "", NO_SOLVE]
     assert texts(comparison_figure({"new": []})) == [NONE_YET] * 4
+
+
+def test_more_runs_than_colours_have_other_line_styles() -> None:
+    lines = comparison_figure({str(number): [epoch(1)] for number in range(40)}).axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 40
 
 
 @pytest.mark.parametrize("name", ["_hidden", "$\\frac{$", "名前"])
@@ -114,6 +119,11 @@ def test_without_matplotlib_a_sentence_says_so(tmp_path: Path, monkeypatch: pyte
 FIRST = epoch(1, loss=1.5, residual=2.0**-14, max_residual=2.0**-12, converged=0.75, sigma=0.375, memory=2**30)
 
 
+@pytest.fixture
+def tensorboard() -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+
+
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) by tag, as TensorBoard itself reads the folder."""
     module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
@@ -122,6 +132,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.usefixtures("tensorboard")
 def test_every_figure_of_an_epoch_is_there(tmp_path: Path) -> None:
     second = replace(FIRST, epoch=2, loss=0.75, products=8192)
     with Board(tmp_path) as board:
@@ -132,6 +143,7 @@ def test_every_figure_of_an_epoch_is_there(tmp_path: Path) -> None:
     assert read(tmp_path) == {tag(name): [(1, getattr(FIRST, name)), (2, getattr(second, name))] for name in named}
 
 
+@pytest.mark.usefixtures("tensorboard")
 def test_what_an_epoch_has_not_is_left_out(tmp_path: Path) -> None:
     with Board(tmp_path) as board:
         board.write(epoch(1, **NO_FIXED_POINT))
@@ -139,6 +151,7 @@ def test_what_an_epoch_has_not_is_left_out(tmp_path: Path) -> None:
     assert set(read(tmp_path)) == {tag(name) for name in kept}
 
 
+@pytest.mark.usefixtures("tensorboard")
 def test_after_a_resume_each_epoch_occurs_once(tmp_path: Path) -> None:
     with Board(tmp_path) as board:
         for number in (1, 2, 3, 4):
@@ -148,6 +161,7 @@ def test_after_a_resume_each_epoch_occurs_once(tmp_path: Path) -> None:
     assert read(tmp_path)["loss/train"] == [(1, 10.0), (2, 20.0), (3, -1.0)]
 
 
+@pytest.mark.usefixtures("tensorboard")
 def test_nothing_is_written_before_an_epoch_or_without_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

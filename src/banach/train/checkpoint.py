@@ -175,12 +175,14 @@ def _checked(state: Any) -> dict[str, Any]:
         raise ValueError(f"state.json has no {', '.join(missing)}")
     if unknown := sorted({*state} - {*_KEYS}):
         raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
-    for key in _COUNTS:
+    for key in _COUNTS if state["tensors"] is None else (*_COUNTS, "tensors"):
         checks.whole(key, state[key])
     checks.number("seconds", state["seconds"])
     for key, kind in _OTHERS.items():
         if type(state[key]) is not kind:
             raise ValueError(f"{key} must be a {kind.__name__}, got {short(state[key])}")
+    if not all(isinstance(values, dict) for values in state["done"]):
+        raise ValueError(f"done must be a list of tables, got {short(state['done'])}")
     numbers = [Epoch.from_dict(values).epoch for values in state["done"]]
     if len(numbers) != state["epoch"] or numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"done must hold the epochs 1 to {short(state['epoch'])}, got {short(numbers)}")

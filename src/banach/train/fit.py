@@ -137,7 +137,8 @@ def fit(
         steps = Steps(state, show)
         if state.epoch < settings.epochs:
             steps.prepare()
-        scorer = Scorer(net, settings.precision, fast=settings.fast, ranks=ranks)
+        # A capture that failed in training is not tried again: one warning is enough.
+        scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed, ranks=ranks)
         stopped = ranks.agree(signals)
         while state.epoch < settings.epochs and not stopped:
             net.train()
@@ -210,8 +211,13 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
 
 def _line(epoch: Epoch) -> str:
     """Return the main figures of an epoch, for the log."""
-    shown = ((name, getattr(epoch, name)) for name in ("loss", "validation_loss", "validation_accuracy", "depth"))
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown if value is not None)
+    shown = {
+        "loss": epoch.loss,
+        "validation loss": epoch.validation_loss,
+        "validation accuracy": epoch.validation_accuracy,
+        "solver steps": epoch.depth,
+    }
+    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
 
 
 def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:

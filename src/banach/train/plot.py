@@ -6,13 +6,14 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from banach.provenance import whole_file
 from banach.train.metrics import Epoch
 
+_STYLES = ("-", "--", ":", "-.")  # after ten runs the colours repeat, with another line style
 _SIGMA = "largest singular value of dT/du"
 # Panels of one run: the name of the axis, then label and field of each line.
 _HISTORY = {
@@ -70,7 +71,7 @@ def history_figure(
             axes.axhline(value, color="black", linestyle=":", linewidth=1, label=label)
         if axes.lines:
             axes.legend()
-        _finish(axes, "epoch", name, begun=len(epochs) > 0)
+        _finish(axes, "epoch", name, epochs, [*lines.values()])
     if title:
         figure.suptitle(title, parse_math=False)
     return figure
@@ -80,11 +81,12 @@ def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
     """Return a matplotlib Figure of several runs: accuracy by epochs and by seconds, loss, depth."""
     figure = new_figure()
     for axes, (across, name, field) in zip(figure.subplots(2, 2).flat, _COMPARISON, strict=True):
-        for epochs in runs.values():
+        for number, epochs in enumerate(runs.values()):
+            style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)]}
             seconds = accumulate(epoch.seconds for epoch in epochs)
             at = [epoch.epoch for epoch in epochs] if across == "epoch" else [*seconds]
-            axes.plot(at, _values(epochs, field), marker=".")
-        _finish(axes, across, name, begun=any(runs.values()))
+            axes.plot(at, _values(epochs, field), marker=".", **style)
+        _finish(axes, across, name, [*chain(*runs.values())], [field])
     # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
     labels = [f" {name}" if name.startswith("_") else name for name in runs]
     options: Any = {"loc": "outside lower center", "ncols": min(3, max(1, len(labels)))}
@@ -119,8 +121,8 @@ def _values(epochs: Sequence[Epoch], field: str) -> list[float]:
     return [float(value) if value is not None and math.isfinite(value) else math.nan for value in found]
 
 
-def _finish(axes: Any, across: str, name: str, *, begun: bool) -> None:
-    """Label a panel; one without a finite value says so."""
+def _finish(axes: Any, across: str, name: str, epochs: Sequence[Epoch], fields: Sequence[str]) -> None:
+    """Label a panel; one that shows nothing says why."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel=across, ylabel=name)
@@ -128,7 +130,10 @@ def _finish(axes: Any, across: str, name: str, *, begun: bool) -> None:
     if across == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if not any(math.isfinite(value) for line in axes.lines for value in line.get_ydata()):
-        why = "no finite value to show" if begun else "no epoch is done yet"
+        missing = all(getattr(epoch, field) is None for epoch in epochs for field in fields)
+        solved = any(epoch.depth is not None for epoch in epochs)
+        why = "nothing was measured" if solved or "accuracy" in name else "no fixed point: nothing to show"
+        why = (why if missing else "no finite value") if epochs else "no epoch is done yet"
         axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
 
 

@@ -67,11 +67,12 @@ class ImageFeed(Feed):
     def __init__(self, state: TrainState) -> None:
         super().__init__(state)
         self.batches, device = cast(Batches, state.batches), state.device
-        batch, steps = state.settings.batch_size, len(self.batches)
-        self.full = len(self.batches.images) // batch  # batches of full size
+        count, steps = len(self.batches.images), len(self.batches)
+        self.full = count // state.settings.batch_size  # batches of full size
+        batch = min(state.settings.batch_size, count)  # without a full batch no step is captured
         self.epoch = -1  # that of order, keys and rates
         most = steps + WARM_UPS  # a warm-up may go on after the last step
-        self.order = torch.zeros(most * batch, dtype=torch.int64, device=device)
+        self.order = torch.zeros(count + WARM_UPS * batch, dtype=torch.int64, device=device)
         self.keys = torch.zeros(most, dtype=torch.int64, device=device)
         self.rates = torch.zeros(most, dtype=torch.float32, device=device)
         self.within = torch.arange(batch, device=device)
@@ -247,9 +248,14 @@ class Steps:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
         bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-        self._pretrains = self._pretrain
+        self._planned, self._pretrains = bool(how.graph), self._pretrain
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
+
+    @property
+    def failed(self) -> bool:
+        """A capture was planned, and failed."""
+        return self._planned and not self.step.plan.graph
 
     @property
     def _pretrain(self) -> bool:
