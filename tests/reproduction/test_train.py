@@ -315,6 +315,6 @@ def test_the_committed_trainings_are_whole(name: str) -> None:
     """Every run was trained without a gap, from the sources of one commit; a finished one to its last epoch."""
     for row in study.read(Training, Path(__file__).parents[2] / f"results/reproduction/{name}.jsonl"):
         assert [epoch.epoch for epoch in row.epochs] == list(range(1, len(row.epochs) + 1))
-        assert row.reached == row.segments[-1]["last_epoch"]
+        assert 0 <= row.segments[-1]["last_epoch"] - row.reached < 5  # every fifth epoch is tested
         assert row.final is None or row.reached == row.settings["epochs"]
         assert len({segment["sources"] for segment in row.segments}) == 1
