@@ -1,13 +1,14 @@
-"""For all tests: Ctrl-C works, and tests marked gpu are skipped where there is none."""
+"""For all tests: signals work, and tests marked gpu are skipped where there is none."""
 
 import signal
 
 import pytest
 
-# Started in the background of a shell, tests may find Ctrl-C ignored, and runs then rightly ignore it, too. Some
-# tests are about Ctrl-C, in this process and in those that it starts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background of a shell or by nohup, tests may find signals ignored, and runs then rightly ignore
+# them, too. Some tests are about these signals, in this process and in those that it starts.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
