@@ -223,6 +223,7 @@ def test_a_run_of_the_library_is_evaluated_by_the_command_if_it_names_its_parts(
     ):
         Run.create(said, made)
         refused(["evaluate", said], capsys, said)
+    refused(["train", "--resume", "was made from Python"], capsys, "does not name its data and model")
 
 
 def test_flags_reach_the_run_and_must_agree_on_resume(capsys: Any) -> None:

@@ -156,11 +156,17 @@ class Opened:
         return torch.cat(chances), torch.cat(ends)
 
 
-def open_run(path: Path, device: str = "auto") -> Opened:
-    """Load the network of a run from its newest checkpoint."""
+def own_run(path: Path) -> Run:
+    """Open a run that a command can use: one made from Python does not name its data and model."""
     run = Run.open(path)
     if run.settings.data is None or run.settings.model is None:
         raise RunError(f"{path} was made from Python, and does not name its data and model; use it from Python")
+    return run
+
+
+def open_run(path: Path, device: str = "auto") -> Opened:
+    """Load the network of a run from its newest checkpoint."""
+    run = own_run(path)
     settings = replace(run.settings, device=device)
     where, checkpoint = settings.usable_device(), run.latest()
     if checkpoint is None:
@@ -170,4 +176,5 @@ def open_run(path: Path, device: str = "auto") -> Opened:
     load_weights(net, checkpoint, averaged=True)
     now = described(net, run.settings)
     check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
-    return Opened(run, settings, net.to(where).eval(), data.get(run.settings.data), where, checkpoint.position)
+    dataset = data.get(str(run.settings.data))
+    return Opened(run, settings, net.to(where).eval(), dataset, where, checkpoint.position)

@@ -17,7 +17,7 @@ from torch import nn
 from banach import data as registry
 from banach.cli.console import console, table
 from banach.cli.progress import Progress
-from banach.cli.shared import DataDir, Imports, lenient, option, recorded, show_plot
+from banach.cli.shared import DataDir, Imports, lenient, option, own_run, recorded, show_plot
 from banach.data import Images
 from banach.data.dataset import find, roots
 from banach.provenance import numbers, plain, provenance
@@ -141,7 +141,7 @@ def train(
     elif out or config:
         raise ValueError(f"{resume} has its directory and its settings already; leave out --out and --config")
     else:
-        made = Run.open(resume)
+        made = own_run(resume)
         settings = made.settings.changed(flags)
         made.check(settings)  # only a few settings may differ
     with joined(settings) as ranks:
