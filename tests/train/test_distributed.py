@@ -145,7 +145,6 @@ class Forged:
         return Path.touch, (self.path,)
 
 
-@needs_shards
 @pytest.mark.gpu
 def test_batch_norm_is_synchronised_on_a_gpu(tmp_path: Path) -> None:
     """Two ranks share the GPU by gloo; the parts of the batch have other statistics than the whole."""
@@ -159,6 +158,7 @@ def test_batch_norm_is_synchronised_on_a_gpu(tmp_path: Path) -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@needs_shards
 def test_damaged_and_forged_shards_are_refused(tmp_path: Path) -> None:
     """PyTorch unpickles the metadata of a sharded checkpoint, which can run anything."""
     assert start("training", 2, tmp_path, "run", 5, {"sharded": True}) == [0, 0]
