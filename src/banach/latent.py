@@ -2,7 +2,7 @@
 
 Inside the library a latent is a matrix, one row per sample: `Space` knows the way there and back.
 For one tensor both ways are views, in the order the memory already has (so channels_last survives);
-for a nest the way there is one concatenation and the way back is views.
+for a nest the way there is one concatenation, and the way back copies images, which then have no gaps in memory.
 """
 
 from __future__ import annotations

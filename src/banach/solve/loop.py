@@ -58,8 +58,8 @@ def solve(
 
     Args:
         T: the map, called as T(z, *inputs) once per step. It must keep z's shape and must not write to z or to
-            `inputs`. On a GPU Picard's iteration evaluates it a few times more, up to the next host check; these
-            steps are dropped and not counted.
+            `inputs`. On a GPU Picard's iteration evaluates it a few times more, up to the next host check, at most
+            about a quarter of the steps in long solves; these are dropped and not counted.
         z0: starting latent, a tensor or a nest of tensors that share axis 0 (the batch).
         solver: `Picard()`, `Anderson()` or `Broyden()`.
         inputs: per-sample tensors for T.

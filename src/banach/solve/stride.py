@@ -146,7 +146,10 @@ def _evaluate_rows(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, Ten
 
 
 def _evaluate_leaves(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, Tensor]:
-    """Do the same without damping, each leaf in memory of its own: all become rows at the end, not one by one."""
+    """Return the same without damping, each leaf in its own memory, so that T gets it without a copy.
+
+    The leaves of all steps become rows together, at the end.
+    """
     space, batch = run.space, run.space.batch
     kept = space.resized((steps + 1) * batch).empty()
     _write(kept, 0, space.parts(z))
@@ -157,7 +160,7 @@ def _evaluate_leaves(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, T
             else:
                 here = [leaf[j * batch : (j + 1) * batch] for leaf in kept]
                 parts = space.check(run.T(rebuild(space.template, here), *run.inputs))
-        except Exception:  # as above
+        except Exception:  # as in `_evaluate_rows`
             if not j:
                 raise
             kept = [leaf[: (j + 1) * batch] for leaf in kept]
