@@ -179,10 +179,11 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 def _details(group: Group | None) -> dict[str, Any]:
     """Return what the text of the page mentions besides the claims."""
     if group is None:
-        return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch"), "-")
+        return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch", "training"), "-")
     depth, (epoch, peak) = fmean(run.scores.depth or 0.0 for run in group.runs), group.peak
     protocols = f"{group.protocols:+.2f}" if group.protocols else "-"
-    return {"depth": depth, "protocols": protocols, "peak": peak, "peak_epoch": epoch}
+    training = fmean(100 * (run.epochs[-1].accuracy or 0.0) for run in group.runs)
+    return {"depth": depth, "protocols": protocols, "peak": peak, "peak_epoch": epoch, "training": training}
 
 
 def claim(
