@@ -158,8 +158,11 @@ class Space:
             self._check_same(nest, self.shapes[0], what)
             flat = self._flatten(nest, self.last[0])
             return flat if flat.dtype == self.rows_dtype else flat.to(self.rows_dtype)
-        columns = [self._flatten(*pair) for pair in zip(self.check(nest, what), self.last, strict=True)]
-        return torch.cat(columns, 1).to(self.rows_dtype)
+        return torch.cat(self.columns(self.check(nest, what)), 1).to(self.rows_dtype)
+
+    def columns(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return each leaf as the columns that it takes in the matrix."""
+        return list(map(self._flatten, parts, self.last))
 
     def check(self, nest: Latent, what: str = "T") -> list[Tensor]:
         """Return the tensors of a nest; refuse another structure, shape, dtype or device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,18 +17,23 @@ from banach.solve.stride import stride
 from problems import normal
 
 
-def strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the steps that a GPU would take, from here on."""
+def strides(monkeypatch: pytest.MonkeyPatch, large: int | None = None) -> None:
+    """Take the steps that a GPU would take, from here on, with this limit of small iterates."""
     monkeypatch.setattr(Run, "sprint", lambda self, state, k, *, compact: stride(self, state, k))
+    if large is not None:
+        monkeypatch.setattr(import_module("banach.solve.stride"), "LARGE", large)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, T: Any, z0: Latent, **options: Any) -> tuple[Solution, Solution]:
-    """Return the solution with a check at every step, and that of stride()."""
+    """Return what stride() finds, the same for small and large iterates, and what a check at every step finds."""
     expected = solve(T, z0, **options)
-    strides(monkeypatch)
-    found = solve(T, z0, **options)
-    monkeypatch.undo()
-    return found, expected
+    found = []
+    for large in (None, 0):
+        strides(monkeypatch, large)
+        found.append(solve(T, z0, **options))
+        monkeypatch.undo()
+    assert_equal(*found)
+    return found[0], expected
 
 
 def assert_equal(found: Solution, expected: Solution) -> None:

@@ -299,8 +299,8 @@ class Run:
         found: dict[str, Any] = {"solver": self.solver, "tolerance": self.tolerance}
         if trace is not None:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
-        met = state.test <= self.atol
-        if self.on_host and not state.tested and count_nonzero(met) == len(met):  # most passes
+        met = (state.test <= self.atol) & ((state.test > -np.inf) if state.tested else True)
+        if self.on_host and count_nonzero(met) == len(met):  # most passes
             value, columns = state.z.clone() if shown else state.z, (state.residual, state.reached[STEP], met)
         else:
             value, columns = self._judge(state)

@@ -6,6 +6,8 @@ have stalled. Then the general loop takes one step, and it goes on after that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -16,8 +18,10 @@ from banach.latent import rebuild
 from banach.solve.picard import Picard
 from banach.solve.run import Run
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
+from banach.solve.tolerance import WorstPixel
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next, or a quarter of those taken
+LARGE = 1 << 24  # bytes of an iterate; reading it takes a GPU about as long as the host needs for an operation
 ROOM = 1 << 28  # bytes that the iterates between two checks and their differences may take
 
 
@@ -111,77 +115,78 @@ def _look_again(run: Run, state: State, k: int) -> None:
 def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
     """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part.
 
-    They are measured together after the last step: a small operation takes the host as long as a large one.
+    They are measured together after the last step, since a small operation takes the host as long as a large one;
+    large ones at every step, while the host prepares the next.
     """
-    space, rtol = run.space, run.tolerance.rtol
-    several = len(space.shapes) > 1 and not (space.coupled or cast(Picard, run.solver).damping)
-    evaluate = _evaluate_leaves if several and space.dtype == z.dtype else _evaluate_rows
-    iterates, values = evaluate(run, z, k, steps)
-    residual = _measure(run, values - iterates[:-1])
-    if not rtol:
-        numbers = to_numpy(residual)
-        return iterates, numbers, numbers
-    numbers, size = to_numpy(torch.stack((residual, _measure(run, values))))
-    with np.errstate(invalid="ignore"):  # infinity minus infinity
-        return iterates, numbers, numbers - numbers.dtype.type(rtol) * size
-
-
-def _evaluate_rows(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, Tensor]:
-    """Return z and the next iterates, and T at all but the last: (steps, samples, width)."""
+    space, norm, rtol = run.space, run.tolerance.norm, run.tolerance.rtol
     damping = cast(Picard, run.solver).damping
-    iterates = z.new_empty(steps + 1, *z.shape)
-    # Copies of T(z), since T may write its next value into the same memory.
-    values = torch.empty_like(iterates[1:]) if damping else iterates[1:]
-    iterates[0] = z
+    memory = z.new_empty(
+        (3 if damping else 2) * steps + 1, *z.shape
+    )  # iterates, T(z) if it is not the next one, r
+    rows = memory.unbind()
+    values, differences = rows[-2 * steps : -steps], rows[-steps:]
+    sizes: list[Tensor] = []
+    norms: list[Tensor] = []
+    rows[0].copy_(z)
+    several = len(space.shapes) > 1 and not (space.coupled or damping) and space.dtype == z.dtype
+    evaluate = _by_leaves(run, z, k) if several else partial(_by_rows, run)
+    together = z.nbytes <= LARGE and not (space.coupled and type(norm) is WorstPixel)
     for j in range(steps):
         try:
-            values[j] = run.evaluate(iterates[j], first=not k and not j)
+            evaluate(rows[j], values[j], first=not k and not j)
         except Exception:  # T need not be defined where a sample is only because it has moved on
             if not j:
                 raise
-            return iterates[: j + 1], values[:j]
+            return _steps(run, z, k, j)
         if damping:
-            torch.lerp(values[j], iterates[j], damping, out=iterates[j + 1])
-    return iterates, values
+            torch.lerp(values[j], rows[j], damping, out=rows[j + 1])
+        if not together:
+            torch.sub(values[j], rows[j], out=differences[j])
+            norms.append(run.measure(differences[j], space))
+            if rtol:
+                sizes.append(run.measure(values[j], space))
+    if together:
+        torch.sub(memory[-2 * steps : -steps], memory[:steps], out=memory[-steps:])
+        taken = memory[-2 * steps if rtol else -steps :].flatten(0, 1)
+        numbers = run.measure(taken, space.resized(len(taken)) if type(norm) is WorstPixel else space)
+    else:
+        numbers = torch.stack(sizes + norms)
+    *size, residual = to_numpy(numbers.view(-1, steps, len(z)))
+    if not rtol:
+        return memory[: steps + 1], residual, residual
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        return memory[: steps + 1], residual, residual - residual.dtype.type(rtol) * size[0]
 
 
-def _evaluate_leaves(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, Tensor]:
-    """Return the same without damping, each leaf in its own memory, so that T gets it without a copy.
+def _by_rows(run: Run, z: Tensor, out: Tensor, *, first: bool) -> None:
+    """Write the rows of T(z): a copy, since T may write its next value into the same memory."""
+    out.copy_(run.evaluate(z, first=first))
 
-    The leaves of all steps become rows together, at the end.
+
+def _by_leaves(run: Run, z: Tensor, k: int) -> Callable[..., None]:
+    """Return `_by_rows` for one iterate of a nest after the other, from z on.
+
+    Leaves have memory of their own, in turn one of two, so that T gets them without a copy.
     """
-    space, batch = run.space, run.space.batch
-    kept = space.resized((steps + 1) * batch).empty()
-    _write(kept, 0, space.parts(z))
-    for j in range(steps):
-        try:
-            if not k and not j:
-                parts = space.parts(run.evaluate(z, first=True))
-            else:
-                here = [leaf[j * batch : (j + 1) * batch] for leaf in kept]
-                parts = space.check(run.T(rebuild(space.template, here), *run.inputs))
-        except Exception:  # as in `_evaluate_rows`
-            if not j:
-                raise
-            kept = [leaf[: (j + 1) * batch] for leaf in kept]
-            break
-        _write(kept, j + 1, parts)
-    rows = space.resized(len(kept[0])).rows(rebuild(space.template, kept)).view(-1, *z.shape)
-    return rows, rows[1:]
+    space = run.space
+    turns = [(leaves, space.columns(leaves)) for leaves in (space.empty(), space.empty())]
 
+    def keep(parts: list[Tensor]) -> None:
+        for leaf, part in zip(turns[0][0], parts, strict=True):
+            leaf.copy_(part)
 
-def _write(kept: list[Tensor], j: int, parts: list[Tensor]) -> None:
-    """Write the leaves of the j-th nest."""
-    for leaf, part in zip(kept, parts, strict=True):
-        leaf[j * len(part) : (j + 1) * len(part)] = part
+    def evaluate(z: Tensor, out: Tensor, *, first: bool) -> None:
+        if first:
+            parts = space.parts(run.evaluate(z, first=True))
+        else:
+            parts = space.check(run.T(rebuild(space.template, turns[0][0]), *run.inputs))
+        turns.reverse()
+        keep(parts)
+        torch.cat(turns[0][1], 1, out=out)
 
-
-def _measure(run: Run, rows: Tensor) -> Tensor:
-    """Return the norms of (steps, samples, width) up to the norm's own factor."""
-    if run.space.coupled:  # all samples are one row
-        return torch.stack([run.measure(one, run.space) for one in rows])
-    steps, samples = rows.shape[:2]
-    return run.measure(rows.flatten(0, 1), run.space.resized(steps * samples)).view(steps, samples)
+    if k:
+        keep(space.parts(z))
+    return evaluate
 
 
 def _fell(residual: np.ndarray, least: np.ndarray) -> bool:
