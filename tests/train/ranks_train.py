@@ -221,7 +221,7 @@ def command(rank: int, count: int, folder: Path, line: list[str], killed_at: int
     port = (folder / "port").read_text()
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": str(count), "RANK": str(rank), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    take, calls = steps.Steps.take, iter(range(1, 10**6))
+    take, calls = steps.Stepper.take, iter(range(1, 10**6))
 
     def taken(self: Any) -> None:
         if next(calls) == killed_at and rank == count - 1:
@@ -229,7 +229,7 @@ def command(rank: int, count: int, folder: Path, line: list[str], killed_at: int
             os.kill(os.getpid(), signal.SIGKILL)
         take(self)
 
-    steps.Steps.take = taken  # type: ignore[method-assign]
+    steps.Stepper.take = taken  # type: ignore[method-assign]
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(folder / f"{name}-{rank}", os.O_CREAT | os.O_WRONLY), number)
     return main(line)

@@ -15,7 +15,7 @@ from banach.models import Cosine
 from banach.models.mdeq import Sizes, multiscale
 from banach.train import DivergenceError, Run, Scorer, evaluate, fit, words
 from banach.train.state import TrainState
-from banach.train.steps import Steps
+from banach.train.steps import Stepper
 from train.parts_train import images, network, plain_network, settings
 from train.test_divergence import SGD, bad_step, by_hand, fused, marked, quietly
 from train.test_divergence import network as broken_network
@@ -81,7 +81,7 @@ def test_the_loop_never_waits_for_the_device(fast: bool) -> None:
     net = plain_network(Tolerance(max_steps=5, check_every=0)).cuda()
     train = images().to("cuda")
     work = TrainState(net, Batches(train, 16), train, made)
-    steps = Steps(work)
+    steps = Stepper(work)
     steps.take()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -234,7 +234,7 @@ def test_captured_steps_note_a_divergence_on_the_device(policy: str, kind: str) 
     made = settings(**SGD, device="cuda", on_nonfinite=policy)
     net = broken_network(kind)
     state = TrainState(net.to("cuda"), Batches(marked().to("cuda"), made.batch_size, made.seed), None, made)
-    assert Steps(state).step.plan.graph
+    assert Stepper(state).step.plan.graph
     if policy == "stop":
         expected = rf"became NaN or infinite in step {bad_step(made)} of epoch 1"
         with pytest.raises(DivergenceError, match=expected):

@@ -18,7 +18,7 @@ REWINDS = 5  # after that many the learning rate is not the cause
 _EVERY = {"cpu": 1, "cuda": 100}  # steps between two reads; on a GPU each one is a host sync
 
 
-class Watch:
+class NonfiniteWatch:
     """Records on the device which step of an epoch was the first that was not finite.
 
     `begin` and `end` are part of a training step, also of a captured one: they never sync with the host. With the
@@ -110,7 +110,7 @@ class Divergence:
         if self.policy == "rewind" and run is None:
             raise ValueError("on_nonfinite='rewind' needs checkpoints; pass run=, or choose stop or skip")
 
-    def found(self, watch: Watch, *, now: bool) -> bool:
+    def found(self, watch: NonfiniteWatch, *, now: bool) -> bool:
         """Look for a bad step and follow the policy; return True if training was rewound.
 
         With `now`, look even if that costs a host sync. A DivergenceError stops the training.
@@ -141,7 +141,7 @@ class Divergence:
         state.restore(checkpoint)
         state.rewinds = rewinds
 
-    def _report_skipped(self, watch: Watch, fault: str) -> None:
+    def _report_skipped(self, watch: NonfiniteWatch, fault: str) -> None:
         """Warn of the batches that an epoch skipped; stop if it skipped all of them."""
         if not self.state.metrics.sums[0]:
             raise DivergenceError(f"no batch of the epoch could be used: {self._explained(fault)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -19,6 +18,7 @@ from banach.data.loader import Loader
 from banach.fast.plan import Plan
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
+from banach.solve.warning import warn_user
 from banach.train.checkpoint import Position, is_sharded, write_shards
 from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
@@ -28,7 +28,7 @@ from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
 from banach.train.settings import Settings
 from banach.train.state import TrainState
-from banach.train.steps import Penalties, Steps
+from banach.train.steps import Penalties, Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +79,7 @@ def fit(
         CheckpointError, RunError: if the run directory is damaged, or of another run.
     """
     device, objective = settings.torch_device, Objective.of(loss, metrics)
-    for name, given in (("train", train), ("validation", validation)):
-        if isinstance(given, Images) and given.split == "test":
-            text = f"{name} is the test split, which chooses nothing"
-            raise ValueError(f"{text}: give {name} images of another split")
-    if settings.label_smoothing and objective.loss is not F.cross_entropy:
-        raise ValueError("label_smoothing applies to cross entropy, got another loss; set label_smoothing=0")
-    if Penalties.of(settings) and (not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0):
-        needs = "jacobian_penalty and correction need a network with a fixed point"
-        raise ValueError(f"{needs}, got {type(net).__name__} without one; set both to 0")
+    _check(net, train, validation, settings, objective)
     ranks = Ranks.here()
     data = _placed(train, settings, ranks)
     held = None if validation is None else _placed(validation, settings, ranks)
@@ -100,81 +92,35 @@ def fit(
         raise ValueError(f"augment applies to Images, got {data}; let the data set change its samples")
     ranks.prepare(net.to(device), settings)
     state = TrainState(net, batches, held, settings, ranks, objective)
-    divergence = Divergence(state, run)
-
-    def save() -> None:
-        if run is None:
-            return
-        if state.step:
-            ranks.pool(state)
-        tensors = state.tensors()
-        if ranks.first:
-            run.save(state.position, tensors, state.state())
-        elif is_sharded(*tensors.values()):
-            write_shards(tensors)
-        ranks.go_on(state)
-
-    def show(plan: Plan) -> None:
-        logger.info("%s", plan)
-        if run is not None and ranks.first:
-            run.write_plan(plan.to_dict())
-        if on_plan is not None:
-            on_plan(plan)
-
+    training = _Training(state, run, on_epoch, on_step, on_plan)
     with ExitStack() as stack:
         if run is not None:
             if ranks.first:
                 stack.enter_context(lock(run.path))
-            _resume(run, state)
-            if settings.on_nonfinite == "rewind" and not state.position > Position(0, 0):
-                save()  # something to return to
+            training.resume(run)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
         if isinstance(net, ImplicitNetwork) and isinstance(mode := net.backward, Implicit):
             stack.callback(setattr, net, "backward", mode)
             net.backward = replace(mode, count=state.counted)  # J-products, on the device
-        signals = stack.enter_context(noted_signals(run is not None))
-        steps = Steps(state, show)
-        if state.epoch < settings.epochs:
-            steps.prepare()
-        # A capture that failed in training is not tried again: one warning is enough.
-        scorer = Scorer(net, settings.precision, fast=settings.fast and not steps.failed, ranks=ranks)
-        stopped = ranks.agree(signals)
-        while state.epoch < settings.epochs and not stopped:
-            net.train()
-            for _ in range(state.step, len(batches)):
-                steps.take()
-                state.step += 1
-                if on_step is not None:
-                    on_step(state.position)
-                stopped, every = ranks.agree(signals), settings.checkpoint_every
-                due = every > 0 and state.step % every == 0 and state.step < len(batches)  # else at its end
-                if divergence.found(steps.watch, now=stopped > 0 or due):
-                    steps = Steps(state, show)  # captured steps point to the old state of the optimizer
-                    break
-                if due:
-                    save()
-                if stopped:
-                    break
-            else:
-                state.end_epoch(_look_back(state, scorer))
-                logger.info("epoch %d of %d: %s", state.epoch, settings.epochs, _line(state.done[-1]))
-                try:
-                    if on_epoch is not None:
-                        on_epoch(state.done[-1])
-                finally:  # after it: what it writes is never behind a checkpoint, even if interrupted here
-                    if run is not None:
-                        save()
-                        if ranks.first:
-                            run.write_metrics(state.done)
-                state.begin_clock()  # the next epoch's time and memory do not include callbacks and files
-                stopped = ranks.agree(signals)
-        if run is not None and (state.step or ranks.from_first(lambda: run.latest() is None)):
-            save()
+        stopped = training.train(stack.enter_context(noted_signals(run is not None)))
     if state.average is not None:
         state.average.put_into(net)
     net.eval()
     return History(tuple(state.done), state.epoch >= settings.epochs, stopped or None)
+
+
+def _check(net: nn.Module, train: Any, validation: Any, settings: Settings, objective: Objective) -> None:
+    """Refuse the test split, and settings that do not apply to the network or the loss."""
+    for name, given in (("train", train), ("validation", validation)):
+        if isinstance(given, Images) and given.split == "test":
+            text = f"{name} is the test split, which chooses nothing"
+            raise ValueError(f"{text}: give {name} images of another split")
+    if settings.label_smoothing and objective.loss is not F.cross_entropy:
+        raise ValueError("label_smoothing applies to cross entropy, got another loss; set label_smoothing=0")
+    if Penalties.of(settings) and (not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0):
+        needs = "jacobian_penalty and correction need a network with a fixed point"
+        raise ValueError(f"{needs}, got {type(net).__name__} without one; set both to 0")
 
 
 def _placed(data: Images | Iterable[Any], settings: Settings, ranks: Ranks) -> Images | Loader:
@@ -185,6 +131,111 @@ def _placed(data: Images | Iterable[Any], settings: Settings, ranks: Ranks) -> I
         text = f"{ranks.count} ranks can train on Images only, got {type(data).__name__}"
         raise ValueError(f"{text}; start one process, or use Lightning or accelerate (see examples/)")
     return Loader(data, settings.torch_device, settings.seed)
+
+
+class _Training:
+    """The loop of `fit` over epochs and steps, with the files that it writes to the run directory."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        run: Run | None,
+        on_epoch: Callable[[Epoch], None] | None,
+        on_step: Callable[[Position], None] | None,
+        on_plan: Callable[[Plan], None] | None,
+    ) -> None:
+        self.state, self.run, self.ranks = state, run, state.ranks
+        self.on_epoch, self.on_step, self.on_plan = on_epoch, on_step, on_plan
+        self.divergence = Divergence(state, run)
+
+    def resume(self, run: Run) -> None:
+        """Continue from the newest checkpoint of the run, if it has one."""
+        state, ranks = self.state, self.ranks
+        run.check(state.settings)
+        if ranks.first:
+            run.clean()
+        if (checkpoint := run.latest()) is not None:
+            state.restore(checkpoint)
+            logger.info("resume %s at %s", run.path, state.position.name)
+            if ranks.first:
+                run.write_metrics(state.done)
+        if (place := ranks.from_first(lambda: state.position)) != state.position:
+            text = f"the first rank resumes {run.path} at {place.name}, this one at {state.position.name}"
+            raise RunError(f"{text}; put the run on a disk that all ranks share")
+        if state.settings.on_nonfinite == "rewind" and not state.position > Position(0, 0):
+            self._save()  # something to return to
+
+    def train(self, signals: list[int]) -> int:
+        """Train until the last epoch is done, or until a signal, which is returned; 0 if there was none."""
+        state, run, ranks, settings = self.state, self.run, self.ranks, self.state.settings
+        self.steps = Stepper(state, self._show)
+        if state.epoch < settings.epochs:
+            self.steps.prepare()
+        # A capture that failed in training is not tried again: one warning is enough.
+        fast = settings.fast and not self.steps.failed
+        scorer = Scorer(state.net, settings.precision, fast=fast, ranks=ranks)
+        stopped = ranks.agree(signals)
+        while state.epoch < settings.epochs and not stopped:
+            stopped = self._train_epoch(signals, scorer)
+        if run is not None and (state.step or ranks.from_first(lambda: run.latest() is None)):
+            self._save()
+        return stopped
+
+    def _train_epoch(self, signals: list[int], scorer: Scorer) -> int:
+        """Take the remaining steps of an epoch, unless a signal stops them or they are rewound."""
+        state, every = self.state, self.state.settings.checkpoint_every
+        state.net.train()
+        for _ in range(state.step, len(state.batches)):
+            self.steps.take()
+            state.step += 1
+            if self.on_step is not None:
+                self.on_step(state.position)
+            stopped = self.ranks.agree(signals)
+            due = every > 0 and state.step % every == 0 and state.step < len(state.batches)  # else at its end
+            if self.divergence.found(self.steps.watch, now=stopped > 0 or due):
+                self.steps = Stepper(state, self._show)  # captured steps point to the old state of the optimizer
+                return stopped
+            if due:
+                self._save()
+            if stopped:
+                return stopped
+        self._end_epoch(scorer)
+        return self.ranks.agree(signals)
+
+    def _end_epoch(self, scorer: Scorer) -> None:
+        """Validate, report the epoch, and write a checkpoint and the metrics."""
+        state = self.state
+        state.end_epoch(_look_back(state, scorer))
+        logger.info("epoch %d of %d: %s", state.epoch, state.settings.epochs, _line(state.done[-1]))
+        try:
+            if self.on_epoch is not None:
+                self.on_epoch(state.done[-1])
+        finally:  # after it: what it writes is never behind a checkpoint, even if interrupted here
+            self._save()
+            if self.run is not None and self.ranks.first:
+                self.run.write_metrics(state.done)
+        state.begin_clock()  # the next epoch's time and memory do not include callbacks and files
+
+    def _save(self) -> None:
+        """Write a checkpoint, if there is a run: the first rank alone, or all of them their shards."""
+        state, ranks = self.state, self.ranks
+        if self.run is None:
+            return
+        if state.step:
+            ranks.pool(state)
+        tensors = state.tensors()
+        if ranks.first:
+            self.run.save(state.position, tensors, state.state())
+        elif is_sharded(*tensors.values()):
+            write_shards(tensors)
+        ranks.go_on(state)
+
+    def _show(self, plan: Plan) -> None:
+        logger.info("%s", plan)
+        if self.run is not None and self.ranks.first:
+            self.run.write_plan(plan.to_dict())
+        if self.on_plan is not None:
+            self.on_plan(plan)
 
 
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
@@ -205,7 +256,7 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     few = [one for one in (*state.done, epoch) if one.converged is not None and one.converged < _FEW]
     if few == [epoch] and net.tolerance.check_every != 0:  # at a fixed depth that is meant
         text = f"in epoch {epoch.epoch} only {epoch.converged:.1%} of the samples converged"
-        warnings.warn(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning, stacklevel=3)
+        warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)
     return epoch
 
 
@@ -242,20 +293,6 @@ def _contraction(state: TrainState) -> float | None:
     except RuntimeError as error:  # such as of a layer without second derivative
         if len(state.done) == 0:
             said = " ".join(str(error).split())
-            warnings.warn(f"the contraction of R cannot be measured, so it is skipped: {said}", stacklevel=2)
+            warn_user(f"the contraction of R cannot be measured, so it is skipped: {said}", UserWarning)
         return None
     return state.monitor.history[-1].sigma
-
-
-def _resume(run: Run, state: TrainState) -> None:
-    run.check(state.settings)
-    if state.ranks.first:
-        run.clean()
-    if (checkpoint := run.latest()) is not None:
-        state.restore(checkpoint)
-        logger.info("resume %s at %s", run.path, state.position.name)
-        if state.ranks.first:
-            run.write_metrics(state.done)
-    if (place := state.ranks.from_first(lambda: state.position)) != state.position:
-        text = f"the first rank resumes {run.path} at {place.name}, this one at {state.position.name}"
-        raise RunError(f"{text}; put the run on a disk that all ranks share")

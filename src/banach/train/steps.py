@@ -25,7 +25,7 @@ from banach.network import ImplicitNetwork
 from banach.nn import Observed, finite_difference_penalty, fixed_point_correction, jacobian_penalty, observe
 from banach.train.checkpoint import Position
 from banach.train.distributed import Parallel
-from banach.train.finite import Watch
+from banach.train.finite import NonfiniteWatch
 from banach.train.precision import autocast
 from banach.train.settings import Settings
 from banach.train.state import TrainState
@@ -212,14 +212,14 @@ class Penalties:
             raise RuntimeError(f"{needs} ({why[:200]}); {advice}") from error
 
 
-class Steps:
+class Stepper:
     """`take()` is the next training step of the state; `show` gets the plan of how it runs, when that changes."""
 
     def __init__(self, state: TrainState, show: Callable[[Plan], None] = lambda plan: None) -> None:
         self.state, self.show = state, show
         self.feed = LoaderFeed(state) if isinstance(state.batches, Loader) else ImageFeed(state)
         self._shown: Plan | None = None
-        self.watch = Watch(state, self.feed.place)
+        self.watch = NonfiniteWatch(state, self.feed.place)
         self._make()
 
     def _make(self) -> None:
