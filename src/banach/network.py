@@ -154,14 +154,13 @@ class ImplicitNetwork(nn.Module):
         modules = modules_of(R)
         special = special_layers(modules)
         if special:
-            special = check_sharded(special, fixed_depth=not self.tolerance.checks)
-        if special or not modules:
+            check_sharded(special, fixed_depth=not self.tolerance.checks)
             check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
-        later, once = _evaluates_later(mode), type(mode) is JFB
-        with watch_over(R), forward_pass(R, modules, special, later=later, once=once) as this_pass:
+        needs = {"evaluates_later": _evaluates_later(mode), "attaches_once": type(mode) is JFB}
+        with watch_over(R), forward_pass(R, modules, special, **needs) as this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
             warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from banach import RMS, Euclidean, Picard, Tolerance, WorstPixel, solve
-from banach.solve.run import Run
+from banach.solve.run import SolveRun
 from banach.solve.solution import DEFERRED
 from banach.solve.stride import stride
 
 
 def take_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a CPU take several steps between two host checks, as a GPU does."""
-    monkeypatch.setattr(Run, "sprint", lambda run, state, k, compact: stride(run, state, k))
+    monkeypatch.setattr(SolveRun, "sprint", lambda run, state, k, compact: stride(run, state, k))
 
 
 def problems() -> list[tuple[Callable[..., Tensor], Tensor, Tensor, Picard, Tolerance]]:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from banach import RMS, Picard, Solution, Tolerance, WorstPixel, solve
 from banach.latent import Latent, leaves, map_leaves
-from banach.solve.run import Run
+from banach.solve.run import SolveRun
 from banach.solve.stride import stride
 from problems import normal
 
 
 def strides(monkeypatch: pytest.MonkeyPatch, large: int | None = None) -> None:
     """Take the steps that a GPU would take, from here on, with this limit of small iterates."""
-    monkeypatch.setattr(Run, "sprint", lambda self, state, k, *, compact: stride(self, state, k))
+    monkeypatch.setattr(SolveRun, "sprint", lambda self, state, k, *, compact: stride(self, state, k))
     if large is not None:
         monkeypatch.setattr(import_module("banach.solve.stride"), "LARGE", large)
 

@@ -18,16 +18,16 @@ class Buffers:
     """Calls R on copies of its buffers, such as running statistics and spectral norm's vectors.
 
     If batch norm alone has buffers, evaluations that are not the last need no copies: batch norm is set not to
-    track. With `once=True`, which promises one evaluation after the iteration, that evaluation then writes to
+    track. With `attaches_once`, which promises one evaluation after the iteration, that evaluation then writes to
     R's own buffers. (If it fails, some of them may have been updated.)
     """
 
-    def __init__(self, R: Any, modules: list[nn.Module], special: list[nn.Module], *, once: bool) -> None:
+    def __init__(self, R: Any, modules: list[nn.Module], special: list[nn.Module], *, attaches_once: bool) -> None:
         changing = any(module._buffers for module in modules) and any(module.training for module in modules)
         own = dict(R.named_buffers()) if changing else {}
         self.R = R
         self.norms = _batch_norms(special, own)
-        self.direct = once and len(self.norms) > 0 and _is_writable(modules, own.values())
+        self.direct = attaches_once and len(self.norms) > 0 and _is_writable(modules, own.values())
         self.snapshot = {} if self.direct else {name: part.detach().clone() for name, part in own.items()}
         self.latest: Named | None = None
 

@@ -34,25 +34,19 @@ def _is_special(kind: type) -> bool:
 
 
 def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules that normalise by the batch or draw at random. Most networks have none."""
+    """Return the modules that normalise by the batch, draw at random or are sharded. Most networks have none."""
     if torch.compiler.is_compiling():
         return modules
     return [module for module in modules if _is_special(type(module))]  # type: ignore[arg-type]
 
 
-def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> list[nn.Module]:
-    """Return the special layers.
-
-    Raises:
-        RuntimeError: if a part of R gathers its weights at every evaluation and the depth may differ by rank: one
-            that needs more steps would wait forever for one that has stopped.
-    """
+def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> None:
+    """Refuse a part of R that gathers its weights at every evaluation, if the depth may differ by rank."""
     if any(_gathers_often(module) for module in special) and not fixed_depth:
         raise RuntimeError(
             "fully_shard makes a part of R gather its weights from all ranks at every evaluation, and ranks may "
             "need different numbers of steps, so they would wait forever: pass reshard_after_forward=False for R"
         )
-    return special
 
 
 def _gathers_often(module: Any) -> bool:

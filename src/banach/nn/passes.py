@@ -36,15 +36,20 @@ class Pass:
     `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. Dropout masks are
     drawn at the first evaluation and held here, not on the module, so that a network can be used many times in
     one graph. `Buffers` gives every evaluation the same buffers and writes back those of the last one.
-    `once=True` promises one evaluation after the iteration.
+    `attaches_once` promises one evaluation after the iteration.
 
     Recomputation and J-products after the pass read the same buffers and masks and write nothing. With
-    `later=True` they also read the parameters that R had in the pass, which under `functional_call` are not its
-    own, in the mode it was in. (R may not checkpoint itself: what it recomputes, it recomputes outside the pass.)
+    `evaluates_later` they also read the parameters that R had in the pass, which under `functional_call` are not
+    its own, in the mode it was in. (R may not checkpoint itself: it would recompute outside the pass.)
     """
 
     def __init__(
-        self, R: Any, modules: list[nn.Module] | None = None, *, later: bool = False, once: bool = False
+        self,
+        R: Any,
+        modules: list[nn.Module] | None = None,
+        *,
+        evaluates_later: bool = False,
+        attaches_once: bool = False,
     ) -> None:
         known = isinstance(R, nn.Module)
         modules = modules_of(R) if modules is None else modules
@@ -52,10 +57,10 @@ class Pass:
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
         self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
-        self.buffers = Buffers(R if known else watched(R), modules, special, once=once)
-        recorded = later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        self.then = Then(R, modules) if recorded else None
-        self.made: dict[int, tuple[Tensor, Any]] = {}
+        self.buffers = Buffers(R if known else watched(R), modules, special, attaches_once=attaches_once)
+        recorded = evaluates_later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        self.remembered = Remembered(R, modules) if recorded else None
+        self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`  # see `once_per_pass`
         self.rows: list[Tensor] = []  # which samples are here, where an outer pass has let some go
         self.index: Tensor | None = None
         self.open = False
@@ -77,8 +82,8 @@ class Pass:
     def evaluate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """Return R(u, v). `index` says which samples of the batch these are, when some have left it."""
         with self._masks_of(index):
-            if not self.open and self.then is not None and self.then.differs():
-                return self.then.call(u, v, self.buffers.fresh())
+            if not self.open and self.remembered is not None and self.remembered.differs():
+                return self.remembered.call(u, v, self.buffers.fresh())
             return self.buffers.call(u, v, last=self.open)
 
     def iterate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
@@ -144,17 +149,17 @@ def _calls_forward(R: nn.Module) -> bool:
 
 
 def forward_pass(
-    R: Any, modules: list[nn.Module], special: list[nn.Module], *, later: bool, once: bool
+    R: Any, modules: list[nn.Module], special: list[nn.Module], *, evaluates_later: bool, attaches_once: bool
 ) -> Pass | PlainPass:
     """Return the pass that R, with these modules and special layers, needs."""
-    plain = len(modules) > 0 and not special and not later
+    plain = len(modules) > 0 and not special and not evaluates_later
     if plain and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
         return PlainPass(R)
-    return Pass(R, modules, later=later, once=once)
+    return Pass(R, modules, evaluates_later=evaluates_later, attaches_once=attaches_once)
 
 
-class Then:
-    """R in a forward pass: its parameters, and the mode of every module."""
+class Remembered:
+    """R as it was in a forward pass: its parameters, and the mode of every module."""
 
     def __init__(self, R: nn.Module, modules: list[nn.Module]) -> None:
         self.R = R
@@ -177,7 +182,7 @@ class Then:
         return not same or any(module.training != mode for module, mode in self.training)
 
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
-        """Return R(u, v) with the parameters and modes of then, and these buffers."""
+        """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
         with in_modes(self.training):
             return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v))
 

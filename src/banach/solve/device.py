@@ -9,7 +9,7 @@ from torch import Tensor
 
 from banach.latent import detach
 from banach.solve.context import Loop
-from banach.solve.run import Run
+from banach.solve.run import SolveRun
 from banach.solve.state import State
 
 STEPS_PER_TEST = 2  # of a while node, for solvers without memory
@@ -39,7 +39,7 @@ def steps_before_loop(max_steps: int, cycle: int, at_least: int = 1) -> int:
     return min(least + (max_steps - least) % cycle, max_steps)
 
 
-def run_on_device(run: Run, state: State, loop: Loop) -> State:
+def run_on_device(run: SolveRun, state: State, loop: Loop) -> State:
     """Take steps until every sample is done, or `max_steps`, without a host sync.
 
     A captured body has the slots of a solver's memory as constants, so it is one whole cycle of them.
@@ -68,7 +68,7 @@ def run_on_device(run: Run, state: State, loop: Loop) -> State:
     return state
 
 
-def run_exported(run: Run, state: State) -> State:
+def run_exported(run: SolveRun, state: State) -> State:
     """Do the same as one traced loop. Its body may not write to what it gets: tensors are carried in and out."""
     from torch._higher_order_ops import while_loop  # imports Dynamo, which takes a second
 
@@ -94,7 +94,7 @@ def run_exported(run: Run, state: State) -> State:
     return State.carried(*while_loop(go_on, body, (start, *carried))[1:])
 
 
-def _traced(run: Run, batch: int) -> Run:
+def _traced(run: SolveRun, batch: int) -> SolveRun:
     """Return the run as a traced graph must see it."""
     # The batch is another symbol in a loop's body. Grad mode is the caller's, so T's value is detached.
     space = run.space if run.space.coupled else run.space.resized(batch)

@@ -1,4 +1,4 @@
-"""solve(): the one loop that evaluates T, whatever the solver; `Run.sprint` and `stride` are its short forms."""
+"""solve(): the one loop that evaluates T, whatever the solver. `run.py` has its step and its host check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from banach.solve.context import (
 from banach.solve.device import run_exported, run_on_device
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
-from banach.solve.run import Map, Run
+from banach.solve.run import Map, SolveRun
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Solver
 from banach.solve.state import on_device, to_numpy
@@ -84,11 +84,10 @@ def solve(
         raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)
-    every, inputs = tolerance.checks, detach(tuple(inputs))
-    loop = device_loop() if every and not compiling else None  # a capture: the host sees nothing
-    every = 0 if loop else every
-    on_host = every == 1 and not compiling
-    run = Run(T, solver, tolerance, space, inputs, on_host=on_host)
+    inputs = detach(tuple(inputs))
+    loop = device_loop() if tolerance.checks and not compiling else None
+    every = 0 if loop else tolerance.checks  # in a capture the device decides when to stop
+    run = SolveRun(T, solver, tolerance, space, inputs, on_host=every == 1 and not compiling)
     state = run.start(detach(z0))
     check, finish = run.check, run.finish
     if compiling and every:
@@ -100,6 +99,7 @@ def solve(
         elif loop and trace is None and on_step is None:
             state = run_on_device(run, state, loop)
         else:
+            # Two short forms of this loop for Picard take many steps at a time, until something unusual happens.
             k, sprints = 0, run.can_sprint() and trace is None and on_step is None
             strides = space.device.type == "cuda" and tolerance.check_every is None and not compact
             while run.busy and k < tolerance.max_steps:
@@ -125,7 +125,7 @@ def solve(
     return found
 
 
-def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
+def _probed(run: SolveRun, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
     """Return the solution as it is, or with what is wrong with T: then no sample has converged."""
     fault = probe(T, found.value, inputs, int(cast(Any, run.risen)[0]))
     if fault is None:
@@ -139,7 +139,7 @@ def _probed(run: Run, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solut
     )
 
 
-def _risen_in_other_company(run: Run, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+def _risen_in_other_company(run: SolveRun, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
     """Evaluate a few converged samples together; return those above the tolerance in this company, or None."""
     here = np.flatnonzero(to_numpy(found.converged))
     here = here[:: max(1, -(-len(here) // _LOOKED_AT))]
@@ -150,7 +150,7 @@ def _risen_in_other_company(run: Run, found: Solution, inputs: tuple[Any, ...]) 
     return risen if len(risen) else None
 
 
-def _residual(run: Run, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _residual(run: SolveRun, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Return the residual at z, and what is allowed of it, per sample."""
     with without_autocast(space.device):
         return measure(space, run.tolerance, z, run.T(z, *inputs))

@@ -35,7 +35,7 @@ from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
 Map = Callable[..., Latent]
 
 
-class Run:
+class SolveRun:
     """A solve in progress, and the samples that have left its batch."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Run:
         self.space = self.space_of_all = space
         self.inputs, self.on_host = inputs, on_host
         self.plain = space.is_matrix  # a latent that is its own rows
-        self.busy = True
+        self.busy = True  # some sample is active, as far as the host knows
         self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
         self.atol = float(tolerance.atol / self.scale)
@@ -78,7 +78,7 @@ class Run:
         return self.on_host and known and type(self.solver) is Picard
 
     def sprint(self, state: State, k: int, *, compact: bool) -> int:
-        """Take Picard steps after k evaluations, and return the evaluations then.
+        """Take Picard steps after k evaluations, each seen by the host, and return how many there are then.
 
         The same as `step` and `check` in fewer operations, since Python costs more than a small T, as long as
         nothing unusual happens: residuals are finite, no sample may have stalled. `step` finishes the evaluation
@@ -106,10 +106,10 @@ class Run:
                 active &= state.active
             here, fell = counted(active), counted(better)
             if (fell < count or rtol or compact) and (
-                (compact and here < count)
-                or (rtol and counted(excess > -np.inf) < count)
-                or (fell < count and counted(better | (residual < np.inf)) < count)
-                or (fell < count and self.flat(active & (k + 1 >= least_at + IDLE), residual, Tz).any())
+                (compact and here < count)  # samples may leave the batch
+                or (rtol and counted(excess > -np.inf) < count)  # the norm of T(z) is infinite
+                or (fell < count and counted(better | (residual < np.inf)) < count)  # a residual is not finite
+                or (fell < count and self.flat(active & (k + 1 >= least_at + IDLE), residual, Tz).any())  # stalled
             ):
                 state.Tz, state.pending = Tz, (r, measured[0] if rtol else measured)
                 break

@@ -20,9 +20,7 @@ class Point(NamedTuple):
     residual: Tensor  # (samples,): norm of r, up to a constant factor
     least: Tensor  # (samples,): the least residual so far, this one included
     least_at: Tensor  # (samples,): the evaluation that gave it
-    evaluation: (
-        int | Tensor
-    )  # how many so far: `step`, or in a captured or exported loop, where steps repeat, a tensor
+    evaluation: int | Tensor  # its number: `step`; a tensor in a captured or exported loop, where steps repeat
 
 
 class Solver(Protocol):

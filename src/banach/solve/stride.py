@@ -1,7 +1,7 @@
 """stride(): Picard on a GPU, where a host check costs more than a step: several steps between two checks.
 
-It does what `Run.step` and `Run.check` do, as long as nothing unusual happens: residuals are finite, no sample may
-have stalled. Then the general loop takes one step, and it goes on after that.
+It does what `SolveRun.step` and `check` do, as long as residuals are finite and no sample may have stalled.
+Otherwise the general loop takes one step, and it goes on after that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from banach.latent import rebuild
 from banach.solve.picard import Picard
-from banach.solve.run import Run
+from banach.solve.run import SolveRun
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 from banach.solve.tolerance import WorstPixel
 
@@ -25,7 +25,7 @@ LARGE = 1 << 24  # bytes of an iterate; reading it takes a GPU about as long as 
 ROOM = 1 << 28  # bytes that the iterates between two checks and their differences may take
 
 
-def stride(run: Run, state: State, k: int) -> int:
+def stride(run: SolveRun, state: State, k: int) -> int:
     """Take several Picard steps between two host checks, at which samples go back to where they met the tolerance.
 
     Until then they move on. The next check comes when the last sample is expected to meet the tolerance.
@@ -94,7 +94,9 @@ def _go_back(
         state.best_z = picked if best.all() else torch.where(state.column(best > 0), picked, state.best_z)
 
 
-def _usual_steps(run: Run, finite: Array, idle: Array, active: Array, residual: Array, iterates: Tensor) -> int:
+def _usual_steps(
+    run: SolveRun, finite: Array, idle: Array, active: Array, residual: Array, iterates: Tensor
+) -> int:
     """Return how many steps to take: until nobody is active, or before one that the general loop should take."""
     fine, left = np.logical_and.reduce(finite, 1), np.logical_or.reduce(active, 1)
     for j in range(len(residual)):
@@ -105,14 +107,14 @@ def _usual_steps(run: Run, finite: Array, idle: Array, active: Array, residual: 
     return len(residual)
 
 
-def _look_again(run: Run, state: State, k: int) -> None:
+def _look_again(run: SolveRun, state: State, k: int) -> None:
     """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
     _, residual, excess = _steps(run, state.z, k, 1)
     state.now[state.tested], state.now[RESIDUAL] = excess[0], residual[0]
     run.lasts = run.lasts[1], residual[0]
 
 
-def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
+def _steps(run: SolveRun, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
     """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part.
 
     They are measured together after the last step, since a small operation takes the host as long as a large one;
@@ -120,9 +122,8 @@ def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray,
     """
     space, norm, rtol = run.space, run.tolerance.norm, run.tolerance.rtol
     damping = cast(Picard, run.solver).damping
-    memory = z.new_empty(
-        (3 if damping else 2) * steps + 1, *z.shape
-    )  # iterates, T(z) if it is not the next one, r
+    # z and the next iterates; where T(z) is not the next one, all T(z); all r = T(z) - z.
+    memory = z.new_empty((3 if damping else 2) * steps + 1, *z.shape)
     rows = memory.unbind()
     values, differences = rows[-2 * steps : -steps], rows[-steps:]
     sizes: list[Tensor] = []
@@ -158,12 +159,12 @@ def _steps(run: Run, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray,
         return memory[: steps + 1], residual, residual - residual.dtype.type(rtol) * size[0]
 
 
-def _by_rows(run: Run, z: Tensor, out: Tensor, *, first: bool) -> None:
+def _by_rows(run: SolveRun, z: Tensor, out: Tensor, *, first: bool) -> None:
     """Write the rows of T(z): a copy, since T may write its next value into the same memory."""
     out.copy_(run.evaluate(z, first=first))
 
 
-def _by_leaves(run: Run, z: Tensor, k: int) -> Callable[..., None]:
+def _by_leaves(run: SolveRun, z: Tensor, k: int) -> Callable[..., None]:
     """Return `_by_rows` for one iterate of a nest after the other, from z on.
 
     Leaves have memory of their own, in turn one of two, so that T gets them without a copy.
