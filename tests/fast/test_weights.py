@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import networks
 from banach import ImplicitNetwork, Tolerance, models
 from banach.fast import FastNetwork, channels_last, plan
-from banach.fast.body import (
+from banach.fast.network import (
     Bf16Weights,
     FusedStack,
     WindowConv2d,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.fast.body import frozen_copy
+from banach.fast.network import frozen_copy
 from banach.kernels import conv2d
 from banach.models.blocks import LatentResNet
 from banach.models.paper import Block, CIFARLatent, mnist, svhn

@@ -56,7 +56,7 @@ def repair_interpreter() -> None:
 
 def stacks() -> dict[str, Differences]:
     """Two blocks of odd sizes, in training with dropout and in eval mode, against modules in float64."""
-    march, small = {"rows": 16, "places": 2, "march": True}, {"rows": 16}
+    march, small = {"rows": 16, "per_multiprocessor": 2, "march": True}, {"rows": 16}
     return {
         "float32, in memory order, train": _stack_errors(True, small, torch.float32),
         "float32, march, train": _stack_errors(True, march, torch.float32),

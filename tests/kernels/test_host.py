@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import banach.kernels
-from banach.fast.body import with_kernels
 from banach.fast.iteration import Iteration
+from banach.fast.network import with_kernels
 from banach.kernels import LatentForm, describe, has_triton, host, latent_solve, residual_stack, stack, window
 from banach.kernels.latent import shared_memory, sizes_of, tiled
 from banach.models.blocks import LatentResNet
@@ -216,11 +216,12 @@ def test_the_tile_of_a_solve_fits_into_shared_memory(name: str, shared: int) -> 
     hows: list[dict[str, bool]] = [{"coupled": True}, {"coupled": False}, {"coupled": False, "many": True}]
     tiles = {d: [tiled(sizes, pixels, d, shared, **how) for how in hows] for d in (torch.float32, torch.bfloat16)}
     for dtype, found in tiles.items():
-        assert all(shared_memory(tile, dtype) * tile.places <= shared for tile in found)
+        assert all(shared_memory(tile, dtype) * tile.per_multiprocessor <= shared for tile in found)
     if shared == 227 * 1024:
         kept = {"cifar10": [True, True, True], "mnist": [True, False, False], "svhn": [False, False, False]}
         assert [tile.keep for tile in tiles[torch.bfloat16]] == kept[name]
-        assert [tile.places for tile in tiles[torch.bfloat16]] == ([1, 1, 2] if name == "cifar10" else [1, 1, 1])
+        programs = [tile.per_multiprocessor for tile in tiles[torch.bfloat16]]
+        assert programs == ([1, 1, 2] if name == "cifar10" else [1, 1, 1])
 
 
 def test_without_a_kernel_a_stack_is_its_modules() -> None:

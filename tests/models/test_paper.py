@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from banach import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Tolerance, Unroll, data, models
-from banach.fast.body import with_kernels
+from banach.fast.network import with_kernels
 from banach.models import ResNet
 from banach.train import Settings, evaluate, fit
 from models.reference_models import (

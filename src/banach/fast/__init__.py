@@ -1,8 +1,8 @@
 """The same network, faster: plan() decides how, TrainStep trains, compile() predicts."""
 
-from banach.fast.body import FastNetwork, align_state, channels_last
 from banach.fast.capture import unchanged
 from banach.fast.inference import CompiledNetwork, compile
+from banach.fast.network import FastNetwork, align_state, channels_last
 from banach.fast.plan import Choice, Plan, plan
 from banach.fast.step import Extras, TrainStep
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from banach.backward import JFB, Implicit, Neumann
-from banach.fast.body import FastNetwork, promoted
 from banach.fast.capture import CapturedCalls
+from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged

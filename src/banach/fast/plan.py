@@ -177,10 +177,10 @@ def is_stack(module: nn.Module) -> bool:
     blocks: list[Any] = list(module) if isinstance(module, nn.Sequential) and not is_hooked(module) else []
     if not blocks or not all(getattr(block, "fusable", False) for block in blocks):
         return False
-    from banach.kernels import says
+    from banach.kernels import declares
 
-    as_said = all(says(block, "fusable") and isinstance(block.norm, nn.BatchNorm2d) for block in blocks)
-    return as_said and not any(is_hooked(part) for block in blocks for part in block.modules())
+    declared = all(declares(block, "fusable") and isinstance(block.norm, nn.BatchNorm2d) for block in blocks)
+    return declared and not any(is_hooked(part) for block in blocks for part in block.modules())
 
 
 def runs_graphs(device: torch.device) -> bool:

@@ -62,7 +62,7 @@ class TrainStep:
         bf16: compute under autocast.
         compile: compile Q, R, S and the loss, if the step is captured.
         extras: clipping, penalties, averages and metrics that are part of the step.
-        feed: gives the batches of `run()`, with the methods of `_Given`. None: they are the arguments of the call.
+        feed: gives the batches of `run()`, as `GivenBatches` does. None: they are the arguments of the call.
         how: the plan. None: `plan(net)`.
 
     Attributes:
@@ -88,7 +88,7 @@ class TrainStep:
         observed = extras.penalty is not None
         self.plan = how or plan(net, precision="bf16" if bf16 else None, compile=compile, observed=observed)
         self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
-        self.feed: Any = _Given(optimizer) if feed is None else feed
+        self.feed: Any = GivenBatches(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
         self._recording: Any = None
@@ -129,7 +129,7 @@ class TrainStep:
     def run(self) -> Tensor:
         """Take a step on the next batch of the feed and return its loss."""
         self.prepare()
-        captured = self._recording is not None and self.feed.whole
+        captured = self._recording is not None and self.feed.fits
         if captured:
             self._recording.replay()
         else:
@@ -140,8 +140,8 @@ class TrainStep:
         return loss
 
     def _capture(self) -> Any:
-        from banach.fast.body import FastNetwork, compiled
         from banach.fast.capture import Graphs, reason_of
+        from banach.fast.network import FastNetwork, compiled
 
         def program() -> None:
             self._body(captured=True)
@@ -249,10 +249,13 @@ def at_least_fp32(output: Any) -> Any:
     return output.float() if half else output
 
 
-class _Given:
-    """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place."""
+class GivenBatches:
+    """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place.
 
-    whole = True
+    A feed has `fits`, `eager`, `captured` and `changing`; `take` is for batches that are handed over.
+    """
+
+    fits = True  # the next batch has the shapes of the captured step
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

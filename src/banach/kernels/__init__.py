@@ -1,6 +1,6 @@
 """Kernels in Triton, each with a reference in plain PyTorch. Importing this package does not import Triton."""
 
-from banach.kernels.host import has_triton, says
+from banach.kernels.host import declares, has_triton
 from banach.kernels.latent import LatentForm, describe, latent_solve
 from banach.kernels.stack import residual_stack
 from banach.kernels.steps import AndersonMemory, anderson_step, picard_step
@@ -11,10 +11,10 @@ __all__ = [
     "LatentForm",
     "anderson_step",
     "conv2d",
+    "declares",
     "describe",
     "has_triton",
     "latent_solve",
     "picard_step",
     "residual_stack",
-    "says",
 ]

@@ -61,7 +61,7 @@ def padded(values: Tensor, columns: int) -> Tensor:
     return (F.pad(values, (0, missing)) if missing else values).float().contiguous()
 
 
-def says(part: Any, name: str) -> bool:
+def declares(part: Any, name: str) -> bool:
     """Return True if the class that defines `forward` also defines attribute `name`, or the instance has it."""
     if "forward" in vars(part):
         return False

@@ -18,7 +18,7 @@ from banach.nn.layers import is_hooked
 from banach.solve import RMS, Euclidean, Picard, Solution, Tolerance, WorstPixel
 
 WIDEST = 64  # channels
-MOST = 128  # programs per place that wait for each other: each of them adds the sums of all
+MOST = 128  # programs that wait for each other: each of them adds the sums of all
 MANY = 4  # images per multiprocessor, from which on it works on two at a time
 SPINS = 1 << 21  # reads of the barrier's counter before a program gives up: a second or two
 
@@ -46,8 +46,8 @@ def describe(R: Any) -> LatentForm | None:
     if not isinstance(form, LatentForm) or not isinstance(R, nn.Module) or any(map(is_hooked, R.modules())):
         return None
     blocks = list(getattr(R, "blocks", ()))
-    as_said = host.says(R, "latent_form") and all(host.says(block, "latent_block") for block in blocks)
-    return form if as_said and host.are_known(blocks, WIDEST) else None
+    declared = host.declares(R, "latent_form") and all(host.declares(block, "latent_block") for block in blocks)
+    return form if declared and host.are_known(blocks, WIDEST) else None
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Constants:
     rows: int = 128  # pixels of a tile
     warps: int = 8
     stages: int = 3  # loads of products in flight
-    places: int = 1  # programs per multiprocessor
+    per_multiprocessor: int = 1  # programs
     near: bool = True  # load pixels in pieces that go through the L1 cache
     keep: bool = False  # load the weights of a convolution once for all tiles; for three groups, not split
     split: bool = False  # multiply float32 as two float16 on tensor cores; else directly, far more slowly
@@ -108,8 +108,8 @@ def tiled(
         K = replace(K, warps=4) if pixels <= 64 else replace(K, stages=2)
     elif pixels > 64 and K.groups == 3 and (coupled or near):
         one = replace(K, keep=True)
-        for keeping in (replace(one, rows=64, warps=4, places=2), one) if many else (one,):
-            if shared_memory(keeping, dtype) * keeping.places <= shared:
+        for keeping in (replace(one, rows=64, warps=4, per_multiprocessor=2), one) if many else (one,):
+            if shared_memory(keeping, dtype) * keeping.per_multiprocessor <= shared:
                 return keeping
     while shared_memory(K, dtype) > shared and K.rows > 16:
         if K.stages > 2 or (K.rows <= 64 and K.stages > 1):
@@ -123,12 +123,12 @@ def launch_of(v: Tensor, coupled: bool, dtype: torch.dtype) -> tuple[Constants, 
     """Return sizes and tile of a solve, and its number of programs."""
     images, channels, height, width = v.shape
     # Programs of a coupled batch wait for each other: all must run at once.
-    places = min(MOST, host.multiprocessors(v.device)) if coupled else host.multiprocessors(v.device)
-    one_each = min(images, places)
+    at_once = min(MOST, host.multiprocessors(v.device)) if coupled else host.multiprocessors(v.device)
+    one_each = min(images, at_once)
     pixels = height * width * (host.ceil_div(images, one_each) if coupled else 1)
     sizes, many = sizes_of(channels, height, width), not coupled and images >= MANY * one_each
     K = tiled(sizes, pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many)
-    programs = min(images, places * K.places)
+    programs = min(images, at_once * K.per_multiprocessor)
     held = images if coupled else programs
     if max(3 * held * height * width * K.pitch, 2 * held * K.area) >= 2**31:
         raise ValueError(f"a batch of {images} images is too large for one launch; use a smaller one")
@@ -197,7 +197,7 @@ def _launch(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance, dtype: t
         return torch.empty(shape, device=v.device, dtype=dtype)
 
     stored, halves = (torch.float16, 2) if sizes.split else (dtype, 1)
-    places, columns = images if coupled else programs, sizes.columns
+    places, columns = images if coupled else programs, sizes.columns  # of images in the programs' memory
     slots, held, stream = (empty(k, places * H * W, sizes.pitch) for k in (3, 1, 1))
     operand, hidden = empty(2, halves, places, sizes.area, dtype=stored)
     sums, tests = empty(2, programs, 2, columns), empty(2, programs, 2)

@@ -50,7 +50,7 @@ class Layout:
     rows: int = POINTWISE  # pixels of a tile
     warps: int = 4
     stages: int = 2  # tiles in flight
-    places: int = 1  # programs per multiprocessor
+    per_multiprocessor: int = 1  # programs
     march: bool = False  # down the columns of the images, reading each row once
 
     @staticmethod
@@ -64,18 +64,18 @@ class Layout:
         return replace(self, height=height, width=width, **TILES[name])
 
     def programs(self, pixels: int, device: torch.device, repeats: int = 1) -> int:
-        """Return as many programs as there are places, or fewer, so that all have nearly as many tiles."""
+        """Return as many programs as can run at once, or fewer, so that all have nearly as many tiles."""
         tiles = host.ceil_div(pixels, self.rows) * repeats
-        rounds = host.ceil_div(tiles, host.multiprocessors(device) * self.places)
+        rounds = host.ceil_div(tiles, host.multiprocessors(device) * self.per_multiprocessor)
         return host.ceil_div(tiles, rounds)
 
 
 # The fastest on an H200: convolutions of large and of small images, weight gradients, `enter`.
 TILES: dict[str, dict[str, Any]] = {
-    "large": {"rows": 64, "stages": 3, "places": 2, "march": True},
+    "large": {"rows": 64, "stages": 3, "per_multiprocessor": 2, "march": True},
     "small": {"rows": 64},
     "weights": {"rows": 64, "warps": 8, "stages": 4},
-    "enter": {"rows": 64, "places": 8},
+    "enter": {"rows": 64, "per_multiprocessor": 8},
 }
 
 

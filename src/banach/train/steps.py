@@ -35,7 +35,7 @@ _TUNED = 30  # the step of an epoch at which modules tune themselves, and once m
 
 
 class Feed:
-    """What both feeds of a `TrainStep` share; `place` holds the number of the step that runs, from 1."""
+    """What both feeds of a `TrainStep` share, see `GivenBatches`; `place` is the number of the step, from 1."""
 
     batch: Callable[[], Batch]
 
@@ -78,7 +78,7 @@ class ImageFeed(Feed):
         self.within = torch.arange(batch, device=device)
 
     @property
-    def whole(self) -> bool:
+    def fits(self) -> bool:
         return self.state.step < self.full
 
     def count(self) -> int:
@@ -125,7 +125,7 @@ class LoaderFeed(Feed):
         self.kept: tuple[Tensor, ...] = ()  # inputs and targets that a captured step reads
 
     @property
-    def whole(self) -> bool:
+    def fits(self) -> bool:
         return _kinds(_flat(self.batch())) == _kinds(self.kept)
 
     def count(self) -> int:
@@ -137,7 +137,7 @@ class LoaderFeed(Feed):
         if not self.kept:  # of the first batch, though a resumed epoch may begin with its last one
             self.kept = tuple(one.clone() for one in _flat(self.loader.placed(self.first)))
         self.begin_step()
-        if self.whole:
+        if self.fits:
             for kept, one in zip(self.kept, given, strict=True):
                 kept.copy_(one)
 
@@ -227,16 +227,11 @@ class Stepper:
         state = self.state
         net, settings = state.net.train(), state.settings
         self.penalties = None if self._pretrain else Penalties.of(settings)
-        refused = None if self.feed.full else "there is no whole batch"
-        if isinstance(net, ODENet):
-            refused = "the ODE solver chooses its steps on the host"
         if (ranks := state.ranks.count) > 1:
-            refused = f"{ranks} ranks exchange gradients within a step"
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
         options: Any = {"compile": settings.compile, "observed": self.penalties is not None}
         with self._phase():
-            refused = refused if settings.fast else "fast is off"
-            how = plan(net, state.device, settings.precision, refused=refused, **options)
+            how = plan(net, state.device, settings.precision, refused=self._refused(), **options)
         if how.graph and how.channels_last:
             from banach.fast import align_state, channels_last
 
@@ -251,6 +246,16 @@ class Stepper:
         self._planned, self._pretrains = bool(how.graph), self._pretrain
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
+
+    def _refused(self) -> str | None:
+        """Return why steps are not captured, whatever the network computes; None if they may be."""
+        if not self.state.settings.fast:
+            return "fast is off"
+        if self.state.ranks.count > 1:
+            return f"{self.state.ranks.count} ranks exchange gradients within a step"
+        if isinstance(self.state.net, ODENet):
+            return "the ODE solver chooses its steps on the host"
+        return None if self.feed.full else "there is no whole batch"
 
     @property
     def failed(self) -> bool:

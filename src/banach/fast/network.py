@@ -1,4 +1,4 @@
-"""FastNetwork: a network with the layers of its plan, called one by one without a host sync; memory formats."""
+"""FastNetwork: Q, R and S with the layers of the plan, called one by one without a host sync; memory formats."""
 
 from __future__ import annotations
 
