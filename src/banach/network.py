@@ -84,6 +84,11 @@ def zeros(v: Latent) -> Latent:
     return torch.zeros_like(v) if isinstance(v, Tensor) else map_leaves(torch.zeros_like, v)
 
 
+def is_coupled(net: Any) -> bool:
+    """Return True if the samples of a network share statistics, so that a batch stops as one."""
+    return uses_batch_statistics(net.R) if net.coupled is None else bool(net.coupled)
+
+
 class ImplicitNetwork(nn.Module):
     """N(d) = S(u*),  u* = R(u*, Q(d)).
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from banach.latent import Latent, detach
-from banach.network import as_inputs
+from banach.network import as_inputs, is_coupled
 from banach.nn.buffers import on_copies
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import uses_batch_statistics
 from banach.nn.passes import Pass
 from banach.nn.penalty import check_network
 from banach.solve import Map, Solution, Tolerance, solve
@@ -65,7 +64,7 @@ class Frozen:
         self.net, self.S = net, unchanging(net.S)
         self.v = unchanging(net.Q)(*plain(as_inputs(d)))
         self.T: Map = Pass(net.R).evaluate
-        self.coupled: bool = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
+        self.coupled = is_coupled(net)
 
     @torch.no_grad()
     def start(self, z0: Latent | None) -> Latent:

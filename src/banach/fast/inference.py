@@ -79,15 +79,15 @@ class CompiledNetwork:
             return self.net(*d, z0=z0, solution=solution)
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
-        y, found = self._run(d, z0, whole=solution)
+        y, found = self._run(d, z0, solution=solution)
         if solution:
             return y, found
         if found.failures:  # samples are independent: R is not probed
             warn_unconverged(found, self.fast.R, (), coupled=True)
         return y
 
-    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, whole: bool) -> tuple[Any, Solution]:
-        """Return copies of the output and, if `whole`, of the Solution, which the next call would overwrite."""
+    def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, solution: bool) -> tuple[Any, Solution]:
+        """Return copies of the output and, if wanted, of the Solution, which the next call would overwrite."""
         elsewhere = d[0].device.type != torch.device(self.plan.device).type  # Q may move its input by itself
         if not self.plan.graph or elsewhere:
             return self._answer(d, z0, eager=True)
@@ -96,25 +96,31 @@ class CompiledNetwork:
         def program(*padded: Tensor) -> tuple[Any, ...]:
             return self._flat_answer(*rebuild(given, padded))
 
-        def copy(part: Tensor) -> Tensor:
-            return part[:batch].clone()
-
-        batch, tolerance = len(d[0]), self.net.tolerance
-        structure = None if z0 is None else outline(z0)  # dictionaries may list their keys in another order
+        batch, structure = len(d[0]), None if z0 is None else outline(z0)  # keys of a dict may be in any order
         made: tuple[Any, ...] = self._calls(structure, program, leaves(given))
-        failures, again = frozenset[Status](), None
-        if not self.plan.kernel and tolerance.max_steps and tolerance.check_every != 0:
-            _, converged, _, _, nonfinite, diverged = (number[:batch] for number in made[2:])
-            failures, again = _failed(converged, nonfinite, diverged)
-        if not self.plan.fused_step:
-            again = None  # only an `Iteration` keeps no best iterate
-        made = map_leaves(copy, made) if whole or again is not None else (map_leaves(copy, made[0]), *made[1:])
+        failures, again = self._failures(made, batch)
+        copied = made if solution or again is not None else made[:1]
+        made = (*map_leaves(lambda part: part[:batch].clone(), copied), *made[len(copied) :])
         if again is not None:
             better = self._flat_answer(*select(given, again), eager=True)
             for mine, other in zip(leaves(made), leaves(better), strict=True):
                 mine[again] = other.to(mine.dtype)
-        known: Any = {"solver": self.net.solver, "tolerance": tolerance, "failures": failures}
+        known: Any = {"solver": self.net.solver, "tolerance": self.net.tolerance, "failures": failures}
         return made[0], Solution(*made[1:], **known)
+
+    def _failures(self, made: tuple[Any, ...], batch: int) -> tuple[frozenset[Status], Tensor | None]:
+        """Return how samples failed, and which ones to solve again, None if none. Syncs with the host."""
+        tolerance = self.net.tolerance
+        if self.plan.kernel or not tolerance.max_steps or tolerance.check_every == 0:
+            return frozenset(), None
+        _, converged, _, _, nonfinite, diverged = (number[:batch] for number in made[2:])
+        met, lost, far = torch.stack((converged, nonfinite, diverged)).cpu()
+        kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
+        failures = frozenset(status for status, some in kinds.items() if some)
+        if not self.plan.fused_step:  # only an `Iteration` keeps no best iterate
+            return failures, None
+        again = (lost | far).nonzero()[:, 0].to(converged.device)
+        return failures, again if len(again) else None
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
@@ -148,14 +154,6 @@ class CompiledNetwork:
 
     def _autocast(self, x: Tensor) -> AbstractContextManager[Any]:
         return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.bf16)
-
-
-def _failed(converged: Tensor, nonfinite: Tensor, diverged: Tensor) -> tuple[frozenset[Status], Tensor | None]:
-    """Return how samples failed, and which ones diverged, None if none did. Syncs with the host."""
-    met, lost, far = torch.stack((converged, nonfinite, diverged)).cpu()
-    kinds = {Status.NONFINITE: lost.any(), Status.MAX_STEPS: (~(met | lost)).any()}
-    again = (lost | far).nonzero()[:, 0].to(converged.device)
-    return frozenset(status for status, some in kinds.items() if some), again if len(again) else None
 
 
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`

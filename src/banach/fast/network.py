@@ -14,9 +14,8 @@ from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, is_stack, is_window, plan
 from banach.fast.step import run_network
 from banach.latent import Latent, detach, leaves, map_leaves
-from banach.network import ImplicitNetwork, as_inputs, zeros
+from banach.network import ImplicitNetwork, as_inputs, is_coupled, zeros
 from banach.nn import substitute
-from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, solve
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -71,9 +70,8 @@ class FastNetwork:
             return latent_solve(net.R, v, z0, tolerance=tolerance)
         if fused:
             return Iteration(self.iterated, net.solver, tolerance)(promoted(z0), v)
-        coupled = uses_batch_statistics(net.R) if net.coupled is None else net.coupled
         compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
-        how: Any = {"tolerance": tolerance, "coupled": coupled, "compact": compact}
+        how: Any = {"tolerance": tolerance, "coupled": is_coupled(net), "compact": compact}
         return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **how)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
-from banach.network import ImplicitNetwork
+from banach.network import ImplicitNetwork, is_coupled
 from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
 from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
 
@@ -257,7 +257,7 @@ def _no_step(net: ImplicitNetwork) -> str:
     """Return why kernels do not compute the steps of the solver, "" if they do."""
     norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
     return _unless(
-        (uses_batch_statistics(net.R) if net.coupled is None else net.coupled) and "the samples stop as one",
+        is_coupled(net) and "the samples stop as one",
         type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
         norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
         memory > LONGEST and f"the memory of the solver is {memory}, at most {LONGEST}",

@@ -191,7 +191,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Model:
-    """Return the model of that name; "package.module:name" imports the module that registers it.
+    """Return the model of that name, or of "package.module:name" if that module has been imported.
 
     Raises:
         ValueError: if there is none; the message suggests the closest name.

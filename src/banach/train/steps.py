@@ -237,11 +237,18 @@ class Stepper:
 
             channels_last(net)
             align_state(state.optimizer)
-        added = (self.penalties, state.average, state.metrics, self.watch, state.parallel)
-        extras, loss = Extras(settings.accumulate, settings.clip, *added), state.objective.loss
+        extras = Extras(
+            accumulate=settings.accumulate,
+            clip=settings.clip,
+            penalty=self.penalties,
+            average=state.average,
+            metrics=state.metrics,
+            watch=self.watch,
+            parallel=state.parallel,
+        )
+        loss, bf16 = state.objective.loss, settings.precision == "bf16"
         if loss is F.cross_entropy:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
-        bf16 = settings.precision == "bf16"
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
         self._planned, self._pretrains = bool(how.graph), self._pretrain
         if settings.fast and not how.graph and state.device.type == "cuda":
