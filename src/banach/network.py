@@ -29,9 +29,9 @@ from banach.solve import (
 from banach.solve.mixing import probe
 from banach.solve.warning import warn_user
 
-# An error about shapes says one of these words; that of a first evaluation may come from z0.
-_SHAPES = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
-_UNLIKE = (
+# Words of errors about shapes: such an error of the first evaluation may come from z0.
+_SHAPE_WORDS = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
+_SHAPE_ADVICE = (
     "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function that makes z0 from Q(d)"
 )
 
@@ -175,10 +175,10 @@ class ImplicitNetwork(nn.Module):
     def _solve(
         self, this_pass: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
     ) -> Solution:
-        own = z0 is None and self.start is zeros
+        default_start = z0 is None and self.start is zeros
         try:
             if z0 is None:
-                z0 = zeros(v) if own else self._start(v)
+                z0 = zeros(v) if default_start else self._start(v)
             elif isinstance(v, Tensor):
                 for leaf in leaves(z0):
                     _check_start(leaf, v)
@@ -190,9 +190,9 @@ class ImplicitNetwork(nn.Module):
                 this_pass.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
             )
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            about_shapes = any(word in str(error) for word in _SHAPES)
-            if own and about_shapes and not isinstance(error, NotConverged):
-                error.add_note(_UNLIKE)
+            about_shapes = any(word in str(error) for word in _SHAPE_WORDS)
+            if default_start and about_shapes and not isinstance(error, NotConverged):
+                error.add_note(_SHAPE_ADVICE)
             raise
 
     @torch.no_grad()

@@ -10,6 +10,9 @@ from torch import Tensor
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 WORD = 1 << 64
+# Streams, the second number of every key: the order of images, their augmentation, what a network draws (dropout),
+# what samplers and data sets of a DataLoader draw.
+ORDER, AUGMENT, NETWORK, LOADER = range(4)
 
 
 def key(*numbers: int) -> int:

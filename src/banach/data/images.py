@@ -17,7 +17,6 @@ from banach.data.augment import Augmentation
 SPLITS = ("train", "validation", "test", "train+validation")
 # The raw stream of Philox is fixed by NumPy's compatibility policy; Generator.permutation's is not.
 KEY = 0x62616E616368  # "banach"
-_ORDER, _CHANGE = 0, 1  # streams of random numbers: the order of the images, and their augmentation
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +121,10 @@ class Batches:
 
     def order(self, epoch: int) -> Tensor:
         """Return the index of every image once, in the order of that epoch."""
+        count, device = len(self.images), self.images.device
         if not self.shuffle:
-            return torch.arange(len(self.images), device=self.images.device)
-        return counter.permutation(counter.key(self.seed, _ORDER, epoch), len(self.images), self.images.device)
+            return torch.arange(count, device=device)
+        return counter.permutation(counter.key(self.seed, counter.ORDER, epoch), count, device)
 
     def index(self, order: Tensor, k: int) -> Tensor:
         """Return the images of batch k, a view of the order."""
@@ -132,7 +132,7 @@ class Batches:
 
     def key(self, epoch: int, k: int) -> int:
         """Return the key from which the augmentation of batch k is drawn."""
-        return counter.key(self.seed, _CHANGE, epoch, k)
+        return counter.key(self.seed, counter.AUGMENT, epoch, k)
 
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""

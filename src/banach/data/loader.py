@@ -13,7 +13,6 @@ from torch import Tensor
 from banach.data import counter
 
 Batch = tuple[tuple[Tensor, ...], Tensor]  # inputs, targets
-_LOADED = 3  # the stream of what samplers and data sets draw; `Batches` has streams 0 and 1, networks 2
 
 
 class Loader:
@@ -49,12 +48,12 @@ class Loader:
         inner = [getattr(self.data, name, None) for name in ("dataset", "sampler")]
         for part in (self.data, *inner, by_batch, getattr(by_batch, "sampler", None)):
             if isinstance(generator := getattr(part, "generator", None), torch.Generator):
-                generator.manual_seed(counter.key(self.seed, _LOADED, epoch, 0))
+                generator.manual_seed(counter.key(self.seed, counter.LOADER, epoch, 0))
             if callable(begin := getattr(part, "set_epoch", None)):
                 begin(epoch)
         batches = None
         for k in range(self.count):
-            with _seeded(counter.key(self.seed, _LOADED, epoch, k)):
+            with _seeded(counter.key(self.seed, counter.LOADER, epoch, k)):
                 batches = iter(self.data) if batches is None else batches
                 given = next(batches, None)
             if given is None:

@@ -22,11 +22,11 @@ class NonfiniteWatch:
     """Records on the device which step of an epoch was the first that was not finite.
 
     `begin` and `end` are part of a training step, also of a captured one: they never sync with the host. With the
-    policy "skip" a bad step is undone, metrics included. `place` holds the number of the step that runs, from 1.
+    policy "skip" a bad step is undone, metrics included. `step_number` is that of the step which runs, from 1.
     """
 
-    def __init__(self, state: TrainState, place: Tensor) -> None:
-        self.state, self.place = state, place
+    def __init__(self, state: TrainState, step_number: Tensor) -> None:
+        self.state, self.step_number = state, step_number
         self.skip = state.settings.on_nonfinite == "skip"
         self.first = torch.zeros(2, dtype=torch.float64, device=state.device)  # bad step (0: none), count
         self.sizes = self.first[:0]  # at that step: the largest entry of everything watched
@@ -52,7 +52,7 @@ class NonfiniteWatch:
             self.sizes = torch.zeros_like(sizes)
         new = bad & (self.first[0] == 0)
         self.sizes.copy_(torch.where(new, sizes, self.sizes))
-        self.first[0] += self.place[0] * new
+        self.first[0] += self.step_number[0] * new
         self.first[1] += bad
         if self.skip:
             for tensor in self._changing():  # an optimizer's state that is new starts from zero

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +146,9 @@ class _Training:
         on_plan: Callable[[Plan], None] | None,
     ) -> None:
         self.state, self.run, self.ranks = state, run, state.ranks
-        self.on_epoch, self.on_step, self.on_plan = on_epoch, on_step, on_plan
+        self.on_epoch, self.on_step = on_epoch, on_step
+        # Not a method, which would be a cycle: what steps hold, such as workers of a DataLoader, is freed at once.
+        self.show = partial(_show, run if self.ranks.first else None, on_plan)
         self.divergence = Divergence(state, run)
 
     def resume(self, run: Run) -> None:
@@ -168,7 +171,7 @@ class _Training:
     def train(self, signals: list[int]) -> int:
         """Train until the last epoch is done, or until a signal, which is returned; 0 if there was none."""
         state, run, ranks, settings = self.state, self.run, self.ranks, self.state.settings
-        self.steps = Stepper(state, self._show)
+        self.steps = Stepper(state, self.show)
         if state.epoch < settings.epochs:
             self.steps.prepare()
         # A capture that failed in training is not tried again: one warning is enough.
@@ -193,7 +196,7 @@ class _Training:
             stopped = self.ranks.agree(signals)
             due = every > 0 and state.step % every == 0 and state.step < len(state.batches)  # else at its end
             if self.divergence.found(self.steps.watch, now=stopped > 0 or due):
-                self.steps = Stepper(state, self._show)  # captured steps point to the old state of the optimizer
+                self.steps = Stepper(state, self.show)  # captured steps point to the old state of the optimizer
                 return stopped
             if due:
                 self._save()
@@ -225,17 +228,19 @@ class _Training:
             ranks.pool(state)
         tensors = state.tensors()
         if ranks.first:
-            self.run.save(state.position, tensors, state.state())
+            self.run.save(state.position, tensors, state.plain_values())
         elif is_sharded(*tensors.values()):
             write_shards(tensors)
         ranks.go_on(state)
 
-    def _show(self, plan: Plan) -> None:
-        logger.info("%s", plan)
-        if self.run is not None and self.ranks.first:
-            self.run.write_plan(plan.to_dict())
-        if self.on_plan is not None:
-            self.on_plan(plan)
+
+def _show(run: Run | None, on_plan: Callable[[Plan], None] | None, plan: Plan) -> None:
+    """Log the plan, store it in the run, and call on_plan."""
+    logger.info("%s", plan)
+    if run is not None:
+        run.write_plan(plan.to_dict())
+    if on_plan is not None:
+        on_plan(plan)
 
 
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:

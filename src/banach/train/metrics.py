@@ -58,6 +58,9 @@ class Totals:
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
+COUNTS = [0, -5, -4, -2, -1]  # counts in `MetricSums.sums`: samples, solved ones, steps, converged, not finite
+
+
 class MetricSums:
     """Sums of loss, metrics, depth, residual and convergence: a few kernels per step; only `read` syncs."""
 

@@ -19,12 +19,11 @@ from banach.fast import unchanged
 from banach.network import ImplicitNetwork
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position, short
 from banach.train.distributed import Ranks, placed
-from banach.train.metrics import Epoch, MetricSums, Objective
+from banach.train.metrics import COUNTS, Epoch, MetricSums, Objective
 from banach.train.settings import FREE, Settings
 
 LOWER = 0.1  # times the learning rate, after every rewind
 _OPTIMIZER = ("step", "exp_avg", "exp_avg_sq")
-_COUNTS = [0, -5, -4, -2, -1]  # entries of tally.sums that count
 _PLAIN = ("epoch", "step", "products", "rewinds")  # attributes that a checkpoint stores as they are
 
 
@@ -143,8 +142,8 @@ class TrainState:
             kept |= {f"optimizer.{index}.{key}": v for key, v in values.items() if isinstance(v, Tensor)}
         return kept
 
-    def state(self) -> dict[str, Any]:
-        """Return the rest of a checkpoint, as plain values."""
+    def plain_values(self) -> dict[str, Any]:
+        """Return the rest of a checkpoint."""
         self.collect_products()
         kept = {name: getattr(self, name) for name in (*_PLAIN, "seconds", "identity")}
         kept |= {"warned": self.monitor.warned, "tensors": len(self.tensors())}
@@ -189,7 +188,7 @@ class TrainState:
         _check_tensors(got, own)
         if count not in (None, len(own)):
             raise ValueError(f"it has {len(own)} tensors, expected {count}")
-        counts = torch.cat([got["tally.sums"][_COUNTS], got["tally.most"][:1]])
+        counts = torch.cat([got["tally.sums"][COUNTS], got["tally.most"][:1]])
         if not bool((counts.isfinite() & (counts >= 0)).all()):
             raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 

@@ -30,33 +30,35 @@ from banach.train.precision import autocast
 from banach.train.settings import Settings
 from banach.train.state import TrainState
 
-_DRAWS = 2  # the stream of what the network draws; Batches has streams 0 and 1, Loader 3
 _TUNED = 30  # the step of an epoch at which modules tune themselves, and once more in its middle
 
 
 class Feed:
-    """What both feeds of a `TrainStep` share, see `GivenBatches`; `place` is the number of the step, from 1."""
+    """What both feeds of a `TrainStep` share, see `GivenBatches`: a step calls `eager` or `captured` for a batch.
+
+    Before a captured step `load` writes what it reads. `step_number` is that of the step which runs, from 1.
+    """
 
     batch: Callable[[], Batch]
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
-        self.place = torch.zeros(1, dtype=torch.int64, device=state.device)
+        self.step_number = torch.zeros(1, dtype=torch.int64, device=state.device)
 
     def eager(self) -> Batch:
-        batch = self.batch()  # before the place, which it may reset
+        batch = self.batch()  # before the number of the step, which it may reset
         self.begin_step()
         return batch
 
     def begin_step(self) -> None:
         """Set the learning rate and the number of the next step."""
         rate = self.state.rate(self.state.step)
-        self.place.fill_(self.state.step + 1)
+        self.step_number.fill_(self.state.step + 1)
         for group in self.state.optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
     def changing(self) -> Iterator[Tensor]:
-        yield from (self.place, self.state.metrics.sums, self.state.metrics.most, self.state.counted)
+        yield from (self.step_number, self.state.metrics.sums, self.state.metrics.most, self.state.counted)
         if self.state.average is not None:
             yield from self.state.average.weights.values()
 
@@ -95,7 +97,7 @@ class ImageFeed(Feed):
         self.order[: len(self.batches.images)] = self.batches.order(state.epoch)
         self.keys[: len(steps)] = torch.tensor([self.batches.key(state.epoch, k) for k in steps])
         self.rates[: len(steps)] = torch.tensor([state.rate(k) for k in steps])
-        self.place.fill_(state.step)
+        self.step_number.fill_(state.step)
 
     def batch(self) -> Batch:
         epoch, k = self.state.epoch, self.state.step
@@ -105,11 +107,11 @@ class ImageFeed(Feed):
         return (images,), labels
 
     def captured(self) -> Batch:
-        index = self.order.index_select(0, self.place * len(self.within) + self.within)
-        images, labels = self.batches.make(index, self.keys.index_select(0, self.place))
+        index = self.order.index_select(0, self.step_number * len(self.within) + self.within)
+        images, labels = self.batches.make(index, self.keys.index_select(0, self.step_number))
         for group in self.state.optimizer.param_groups:
-            group["lr"].copy_(self.rates.index_select(0, self.place)[0])
-        self.place += 1
+            group["lr"].copy_(self.rates.index_select(0, self.step_number)[0])
+        self.step_number += 1
         return (images,), labels
 
 
@@ -219,14 +221,14 @@ class Stepper:
         self.state, self.show = state, show
         self.feed = LoaderFeed(state) if isinstance(state.batches, Loader) else ImageFeed(state)
         self._shown: Plan | None = None
-        self.watch = NonfiniteWatch(state, self.feed.place)
+        self.watch = NonfiniteWatch(state, self.feed.step_number)
         self._make()
 
     def _make(self) -> None:
         """Plan a step for the network as it is now, and make it."""
         state = self.state
         net, settings = state.net.train(), state.settings
-        self.penalties = None if self._pretrain else Penalties.of(settings)
+        self.penalties = None if self._pretrains else Penalties.of(settings)
         if (ranks := state.ranks.count) > 1:
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
         options: Any = {"compile": settings.compile, "observed": self.penalties is not None}
@@ -250,7 +252,7 @@ class Stepper:
         if loss is F.cross_entropy:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-        self._planned, self._pretrains = bool(how.graph), self._pretrain
+        self._planned_graph, self._made_for_pretrain = bool(how.graph), self._pretrains
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
 
@@ -267,20 +269,21 @@ class Stepper:
     @property
     def failed(self) -> bool:
         """A capture was planned, and failed."""
-        return self._planned and not self.step.plan.graph
+        return self._planned_graph and not self.step.plan.graph
 
     @property
-    def _pretrain(self) -> bool:
+    def _pretrains(self) -> bool:
         """The next step is one of those that unroll R."""
         state = self.state
         return state.epoch * len(state.batches) + state.step < state.settings.pretrain
 
     def _phase(self) -> AbstractContextManager[None]:
-        return unrolled(cast(ImplicitNetwork, self.state.net)) if self._pretrain else nullcontext()
+        """Let the network unroll R in the block, if the next step does."""
+        return unrolled(cast(ImplicitNetwork, self.state.net)) if self._pretrains else nullcontext()
 
     def prepare(self) -> None:
         """Capture the step, if that is planned; again if the network is used in another way than before."""
-        if self._pretrains != self._pretrain or self._tuned():
+        if self._made_for_pretrain != self._pretrains or self._tuned():
             self._make()
         if self.step.plan.graph:
             self.feed.load()
@@ -294,7 +297,7 @@ class Stepper:
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
         state, steps = self.state, len(self.state.batches)
-        if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrain:
+        if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrains:
             return False
         d, _ = self.feed.batch()
         able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
@@ -307,7 +310,7 @@ class Stepper:
         state, settings = self.state, self.state.settings
         self.prepare()  # before the seed: a capture draws random numbers
         rank = () if state.ranks.first else (state.ranks.rank,)  # every rank draws other dropout masks
-        _seed(counter.key(settings.seed, _DRAWS, state.epoch, state.step, *rank), state.device)
+        _seed(counter.key(settings.seed, counter.NETWORK, state.epoch, state.step, *rank), state.device)
         with self._phase():
             products = _products_per_sample(state.net)
             try:
