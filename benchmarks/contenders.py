@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from banach import ImplicitNetwork
+from banach import JFB, ImplicitNetwork, Picard
 from banach.fast import TrainStep
 from banach.train.precision import autocast
 from benchmarks.libraries import has_torchdeq, torchdeq_layer
@@ -47,7 +47,7 @@ class Step:
     def __init__(self, net: ImplicitNetwork, setting: Setting, *, tuned: bool = False) -> None:
         self.net, self.setting = net, setting
         cuda = setting.device.type == "cuda"
-        if tuned or self.captured:
+        if (tuned or self.captured) and setting.point.data is None:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         options: dict[str, Any] = {
             "fused": cuda and (tuned or self.captured),
@@ -245,6 +245,18 @@ def as_twin(net: ImplicitNetwork) -> ImplicitNetwork:
     return net
 
 
+def as_designed(net: ImplicitNetwork) -> ImplicitNetwork:
+    """Stop as the authors of rivals do: the batch as one, checked by the host after every step."""
+    net.coupled, net.tolerance = True, replace(net.tolerance, check_every=1)
+    return net
+
+
+def by_jfb(net: ImplicitNetwork) -> ImplicitNetwork:
+    """Train a rival by JFB, and by damped Picard steps where its own solver is Broyden's."""
+    net.backward, net.solver = JFB(), net.solver if isinstance(net.solver, Picard) else Picard(0.5)
+    return net
+
+
 @dataclass(frozen=True)
 class Contender:
     """A name and how its step is made.
@@ -287,5 +299,8 @@ CONTENDERS = {
         Contender("banach-captured", Captured, "ours", fast=True),
         Contender("banach-fast", partial(Captured, compiled=True), "ours", fast=True),
         Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, fast=True),
+        Contender("exact-eager", Eager, "peer", as_designed, fast=True),
+        Contender("exact-captured", Captured, "ours", fast=True),
+        Contender("jfb-captured", Captured, "ours", by_jfb, fast=True),
     )
 }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import CONTENDERS, Setting
-from benchmarks.points import OWN_POINTS, PAPER_POINTS, POINTS, Point
+from benchmarks.points import OWN_POINTS, PAPER_POINTS, POINTS, RIVAL_POINTS, Point
 from benchmarks.processes import Record
 
 ENOUGH = 0.95  # the share of steps that must meet the tolerance for a precision to count
@@ -38,6 +38,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], tuple[str, ...], int], ...] = (
     ("curve", ("transformer", "cifar100"), EAGER_AND_CAPTURED, 3),
     ("prediction", ("cifar512",), ("banach-fast", "explicit-fast", "plain", "plain-tuned"), 3),
     ("step", PAPER_POINTS, ("authors", "banach-captured"), 3),
+    ("step", RIVAL_POINTS, ("exact-eager", "exact-captured", "jfb-captured"), 3),
 )
 TIMED = ("step", "per-step", "prediction")  # these take turns on the device
 

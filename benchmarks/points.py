@@ -1,7 +1,8 @@
 """The working points of the GPU benchmarks: network, batch, tolerance, precision, and images for them.
 
 The paper's networks have the authors' tolerance. Three networks are known to no kernel: a transformer, an MLP and
-two coupled resolutions, solved to a relative 1e-2 in the Euclidean norm.
+two coupled resolutions, solved to a relative 1e-2 in the Euclidean norm. Monotone operator networks and multiscale
+DEQs have solver, tolerance and gradient of their own recipes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import Euclidean, ImplicitNetwork, Tolerance, WorstPixel, models
+from banach import Euclidean, ImplicitNetwork, Tolerance, WorstPixel, data, models
+from banach.train import Settings
 
 Batch = tuple[Tensor, Tensor]
 
@@ -35,11 +37,13 @@ class Point:
     relative: bool = False  # eps is relative to the latent
     warm_up: int = 60  # training steps before the measurement
     mean_steps: int | None = None  # choose eps so that the mean sample takes so many steps, and keep the weights
+    data: str | None = None  # the data set of a rival of the paper's networks, which has its recipe's tolerance
 
     def tiny(self) -> Point:
         """Return the point at a size for `--quick`. The CIFAR-10 network takes seconds per step on a CPU."""
         model = "digits" if self.model == "cifar10" else self.model
-        return replace(self, batch=2 if self.own else 4, max_steps=20, model=model, precision="fp32", warm_up=2)
+        small = replace(self, batch=2 if self.own else 4, max_steps=20, model=model, precision="fp32", warm_up=2)
+        return replace(small, data=self.data and "digits")
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -75,6 +79,9 @@ class Point:
 
     def network(self, device: torch.device, seed: int = 0) -> ImplicitNetwork:
         """Return the network in train mode: the same weights for the same seed."""
+        if self.data is not None:
+            rival: Any = Settings.choose({"data": self.data, "model": self.model, "seed": seed}).build()
+            return rival.to(device).train()
         torch.manual_seed(seed)
         build = partial(ImplicitNetwork, *OWN[self.model]()) if self.own else partial(models.build, self.model)
         net: Any = build(tolerance=self.tolerance)
@@ -84,7 +91,8 @@ class Point:
         """Return random inputs of the right shape."""
         if self.model == "transformer":
             return torch.randint(64, (batch, 128), generator=draw)
-        shape = {"mlp": (64,), "two-scales": (3, 32, 32)}.get(self.model) or models.get(self.model).image
+        own = {"mlp": (64,), "two-scales": (3, 32, 32)}
+        shape = own.get(self.model) or (data.get(self.data).shape if self.data else models.get(self.model).image)
         return torch.randn(batch, *shape, generator=draw)
 
     def excess(self, after: Any, before: Any) -> Tensor:
@@ -110,9 +118,13 @@ POINTS = {
         replace(TRANSFORMER, name="transformer-8", mean_steps=8),
         Point("mlp", "mlp", 256, 1e-2, 40, None, relative=True),
         Point("two-scales", "two-scales", 128, 1e-2, 40, None, relative=True),
+        Point("mon", "mon", 128, 1e-2, 300, "tf32", relative=True, data="mnist"),
+        Point("mon-tiers", "mon-tiers", 128, 1e-2, 300, "tf32", relative=True, data="svhn"),
+        Point("mdeq-tiny", "mdeq-tiny", 128, 1e-3, 22, "tf32", relative=True, data="cifar10"),
     )
 }
 OWN_POINTS = ("transformer", "mlp", "two-scales")
+RIVAL_POINTS = ("mon", "mon-tiers", "mdeq-tiny")
 PAPER_POINTS = ("mnist100", "svhn100", "cifar100", "cifar512")
 
 
@@ -124,12 +136,10 @@ def feed(
     Real images, augmented as in the paper for CIFAR-10; random ones if the data set is not found. The depth on
     random images differs from that on real ones, so the title is part of every result.
     """
-    from banach import data
-
     try:
         if point.own:
             raise data.DataError("there is no data set for this network")
-        images = data.load(point.model, "train", data_dir, device)
+        images = data.load(point.data or point.model, "train", data_dir, device)
     except data.DataError:
         draw, size = torch.Generator().manual_seed(0), (point.batch,)
         made = [(point.inputs(*size, draw), torch.randint(10, size, generator=draw)) for _ in range(min(many, 8))]

@@ -13,10 +13,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.points import OWN_POINTS, PAPER_POINTS, POINTS
+from benchmarks.points import OWN_POINTS, PAPER_POINTS, POINTS, RIVAL_POINTS
 from benchmarks.processes import Record, read
 from benchmarks.results import Figure, Report, Row, Target, cell
 
@@ -35,6 +36,7 @@ PROMISED: dict[str, tuple[float | None, float, float | None]] = {
     "cifar512": (20.2, 8, 1.1),
     "transformer-8": (None, 1, 3.0),
 }
+RIVALS = {"exact-captured": 1.0, "jfb-captured": 3.0}  # times faster than rivals as their authors run them
 EAGER = 1.05  # of the plain loop's time, at most
 MEMORY = 1.05  # of the peak of the explicit twin, at most
 ANDERSON = 1.3  # Picard steps
@@ -133,6 +135,9 @@ def _step_targets(known: Measured) -> Iterator[Target]:
         if known.best("step", point, "banach-eager"):
             pair = known.ms(point, "banach-eager"), known.ms(point, "plain")
             yield from _times(f"{point}: eager / plain loop", *pair, EAGER, False)
+    for point, (name, faster) in product(RIVAL_POINTS, RIVALS.items()):
+        pair = known.ms(point, "exact-eager"), known.ms(point, name)
+        yield from _times(f"{point}: {name}, times faster than exact-eager", *pair, faster, True)
 
 
 def _prediction_targets(known: Measured) -> Iterator[Target]:

@@ -157,6 +157,23 @@ def test_the_other_studies_measure_what_they_say(tmp_path: Path, monkeypatch: py
     assert found["step", "banach-fast"]["eps"] != POINTS["transformer"].eps
 
 
+@pytest.mark.filterwarnings("ignore::banach.AdjointWarning")  # Broyden's method, after two steps of training
+def test_rivals_are_compared_with_what_their_authors_designed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a simulated GPU: by the exact gradient, captured or as a batch that stops as one, and by JFB."""
+    simulate_gpu(monkeypatch, kernels=False)
+    settings, records = run_in(tmp_path, "step/mon/", "step/mdeq-tiny/jfb")
+    found = {one["contender"]: one for one in records if (one["study"], one["point"]) == ("step", "mon")}
+    assert set(found) == {"exact-eager", "exact-captured", "jfb-captured"}
+    assert found["exact-eager"]["depth"] == found["exact-eager"]["mean_depth"] > 1
+    assert all(one["met"] == 1 and one["data"].startswith("digits") for one in found.values())
+    text = [target.what for target in summary.report(records, settings.out).targets]
+    assert [name.partition(" (")[0] for name in text if "exact-eager" in name] == [
+        f"mon: {name}, times faster than exact-eager" for name in ("exact-captured", "jfb-captured")
+    ]
+
+
 def test_a_prediction_is_timed_at_every_batch(tmp_path: Path) -> None:
     _, records = run_in(tmp_path, "prediction/cifar512")
     found = {one["contender"]: one for one in records if one["study"] == "prediction"}

@@ -1,7 +1,7 @@
 """stride(): Picard on a GPU, where a host check costs more than a step: several steps between two checks.
 
-It does what `SolveRun.step` and `check` do, as long as residuals are finite and no sample may have stalled.
-Otherwise the general loop takes one step, and it goes on after that.
+It does what `SolveRun.step` and `check` do, as long as nothing unusual happens: residuals are finite, no sample may
+have stalled. Then the general loop takes one step, and it goes on after that.
 """
 
 from __future__ import annotations
@@ -115,48 +115,56 @@ def _look_again(run: SolveRun, state: State, k: int) -> None:
 
 
 def _steps(run: SolveRun, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part.
+    """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part."""
+    rtol = run.tolerance.rtol
+    # The iterates; T at all but the last, where damping makes these something else; the differences.
+    memory = z.new_empty((3 if cast(Picard, run.solver).damping else 2) * steps + 1, *z.shape)
+    memory[0].copy_(z)
+    done, numbers = _evaluate(run, memory, k, steps)
+    if done < steps:
+        return _steps(run, z, k, done)
+    *size, residual = to_numpy(numbers.view(-1, steps, len(z)))
+    if not rtol:
+        return memory[: steps + 1], residual, residual
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        return memory[: steps + 1], residual, residual - residual.dtype.type(rtol) * size[0]
 
-    They are measured together after the last step, since a small operation takes the host as long as a large one;
-    large ones at every step, while the host prepares the next.
+
+def _evaluate(run: SolveRun, memory: Tensor, k: int, steps: int) -> tuple[int, Tensor]:
+    """Write the iterates, T at them and the differences; return how many steps T allowed; if all, the norms.
+
+    The norms are taken together after the last step, since a small operation takes the host as long as a large
+    one; those of large iterates at every step, while the host prepares the next.
     """
-    space, norm, rtol = run.space, run.tolerance.norm, run.tolerance.rtol
-    damping = cast(Picard, run.solver).damping
-    # z and the next iterates; where T(z) is not the next one, all T(z); all r = T(z) - z.
-    memory = z.new_empty((3 if damping else 2) * steps + 1, *z.shape)
-    rows = memory.unbind()
-    values, differences = rows[-2 * steps : -steps], rows[-steps:]
-    sizes: list[Tensor] = []
-    norms: list[Tensor] = []
-    rows[0].copy_(z)
-    several = len(space.shapes) > 1 and not (space.coupled or damping) and space.dtype == z.dtype
-    evaluate = _by_leaves(run, z, k) if several else partial(_by_rows, run)
-    together = z.nbytes <= LARGE and not (space.coupled and type(norm) is WorstPixel)
+    rows, damping = memory.unbind(), cast(Picard, run.solver).damping
+    values, differences, space = rows[-2 * steps : -steps], rows[-steps:], run.space
+    sizes, norms = [], []
+    several = len(space.shapes) > 1 and not (space.coupled or damping) and space.dtype == memory.dtype
+    evaluate = _by_leaves(run, rows[0], k) if several else partial(_by_rows, run)
+    together = rows[0].nbytes <= LARGE and not (space.coupled and type(run.tolerance.norm) is WorstPixel)
     for j in range(steps):
         try:
             evaluate(rows[j], values[j], first=not k and not j)
         except Exception:  # T need not be defined where a sample is only because it has moved on
             if not j:
                 raise
-            return _steps(run, z, k, j)
+            return j, memory[:0]
         if damping:
             torch.lerp(values[j], rows[j], damping, out=rows[j + 1])
         if not together:
             torch.sub(values[j], rows[j], out=differences[j])
             norms.append(run.measure(differences[j], space))
-            if rtol:
+            if run.tolerance.rtol:
                 sizes.append(run.measure(values[j], space))
-    if together:
-        torch.sub(memory[-2 * steps : -steps], memory[:steps], out=memory[-steps:])
-        taken = memory[-2 * steps if rtol else -steps :].flatten(0, 1)
-        numbers = run.measure(taken, space.resized(len(taken)) if type(norm) is WorstPixel else space)
-    else:
-        numbers = torch.stack(sizes + norms)
-    *size, residual = to_numpy(numbers.view(-1, steps, len(z)))
-    if not rtol:
-        return memory[: steps + 1], residual, residual
-    with np.errstate(invalid="ignore"):  # infinity minus infinity
-        return memory[: steps + 1], residual, residual - residual.dtype.type(rtol) * size[0]
+    return steps, _norms(run, memory, steps) if together else torch.stack(sizes + norms)
+
+
+def _norms(run: SolveRun, memory: Tensor, steps: int) -> Tensor:
+    """Write the differences; return the norms of T at the iterates, where they are needed, and of these."""
+    torch.sub(memory[-2 * steps : -steps], memory[:steps], out=memory[-steps:])
+    rows = memory[-2 * steps if run.tolerance.rtol else -steps :].flatten(0, 1)
+    pixels = type(run.tolerance.norm) is WorstPixel  # the only norm that looks at the space
+    return run.measure(rows, run.space.resized(len(rows)) if pixels else run.space)
 
 
 def _by_rows(run: SolveRun, z: Tensor, out: Tensor, *, first: bool) -> None:
