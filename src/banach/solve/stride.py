@@ -1,7 +1,7 @@
 """stride(): Picard on a GPU, where a host check costs more than a step: several steps between two checks.
 
-It does what `SolveRun.step` and `check` do, as long as nothing unusual happens: residuals are finite, no sample may
-have stalled. Then the general loop takes one step, and it goes on after that.
+It does what `SolveRun.step` and `check` do, as long as nothing unusual happens: residuals are finite, no sample
+may have stalled. Otherwise the general loop takes one step, and `stride` goes on after that.
 """
 
 from __future__ import annotations
