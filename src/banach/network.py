@@ -164,8 +164,9 @@ class ImplicitNetwork(nn.Module):
         v = self.Q(*d)
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
-        needs = {"evaluates_later": _evaluates_later(mode), "attaches_once": type(mode) is JFB}
-        with watch_over(R), forward_pass(R, modules, special, **needs) as this_pass:
+        later, once = _evaluates_later(mode), type(mode) is JFB
+        this_pass = forward_pass(R, modules, special, evaluates_later=later, attaches_once=once)
+        with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
             warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)

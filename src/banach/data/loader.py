@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banach.data import counter
 
-Batch = tuple[tuple[Tensor, ...], Tensor]  # inputs, targets
+Batch = tuple[Tensor, ...]  # (*inputs, targets)
 
 
 class Loader:
@@ -62,8 +62,7 @@ class Loader:
 
     def placed(self, batch: Batch) -> Batch:
         """Return a batch on the device."""
-        *d, targets = (one.to(self.device, non_blocking=True) for one in (*batch[0], batch[1]))
-        return tuple(d), targets
+        return tuple(one.to(self.device, non_blocking=True) for one in batch)
 
     def own(self, size: int, rank: int) -> slice:
         """Return the part of a batch that a rank gets: there is one rank, which gets all."""
@@ -72,11 +71,11 @@ class Loader:
     @cached_property
     def few(self) -> tuple[Tensor, ...]:
         """The inputs of the first batch, on which a network is measured."""
-        return self.placed(next(self.epoch()))[0]
+        return self.placed(next(self.epoch()))[:-1]
 
 
 def _checked(given: Any) -> Batch:
-    """Return a batch as (tuple of inputs, targets)."""
+    """Return the batch (inputs, targets) as (*inputs, targets)."""
     kinds = "(inputs, targets): inputs a tensor or a tuple of tensors, targets a tensor"
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         size = f" of {len(given)}" if isinstance(given, (tuple, list)) else ""
@@ -86,7 +85,7 @@ def _checked(given: Any) -> Batch:
         raise TypeError(f"a batch must be {kinds}, got {wrong[0]} in it")
     if given[1].dim() == 0:
         raise ValueError("targets need a batch axis, got a tensor without axes; set the batch size of the data")
-    return d, given[1]
+    return *d, given[1]
 
 
 @contextmanager

@@ -168,15 +168,15 @@ class TrainStep:
     def _body(self, *, captured: bool) -> None:
         """Take a step, eagerly or as part of a CUDA graph."""
         extras = self.extras
-        d, targets = self.feed.captured() if captured else self.feed.eager()
+        batch = self.feed.captured() if captured else self.feed.eager()
         if extras.watch is not None:
             extras.watch.begin()
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
             self._network.bf16.refresh()
-        parts = _parts(d, targets, extras.accumulate)
-        weight = 1.0 if extras.parallel is None else extras.parallel.weight(len(targets))
-        results = [self._part(x, y, weight * (len(y) / len(targets)), captured=captured) for x, y in parts]
+        parts, count = _parts(batch, extras.accumulate), len(batch[-1])
+        weight = 1.0 if extras.parallel is None else extras.parallel.weight(count)
+        results = [self._part(part, weight * (len(part[-1]) / count), captured=captured) for part in parts]
         if captured:
             self._network.bf16.collect()
         if extras.clip is not None:
@@ -189,13 +189,11 @@ class TrainStep:
             extras.watch.end(total)
         self._results[captured] = total, results[-1][1]
 
-    def _part(
-        self, d: tuple[Any, ...], targets: Tensor, share: float, *, captured: bool
-    ) -> tuple[Tensor, Solution | None]:
-        """Run a part of the batch forward and backward; `share` is its share of the batch."""
-        penalty, metrics = self.extras.penalty, self.extras.metrics
+    def _part(self, batch: tuple[Tensor, ...], share: float, *, captured: bool) -> tuple[Tensor, Solution | None]:
+        """Run a part of the batch, (*inputs, targets), forward and backward; `share` is its share of the batch."""
+        penalty, metrics, targets = self.extras.penalty, self.extras.metrics, batch[-1]
         with nullcontext() if penalty is None else penalty.observing(self.net) as seen:
-            output, found = self._forward(d, captured=captured)
+            output, found = self._forward(batch[:-1], captured=captured)
         if penalty is not None and found is not None:  # the observed solver holds the autograd graph of the pass
             found = replace(found, solver=cast(ImplicitNetwork, self.net).solver)
         compute = self._captured_loss if captured else self.loss
@@ -252,7 +250,8 @@ def at_least_fp32(output: Any) -> Any:
 class GivenBatches:
     """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place.
 
-    A feed has `fits`, `eager`, `captured` and `changing`; `take` is for batches that are handed over.
+    A feed has `fits`, `eager`, `captured` and `changing`; `take` is for batches that are handed over. A batch is
+    (*inputs, targets).
     """
 
     fits = True  # the next batch has the shapes of the captured step
@@ -295,13 +294,13 @@ class GivenBatches:
                     "optimizer a tensor, lr=torch.tensor(...), on the GPU"
                 )
 
-    def eager(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return (inputs, targets)."""
-        return self.given[:-1], self.given[-1]
+    def eager(self) -> tuple[Tensor, ...]:
+        """Return the next batch."""
+        return self.given
 
-    def captured(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return (inputs, targets) for the CUDA graph."""
-        return self.kept[:-1], self.kept[-1]
+    def captured(self) -> tuple[Tensor, ...]:
+        """Return the next batch in a CUDA graph."""
+        return self.kept
 
     def changing(self) -> Iterable[Tensor]:
         """Return the tensors that `captured` changes."""
@@ -321,9 +320,6 @@ def _check(given: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> None:
             )
 
 
-def _parts(d: tuple[Any, ...], targets: Tensor, count: int) -> Iterable[tuple[tuple[Any, ...], Tensor]]:
+def _parts(batch: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
     """Cut a batch into parts of nearly the same size."""
-    if count == 1:
-        return [(d, targets)]
-    cut = [one.chunk(count) for one in (*d, targets)]
-    return [(part[:-1], part[-1]) for part in zip(*cut, strict=True)]
+    return list(zip(*(one.chunk(count) for one in batch), strict=True)) if count > 1 else [batch]

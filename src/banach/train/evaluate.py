@@ -127,7 +127,7 @@ def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: O
     def once(scorer: Scorer) -> MetricSums:
         sums, size = MetricSums(device, objective.metrics), scorer.batch_size(batch_size, device)
         with arithmetic(scorer.precision, device):
-            for d, targets in _batches(data, size, scorer.ranks):
+            for *d, targets in _batches(data, size, scorer.ranks):
                 output, found = scorer(*d)
                 sums.add(objective.loss(output, targets), output, targets, found)
                 sums.add_evaluations(scorer.net, len(targets))
@@ -158,7 +158,7 @@ def _batches(data: Images | Loader, size: int, ranks: Ranks) -> Iterator[Batch]:
         raise ValueError(f"{ranks.count} ranks cannot share {len(data)} images; start fewer processes")
     fits = (n for n in range(size, 0, -1) if (len(data) % n or n) >= ranks.count)
     batches = Batches(data, next(fits, len(data)), shuffle=False, part=ranks.part)
-    yield from (((images,), labels) for images, labels in batches.epoch())
+    yield from batches.epoch()
 
 
 def _state(net: Any) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -134,22 +134,20 @@ def _placed(data: Images | Iterable[Any], settings: Settings, ranks: Ranks) -> I
     return Loader(data, settings.torch_device, settings.seed)
 
 
+@dataclass(eq=False)
 class _Training:
     """The loop of `fit` over epochs and steps, with the files that it writes to the run directory."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        run: Run | None,
-        on_epoch: Callable[[Epoch], None] | None,
-        on_step: Callable[[Position], None] | None,
-        on_plan: Callable[[Plan], None] | None,
-    ) -> None:
-        self.state, self.run, self.ranks = state, run, state.ranks
-        self.on_epoch, self.on_step = on_epoch, on_step
+    state: TrainState
+    run: Run | None
+    on_epoch: Callable[[Epoch], None] | None
+    on_step: Callable[[Position], None] | None
+    on_plan: Callable[[Plan], None] | None
+
+    def __post_init__(self) -> None:
+        self.ranks, self.divergence = self.state.ranks, Divergence(self.state, self.run)
         # Not a method, which would be a cycle: what steps hold, such as workers of a DataLoader, is freed at once.
-        self.show = partial(_show, run if self.ranks.first else None, on_plan)
-        self.divergence = Divergence(state, run)
+        self.show = partial(_show, self.run if self.ranks.first else None, self.on_plan)
 
     def resume(self, run: Run) -> None:
         """Continue from the newest checkpoint of the run, if it has one."""

@@ -103,16 +103,15 @@ class ImageFeed(Feed):
         epoch, k = self.state.epoch, self.state.step
         self.load()
         order = self.order[: len(self.batches.images)]
-        images, labels = self.batches.make(self.batches.index(order, k), self.batches.key(epoch, k))
-        return (images,), labels
+        return self.batches.make(self.batches.index(order, k), self.batches.key(epoch, k))
 
     def captured(self) -> Batch:
         index = self.order.index_select(0, self.step_number * len(self.within) + self.within)
-        images, labels = self.batches.make(index, self.keys.index_select(0, self.step_number))
+        batch = self.batches.make(index, self.keys.index_select(0, self.step_number))
         for group in self.state.optimizer.param_groups:
             group["lr"].copy_(self.rates.index_select(0, self.step_number)[0])
         self.step_number += 1
-        return (images,), labels
+        return batch
 
 
 class LoaderFeed(Feed):
@@ -124,20 +123,20 @@ class LoaderFeed(Feed):
         super().__init__(state)
         self.loader = cast(Loader, state.batches)
         self.at: Position | None = None  # that of `given`
-        self.kept: tuple[Tensor, ...] = ()  # inputs and targets that a captured step reads
+        self.kept: Batch = ()  # what a captured step reads
 
     @property
     def fits(self) -> bool:
-        return _kinds(_flat(self.batch())) == _kinds(self.kept)
+        return _kinds(self.batch()) == _kinds(self.kept)
 
     def count(self) -> int:
-        return len(self.batch()[1])
+        return len(self.batch()[-1])
 
     def load(self) -> None:
         """Write what a captured step reads."""
-        given = _flat(self.batch())
+        given = self.batch()
         if not self.kept:  # of the first batch, though a resumed epoch may begin with its last one
-            self.kept = tuple(one.clone() for one in _flat(self.loader.placed(self.first)))
+            self.kept = tuple(one.clone() for one in self.loader.placed(self.first))
         self.begin_step()
         if self.fits:
             for kept, one in zip(self.kept, given, strict=True):
@@ -158,14 +157,10 @@ class LoaderFeed(Feed):
         return self.given
 
     def captured(self) -> Batch:
-        return self.kept[:-1], self.kept[-1]
+        return self.kept
 
 
-def _flat(batch: Batch) -> tuple[Tensor, ...]:
-    return (*batch[0], batch[1])
-
-
-def _kinds(tensors: tuple[Tensor, ...]) -> list[tuple[torch.Size, torch.dtype]]:
+def _kinds(tensors: Batch) -> list[tuple[torch.Size, torch.dtype]]:
     return [(one.shape, one.dtype) for one in tensors]
 
 
@@ -299,7 +294,7 @@ class Stepper:
         state, steps = self.state, len(self.state.batches)
         if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrains:
             return False
-        d, _ = self.feed.batch()
+        *d, _ = self.feed.batch()
         able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
         with autocast(state.settings.precision, state.device), torch.no_grad():
             changed = [module.tune(state.net, *d) for module in able]  # all of them, before any() looks
