@@ -94,10 +94,10 @@ class Iteration:
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
             halves = _halves(everyone, space) if cycle == 1 and everyone.memory is None else []
-            self._go_on(everyone, everyone, taken, halves, cycle)
+            self._iterate(everyone, everyone, taken, halves, cycle)
         return self._solution(everyone)
 
-    def _go_on(self, everyone: Samples, samples: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
+    def _iterate(self, everyone: Samples, samples: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
         """Iterate these samples until all are done, the late ones as smaller batches."""
         loop, most = device_loop() or loop_eagerly, self.tolerance.max_steps
         stop_at = halves[0] if halves else 0
@@ -106,14 +106,14 @@ class Iteration:
             for _ in range(cycle):
                 self._step(samples)
 
-        def rest() -> None:
-            self._go_on(everyone, everyone.late(stop_at), taken, halves[1:], cycle)
+        def iterate_late() -> None:
+            self._iterate(everyone, everyone.late(stop_at), taken, halves[1:], cycle)
 
         loop(steps, samples.active, taken, cycle=cycle, max_steps=most, stop_at=stop_at)
         if samples is not everyone:
             everyone.put(samples)
         if halves:  # a loop that is run at most once: where no sample is late, nothing is copied
-            loop(rest, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
+            loop(iterate_late, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
 
     def _step(self, samples: Samples) -> None:
         self._move(samples, self.R(samples.z, samples.v))

@@ -34,7 +34,7 @@ class FastNetwork:
 
     def __init__(self, net: Any, how: Plan | None = None) -> None:
         self.net, self.plan = net, plan(net) if how is None else how
-        self.whole = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
+        self.network = net if isinstance(net, ImplicitNetwork) else compiled(net, self.plan)
         self.bf16 = Bf16Weights({})
         predicts = self.plan.task == "prediction"
         if not (self.plan.own_loop or predicts):
@@ -52,7 +52,7 @@ class FastNetwork:
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if not self.plan.own_loop:
-            return run_network(self.whole, as_inputs(d))
+            return run_network(self.network, as_inputs(d))
         v = self.Q(*as_inputs(d))
         found = self.solve(detach(v))
         return self.S(self.R(found.value, v)), found

@@ -16,7 +16,7 @@ from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
 
 LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
-_WHOLE = "the network is not taken apart"
+_NOT_TAKEN_APART = "the network is not taken apart"
 _NO_FIXED_POINT = "the network has no fixed point"
 
 
@@ -119,28 +119,29 @@ def plan(
         raise ValueError(f"precision must be fp32, tf32 or bf16, got {precision!r}")
     no_kernel = _no_kernel(net, device)
     ways = _ways_to_iterate(net, no_kernel, training=training, observed=observed)
-    whole = training and not ways["own_loop"] and _WHOLE
-    predicts = not training and "for training steps only"
-    exact = precision != "bf16" and f"the precision is {precision}"
+    # Reasons, which are false where they do not hold.
+    no_parts = training and not ways["own_loop"] and _NOT_TAKEN_APART
+    no_training = not training and "for training steps only"
+    no_bf16 = precision != "bf16" and f"the precision is {precision}"
+    no_stack = not any(map(is_stack, net.modules())) and "there is no stack of known blocks"
     windows = _unless(
-        predicts,
+        no_training,
         no_kernel,
-        whole,
+        no_parts,
         precision == "tf32" and "cuDNN is faster in TF32",
         not any(map(is_window, net.modules())) and "there is no convolution of few channels",
     )
-    no_stack = not any(map(is_stack, net.modules())) and "there is no stack of known blocks"
     return Plan(
         task="training step" if training else "prediction",
         device=str(device),
         precision=precision,
         graph=_graph(net, device, refused, ways["loop"], training=training),
         **ways,
-        bf16_weights=_unless(predicts, exact, whole),
-        fused_blocks=_unless(exact, no_kernel, whole, no_stack),
+        bf16_weights=_unless(no_training, no_bf16, no_parts),
+        fused_blocks=_unless(no_bf16, no_kernel, no_parts, no_stack),
         windows=windows,
         channels_last=_channels_last(device, precision, windows),
-        compiled=_unless(not compile and "not asked for", isinstance(net, ImplicitNetwork) and whole),
+        compiled=_unless(not compile and "not asked for", isinstance(net, ImplicitNetwork) and no_parts),
     )
 
 
@@ -205,15 +206,16 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
         observed and "penalties observe the network's own pass",
         training and _not_copied(net.R),
     )
-    none = net.tolerance.max_steps == 0 and "max_steps is 0"
-    fixed = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
-    kernel = _unless(no_kernel, training and not own_loop and _WHOLE, none, no_kernel or _no_latent_kernel(net))
-    known = kernel and "a kernel iterates R"
+    no_steps = net.tolerance.max_steps == 0 and "max_steps is 0"
+    no_tests = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
+    no_parts = training and not own_loop and _NOT_TAKEN_APART
+    kernel = _unless(no_kernel, no_parts, no_steps, no_kernel or _no_latent_kernel(net))
+    by_kernel = kernel and "a kernel iterates R"
     return {
         "own_loop": own_loop,
         "kernel": kernel,
-        "loop": _unless(known, none, fixed),
-        "fused_step": _unless(own_loop.why, known, none, no_kernel or _no_step(net)),
+        "loop": _unless(by_kernel, no_steps, no_tests),
+        "fused_step": _unless(own_loop.why, by_kernel, no_steps, no_kernel or _no_step(net)),
     }
 
 

@@ -23,10 +23,10 @@ TILES = {"fewest": 32, "few": 64, "many": 128, "weights": 64, "parts": 264}
 
 @dataclass(frozen=True)
 class Window:
-    """A convolution as the kernels' K: channels summed over and made, sizes in and out, its window, a tile."""
+    """A convolution as the kernels' K: channels and sizes in and out, its window, and a tile."""
 
-    summed: int
-    made: int
+    channels_in: int
+    channels_out: int
     height: int
     width: int
     rows_out: int
@@ -36,57 +36,59 @@ class Window:
     padding: int
     depth: int  # of a chunk of places of the window and their channels
     precision: str
-    from_made: int = 0  # strides of the weights
-    from_summed: int = 0
-    from_row: int = 0
-    from_column: int = 0
+    w_stride_out: int = 0  # elements between two weights: of output channels, input channels, rows, columns
+    w_stride_in: int = 0
+    w_stride_row: int = 0
+    w_stride_column: int = 0
     rows: int = 64  # pixels of a tile
     stages: int = 3
     chunks: int = 0
     columns: int = 0
-    whole: bool = False  # a chunk holds channels of one place
+    one_place: bool = False  # a chunk holds channels of one place of the window
 
     def sized(self, rows: int) -> Window:
         """Return the constants of a launch with tiles of `rows` pixels."""
         return replace(
             self,
             rows=rows,
-            chunks=host.ceil_div(self.summed * self.side**2, self.depth),
-            columns=max(16, host.power_of_two(self.made)),
-            whole=self.summed % self.depth == 0,
+            chunks=host.ceil_div(self.channels_in * self.side**2, self.depth),
+            columns=max(16, host.power_of_two(self.channels_out)),
+            one_place=self.channels_in % self.depth == 0,
         )
 
     def reading(self, weight: Tensor) -> Window:
         """Return the same for weights with the strides of `weight`."""
-        made, summed, row, column = weight.stride()
-        return replace(self, from_made=made, from_summed=summed, from_row=row, from_column=column)
+        out, into, row, column = weight.stride()
+        return replace(self, w_stride_out=out, w_stride_in=into, w_stride_row=row, w_stride_column=column)
 
     @property
     def back(self) -> Window:
         """The gradient of the input, as a convolution."""
         return replace(
-            self, summed=self.made, made=self.summed, height=self.rows_out, width=self.columns_out,
-            rows_out=self.height, columns_out=self.width, from_made=self.from_summed, from_summed=self.from_made,
-            depth=_depth(self.made, self.side),
+            self, channels_in=self.channels_out, channels_out=self.channels_in, height=self.rows_out,
+            width=self.columns_out, rows_out=self.height, columns_out=self.width, w_stride_out=self.w_stride_in,
+            w_stride_in=self.w_stride_out, depth=_depth(self.channels_out, self.side),
         )  # fmt: skip
 
     @property
     def even(self) -> Window:
         """The same with chunks of at most one place each, if the channels allow it."""
-        even = self.summed & -self.summed
+        even = self.channels_in & -self.channels_in
         return replace(self, depth=min(even, 64)) if even >= 16 else self
 
 
-def _depth(summed: int, side: int) -> int:
-    return min(64, max(16, host.power_of_two(summed * side**2)))
+def _depth(channels: int, side: int) -> int:
+    return min(64, max(16, host.power_of_two(channels * side**2)))
 
 
 def window_of(x: Tensor, weight: Tensor, stride: int, padding: int) -> Window:
     """Return the sizes of a convolution; `weight` as the kernels read it."""
-    (made, summed, side, _), (H, W) = weight.shape, x.shape[2:]
+    (channels_out, channels_in, side, _), (H, W) = weight.shape, x.shape[2:]
     rows, columns = ((size + 2 * padding - side) // stride + 1 for size in (H, W))
     precision = "tf32x3" if x.dtype == torch.float32 else "ieee"
-    sizes = Window(summed, made, H, W, rows, columns, side, stride, padding, _depth(summed, side), precision)
+    sizes = Window(
+        channels_in, channels_out, H, W, rows, columns, side, stride, padding, _depth(channels_in, side), precision
+    )
     return sizes.reading(weight)
 
 
@@ -110,8 +112,8 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding:
         stride: in both directions.
         padding: zeros on each side.
     """
-    weight = _last(weight)
-    return _look(x, weight, bias, window_of(x, weight, stride, padding), back=False)
+    weight = _channels_last(weight)
+    return _convolve(x, weight, bias, window_of(x, weight, stride, padding), back=False)
 
 
 @conv2d.register_fake
@@ -125,7 +127,7 @@ def conv2d_backward(
     g: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int, wants_x: bool, wants_w: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of x, weight and bias, empty if not wanted. Those of the weight run on a second stream."""
-    g, read, side = _last(g), _last(weight), host.SideStream(x.device)
+    g, read, side = _channels_last(g), _channels_last(weight), host.SideStream(x.device)
     window = window_of(x, read, stride, padding)
     dw, db, dx = weight.new_empty(0), weight.new_empty(0), x.new_empty(0)
     if wants_w:
@@ -168,14 +170,14 @@ def _tile(pixels: int, dtype: torch.dtype) -> int:
     return TILES["many" if pixels >= 32768 else "few"]
 
 
-def _look(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, back: bool) -> Tensor:
-    from banach.kernels.window_kernel import look
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, back: bool) -> Tensor:
+    from banach.kernels.window_kernel import convolve
 
-    out = _empty(x, window.made, window.rows_out, window.columns_out)
+    out = _empty(x, window.channels_out, window.rows_out, window.columns_out)
     pixels = len(x) * window.rows_out * window.columns_out
     K = window.even.sized(_tile(pixels, x.dtype))
-    look[(host.ceil_div(pixels, K.rows),)](
-        _last(x), weight, weight if bias is None else bias.contiguous(), out, pixels, BACK=back,
+    convolve[(host.ceil_div(pixels, K.rows),)](
+        _channels_last(x), weight, weight if bias is None else bias.contiguous(), out, pixels, BACK=back,
         BIAS=bias is not None, K=host.constants(K), num_warps=4,
     )  # fmt: skip
     return out
@@ -184,15 +186,15 @@ def _look(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *, bac
 def _input_gradient(g: Tensor, weight: Tensor, window: Window) -> Tensor:
     """Return the gradient of the input. `window` is that of the convolution."""
     back = window.back.even
-    if back.stride == 1 or back.summed % back.depth:
-        return _look(g, weight, None, window.back, back=True)
-    from banach.kernels.window_kernel import look_back
+    if back.stride == 1 or back.channels_in % back.depth:
+        return _convolve(g, weight, None, window.back, back=True)
+    from banach.kernels.window_kernel import input_gradient
 
-    out = _empty(g, back.made, back.rows_out, back.columns_out)
+    out = _empty(g, back.channels_out, back.rows_out, back.columns_out)
     of_a_kind = (host.ceil_div(size, back.stride) for size in out.shape[2:])
     pixels = len(g) * math.prod(of_a_kind)
     K = back.sized(_tile(pixels * back.stride**2, g.dtype))
-    look_back[(host.ceil_div(pixels, K.rows), back.stride**2)](
+    input_gradient[(host.ceil_div(pixels, K.rows), back.stride**2)](
         g, weight, out, len(g), K=host.constants(K), num_warps=4
     )
     return out
@@ -210,11 +212,11 @@ def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, window: Window, *, bi
     count = host.ceil_div(tiles, share)
     parts = torch.empty((count, K.columns, K.chunks * K.depth), device=x.device)
     bias_parts = torch.empty((count, K.columns), device=x.device) if bias else parts
-    db = torch.empty(K.made if bias else 0, dtype=weight.dtype, device=x.device)
+    db = torch.empty(K.channels_out if bias else 0, dtype=weight.dtype, device=x.device)
     correlate[(count, K.chunks)](
-        _last(x), g, parts, bias_parts, pixels, share, BIAS=bias, K=host.constants(K), num_warps=4
+        _channels_last(x), g, parts, bias_parts, pixels, share, BIAS=bias, K=host.constants(K), num_warps=4
     )
-    add[(host.ceil_div(K.summed * K.side**2, ADD["BLOCK"]), K.made)](
+    add[(host.ceil_div(K.channels_in * K.side**2, ADD["BLOCK"]), K.channels_out)](
         parts, bias_parts, dw, db if bias else dw, count, BIAS=bias, K=host.constants(K), **ADD
     )
     return dw, db
@@ -225,5 +227,5 @@ def _empty(x: Tensor, *shape: int) -> Tensor:
     return torch.empty((x.shape[0], *shape), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
-def _last(x: Tensor) -> Tensor:
+def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)

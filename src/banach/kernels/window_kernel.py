@@ -1,7 +1,7 @@
 """Device code of `window.py`: convolutions of few channels as matrix products of windows and weights. Triton.
 
 Images are channels_last. Places of a window and their channels are counted by one number, in chunks of K.depth;
-K.whole: a chunk holds channels of one place, which are neighbours in memory. K: see `window.Window`.
+K.one_place: a chunk holds channels of one place, which are neighbours in memory. K: see `window.Window`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _through(row, col, place, BACK: tl.constexpr, K: tl.constexpr):
+def _source(row, col, place, BACK: tl.constexpr, K: tl.constexpr):
     """Return row and column that a pixel sees (BACK: that see it) at a place of a window, and if there is one."""
     if BACK:
         y = row + K.padding - place // K.side
@@ -28,56 +28,57 @@ def _through(row, col, place, BACK: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _seen(x, m, pixels, chunk, BACK: tl.constexpr, K: tl.constexpr):
+def _load_windows(x, m, pixels, chunk, BACK: tl.constexpr, K: tl.constexpr):
     """Load a chunk of what the pixels m see; zero outside the image."""
     image = m // (K.rows_out * K.columns_out)
     row = m // K.columns_out % K.rows_out
     col = m % K.columns_out
-    if K.whole:
+    if K.one_place:
         c = tl.arange(0, K.depth)
-        if K.summed > K.depth:
-            c += chunk % (K.summed // K.depth) * K.depth
-        y, at, ok = _through(row, col, chunk // (K.summed // K.depth), BACK, K)
-        at = ((image * K.height + y) * K.width + at) * K.summed
+        if K.channels_in > K.depth:
+            c += chunk % (K.channels_in // K.depth) * K.depth
+        y, at, ok = _source(row, col, chunk // (K.channels_in // K.depth), BACK, K)
+        at = ((image * K.height + y) * K.width + at) * K.channels_in
         seen = tl.load(x + at[:, None] + c[None, :], mask=((m < pixels) & ok)[:, None], other=0.0)
     else:
         k = chunk * K.depth + tl.arange(0, K.depth)
-        y, at, ok = _through(row[:, None], col[:, None], (k // K.summed)[None, :], BACK, K)
-        at = ((image[:, None] * K.height + y) * K.width + at) * K.summed + (k % K.summed)[None, :]
-        ok = ok & (m < pixels)[:, None] & (k < K.summed * K.side * K.side)[None, :]
+        y, at, ok = _source(row[:, None], col[:, None], (k // K.channels_in)[None, :], BACK, K)
+        at = ((image[:, None] * K.height + y) * K.width + at) * K.channels_in + (k % K.channels_in)[None, :]
+        ok = ok & (m < pixels)[:, None] & (k < K.channels_in * K.side * K.side)[None, :]
         seen = tl.load(x + at, mask=ok, other=0.0)
     return seen
 
 
 @triton.jit
-def _weight(k, K: tl.constexpr):
+def _weight_offset(k, K: tl.constexpr):
     """Return the offset of the k-th weight of an output channel."""
-    place = k // K.summed
-    return k % K.summed * K.from_summed + place // K.side * K.from_row + place % K.side * K.from_column
+    place = k // K.channels_in
+    in_window = place // K.side * K.w_stride_row + place % K.side * K.w_stride_column
+    return k % K.channels_in * K.w_stride_in + in_window
 
 
 @triton.jit(do_not_specialize=["pixels"])
-def look(x, w, bias, out, pixels, BACK: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr):
+def convolve(x, w, bias, out, pixels, BACK: tl.constexpr, BIAS: tl.constexpr, K: tl.constexpr):
     """Compute the convolution or, if BACK, the gradient of its input, at K.rows pixels."""
     m = tl.program_id(0) * K.rows + tl.arange(0, K.rows)
     j = tl.arange(0, K.columns)
     acc = tl.zeros([K.rows, K.columns], tl.float32)
     for chunk in tl.range(0, K.chunks, num_stages=K.stages):
-        a = _seen(x, m, pixels, chunk, BACK, K)
+        a = _load_windows(x, m, pixels, chunk, BACK, K)
         k = chunk * K.depth + tl.arange(0, K.depth)
-        at = _weight(k, K)
-        real = (k < K.summed * K.side * K.side)[:, None] & (j < K.made)[None, :]
-        b = tl.load(w + at[:, None] + (j * K.from_made)[None, :], mask=real, other=0.0)
+        at = _weight_offset(k, K)
+        real = (k < K.channels_in * K.side * K.side)[:, None] & (j < K.channels_out)[None, :]
+        b = tl.load(w + at[:, None] + (j * K.w_stride_out)[None, :], mask=real, other=0.0)
         acc = tl.dot(a, b, acc, input_precision=K.precision)
     if BIAS:
-        acc += tl.load(bias + j, mask=j < K.made, other=0.0).to(tl.float32)[None, :]
-    real = (m < pixels)[:, None] & (j < K.made)[None, :]
-    tl.store(out + (m * K.made)[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
+        acc += tl.load(bias + j, mask=j < K.channels_out, other=0.0).to(tl.float32)[None, :]
+    real = (m < pixels)[:, None] & (j < K.channels_out)[None, :]
+    tl.store(out + (m * K.channels_out)[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["images"])
-def look_back(g, w, out, images, K: tl.constexpr):
-    """Compute the gradient of the input of a convolution with a stride, K.whole only.
+def input_gradient(g, w, out, images, K: tl.constexpr):
+    """Compute the gradient of the input of a convolution with a stride, K.one_place only.
 
     A program has pixels of one kind, which windows see at the same places, so that it does not multiply zeros.
     """
@@ -85,7 +86,7 @@ def look_back(g, w, out, images, K: tl.constexpr):
     kind_x = tl.program_id(1) % K.stride
     DOWN: tl.constexpr = (K.rows_out + K.stride - 1) // K.stride
     ACROSS: tl.constexpr = (K.columns_out + K.stride - 1) // K.stride
-    PER: tl.constexpr = K.summed // K.depth
+    PER: tl.constexpr = K.channels_in // K.depth
     m = tl.program_id(0) * K.rows + tl.arange(0, K.rows)
     image = m // (DOWN * ACROSS)
     row = m // ACROSS % DOWN * K.stride + (kind_y + (K.stride - 1) * K.padding) % K.stride
@@ -107,14 +108,16 @@ def look_back(g, w, out, images, K: tl.constexpr):
         if PER > 1:
             c += chunk % PER * K.depth
         pixel = (image * K.height + y) * K.width + x
-        a = tl.load(g + (pixel * K.summed)[:, None] + c[None, :], mask=seen[:, None], other=0.0)
+        a = tl.load(g + (pixel * K.channels_in)[:, None] + c[None, :], mask=seen[:, None], other=0.0)
         at_row, at_column = kind_y + down * K.stride, kind_x + across * K.stride
-        at = c * K.from_summed + at_row * K.from_row + at_column * K.from_column
-        b = tl.load(w + at[:, None] + (j * K.from_made)[None, :], mask=(j < K.made)[None, :], other=0.0)
+        at = c * K.w_stride_in + at_row * K.w_stride_row + at_column * K.w_stride_column
+        b = tl.load(w + at[:, None] + (j * K.w_stride_out)[None, :], mask=(j < K.channels_out)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=K.precision)
-    to = ((image * K.rows_out + row) * K.columns_out + col) * K.made
+    to = ((image * K.rows_out + row) * K.columns_out + col) * K.channels_out
     tl.store(
-        out + to[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None] & (j < K.made)[None, :]
+        out + to[:, None] + j[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=ok[:, None] & (j < K.channels_out)[None, :],
     )
 
 
@@ -129,9 +132,9 @@ def correlate(x, g, parts, bias_parts, pixels, share, BIAS: tl.constexpr, K: tl.
     last = tl.minimum((part + 1) * share, tl.cdiv(pixels, K.rows))
     for tile in tl.range(part * share, last, num_stages=K.stages):
         m = tile * K.rows + tl.arange(0, K.rows)
-        a = _seen(x, m, pixels, chunk, False, K)
-        real = (m < pixels)[:, None] & (j < K.made)[None, :]
-        back = tl.load(g + (m * K.made)[:, None] + j[None, :], mask=real, other=0.0)
+        a = _load_windows(x, m, pixels, chunk, False, K)
+        real = (m < pixels)[:, None] & (j < K.channels_out)[None, :]
+        back = tl.load(g + (m * K.channels_out)[:, None] + j[None, :], mask=real, other=0.0)
         acc = tl.dot(tl.trans(back), a, acc, input_precision=K.precision)
         if BIAS:
             total += tl.sum(back.to(tl.float32), axis=0)
@@ -148,7 +151,7 @@ def add(
     """Add the parts of the gradients of one output channel, in a fixed order."""
     j = tl.program_id(1)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = k < K.summed * K.side * K.side
+    real = k < K.channels_in * K.side * K.side
     acc = tl.zeros([CHUNK, BLOCK], tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
     for first in range(0, count, CHUNK):
@@ -157,7 +160,7 @@ def add(
         acc += tl.load(at, mask=(part < count)[:, None] & real[None, :], other=0.0)
         if BIAS:
             total += tl.load(bias_parts + part * K.columns + j, mask=part < count, other=0.0)
-    to = dw + j * K.from_made + _weight(k, K)
+    to = dw + j * K.w_stride_out + _weight_offset(k, K)
     tl.store(to, tl.sum(acc, axis=0).to(dw.dtype.element_ty), mask=real)
     if BIAS and tl.program_id(0) == 0:
         tl.store(db + j, tl.sum(total, axis=0).to(db.dtype.element_ty))
