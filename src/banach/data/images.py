@@ -136,15 +136,16 @@ class Batches:
 
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""
-        own = self.own(len(index), self.part[0])
+        own = self.own(len(index))
         x = self.images.normalise(self.images.pixels.index_select(0, index[own]))
         if self.augment is not None and self.augment.draws:
             x = self.augment.apply(x, counter.uniform(key, len(index), self.augment.draws, x.device)[own])
         return x, self.images.labels.index_select(0, index[own])
 
-    def own(self, size: int, rank: int) -> slice:
-        """Return the part of a batch of `size` images that a rank gets; the parts of all ranks are the batch."""
-        return slice(size * rank // self.part[1], size * (rank + 1) // self.part[1])
+    def own(self, size: int) -> slice:
+        """Return the part of a batch of `size` images that this rank gets; those of all ranks are the batch."""
+        rank, ranks = self.part
+        return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
 def held_out(labels: np.ndarray, count: int, key: int = KEY) -> np.ndarray:

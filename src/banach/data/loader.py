@@ -64,8 +64,8 @@ class Loader:
         """Return a batch on the device."""
         return tuple(one.to(self.device, non_blocking=True) for one in batch)
 
-    def own(self, size: int, rank: int) -> slice:
-        """Return the part of a batch that a rank gets: there is one rank, which gets all."""
+    def own(self, size: int) -> slice:
+        """Return the part of a batch that this rank gets: there is one rank, which gets all."""
         return slice(0, size)
 
     @cached_property

@@ -315,10 +315,11 @@ class Stepper:
                     raise
                 self.watch.failed(error)
                 return
-        own = state.batches.own(self.feed.count(), state.ranks.rank)
+        own = state.batches.own(self.feed.count())
+        samples = own.stop - own.start
         products += 0 if self.penalties is None else self.penalties.products
-        products += state.metrics.add_evaluations(state.net, own.stop - own.start)
-        state.products += (own.stop - own.start) * products
+        products += state.metrics.add_evaluations(state.net, samples)
+        state.products += samples * products
 
 
 def _seed(number: int, device: torch.device) -> None:
