@@ -47,13 +47,14 @@ class Pass:
         self,
         R: Any,
         modules: list[nn.Module] | None = None,
+        special: list[nn.Module] | None = None,
         *,
         evaluates_later: bool = False,
         attaches_once: bool = False,
     ) -> None:
         known = isinstance(R, nn.Module)
         modules = modules_of(R) if modules is None else modules
-        special = special_layers(modules)
+        special = special_layers(modules) if special is None else special
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
         self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
@@ -155,7 +156,7 @@ def forward_pass(
     plain = len(modules) > 0 and not special and not evaluates_later
     if plain and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
         return PlainPass(R)
-    return Pass(R, modules, evaluates_later=evaluates_later, attaches_once=attaches_once)
+    return Pass(R, modules, special, evaluates_later=evaluates_later, attaches_once=attaches_once)
 
 
 class Remembered:
