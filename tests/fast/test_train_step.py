@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from banach import Tolerance
+import networks
+from banach import Implicit, Tolerance
 from banach.fast import Extras, TrainStep
 from fast.simulated import EagerGraphs, digits, images, simulate_gpu
+from networks import conv_network
 from train.parts_train import plain_network
 
 
@@ -105,6 +107,96 @@ def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sgd.param_groups[0]["lr"] = 0.05
     with pytest.raises(ValueError, match=r"the learning rate 0\.1 is part of the captured step, got 0\.05; give"):
         step(d, y)
+
+
+def test_other_options_of_the_optimizer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneCycleLR moves the momentum too, which a captured step would not see."""
+    net, (d, y) = network(), batch()
+    sgd = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.1), momentum=0.9, weight_decay=1e-4)
+    step = captured(net, sgd, monkeypatch)
+    step(d, y)
+    sgd.param_groups[0].update(lr=0.05, initial_lr=0.1, foreach=False)
+    step(d, y)
+    for name, value in (("momentum", 0.8), ("weight_decay", 0.0)):
+        before, sgd.param_groups[0][name] = sgd.param_groups[0][name], value
+        with pytest.raises(
+            ValueError, match=rf"{name} = {before} of the optimizer is part of the captured step, got"
+        ):
+            step(d, y)
+        sgd.param_groups[0][name] = before
+
+
+def two_networks(**options: Any) -> tuple[Any, Any, Tensor]:
+    """Return a network in eval mode, a copy of it, and its data."""
+    net = conv_network(gamma=0.15, **options).double().eval()
+    net.tolerance = Tolerance(atol=1e-9, max_steps=200)
+    return net, copy.deepcopy(net), networks.images(6).double()
+
+
+def eager_step(net: Any, d: Tensor, y: Tensor) -> Tensor:
+    """Take a step of gradient descent at the rate 0.1, and return the loss."""
+    loss = F.cross_entropy(net(d), y)
+    for p, g in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
+        p.data.sub_(0.1 * g)
+    return loss.detach()
+
+
+def test_a_step_is_planned_for_the_mode_that_the_network_has_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of dropout in R are drawn once per pass, also where the step was made in eval mode."""
+    net, twin, d = two_networks(dropout=0.3)
+    step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch)
+    net.train()
+    twin.train()
+    y = torch.arange(6)
+    step(d, y)  # the capture draws random numbers
+    twin.load_state_dict(net.state_dict())
+    for seed in range(2):
+        torch.manual_seed(seed)
+        eager_step(twin, d, y)
+        torch.manual_seed(seed)
+        step(d, y)
+        assert step.reached is not None
+        assert bool(step.reached.converged.all())
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_captured_step_follows_the_settings_of_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, twin, d = two_networks(batch_norm=True)
+    y, captures = torch.arange(6), 0
+    capture = EagerGraphs.capture
+
+    def counted(self: EagerGraphs, program: Any) -> Any:
+        nonlocal captures
+        captures += 1
+        return capture(self, program)
+
+    monkeypatch.setattr(EagerGraphs, "capture", counted)
+    step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch)
+
+    def changed(net: Any, change: int) -> None:
+        if change == 1:
+            net.backward = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=500))
+        elif change == 2:
+            net.train()
+        elif change == 3:
+            net.R.norm.eval()
+        elif change == 4:
+            net.tolerance = Tolerance(atol=1e-2)
+
+    for change in range(5):
+        changed(net, change)
+        changed(twin, change)
+        for _ in range(2):
+            torch.testing.assert_close(step(d, y), eager_step(twin, d, y))
+        assert captures == change + 1
+    for a, b in zip(net.state_dict().values(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    frozen = net.Q.weight.requires_grad_(False)
+    before = frozen.clone()
+    step(d, y)
+    assert captures == 6
+    assert torch.equal(frozen, before)
 
 
 def test_extras_are_parts_of_a_step() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import banach
 from banach import (
+    JFB,
     Anderson,
     Broyden,
     ConvergenceWarning,
@@ -263,6 +264,21 @@ def test_a_scheduler_is_followed_by_a_captured_step(kind: Any) -> None:
             rate.step()
     assert step.reason is None
     assert float(made.param_groups[0]["lr"]) == pytest.approx(0.05 * 0.5**8)
+    for a, b in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_settings_that_change_are_captured_again() -> None:
+    net = own_network()
+    reference = copy.deepcopy(net)
+    made, plain = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, reference))
+    step = TrainStep(net, made, F.cross_entropy)
+    for k in range(6):
+        for one in (net, reference):
+            one.backward = JFB() if k < 2 else Implicit()
+            next(one.Q.parameters()).requires_grad_(k < 4)
+        assert float(step(*batch(k))) == pytest.approx(eager(reference, plain, *batch(k)), rel=1e-7)
+    assert step.reason is None
     for a, b in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 

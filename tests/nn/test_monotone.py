@@ -23,7 +23,7 @@ from banach.nn import (
 from banach.nn.monotone import inverse_of
 from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
-from nn.parts_nn import gradients, normal
+from nn.parts_nn import close, gradients, normal
 
 SHAPES: dict[Any, list[tuple[int, ...]]] = {3: [(3, 6, 6)], (2, 3, 4): [(2, 10, 10), (3, 6, 6), (4, 4, 4)]}
 CASES = list(SHAPES)
@@ -328,3 +328,17 @@ def test_inverses_in_a_capture_are_as_exact_under_autocast() -> None:
         made = inverse_of(M)
     torch.testing.assert_close(made.double(), torch.linalg.inv(M.double()), atol=1e-5, rtol=0)
     assert max(ends) < 20
+
+
+@pytest.mark.parametrize("kind", SPLITTINGS)
+@pytest.mark.parametrize("before", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode])
+def test_nothing_is_kept_from_a_pass_in_another_arithmetic(kind: Any, before: Any) -> None:
+    """W is rounded under autocast; autograd refuses what inference mode has made."""
+    R, v = kind(linear().float(), 0.1), normal(4, 6).float()
+    net = ImplicitNetwork(nn.Identity(), R, nn.Identity(), tolerance=Tolerance(atol=1e-6, max_steps=500))
+    twin = copy.deepcopy(net)
+    with before(), torch.no_grad():
+        R(torch.zeros_like(v), v)  # the same v: Q is the identity
+    found, expected = net(v), twin(v)
+    assert torch.equal(found, expected)
+    assert close(gradients(net, found.sum()), gradients(twin, expected.sum()), 0.0)

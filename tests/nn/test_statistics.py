@@ -1,6 +1,7 @@
 """Buffers of R: one update per pass, at the last forward evaluation, in every backward mode; none elsewhere."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -220,3 +221,43 @@ def test_a_network_made_in_inference_mode_is_called_without_gradients() -> None:
         net = network(NormR())
     with torch.no_grad():
         assert torch.equal(net(normal(5, 4)), network(NormR())(normal(5, 4)))
+
+
+class InTurns(NormR):
+    """R of which two threads, "first" and "second", hide and show the statistics in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events = {name: threading.Event() for name in ("first is in", "second is in", "first is done")}
+        self.barrier = threading.Barrier(2)
+
+    def started(self, v: Tensor) -> Tensor:
+        """Return z0, when both passes have begun; in the second thread when the first is inside R."""
+        self.barrier.wait(30)
+        if threading.current_thread().name == "second":
+            self.events["first is in"].wait(30)
+        return torch.zeros_like(v)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        first = threading.current_thread().name == "first"
+        self.events["first is in" if first else "second is in"].set()
+        self.events["second is in" if first else "first is done"].wait(30)
+        return super().forward(u, v)
+
+
+def test_threads_that_share_a_network_do_not_lose_its_statistics() -> None:
+    """They must not, but if they do, the buffers must still be there."""
+    R = InTurns()
+    net = ImplicitNetwork(nn.Identity(), R, nn.Identity(), start=R.started, tolerance=Tolerance(atol=1e-3))
+    names = net.state_dict().keys()
+
+    def work() -> None:
+        net(normal(5, 6))
+        R.events["first is done"].set()
+
+    threads = [threading.Thread(target=work, name=name) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert net.state_dict().keys() == names

@@ -18,6 +18,8 @@ from banach.solve.warning import warn_user
 
 # Their state before the first step is zero, or as good as zero.
 _START_AT_ZERO = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.SGD)
+# Options of an optimizer that may change after a capture: rates are followed, the others change no value.
+_FREE = ("lr", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +54,8 @@ class TrainStep:
     Every sample stops at its own depth, as in the network itself: the iteration is a while node between two
     graphs, or a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step
     overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
-    runs eagerly and a warning gives the reason.
+    runs eagerly and a warning gives the reason. A captured step is planned and captured again if the network gets
+    another solver, tolerance or backward mode, or if modules or weights are frozen or not any more.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -85,9 +88,11 @@ class TrainStep:
     ) -> None:
         if not isinstance(net, nn.Module):
             raise TypeError(f"TrainStep takes a network, got {type(net).__name__}")
-        observed = extras.penalty is not None
-        self.plan = how or plan(net, precision="bf16" if bf16 else None, compile=compile, observed=observed)
+        options: Any = {"compile": compile, "observed": extras.penalty is not None}
+        self._plan = lambda: how or plan(net, precision="bf16" if bf16 else None, **options)
         self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
+        self._modules, self._parameters = list(net.modules()), list(net.parameters())
+        self.plan, self._made_for = self._plan(), self._settings()
         self.feed: Any = GivenBatches(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
@@ -113,8 +118,21 @@ class TrainStep:
         for name, value in (*(("inputs", one) for one in d), ("targets", targets)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
+        if self.plan.graph and self._settings() != self._made_for:
+            self._plan_again()
         self.feed.take((*d, targets), captured=bool(self.plan.graph))
         return self.run()
+
+    def _plan_again(self) -> None:
+        """Plan for the network as it is now, and capture the step again."""
+        self.plan, self._made_for, self._recording = self._plan(), self._settings(), None
+        if not self.plan.graph:
+            self.warn()
+
+    def _settings(self) -> tuple[Any, ...]:
+        """Return what the plan and the capture take from the network as it is: later changes do not reach them."""
+        own = (getattr(self.net, name, None) for name in ("solver", "tolerance", "backward", "start", "coupled"))
+        return *own, [m.training for m in self._modules], [p.requires_grad for p in self._parameters]
 
     @property
     def prepared(self) -> bool:
@@ -260,6 +278,7 @@ class GivenBatches:
         self.optimizer = optimizer
         self.kept: tuple[Tensor, ...] = ()
         self.rates: list[Any] = []
+        self.options: list[dict[str, Any]] = []
 
     def take(self, given: tuple[Tensor, ...], *, captured: bool) -> None:
         """Take inputs and targets. A captured step refuses what it was not captured for."""
@@ -282,6 +301,9 @@ class GivenBatches:
                 if adam and group["capturable"] and not isinstance(group["lr"], Tensor):
                     group["lr"] = torch.tensor(float(group["lr"]), device=device)
             self.rates = [group["lr"] for group in groups]
+            names = [name for name in self.optimizer.defaults if name not in _FREE]
+            self.options = [{name: group[name] for name in names} for group in groups]
+        self._check_options()
         for group, rate in zip(groups, self.rates, strict=True):
             if group["lr"] is rate:
                 continue
@@ -293,6 +315,16 @@ class GivenBatches:
                     f"the learning rate {rate:g} is part of the captured step, got {group['lr']:g}; give the "
                     "optimizer a tensor, lr=torch.tensor(...), on the GPU"
                 )
+
+    def _check_options(self) -> None:
+        """Refuse options of the optimizer, such as betas, that were changed since the capture."""
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            for name, value in options.items():
+                if group[name] is not value and group[name] != value:
+                    raise ValueError(
+                        f"{name} = {value} of the optimizer is part of the captured step, got {group[name]}; make "
+                        "a new TrainStep (OneCycleLR and CyclicLR: pass cycle_momentum=False)"
+                    )
 
     def eager(self) -> tuple[Tensor, ...]:
         """Return the next batch."""

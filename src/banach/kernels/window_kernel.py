@@ -53,8 +53,8 @@ def _load_windows(x, m, pixels, chunk, BACK: tl.constexpr, K: tl.constexpr):
 def _weight_offset(k, K: tl.constexpr):
     """Return the offset of the k-th weight of an output channel."""
     place = k // K.channels_in
-    in_window = place // K.side * K.w_stride_row + place % K.side * K.w_stride_column
-    return k % K.channels_in * K.w_stride_in + in_window
+    offset = k % K.channels_in * K.w_stride_in + place // K.side * K.w_stride_row
+    return offset + place % K.side * K.w_stride_column
 
 
 @triton.jit(do_not_specialize=["pixels"])

@@ -27,6 +27,7 @@ class Buffers:
         own = dict(R.named_buffers()) if changing else {}
         self.R = R
         self.norms = _batch_norms(special, own)
+        self.owned = [norm._buffers for norm in self.norms]  # as they are now: another thread may hide them later
         self.direct = attaches_once and len(self.norms) > 0 and _is_writable(modules, own.values())
         self.snapshot = {} if self.direct else {name: part.detach().clone() for name, part in own.items()}
         self.latest: Named | None = None
@@ -34,7 +35,7 @@ class Buffers:
     def call(self, u: Latent, v: Latent, *, last: bool) -> Latent:
         """Return R(u, v), and keep what it leaves in its buffers if it may be the last evaluation of the pass."""
         if self.direct and last:
-            with _altered(self.norms, track=True, buffers=_aliases):
+            with self._altered(track=True, buffers=_aliases):
                 return self.R(u, v)
         if not self.snapshot:
             return self.R(u, v)
@@ -56,7 +57,21 @@ class Buffers:
 
     def untracked(self) -> AbstractContextManager[None]:
         """Keep batch norm from updating its statistics. Where R runs on its own buffers, hide those too."""
-        return _altered(self.norms, track=False, buffers=dict.fromkeys if self.direct else None)
+        return self._altered(track=False, buffers=dict.fromkeys if self.direct else None)
+
+    @contextmanager
+    def _altered(self, *, track: bool, buffers: Callable[[Any], Any] | None) -> Iterator[None]:
+        """Let batch norms that track do so or not, with other buffers made of their own ones (None: their own)."""
+        for norm, owned in zip(self.norms, self.owned, strict=True):
+            norm.__dict__["track_running_stats"] = track
+            if buffers is not None:
+                norm.__dict__["_buffers"] = buffers(owned)
+        try:
+            yield
+        finally:
+            for norm, owned in zip(self.norms, self.owned, strict=True):
+                norm.__dict__["track_running_stats"] = True
+                norm.__dict__["_buffers"] = owned
 
     def finish(self, *, failed: bool) -> None:
         """End the pass: write back what the last evaluation left."""
@@ -91,22 +106,6 @@ def _is_writable(modules: list[nn.Module], buffers: Iterable[Tensor]) -> bool:
     if torch.compiler.is_compiling() or is_transformed() or is_compiled(modules):
         return False
     return not any(buffer.is_inference() for buffer in buffers)
-
-
-@contextmanager
-def _altered(norms: list[nn.Module], *, track: bool, buffers: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Let batch norms that track do so or not, with other buffers made of their own ones (None: their own)."""
-    own = [norm._buffers for norm in norms]
-    for norm, kept in zip(norms, own, strict=True):
-        norm.__dict__["track_running_stats"] = track
-        if buffers is not None:
-            norm.__dict__["_buffers"] = buffers(kept)
-    try:
-        yield
-    finally:
-        for norm, kept in zip(norms, own, strict=True):
-            norm.__dict__["track_running_stats"] = True
-            norm.__dict__["_buffers"] = kept
 
 
 def _aliases(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
