@@ -98,7 +98,7 @@ class ImplicitNetwork(nn.Module):
         R: module or function of (u, Q(d)), whose fixed point in u is found.
         S: module or function from latent to output.
         solver, tolerance, backward: as for `fixed_point`; all three may be assigned later.
-        start: start(Q(d)) gives z0. The default is zeros shaped like Q(d).
+        start: start(Q(d)) gives z0. The default is zeros shaped like Q(d); pass it where u is shaped otherwise.
         coupled: samples share statistics, so the batch stops as one. None: look for batch norm in R.
         compact: converged samples leave the batch (ignored where samples are coupled).
     Warns:
@@ -185,8 +185,8 @@ class ImplicitNetwork(nn.Module):
             return solve(
                 this_pass.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
             )
-        except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            about_shapes = any(word in str(error) for word in _SHAPES)
+        except (TypeError, ValueError, RuntimeError, LookupError) as error:
+            about_shapes = isinstance(error, KeyError) or any(word in str(error) for word in _SHAPES)
             if own and about_shapes and not isinstance(error, NotConverged):
                 error.add_note(_UNLIKE)
             raise

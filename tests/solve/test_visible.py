@@ -221,7 +221,7 @@ def test_a_warning_points_at_the_users_line_and_is_shown_once() -> None:
         for _ in range(3):
             net(torch.ones(2, 2))
     assert [one.filename for one in seen] == [__file__]
-    with pytest.raises(NotConverged, match="diverges for 2 samples"):
+    with pytest.raises(NotConverged, match="diverges for 2 of 2 samples"):
         net(torch.ones(2, 2), throw=True)
 
 
@@ -246,6 +246,9 @@ def test_advice_knows_what_was_tried() -> None:
     assert "Picard(damping" not in by[Picard(damping=0.3)]
     rough = solve(torch.tanh, torch.ones(2, 1) * 3, Anderson(3), tolerance=Tolerance(atol=0, max_steps=2))
     assert "Anderson" not in rough.summary()
+    away = solve(lambda z: 1.5 * z.roll(1, 1) + torch.eye(16)[:1], torch.zeros(1, 16), Anderson(3))
+    assert away.diverged.all()
+    assert "Picard(damping=0.5)" in away.summary()
     assert all("Anderson" not in status.value for status in Status)
     assert all("try" not in status.value for status in Status)
 

@@ -133,11 +133,12 @@ class Solution:
         diverged = int(self.diverged.sum())
         if diverged:
             advice.append(
-                f"the iteration diverges for {diverged} samples, whose best iterate is kept: "
-                "check that T contracts (banach.contraction_factor)" + _other_solver(self.solver)
+                f"the iteration diverges for {diverged} of {len(self.steps)} samples, whose best iterate is kept: "
+                "check that T contracts (banach.contraction_factor)" + _other_solver(self.solver, diverged=True)
             )
         elif counts[Status.MAX_STEPS]:
-            advice.append("more max_steps, or a larger tolerance" + _other_solver(self.solver))
+            falls = "more max_steps if the residual still falls (banach.diagnose.measure_contraction)"
+            advice.append(f"{falls}, or a larger tolerance" + _other_solver(self.solver))
         if counts[Status.STALLED]:
             advice.append("a larger tolerance or a higher precision (TF32 and bfloat16 cannot meet 1e-4)")
         if counts[Status.NONFINITE]:
@@ -145,7 +146,7 @@ class Solution:
         return advice
 
 
-def _other_solver(solver: Any) -> str:
-    if type(solver) is not Picard:
-        return ""
+def _other_solver(solver: Any, *, diverged: bool = False) -> str:
+    if type(solver) is not Picard:  # Anderson and Broyden may diverge where T contracts
+        return ", or Picard(damping=0.5)" if diverged and solver is not None else ""
     return ", or Anderson()" if solver.damping else ", or Anderson(), or Picard(damping=0.5)"
