@@ -137,6 +137,7 @@ def test_verdict_on_the_gradient() -> None:
     assert "points downhill, but roughly: cosine 0.6, norm ratio 0.8; use Neumann(4) or Implicit()" in rough
     assert "is no descent direction" in verdict(fine, compared(-0.1))
     assert "use Implicit()." in verdict(measured([2.0], [1.2]), compared(0.5))
+    assert "; use Implicit()." in verdict(measured([1.4], [0.95]), compared(0.6)), "not Neumann(58)"
     assert "away from the fixed point" in verdict(fine, compared(0.98, converged=False))
     assert "a gradient is zero" in verdict(fine, compared(NAN))
     assert "The gradient of Neumann(order=3) is good" in verdict(fine, compared(0.99, mode=Neumann(3)))

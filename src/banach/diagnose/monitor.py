@@ -17,6 +17,7 @@ from banach.diagnose.descent import Descent
 
 GOOD = 0.9  # a cosine from which on a cheap gradient is called good
 SLOW = 0.9  # a rate from which on a verdict says how many steps a decimal digit takes
+TERMS = 20  # a Neumann series of more terms costs more than Implicit, which is exact
 REST = 0.05  # the part of the Neumann series that the suggested order leaves out
 
 
@@ -144,6 +145,6 @@ def _on_gradient(descent: Descent, rate: float) -> str:
     if math.isnan(descent.cosine):
         return f"The gradient of {name} cannot be judged: a gradient is zero."
     order = suggested_order(rate)
-    advice = "use Implicit()" if order is None else f"use Neumann({order}) or Implicit()"
+    advice = "use Implicit()" if order is None or order > TERMS else f"use Neumann({order}) or Implicit()"
     quality = "points downhill, but roughly" if descent.descends else "is no descent direction"
     return f"The gradient of {name} {quality}: {figures}; {advice}."
