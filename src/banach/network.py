@@ -69,7 +69,7 @@ def fixed_point(
     """
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
-    warn_unconverged(found, T, tuple(inputs), coupled=coupled)
+    found = warn_unconverged(found, T, tuple(inputs), coupled=coupled)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z
 
@@ -164,7 +164,7 @@ class ImplicitNetwork(nn.Module):
         with watch_over(R), forward_pass(R, modules, special, later=later, once=once) as this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
-            warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
+            found = warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
             u = mode.attach(this_pass.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
@@ -229,20 +229,25 @@ _independent: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def warn_unconverged(
     found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
-) -> None:
+) -> Solution:
     """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
 
     Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
     fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
+
+    Returns:
+        The solution, with the fault that the probe found.
     """
     if not found.failures:
-        return
+        return found
     fault = found.fault
     if fault is None and not coupled and type(found.solver) is not Picard:
         fault = _probed_once(T, found.value, inputs, T if owner is None else owner)
+        found = found if fault is None else found.with_fault(fault)
     causes = "; ".join(status.value for status in Status if status in found.failures)
     text = fault.value if fault is not None else f"{causes}; print Solution.summary() (solution=True) for advice"
     warn_user(f"the fixed point was not found for all samples: {text}", ConvergenceWarning)
+    return found
 
 
 def _probed_once(T: Map, z: Latent, inputs: tuple[Any, ...], owner: Any) -> Fault | None:

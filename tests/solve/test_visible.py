@@ -175,6 +175,23 @@ def test_a_probe_where_T_is_not_defined_does_not_raise(sign: int) -> None:
     assert "max_steps" in caught(T, torch.zeros(4, 2), solver=Anderson(), tolerance=tolerance)[0][0]
 
 
+def test_what_the_probe_after_a_solve_finds_is_in_the_solution() -> None:
+    """The warning named the fault, and the summary advised more steps."""
+
+    def noisy(u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * u + v + torch.rand_like(u)
+
+    v = torch.ones(4, 2)
+    (text,), found = caught(noisy, torch.zeros(4, 2), inputs=(v,), solver=Anderson())
+    with pytest.warns(ConvergenceWarning, match="it draws at random"):
+        _, same = ImplicitNetwork(nn.Identity(), noisy, nn.Identity(), solver=Anderson())(v, solution=True)
+    for one in (found, same):
+        assert one.fault is Fault.RANDOM
+        assert one.fault.value in text
+        assert one.summary().endswith(f"try: {one.fault.value}")
+        assert len(one.status) == 4
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_the_probe(rows: int) -> None:
     z = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))

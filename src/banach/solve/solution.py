@@ -77,6 +77,12 @@ class Solution:
         made.__dict__.update(self.__dict__, value=())
         return made
 
+    def with_fault(self, fault: Fault) -> Solution:
+        """Return the same solution with a fault of T that was found after the solve."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, fault=fault)
+        return made
+
     def __getattr__(self, name: str) -> Any:
         if "_numbers" not in self.__dict__ or name not in DEFERRED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
