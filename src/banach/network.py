@@ -34,6 +34,7 @@ _SHAPES = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'"
 _UNLIKE = (
     "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function that makes z0 from Q(d)"
 )
+_CALLED = "R is called as R(u, Q(d)): put a module of one argument into one whose forward(u, v) combines u and v"
 
 
 def fixed_point(
@@ -189,6 +190,8 @@ class ImplicitNetwork(nn.Module):
             about_shapes = isinstance(error, KeyError) or any(word in str(error) for word in _SHAPES)
             if own and about_shapes and not isinstance(error, NotConverged):
                 error.add_note(_UNLIKE)
+            if isinstance(error, TypeError) and "positional argument" in str(error):
+                error.add_note(_CALLED)
             raise
 
     @torch.no_grad()
