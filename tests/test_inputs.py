@@ -116,3 +116,9 @@ def test_an_r_that_fails_on_a_latent_shaped_like_q_says_why() -> None:
         with pytest.raises(kind) as caught:
             ImplicitNetwork(nn.Linear(3, 8), R, nn.Identity())(torch.zeros(3, 3), z0=torch.zeros(3, 8))
         assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        ImplicitNetwork(nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 8)), nn.Identity())(torch.zeros(3, 3))
+    assert caught.value.__notes__[0].startswith("R is called as R(u, Q(d))")
+    with pytest.raises(KeyError) as caught:  # u has the keys of Q(d)
+        ImplicitNetwork(lambda d: {"x": d}, lambda u, v: {"h": u["h"] + v["x"]}, nn.Identity())(torch.zeros(3, 3))
+    assert "z0 is zeros shaped like Q(d)" in caught.value.__notes__[0]

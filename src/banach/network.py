@@ -34,6 +34,7 @@ _SHAPE_WORDS = ("shape", "size", "channel", "dimension", "indices", "unpack", "'
 _SHAPE_ADVICE = (
     "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function that makes z0 from Q(d)"
 )
+_CALLED = "R is called as R(u, Q(d)): put a module of one argument into one whose forward(u, v) combines u and v"
 
 
 def fixed_point(
@@ -69,7 +70,7 @@ def fixed_point(
     """
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
-    warn_unconverged(found, T, tuple(inputs), coupled=coupled)
+    found = warn_unconverged(found, T, tuple(inputs), coupled=coupled)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z
 
@@ -103,7 +104,7 @@ class ImplicitNetwork(nn.Module):
         R: module or function of (u, Q(d)), whose fixed point in u is found.
         S: module or function from latent to output.
         solver, tolerance, backward: as for `fixed_point`; all three may be assigned later.
-        start: start(Q(d)) gives z0. The default is zeros shaped like Q(d).
+        start: start(Q(d)) gives z0. The default is zeros shaped like Q(d); pass it where u is shaped otherwise.
         coupled: samples share statistics, so the batch stops as one. None: look for batch norm in R.
         compact: converged samples leave the batch (ignored where samples are coupled).
     Warns:
@@ -169,7 +170,7 @@ class ImplicitNetwork(nn.Module):
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
-            warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
+            found = warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
             u = mode.attach(this_pass.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
@@ -190,10 +191,12 @@ class ImplicitNetwork(nn.Module):
             return solve(
                 this_pass.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
             )
-        except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            about_shapes = any(word in str(error) for word in _SHAPE_WORDS)
+        except (TypeError, ValueError, RuntimeError, LookupError) as error:
+            about_shapes = isinstance(error, KeyError) or any(word in str(error) for word in _SHAPE_WORDS)
             if default_start and about_shapes and not isinstance(error, NotConverged):
                 error.add_note(_SHAPE_ADVICE)
+            if isinstance(error, TypeError) and "positional argument" in str(error):
+                error.add_note(_CALLED)
             raise
 
     @torch.no_grad()
@@ -234,20 +237,25 @@ _independent: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def warn_unconverged(
     found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
-) -> None:
+) -> Solution:
     """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
 
     Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
     fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
+
+    Returns:
+        The solution, with the fault that the probe found.
     """
     if not found.failures:
-        return
+        return found
     fault = found.fault
     if fault is None and not coupled and type(found.solver) is not Picard:
         fault = _probed_once(T, found.value, inputs, T if owner is None else owner)
+        found = found if fault is None else found.with_fault(fault)
     causes = "; ".join(status.value for status in Status if status in found.failures)
     text = fault.value if fault is not None else f"{causes}; print Solution.summary() (solution=True) for advice"
     warn_user(f"the fixed point was not found for all samples: {text}", ConvergenceWarning)
+    return found
 
 
 def _probed_once(T: Map, z: Latent, inputs: tuple[Any, ...], owner: Any) -> Fault | None:

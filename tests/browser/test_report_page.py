@@ -11,7 +11,7 @@ import pytest
 from banach.cli.app import main
 
 # The monitor warns that T does not contract everywhere; the page says so too.
-pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore:The iteration converges")]
+pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore:The undamped iteration converges")]
 
 # WCAG's contrast of a colour of the page with both backgrounds, the least one.
 CONTRAST = """names => {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import JFB, Implicit, Mode, Unroll, data, models
+from banach import JFB, Implicit, Mode, Tolerance, Unroll, data, models
 from banach.cli.app import main
 from banach.cli.diagnose import draw, measure
 from banach.cli.shared import open_run
@@ -103,6 +103,18 @@ def test_the_curve_is_that_of_the_iteration(tmp_path: Path, capsys: Any) -> None
     assert found["provenance"]["settings"]["run"]["model"] == "tiny"
     assert found["position"] == {"epoch": 2, "step": 0}
     assert (found["split"], found["data"]) == ("validation", "digits (scikit-learn)")
+
+
+def test_steps_that_would_be_enough() -> None:
+    """Where max_steps are too few, the verdict says how many it takes."""
+    net: Any = Settings(data="digits", model="tiny", device="cpu").build().eval()
+    with torch.no_grad():
+        residuals = iterated(net, batch()[0], 60).diff(dim=0).pow(2).mean(2).sqrt()
+    enough = int((residuals > EPS).sum(0).max()) + 1
+    for steps in (3, enough):
+        net.tolerance = Tolerance(atol=EPS, max_steps=steps)
+        words = measure(net, data.load("digits", "validation").subset(COUNT)).words
+        assert (f"It would be met after {enough} steps: see --max-steps." in words) is (steps == 3)
 
 
 def test_train_mode_sees_batch_norm_over_the_batch(tmp_path: Path) -> None:

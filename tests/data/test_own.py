@@ -101,8 +101,8 @@ def zipped(path: Path, **members: bytes) -> Path:
     ("arrays", "said"),
     [
         ({"x": PIXELS}, "expected arrays x_train, y_train, x_test, y_test, or images, labels, got"),
-        ({**WHOLE, "images": PIXELS / 2}, "images has the type float64, expected uint8"),
-        ({**WHOLE, "labels": np.array([{"a": 1}] * 60)}, "labels has the type object"),
+        ({**WHOLE, "images": PIXELS / 2}, "images has the type float64, expected uint8: pixels from 0 to 255"),
+        ({**WHOLE, "labels": np.array([{"a": 1}] * 60)}, "labels has the type object, expected integer: class"),
         ({**WHOLE, "labels": LABELS[:9]}, "9 labels for images"),
         ({**WHOLE, "labels": LABELS + 10**9}, "a label of 1000000002, expected 0 to 255"),
         ({**WHOLE, "labels": LABELS - 1}, "labels below 0"),

@@ -146,8 +146,8 @@ def test_a_circle_of_two_that_begins_small(scale: float, near: bool) -> None:
         assert (measured.residual > 1.9).all()
         assert (measured.sigma < 1).all(), "the slope where it circles is small: sigma alone would be wrong"
     assert not measured.contracts
-    assert verdict(measured).startswith("The iteration does not converge on 2 of 2 samples")
-    with pytest.warns(ContractionWarning, match="The iteration does not converge on 2 of 2"):
+    assert verdict(measured).startswith("The undamped iteration does not converge on 2 of 2 samples")
+    with pytest.warns(ContractionWarning, match="The undamped iteration does not converge on 2 of 2"):
         ContractionMonitor()(net, d)
 
 

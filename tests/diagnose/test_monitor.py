@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from banach import JFB, ImplicitNetwork, Neumann, Solution
+from banach import JFB, ImplicitNetwork, Neumann, Picard, Solution, Tolerance
 from banach.diagnose import (
     Agreement,
     Contraction,
     ContractionMonitor,
     ContractionWarning,
     Descent,
+    measure_contraction,
     suggested_order,
     verdict,
 )
@@ -105,8 +107,9 @@ NAN = float("nan")
     [
         ([0.5, 0.7], [0.4, 0.5], "T contracts on all 2 samples: sigma_max at most 0.7, observed rate at most 0.5"),
         ([0.5, 1.4], [0.4, 0.75], "converges, observed rate at most 0.75 per step, though T does not contract"),
-        ([0.5, 1.4], [0.4, 1.07], "does not converge on 1 of 2 samples: its residual goes by up to 1.07 per step"),
+        ([0.5, 1.4], [0.4, 1.07], "on 1 of 2 samples: its residual changes by a factor of up to 1.07 per step"),
         ([0.5, 1.4], [0.4, 0.99999], "does not converge on 1 of 2 samples"),
+        ([0.5, 0.9999985], [0.4, 0.99], "sigma_max just below 1, observed rate at most 0.99 per step (230 "),
         ([0.5, 0.6], [NAN] * 2, "T contracts on all 2 samples: sigma_max at most 0.6, too few residuals"),
         ([0.5, 1.6], [NAN] * 2, "does not contract on 1 of 2 samples (sigma_max up to 1.6), and there were too"),
         ([0.5, NAN], [0.5] * 2, "T is not finite at 1 of 2 samples"),
@@ -117,6 +120,16 @@ def test_verdict_on_the_iteration(sigma: list[float], rate: list[float], said: s
     assert said in verdict(measured(sigma, rate))
 
 
+def test_advice_is_given_only_where_the_solver_fails() -> None:
+    """A damped network converges though T iterated as it is does not."""
+    net = ImplicitNetwork(nn.Identity(), lambda u, v: v - 2 * u, nn.Identity(), solver=Picard(damping=0.5))
+    helped = verdict(measure_contraction(net, torch.ones(2, 3)))
+    assert helped.startswith("The undamped iteration does not converge on 2 of 2 samples")
+    assert helped.endswith("the solver of the network met its tolerance on all samples.")
+    net.tolerance = Tolerance(max_steps=1)
+    assert "or use damping or Anderson" in verdict(measure_contraction(net, torch.ones(2, 3)))
+
+
 def test_verdict_on_the_gradient() -> None:
     fine = measured([0.5], [0.5])
     assert "The gradient of JFB is good: cosine 0.98, norm ratio 0.8." in verdict(fine, compared(0.98))
@@ -124,6 +137,7 @@ def test_verdict_on_the_gradient() -> None:
     assert "points downhill, but roughly: cosine 0.6, norm ratio 0.8; use Neumann(4) or Implicit()" in rough
     assert "is no descent direction" in verdict(fine, compared(-0.1))
     assert "use Implicit()." in verdict(measured([2.0], [1.2]), compared(0.5))
+    assert "; use Implicit()." in verdict(measured([1.4], [0.95]), compared(0.6)), "not Neumann(58)"
     assert "away from the fixed point" in verdict(fine, compared(0.98, converged=False))
     assert "a gradient is zero" in verdict(fine, compared(NAN))
     assert "The gradient of Neumann(order=3) is good" in verdict(fine, compared(0.99, mode=Neumann(3)))

@@ -41,11 +41,12 @@ def test_the_builder_says_what_is_not_given() -> None:
 
 @pytest.mark.parametrize("name", models.names())
 def test_the_description_is_one_line_with_the_true_size(name: str) -> None:
-    description = models.get(name).description
-    parameters = sum(p.numel() for p in models.build(name).parameters())
+    description, net = models.get(name).description, models.build(name)
+    parameters = sum(p.numel() for p in net.parameters())
     assert f"{parameters:,} parameters" in description
     assert "\n" not in description
     assert len(description) < 90
+    assert type(net).__name__ in str(net), "`banach models NAME` prints it; monotone networks could not be printed"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -175,6 +175,23 @@ def test_a_probe_where_T_is_not_defined_does_not_raise(sign: int) -> None:
     assert "max_steps" in caught(T, torch.zeros(4, 2), solver=Anderson(), tolerance=tolerance)[0][0]
 
 
+def test_what_the_probe_after_a_solve_finds_is_in_the_solution() -> None:
+    """The warning named the fault, and the summary advised more steps."""
+
+    def noisy(u: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * u + v + torch.rand_like(u)
+
+    v = torch.ones(4, 2)
+    (text,), found = caught(noisy, torch.zeros(4, 2), inputs=(v,), solver=Anderson())
+    with pytest.warns(ConvergenceWarning, match="it draws at random"):
+        _, same = ImplicitNetwork(nn.Identity(), noisy, nn.Identity(), solver=Anderson())(v, solution=True)
+    for one in (found, same):
+        assert one.fault is Fault.RANDOM
+        assert one.fault.value in text
+        assert one.summary().endswith(f"try: {one.fault.value}")
+        assert len(one.status) == 4
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_the_probe(rows: int) -> None:
     z = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
@@ -221,7 +238,7 @@ def test_a_warning_points_at_the_users_line_and_is_shown_once() -> None:
         for _ in range(3):
             net(torch.ones(2, 2))
     assert [one.filename for one in seen] == [__file__]
-    with pytest.raises(NotConverged, match="diverges for 2 samples"):
+    with pytest.raises(NotConverged, match="diverges for 2 of 2 samples"):
         net(torch.ones(2, 2), throw=True)
 
 
@@ -246,6 +263,9 @@ def test_advice_knows_what_was_tried() -> None:
     assert "Picard(damping" not in by[Picard(damping=0.3)]
     rough = solve(torch.tanh, torch.ones(2, 1) * 3, Anderson(3), tolerance=Tolerance(atol=0, max_steps=2))
     assert "Anderson" not in rough.summary()
+    away = solve(lambda z: 1.5 * z.roll(1, 1) + torch.eye(16)[:1], torch.zeros(1, 16), Anderson(3))
+    assert away.diverged.all()
+    assert "Picard(damping=0.5)" in away.summary()
     assert all("Anderson" not in status.value for status in Status)
     assert all("try" not in status.value for status in Status)
 

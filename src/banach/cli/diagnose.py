@@ -62,15 +62,22 @@ class Diagnosis:
         """The verdict in sentences."""
         found, (name, own) = self.contraction.solution, next(iter(self.gradients.items()))
         steps, trained = found.steps.double(), self.gradients[IN_TRAINING]
+        enough = None if found.converged.all() else self._steps_to_converge()
         pace = f"with {float(steps.mean()):.1f} steps on average and {int(steps.max())} at most."
         said = [
             f"The tolerance of the run is met on {int(found.converged.sum())} of {len(steps)} samples, {pace}",
+            *([] if enough is None else [f"It would be met after {enough} steps: see --max-steps."]),
             verdict(self.contraction, own).replace(str(own.backward), name),
             f"In train mode JFB has cosine {trained.cosine:.3g}, norm ratio {trained.ratio:.3g}.",
         ]
         if not self.sound:
             said.append(f"The exact gradient was not solved to {CLOSE:.0e}: the cosines are approximate.")
         return " ".join(said)
+
+    def _steps_to_converge(self) -> int | None:
+        """Return the steps after which all samples meet an absolute tolerance; None if there are none."""
+        met = (self.trace <= self.tolerance.atol).all(1).nonzero()
+        return int(met[0]) + 1 if len(met) and not self.tolerance.rtol else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, for JSON."""

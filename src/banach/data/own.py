@@ -113,7 +113,8 @@ def _shape(file: zipfile.ZipFile, name: str, kind: type) -> tuple[int, ...]:
     with file.open(f"{name}.npy") as stream:
         shape, _, dtype = HEADERS[np.lib.format.read_magic(stream)](stream)
     if not np.issubdtype(dtype, kind):
-        raise ValueError(f"{name} has the type {dtype}, expected {kind.__name__}")
+        advice = "pixels from 0 to 255" if kind is np.uint8 else "class numbers from 0"
+        raise ValueError(f"{name} has the type {dtype}, expected {kind.__name__}: {advice}")
     if math.prod(shape) * dtype.itemsize > LIMIT:
         raise ValueError(f"{name} has the shape {shape}, expected at most {LIMIT:,} bytes")
     return shape

@@ -16,6 +16,8 @@ from banach.diagnose.contraction import STILL, Contraction, measure_contraction,
 from banach.diagnose.descent import Descent
 
 GOOD = 0.9  # a cosine from which on a cheap gradient is called good
+SLOW = 0.9  # a rate from which on a verdict says how many steps a decimal digit takes
+TERMS = 20  # a Neumann series of more terms costs more than Implicit, which is exact
 REST = 0.05  # the part of the Neumann series that the suggested order leaves out
 
 
@@ -101,20 +103,36 @@ def _on_iteration(measured: Contraction) -> str:
     if nonfinite:
         return f"T is not finite at {nonfinite} of {total} samples: look for NaN in the data and the weights."
     if diverging:
-        return (
-            f"The iteration does not converge on {diverging} of {total} samples: its residual goes by up to "
-            f"{rate:.3g} per step (sigma_max {sigma:.3g}); lower R's gain, or use damping or Anderson."
-        )
-    pace = "too few residuals for a rate" if math.isnan(rate) else f"observed rate at most {rate:.3g} per step"
+        figures = f"changes by a factor of up to {rate:.3g} per step (sigma_max {sigma:.3g})"
+        advice = "bound R (banach.nn.lipschitz_), or use damping or Anderson"
+        if bool(measured.solution.converged.all()):
+            advice = "the solver of the network met its tolerance on all samples"
+        where = f"on {diverging} of {total} samples"
+        return f"The undamped iteration does not converge {where}: its residual {figures}; {advice}."
+    pace = _pace(rate)
     if measured.contracts:
-        return f"T contracts on all {total} samples: sigma_max at most {sigma:.3g}, {pace}."
+        return f"T contracts on all {total} samples: sigma_max {_at_most(sigma)}, {pace}."
     where = f"on {measured.violations} of {total} samples (sigma_max up to {sigma:.3g})"
     if math.isnan(rate):
         return f"T does not contract {where}, and there were {pace}."
     return (
-        f"The iteration converges, {pace}, though T does not contract {where}: Banach's bound does not apply, "
-        "so go by the residual."
+        f"The undamped iteration converges, {pace}, though T does not contract {where}: "
+        "Banach's bound does not apply, so go by the residual."
     )
+
+
+def _pace(rate: float) -> str:
+    if math.isnan(rate):
+        return "too few residuals for a rate"
+    said = f"observed rate {_at_most(rate)} per step"
+    if rate <= SLOW:
+        return said
+    return f"{said} ({math.ceil(-1 / math.log10(rate))} steps for every decimal digit: try Anderson)"
+
+
+def _at_most(value: float) -> str:
+    """Return three digits of a value below 1, which must not be rounded to 1."""
+    return f"at most {value:.3g}" if value < 0.9995 else "just below 1"
 
 
 def _on_gradient(descent: Descent, rate: float) -> str:
@@ -127,6 +145,6 @@ def _on_gradient(descent: Descent, rate: float) -> str:
     if math.isnan(descent.cosine):
         return f"The gradient of {name} cannot be judged: a gradient is zero."
     order = suggested_order(rate)
-    advice = "use Implicit()" if order is None else f"use Neumann({order}) or Implicit()"
+    advice = "use Implicit()" if order is None or order > TERMS else f"use Neumann({order}) or Implicit()"
     quality = "points downhill, but roughly" if descent.descends else "is no descent direction"
     return f"The gradient of {name} {quality}: {figures}; {advice}."

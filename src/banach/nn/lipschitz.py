@@ -22,8 +22,9 @@ class Lipschitz(nn.Module):
     stride, dilation and groups; another size is refused. A layer below its bound is left alone. |A| = |A x|
     at a direction x kept in a buffer: found to high accuracy when the layer is made, followed by `steps` power
     steps at every call in train mode (inside R: once per pass), left as it is in eval mode. It approaches
-    from below, so weights that move fast may exceed the bound by a little until x catches up; `refine()` finds x
-    again. The gradient takes x as constant, which is exact for first derivatives once x is found.
+    from below, so weights that move fast exceed the bound until x catches up. Where the bound must hold, call
+    `refine()`, which finds x again: before an evaluation, or after every optimizer step. The gradient takes x as
+    constant, which is exact for first derivatives once x is found.
     (Miyato et al. 2018; for convolutions Gouk et al. 2021.)
     """
 

@@ -107,7 +107,7 @@ class MonotoneConv2d(nn.Module):
         return _like(u, [zero_border(torch.relu(x)) for x in _tiers(u)])
 
     def extra_repr(self) -> str:
-        return f"channels={self.channels}, m={self.m}"
+        return f"channels={tuple(len(kernel) for kernel in self.A)}, m={self.m}"
 
 
 def zero_border(x: Tensor) -> Tensor:

@@ -77,6 +77,12 @@ class Solution:
         made.__dict__.update(self.__dict__, value=())
         return made
 
+    def with_fault(self, fault: Fault) -> Solution:
+        """Return the same solution with a fault of T that was found after the solve."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, fault=fault)
+        return made
+
     def __getattr__(self, name: str) -> Any:
         if "_numbers" not in self.__dict__ or name not in DEFERRED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -133,11 +139,12 @@ class Solution:
         diverged = int(self.diverged.sum())
         if diverged:
             advice.append(
-                f"the iteration diverges for {diverged} samples, whose best iterate is kept: "
-                "check that T contracts (banach.contraction_factor)" + _other_solver(self.solver)
+                f"the iteration diverges for {diverged} of {len(self.steps)} samples, whose best iterate is kept: "
+                "check that T contracts (banach.contraction_factor)" + _other_solver(self.solver, diverged=True)
             )
         elif counts[Status.MAX_STEPS]:
-            advice.append("more max_steps, or a larger tolerance" + _other_solver(self.solver))
+            falls = "more max_steps if the residual still falls (banach.diagnose.measure_contraction)"
+            advice.append(f"{falls}, or a larger tolerance" + _other_solver(self.solver))
         if counts[Status.STALLED]:
             advice.append("a larger tolerance or a higher precision (TF32 and bfloat16 cannot meet 1e-4)")
         if counts[Status.NONFINITE]:
@@ -145,7 +152,7 @@ class Solution:
         return advice
 
 
-def _other_solver(solver: Any) -> str:
-    if type(solver) is not Picard:
-        return ""
+def _other_solver(solver: Any, *, diverged: bool = False) -> str:
+    if type(solver) is not Picard:  # Anderson and Broyden may diverge where T contracts
+        return ", or Picard(damping=0.5)" if diverged and solver is not None else ""
     return ", or Anderson()" if solver.damping else ", or Anderson(), or Picard(damping=0.5)"
