@@ -26,7 +26,7 @@ from problems import normal
 
 
 def gradients(bf16: bool) -> tuple[Any, torch.Tensor]:
-    """Take two steps, between which the weights change."""
+    """Take two steps, between which the weights change. The loss reads them too, as weight decay does."""
     net, d = digits(Tolerance(atol=1e-2, max_steps=20)), images(dtype=torch.float32)
     made = FastNetwork(net, plan(net, precision="bf16" if bf16 else "fp32"))
     for _ in range(2):
@@ -37,7 +37,8 @@ def gradients(bf16: bool) -> tuple[Any, torch.Tensor]:
         made.bf16.refresh()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = made(d)[0]
-        F.cross_entropy(output.float(), torch.arange(6)).backward()
+        decay = 0.1 * torch.stack([p.square().sum() for p in net.parameters()]).sum()
+        (F.cross_entropy(output.float(), torch.arange(6)) + decay).backward()
         made.bf16.collect()
     return net, output
 

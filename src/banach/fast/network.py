@@ -137,11 +137,12 @@ class Bf16Weights:
     def collect(self) -> None:
         """Give the originals the gradients, in fp32, after a backward pass."""
         made = {p: cast.grad for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None}
-        for p in made:
-            p.grad = torch.empty_like(p)
-        into: Any = [p.grad for p in made]
+        found: Any = [torch.empty_like(p) for p in made]
         if made:
-            torch._foreach_copy_(into, list(made.values()))
+            torch._foreach_copy_(found, list(made.values()))
+        for p, grad in zip(made, found, strict=True):
+            # A loss may read the originals too, as weight decay does.
+            p.grad = grad if p.grad is None else p.grad + grad
 
 
 def _matrices(module: Any) -> list[nn.Parameter]:
