@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import networks
-from banach import Implicit, Tolerance
+from banach import Implicit, ImplicitNetwork, Tolerance
 from banach.fast import Extras, TrainStep
 from fast.simulated import EagerGraphs, digits, images, simulate_gpu
 from networks import conv_network
@@ -159,6 +159,31 @@ def test_a_step_is_planned_for_the_mode_that_the_network_has_in_it(monkeypatch: 
         assert bool(step.reached.converged.all())
     for a, b in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Drops(torch.nn.Module):
+    """R with plain dropout: a layer or a function."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.3) if layer else torch.nn.Identity()
+        self.linear, self.p = torch.nn.Linear(4, 4), 0.0 if layer else 0.3
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.3 * F.dropout(self.drop(self.linear(u)), self.p, self.training) + v
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_plain_dropout_in_R_is_refused_as_by_the_network_itself(
+    layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = ImplicitNetwork(torch.nn.Linear(4, 4), Drops(layer), torch.nn.Linear(4, 3))
+    step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch)
+    with (
+        pytest.warns(UserWarning, match="runs eagerly"),
+        pytest.raises(RuntimeError, match="no fixed point to find"),
+    ):
+        step(torch.randn(6, 4), torch.arange(6) % 3)
 
 
 def test_a_captured_step_follows_the_settings_of_its_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ from banach.fast.step import run_network
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, is_coupled, zeros
 from banach.nn import substitute
+from banach.nn.dropout import check_dropout
+from banach.nn.layers import watch_over
 from banach.solve import Solution, solve
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -39,6 +42,8 @@ class FastNetwork:
         predicts = self.plan.task == "prediction"
         if not (self.plan.own_loop or predicts):
             return
+        if not predicts:
+            check_dropout(net.R)
         parts = parts_of(net, self.plan)
         if self.plan.bf16_weights:
             self.bf16 = Bf16Weights(parts)
@@ -54,8 +59,10 @@ class FastNetwork:
         if not self.plan.own_loop:
             return run_network(self.network, as_inputs(d))
         v = self.Q(*as_inputs(d))
-        found = self.solve(detach(v))
-        return self.S(self.R(found.value, v)), found
+        with nullcontext() if self.plan.compiled else watch_over(self.net.R):
+            found = self.solve(detach(v))
+            u = self.R(found.value, v)
+        return self.S(u), found
 
     @torch.no_grad()
     def solve(self, v: Latent, z0: Latent | None = None, *, checked: bool = False) -> Solution:
