@@ -128,6 +128,8 @@ def test_an_unmet_tolerance_warns_in_one_sentence(method: Any) -> None:
     assert not any(character.isdigit() for character in text)
     assert "\n" not in text
     assert log.status == [(Status.MAX_STEPS, Status.CONVERGED, Status.MAX_STEPS)]
+    solve_adjoint(method, J, g, log, max_steps=3, check_every=0)  # reports, but never warns
+    assert log.status[1] == log.status[0]
 
 
 @every

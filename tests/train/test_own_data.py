@@ -356,6 +356,8 @@ def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     net = network()
     with pytest.raises(ValueError, match="label_smoothing applies to cross entropy"):
         fit(net, batches(), None, settings(label_smoothing=0.1), loss=F.mse_loss)
+    with pytest.raises(ValueError, match=r"got one output and torch\.float64 targets; pass loss= for"):
+        fit(network().double(), batches(), None, settings())
     with pytest.raises(ValueError, match="augment applies to Images, got list of 3 batches"):
         fit(net, batches(), None, settings(), loss=F.mse_loss, augment=Flip())
     metrics: Any = {"size": lambda output, targets: 1.0}

@@ -113,7 +113,7 @@ class Problem:
                 true = true.repeat_interleave(space.batch)
             self.mode.report(equation.jacobian.products, true, status)
         missed = [end for sound, end in ends if sound and end is not Status.CONVERGED]
-        if missed:
+        if missed and self.mode.checked:
             text = f"the adjoint equation missed its tolerance: {self._advice(missed, equation)}"
             warn_user(text, AdjointWarning)
 

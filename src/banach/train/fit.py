@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from banach.backward import Implicit
@@ -24,7 +23,7 @@ from banach.train.checkpoint import Position, is_sharded, write_shards
 from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
 from banach.train.finite import Divergence
-from banach.train.metrics import Compared, Epoch, History, Objective
+from banach.train.metrics import Compared, Epoch, History, Objective, cross_entropy
 from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
 from banach.train.settings import Settings
@@ -117,7 +116,7 @@ def _check(net: nn.Module, train: Any, validation: Any, settings: Settings, obje
         if isinstance(given, Images) and given.split == "test":
             text = f"{name} is the test split, which chooses nothing"
             raise ValueError(f"{text}: give {name} images of another split")
-    if settings.label_smoothing and objective.loss is not F.cross_entropy:
+    if settings.label_smoothing and objective.loss is not cross_entropy:
         raise ValueError("label_smoothing applies to cross entropy, got another loss; set label_smoothing=0")
     if Penalties.of(settings) and (not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0):
         needs = "jacobian_penalty and correction need a network with a fixed point"

@@ -23,6 +23,16 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
     return output.argmax(1) == labels
 
 
+def cross_entropy(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the cross entropy; refuse a regression with one output, of which it would be zero."""
+    if targets.is_floating_point() and output.dim() > 1 and output.shape[1] == 1:
+        raise ValueError(
+            f"cross entropy needs a score for each class, got one output and {targets.dtype} targets; "
+            "pass loss= for a regression, such as torch.nn.functional.mse_loss"
+        )
+    return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
+
+
 @dataclass(frozen=True)
 class Objective:
     """What is minimised and what is measured, by default those of classification.
@@ -30,14 +40,15 @@ class Objective:
     A metric returns a value per sample (or per token, pixel, ...), or the mean of these values.
     """
 
-    loss: Compared = F.cross_entropy
+    loss: Compared = cross_entropy
     metrics: Mapping[str, Compared] = field(default_factory=lambda: {"accuracy": accuracy})
 
     @staticmethod
     def of(loss: Compared | None, metrics: Mapping[str, Compared] | None) -> Objective:
         """Return the objective; without a loss that of classification, without metrics those of the loss."""
         default = {"accuracy": accuracy} if loss is None else {}
-        return Objective(loss or F.cross_entropy, default if metrics is None else metrics)
+        chosen = cross_entropy if loss is None or loss is F.cross_entropy else loss
+        return Objective(chosen, default if metrics is None else metrics)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from banach.backward import Neumann, Unroll
@@ -26,6 +25,7 @@ from banach.nn import Observed, finite_difference_penalty, fixed_point_correctio
 from banach.train.checkpoint import Position
 from banach.train.distributed import Parallel
 from banach.train.finite import NonfiniteWatch
+from banach.train.metrics import cross_entropy
 from banach.train.precision import autocast
 from banach.train.settings import Settings
 from banach.train.state import TrainState
@@ -244,7 +244,7 @@ class Stepper:
             parallel=state.parallel,
         )
         loss, bf16 = state.objective.loss, settings.precision == "bf16"
-        if loss is F.cross_entropy:
+        if loss is cross_entropy:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
         self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
         self._planned_graph, self._made_for_pretrain = bool(how.graph), self._pretrains
