@@ -23,7 +23,7 @@ from reproduction.trainings import Training, learning_curves, of_group, trained
 RECORDS = "trainings.jsonl"
 Row = Training
 EXACT = "implicit:picard:1e-2:300"  # as MON's own recipe
-TF32 = {"precision": "tf32"}  # PyTorch's default for convolutions; large networks train several times faster
+TF32 = {"precision": "tf32"}  # PyTorch's default for convolutions
 DAMPED = {"solver": "picard:0.5", **TF32}
 LARGE = {**DAMPED, "precision": "bf16", "epochs": 40, "pretrain": 3_000}  # what 25 minutes allow
 OWN: dict[tuple[str, str, str], dict[str, Any]] = {  # data, model, gradient -> changes of the model's own recipe

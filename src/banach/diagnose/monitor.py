@@ -17,7 +17,7 @@ from banach.diagnose.descent import Descent
 
 GOOD = 0.9  # a cosine from which on a cheap gradient is called good
 SLOW = 0.9  # a rate from which on a verdict says how many steps a decimal digit takes
-TERMS = 20  # a Neumann series of more terms costs more than Implicit, which is exact
+TERMS = 20  # a verdict suggests no longer Neumann series: Implicit is exact
 REST = 0.05  # the part of the Neumann series that the suggested order leaves out
 
 

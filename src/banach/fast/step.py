@@ -54,8 +54,8 @@ class TrainStep:
     Every sample stops at its own depth, as in the network itself: the iteration is a while node between two
     graphs, or a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step
     overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
-    runs eagerly and a warning gives the reason. A captured step is planned and captured again if the network gets
-    another solver, tolerance or backward mode, or if modules or weights are frozen or not any more.
+    runs eagerly and a warning gives the reason. A captured step is planned and captured again if you
+    change the solver, tolerance or backward mode, switch to train or eval mode, or freeze or unfreeze weights.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.

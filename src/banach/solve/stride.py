@@ -21,7 +21,7 @@ from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_d
 from banach.solve.tolerance import WorstPixel
 
 FIRST_CHECK, MOST_AHEAD = 3, 8  # steps to the first check, and at most to the next, or a quarter of those taken
-LARGE = 1 << 24  # bytes of an iterate; reading it takes a GPU about as long as the host needs for an operation
+LARGE = 1 << 24  # bytes of an iterate; by its bandwidth a GPU reads them in about the time of one host operation
 ROOM = 1 << 28  # bytes that the iterates between two checks and their differences may take
 
 
