@@ -119,18 +119,26 @@ class Group:
 
     @property
     def clean(self) -> Interval:
-        return Interval.of(run.clean for run in self.runs)
+        return Interval.of(self._by_seed(lambda run: run.clean))
 
     @property
     def released(self) -> Interval | None:
-        found = [run.released for run in self.runs if run.released is not None]
+        found = self._by_seed(lambda run: run.released)
         return Interval.of(found) if found else None
 
     @property
     def protocols(self) -> Interval | None:
         """The released accuracy minus the clean one."""
-        found = [run.released - run.clean for run in self.runs if run.released is not None]
+        found = self._by_seed(lambda run: None if run.released is None else run.released - run.clean)
         return Interval.of(found) if found else None
+
+    def _by_seed(self, value: Callable[[Training], float | None]) -> list[float]:
+        """Return the mean of every seed. A rerun of a seed is not independent of it, and may even be bit-equal."""
+        found: dict[str, list[float]] = {}
+        for run in self.runs:
+            if (number := value(run)) is not None:
+                found.setdefault(run.seed, []).append(number)
+        return [fmean(numbers) for numbers in found.values()]
 
     @property
     def peak(self) -> tuple[int, float]:
