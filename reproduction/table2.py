@@ -62,13 +62,14 @@ def _job(data: str, row: str, seed: int = 0) -> Job:
             augment="paper" if data == "cifar10" else None,
         ),
         backward=Implicit(NormalCG(), limit) if row.startswith("cg") else SAME_PATH if pair else None,
-        after=START[f"{data}-jfb-seed0"] if "trained" in row else None,
+        after=START[f"{data}-jfb-seed{seed}"] if "trained" in row else None,
     )
 
 
 def _jobs(data: str) -> list[Job]:
     pairs = [_job(data, row, seed) for seed in range(3) for row in ("jfb-pair", "cg-pair")]
-    return pairs + [_job(data, row) for row in ("jfb-trained-bn", "cg-trained-bn")]
+    seeds = range(1 if data == "digits" else 3)
+    return pairs + [_job(data, row, seed) for seed in seeds for row in ("jfb-trained-bn", "cg-trained-bn")]
 
 
 QUICK = _jobs("digits")
