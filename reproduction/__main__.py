@@ -68,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
     train.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
     train.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
-    train.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
     return parser
 
 

@@ -49,7 +49,6 @@ class Options:
     minutes: float = math.inf
     pack: Path | None = None
     unpack: Path | None = None
-    resume: bool = False
     say: Callable[[str], None] = field(default=partial(print, flush=True), repr=False)
 
     @property
@@ -100,10 +99,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise RunError(f"{path} is damaged: {error}; restore the file, or delete it and run again") from None
 
 
-def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file, completely or not at all."""
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]], *, append: bool = False) -> None:
+    """Replace the file, completely or not at all; `append`: its lines come first."""
+    before = read_lines(path) if append else []
     with whole_file(path) as file:
-        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in lines)
+        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in (*before, *lines))
 
 
 def read(kind: type[T], path: Path) -> list[T]:
@@ -117,8 +117,7 @@ def read(kind: type[T], path: Path) -> list[T]:
 def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:
     """Write dataclass rows to a file of records, each with its origin: date, device, versions, commit."""
     made = {k: v for k, v in provenance(device=device).items() if k not in ("settings", "threads", "platform")}
-    before = read_lines(path) if append else []
-    write_lines(path, [*before, *({**encode(row), "origin": made} for row in rows)])
+    write_lines(path, [{**encode(row), "origin": made} for row in rows], append=append)
 
 
 def origins(path: Path) -> str:
