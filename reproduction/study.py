@@ -30,7 +30,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import torch
 
 from banach.provenance import plain, provenance, whole_file
-from banach.train import RunError, Settings
+from banach.train import RunError
 from reproduction import STARTED
 
 RESULTS = Path("results/reproduction")
@@ -56,18 +56,9 @@ class Options:
         """Seconds left of the budget, which began with the process."""
         return STARTED + 60 * self.minutes - time.monotonic()
 
-    @property
-    def torch_device(self) -> torch.device:
-        return Settings(device=self.device).torch_device
-
-
-def encode(value: Any) -> Any:
-    """Return the value as JSON holds it: dataclasses as objects, NaN and infinities as strings."""
-    return plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)  # type: ignore[arg-type]
-
 
 def decode(kind: Any, value: Any) -> Any:
-    """Return the object of type `kind` that `encode` wrote: raises ValueError or TypeError if it does not fit.
+    """Return the object of type `kind` that `store` wrote: raises ValueError or TypeError if it does not fit.
 
     Supported: dataclasses, tuples of one type, dictionaries, numbers, strings, Any, each also `| None`. Keys that
     a dataclass does not have are ignored; missing keys take their defaults.
@@ -117,7 +108,7 @@ def read(kind: type[T], path: Path) -> list[T]:
 def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:
     """Write dataclass rows to a file of records, each with its origin: date, device, versions, commit."""
     made = {k: v for k, v in provenance(device=device).items() if k not in ("settings", "threads", "platform")}
-    write_lines(path, [{**encode(row), "origin": made} for row in rows], append=append)
+    write_lines(path, [{**dataclasses.asdict(row), "origin": made} for row in rows], append=append)
 
 
 def origins(path: Path) -> str:
