@@ -43,27 +43,19 @@ def forget_after(folder: Path, epoch: int) -> None:
     write_lines(folder / SEGMENTS, [{**s, "last_epoch": min(s["last_epoch"], epoch)} for s in segments])
 
 
-class Segment:
-    """One process's part of a run: a line of segments.jsonl, updated while it runs."""
-
-    def __init__(self, folder: Path, epoch: int, device: torch.device) -> None:
-        self.path, made = folder / SEGMENTS, provenance(device=device)
-        self.earlier = read_lines(self.path)
-        self.line: dict[str, Any] = {"first_epoch": epoch + 1, "last_epoch": epoch, "stopped": None}
-        self.line |= {"started": made["date"], **made["versions"], "sources": source_hash()}
-        self.line |= {key: made[key] for key in ("device", "platform", "commit")}
-        before = self.earlier[-1] if self.earlier else self.line
-        if before["sources"] != self.line["sources"]:
-            raise RunError(
-                f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
-                f"{self.line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
-            )
-        self.update()
-
-    def update(self, **values: Any) -> None:
-        """Set values and write the file."""
-        self.line |= values
-        write_lines(self.path, [*self.earlier, self.line])
+def segments(folder: Path, epoch: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return the lines of segments.jsonl with a new one for this process, which goes on after `epoch`."""
+    made, lines = provenance(device=device), read_lines(folder / SEGMENTS)
+    line: dict[str, Any] = {"first_epoch": epoch + 1, "last_epoch": epoch, "stopped": None}
+    line |= {"started": made["date"], **made["versions"], "sources": source_hash()}
+    line |= {key: made[key] for key in ("device", "platform", "commit")}
+    before = lines[-1] if lines else line
+    if before["sources"] != line["sources"]:
+        raise RunError(
+            f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
+            f"{line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
+        )
+    return [*lines, line]
 
 
 def source_hash() -> str:

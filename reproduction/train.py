@@ -11,7 +11,6 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -82,11 +81,11 @@ class Trainer:
             warnings.simplefilter("always")
             stopped = self._fit(run, train)
         done = _epochs_done(run)
-        self._update(done, stopped=stopped)
-        for text, count in self.segment.line["warnings"].items():
+        self._update(done, stopped)
+        for text, count in self.segments[-1]["warnings"].items():
             self.options.say(f"warning ({count} times): {text}")
         self._pack()
-        self.options.say(f"{self.job.name}: {stopped} after epoch {done}, {self.segment.line['seconds']:.0f} s")
+        self.options.say(f"{self.job.name}: {stopped} after epoch {done}, {self.segments[-1]['seconds']:.0f} s")
         return stopped == FINISHED
 
     def _take_weights(self) -> None:
@@ -110,8 +109,9 @@ class Trainer:
         run = Run.create(self.folder, self.settings) if is_new else Run.open(self.folder)
         done = _epochs_done(run)
         rundir.forget_after(self.folder, done)
-        self.segment = rundir.Segment(self.folder, done, self.settings.torch_device)
-        name = self.segment.line["device"]
+        self.segments = rundir.segments(self.folder, done, self.settings.torch_device)
+        self._update(done)
+        name = self.segments[-1]["device"]
         self.options.say(f"{self.job.name}: {done} of {self.settings.epochs} epochs are done; {name}")
         return run
 
@@ -159,15 +159,17 @@ class Trainer:
         if job.monitors(number) and (found := self.measure.contraction(number)) is not None:
             write_lines(self.folder / rundir.CONTRACTION, [found], append=True)
 
-    def _update(self, number: int, **values: Any) -> None:
+    def _update(self, epoch: int, stopped: str | None = None) -> None:
+        """Write what this process has done until now."""
         report = getattr(getattr(self.net, "backward", None), "report", None)
-        self.segment.update(
-            last_epoch=number,
-            seconds=round(time.monotonic() - self.begun, 3),
-            warnings=Counter(str(warning.message)[:300] for warning in self.said),
-            counts=dict(report) if isinstance(report, Counter) else {},  # how adjoint equations ended
-            **values,
-        )
+        self.segments[-1] |= {
+            "last_epoch": epoch,
+            "stopped": stopped,
+            "seconds": round(time.monotonic() - self.begun, 3),
+            "warnings": Counter(str(warning.message)[:300] for warning in self.said),
+            "counts": dict(report) if isinstance(report, Counter) else {},  # how adjoint equations ended
+        }
+        write_lines(self.folder / rundir.SEGMENTS, self.segments)
 
     def _pack(self) -> None:
         if self.options.pack is None:
