@@ -239,22 +239,19 @@ class Captured(Eager):
         return loss
 
 
-def as_twin(net: ImplicitNetwork) -> ImplicitNetwork:
+def as_twin(net: ImplicitNetwork) -> None:
     """Make a network its explicit twin S(R(0, Q(d))): the same weights, no step of a solver."""
     net.tolerance = replace(net.tolerance, max_steps=0)
-    return net
 
 
-def as_designed(net: ImplicitNetwork) -> ImplicitNetwork:
+def as_designed(net: ImplicitNetwork) -> None:
     """Stop as the authors of rivals do: the batch as one, checked by the host after every step."""
     net.coupled, net.tolerance = True, replace(net.tolerance, check_every=1)
-    return net
 
 
-def by_jfb(net: ImplicitNetwork) -> ImplicitNetwork:
+def by_jfb(net: ImplicitNetwork) -> None:
     """Train a rival by JFB, and by damped Picard steps where its own solver is Broyden's."""
     net.backward, net.solver = JFB(), net.solver if isinstance(net.solver, Picard) else Picard(0.5)
-    return net
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,7 @@ class Contender:
     name: str
     make: Callable[[ImplicitNetwork, Setting], Step]
     role: str
-    change: Callable[[ImplicitNetwork], ImplicitNetwork] = lambda net: net
+    change: Change = lambda net: None
     fast: bool = False  # measured in the point's precision alone
 
     @property
@@ -281,7 +278,8 @@ class Contender:
 
     def build(self, setting: Setting, change: Change = lambda net: None) -> Step:
         """Return the step of a new network, which `change` edits further."""
-        net = self.change(setting.point.network(setting.device, setting.seed))
+        net = setting.point.network(setting.device, setting.seed)
+        self.change(net)
         change(net)
         return self.make(net, setting)
 

@@ -74,6 +74,12 @@ def torchdeq_layer(*, solver: str, max_steps: int, tol: float, mode: str = "abs"
     return torchdeq().get_deq(core="indexing", ift=False, grad=1, **how).train()
 
 
+def one_step(deq: Any, T: Map, z0: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Return what such a layer finds, with its gradient."""
+    found: Tensor = deq(lambda z: T(z, *inputs), z0)[0][-1]
+    return found
+
+
 def torchdeq() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its docstrings hold escapes that newer Pythons warn of

@@ -106,6 +106,17 @@ def linear(batch: int, n: int, *, gamma: float = 0.9) -> Problem:
     return Problem("Wz+x", lambda z, x: torch.addmm(x, z, W), torch.zeros_like(x), (x,), [W])
 
 
+def two_layers(batch: int, n: int, *, device: str = "cpu") -> Problem:
+    """T(z) = tanh(B relu(A z) + x), four times as wide inside, so that T holds more than a latent."""
+    A, B = ((0.9 * orthogonal(4 * n)[:, :n]).to(device).requires_grad_() for _ in range(2))
+    x = _noise(batch, n).to(device)
+
+    def T(z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(torch.addmm(x, torch.relu(z @ A.T), B))
+
+    return Problem("two layers", T, torch.zeros_like(x), (x,), [A, B])
+
+
 def conv(batch: int, channels: int, side: int, *, gamma: float = 0.9) -> Problem:
     """T(z) = tanh(W * z + x), W a 3 x 3 convolution whose Lipschitz constant is about gamma."""
     W, x = _noise(channels, channels, 3, 3, seed=100), 0.3 * _noise(batch, channels, side, side)

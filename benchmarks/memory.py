@@ -1,24 +1,26 @@
 """Peak memory of one training step against the depth: flat for JFB, linear for unrolling.
 
 Claims: at depth 1000 JFB takes at most 1.02 times its peak at depth 10; unrolling grows linearly. Settings: live
-tensor storage on a CPU, torch.cuda.max_memory_allocated on a GPU (--device cuda); forward, backward and an SGD
-update, beyond weights and data. Result: results/memory.json.
+tensor storage on a CPU, torch.cuda.max_memory_allocated on a GPU (--device cuda); forward and backward pass,
+beyond weights and data. Result: results/memory.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from banach import Anderson, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll
-from benchmarks.libraries import has_torchdeq, notes, torchdeq_layer
+from banach import Anderson, Implicit, Neumann, Tolerance, Unroll, fixed_point
+from benchmarks import maps
+from benchmarks.libraries import has_torchdeq, notes, one_step, torchdeq_layer
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import peak_bytes
+
+Find = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -30,68 +32,35 @@ class Settings:
     device: str = "cpu"
 
 
-class TwoLayers(nn.Module):
-    """R(u, v) = tanh(B relu(A u) + v), four times as wide inside, so that R holds more than a latent."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.A, self.B = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-        with torch.no_grad():
-            for layer in (self.A, self.B):
-                layer.weight.mul_(0.9 / torch.linalg.matrix_norm(layer.weight, 2))
-
-    def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        return torch.tanh(self.B(torch.relu(self.A(u))) + v)
-
-
-class OneStep(nn.Module):
-    """The same network through TorchDEQ's one-step gradient."""
-
-    def __init__(self, net: ImplicitNetwork, depth: int) -> None:
-        super().__init__()
-        self.net, self.deq = net, torchdeq_layer(solver="picard", max_steps=depth, tol=0.0)
-
-    def forward(self, d: Tensor) -> Tensor:
-        v = self.net.Q(d)
-        u = self.deq(lambda u: self.net.R(u, v), torch.zeros_like(v))[0][-1]
-        out: Tensor = self.net.S(u)
-        return out
-
-
 def run(settings: Settings) -> Report:
-    torch.manual_seed(0)
-    data = torch.randn(settings.batch, settings.width, device=settings.device)
+    problem = maps.two_layers(settings.batch, settings.width, device=settings.device)
     rows: list[Row] = []
     first: dict[str, float] = {}
-    for mode, depth, net in _networks(settings):
-        peak = _peak_of_step(net.to(settings.device), data)
+    for mode, depth, find in _ways(problem, settings):
+        peak = _peak_of_step(problem, find)
         against = peak / first.setdefault(mode, peak)
         rows.append({"mode": mode, "depth": depth, "peak MB": peak, "against the first": against})
     rows.sort(key=lambda row: list(first).index(row["mode"]))  # each mode with its depths
-    note = "beyond weights and data; forward, backward and an SGD update"
+    note = "beyond weights and data; forward and backward pass"
     return Report(rows, _targets(rows, settings), notes(note))
 
 
-def _networks(settings: Settings) -> Iterator[tuple[str, int, nn.Module]]:
+def _ways(problem: maps.Problem, settings: Settings) -> Iterator[tuple[str, int, Find]]:
     """Yield each mode at each of its depths, which it takes whether it converged or not."""
-    build, no_steps = partial(_network, settings.width), Tolerance(max_steps=0)
+    find = partial(fixed_point, problem.T, problem.z0, inputs=problem.inputs)
     for depth in settings.depths:
         steps = Tolerance(atol=0, max_steps=depth, check_every=0)
-        yield "JFB", depth, build(tolerance=steps)
-        yield "JFB, Anderson(5)", depth, build(tolerance=steps, solver=Anderson(5))
-        yield "Neumann(5)", depth, build(tolerance=steps, backward=Neumann(5))
-        yield "Implicit", depth, build(tolerance=steps, backward=Implicit())
+        yield "JFB", depth, partial(find, tolerance=steps)
+        yield "JFB, Anderson(5)", depth, partial(find, tolerance=steps, solver=Anderson(5))
+        yield "Neumann(5)", depth, partial(find, tolerance=steps, backward=Neumann(5))
+        yield "Implicit", depth, partial(find, tolerance=steps, backward=Implicit())
         if has_torchdeq():
-            yield "TorchDEQ one-step", depth, OneStep(build(), depth)
+            deq = torchdeq_layer(solver="picard", max_steps=depth, tol=0.0)
+            yield "TorchDEQ one-step", depth, partial(one_step, deq, problem.T, problem.z0, problem.inputs)
     for depth in settings.unrolled:
-        yield "Unroll", depth, build(tolerance=no_steps, backward=Unroll(depth))
-        yield "Unroll, checkpointed", depth, build(tolerance=no_steps, backward=Unroll(depth, checkpoint=True))
-
-
-def _network(width: int, **options: Any) -> ImplicitNetwork:
-    torch.manual_seed(0)
-    Q, S = nn.Linear(width, width), nn.Linear(width, 1)
-    return ImplicitNetwork(Q, TwoLayers(width), S, **options)
+        unrolled = partial(find, tolerance=Tolerance(max_steps=0))
+        yield "Unroll", depth, partial(unrolled, backward=Unroll(depth))
+        yield "Unroll, checkpointed", depth, partial(unrolled, backward=Unroll(depth, checkpoint=True))
 
 
 def _targets(rows: list[Row], settings: Settings) -> list[Target]:
@@ -107,16 +76,12 @@ def _targets(rows: list[Row], settings: Settings) -> list[Target]:
     ]
 
 
-def _peak_of_step(net: nn.Module, data: Tensor) -> float:
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-
+def _peak_of_step(problem: maps.Problem, find: Find) -> float:
     def step() -> None:
-        net(data).square().mean().backward()
-        optimizer.step()
+        torch.autograd.grad(find().square().mean(), problem.weights)
 
     step()  # the first one also makes what stays
-    optimizer.zero_grad(set_to_none=True)  # so that the gradients count as the step's own
-    return peak_bytes(step, data.device) / 2**20
+    return peak_bytes(step, problem.z0.device) / 2**20
 
 
 QUESTION = "does the peak memory of a step grow with the depth?"

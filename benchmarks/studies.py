@@ -255,7 +255,7 @@ def depth(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
 def gradients(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     """Compare the gradients of Q, R and S with those at the fixed point in float64, without dropout."""
     d, y = next(batches)
-    one = _from_start(job, settings, _without_dropout)
+    one = _from_start(job, settings, without_dropout)
     exact = _exact_gradients(one, d, y)
     compute = one if one.captured else one.gradients  # a captured step also moves the weights
     compute(d, y)
@@ -265,7 +265,7 @@ def gradients(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Rec
     return {"errors": errors, "cosines": cosines}
 
 
-def _without_dropout(net: ImplicitNetwork) -> None:
+def without_dropout(net: nn.Module) -> None:
     """Set every probability to 0: masks would differ."""
     for module in net.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -279,7 +279,7 @@ def _exact_gradients(one: Step, d: Tensor, y: Tensor) -> dict[str, Tensor]:
     setting: Setting = replace(one.setting, point=tight, precision="fp32")
     net = tight.network(setting.device)
     net.load_state_dict(one.net.state_dict())
-    _without_dropout(net)
+    without_dropout(net)
     eager = Eager(net.double(), setting)
     eager.gradients(d.double() if d.is_floating_point() else d, y)
     return {part: _gradient(getattr(net, part)) for part in PARTS}

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     from banach.train import CheckpointError, RunError
 
     try:
-        {"train": _train, "collect": _collect, "report": _report}.get(given.command, _study)(given)
+        {"train": _train, "collect": _collect}.get(given.command, _study)(given)
     except (ValueError, OSError, RunError, CheckpointError) as error:  # DataError is a ValueError
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -68,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--minutes", type=float, default=math.inf, help="stop in time (default: no limit)")
     train.add_argument("--pack", type=Path, metavar="FOLDER", help="write JOB.tar there, also every few minutes")
     train.add_argument("--unpack", type=Path, metavar="FOLDER", help="take JOB.tar there if it is ahead of RUNS")
-    train.add_argument("--resume", action="store_true", help="refuse to start a job from its beginning")
     return parser
 
 
@@ -95,18 +94,12 @@ def _study(given: argparse.Namespace) -> None:
     from reproduction import report
 
     options, studies = _options(given), _modules()
-    for name in STUDIES if given.command == "all" else (given.command,):
+    for name in {"all": STUDIES, "report": ()}.get(given.command, (given.command,)):
         options.say(f"{name}: {(studies[name].__doc__ or '').splitlines()[0]}")
         options.say(studies[name].values(studies[name].run(options))["table"] + "\n")
-    if given.command == "all":
-        docs = QUICK / "docs" if options.quick else Path("docs")
+    if given.command in ("all", "report"):
+        docs = QUICK / "docs" if options.quick else getattr(given, "docs", Path("docs"))
         options.say(f"written: {report.write(studies, options, docs)}")
-
-
-def _report(given: argparse.Namespace) -> None:
-    from reproduction import report
-
-    print(f"written: {report.write(_modules(), _options(given), given.docs)}")
 
 
 def _collect(given: argparse.Namespace) -> None:

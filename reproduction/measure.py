@@ -9,22 +9,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from banach import JFB, Implicit, ImplicitNetwork, Tolerance
 from banach.data import Augmentation, Batches, Images
-from banach.data.loader import Loader
 from banach.diagnose import descent_check, measure_contraction
 from banach.fast import unchanged
 from banach.train import Scorer, Totals, evaluate
-from banach.train.evaluate import measure
+from banach.train.metrics import MetricSums
+from banach.train.precision import arithmetic
 from reproduction.jobs import Job
 
 BATCH = 400  # of the released code's evaluation: in training mode the scores depend on it
@@ -44,9 +44,8 @@ class Measure:
 
     def both(self, epoch: int) -> dict[str, Any]:
         """Return the test set's totals by the clean and by the released protocol, in the training's precision."""
-        precision, scorer = self.scorer.precision, self.scorer
-        clean = evaluate(self.net, self.test, batch_size=BATCH, precision=precision, scorer=scorer)
-        return {"epoch": epoch, "clean": asdict(clean), "released": self._released(epoch)}
+        clean, other = self._clean(self.net, self.scorer), self._released(epoch)
+        return {"epoch": epoch, "clean": clean, "released": other}
 
     def contraction(self, epoch: int) -> dict[str, Any] | None:
         """Return sigma_max(dT/du), rate and residual on fixed training images; None for explicit networks.
@@ -65,20 +64,18 @@ class Measure:
     def final(self, epoch: int) -> dict[str, Any]:
         """Return the clean totals in fp32, at the settings' tolerance and at 1e-4, and the released ones."""
         net: Any = self.net
-        names = ("solver", "tolerance", "backward") if isinstance(net, ImplicitNetwork) else ()
+        implicit, fine = isinstance(net, ImplicitNetwork), None
+        if _solves(net):
+            close = copy.copy(net)
+            close.tolerance = replace(net.tolerance, atol=FINE, max_steps=FINE_STEPS)
+            fine = self._clean(close, Scorer(close))
         values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
         values |= {"parameters": _count(net), "macs": self._macs()}
-        values |= {"parts": {part: _count(getattr(net, part)) for part in "QRS"} if names else None}
-        values |= {"network": {name: repr(getattr(net, name)) for name in names}}
-        values |= {"clean": self._clean(net), "fine": None, "released": self._released(epoch)}
-        if _solves(net):
-            fine = copy.copy(net)
-            fine.tolerance = replace(net.tolerance, atol=FINE, max_steps=FINE_STEPS)
-            values["fine"] = self._clean(fine)
-        return values
+        values |= {"parts": {part: _count(getattr(net, part)) for part in "QRS"} if implicit else None}
+        return values | {"clean": self._clean(net, Scorer(net)), "fine": fine, "released": self._released(epoch)}
 
-    def _clean(self, net: nn.Module) -> dict[str, Any]:
-        return asdict(evaluate(net, self.test, batch_size=BATCH, scorer=Scorer(net)))
+    def _clean(self, net: nn.Module, scorer: Scorer) -> dict[str, Any]:
+        return asdict(evaluate(net, self.test, batch_size=BATCH, precision=scorer.precision, scorer=scorer))
 
     def _macs(self) -> float:
         """Return the multiplications of convolutions and matrix products for one test image, as torch counts."""
@@ -104,24 +101,15 @@ def released(
 ) -> Totals:
     """Return the totals of the test set by the released protocol; mode, buffers and random state are kept."""
     devices = [test.device] if test.device.type == "cuda" else []
-    batches = _OneEpoch(Batches(test, BATCH, augment=augment, shuffle=False), epoch)
+    sums = MetricSums(test.device)
     with _in_mode(net, True), torch.random.fork_rng(devices), unchanged(net.buffers()):
         torch.manual_seed(0)
-        return measure(scorer, Loader(batches, test.device), BATCH)
-
-
-@dataclass(frozen=True)
-class _OneEpoch:
-    """The batches of one epoch with their number, for a `Loader`: a list would hold all normalised images."""
-
-    batches: Batches
-    epoch: int
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.batches.epoch(self.epoch)
+        with arithmetic(scorer.precision, test.device):
+            for x, labels in Batches(test, BATCH, augment=augment, shuffle=False).epoch(epoch):
+                output, found = scorer(x)
+                sums.add(cross_entropy(output, labels), output, labels, found)
+                sums.add_evaluations(net, len(labels))
+    return sums.read()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from benchmarks.timer import milliseconds_of, peak_bytes
 from torch import Tensor
 
 from banach import JFB, Implicit, Mode, NormalCG, Tolerance, Unroll, fixed_point, models
+from banach.train import Settings
 from banach.train.precision import arithmetic
 from reproduction.intervals import NOT_REPRODUCED, REPRODUCED, Claim
 from reproduction.study import Options, panels, store, table
@@ -51,7 +52,7 @@ def run(options: Options) -> list[Row]:
     """Measure all schemes at all depths."""
     model, batch, repeats = ("digits", 16, 3) if options.quick else ("svhn", 100, 10)
     depths = (1, 2, 4, 8, 16) if options.quick else (1, 2, 5, 10, 20, 50, 100, 200)
-    R, v = example(model, batch, options.torch_device)
+    R, v = example(model, batch, Settings(device=options.device).torch_device)
     points = [(name, depth) for name in SCHEMES for depth in depths]
     with arithmetic("fp32", v.device):  # TF32 cannot solve the adjoint equation to a relative 1e-3
         rows = [Row(model, batch, name, k, *_measure(name, k, R, v, repeats)) for name, k in points]

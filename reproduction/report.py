@@ -29,11 +29,12 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
         ValueError: if a page names a value that no study has.
     """
     rows = {name: read(study.Row, options.records / study.RECORDS) for name, study in studies.items()}
-    known = {name: _values(studies[name], some, options) for name, some in rows.items()}
+    known: dict[str, dict[str, Any]] = {name: {} for name in studies}
     folder = docs / "reproduction"
-    for name, some in rows.items():
-        if some and hasattr(studies[name], "figures"):
-            draw(studies[name].figures(some), folder)
+    for name, study in studies.items():
+        if rows[name]:
+            known[name] = {"origin": origins(options.records / study.RECORDS), **study.values(rows[name])}
+            draw(study.figures(rows[name]) if hasattr(study, "figures") else {}, folder)
     pages = {name: fill(text, known) for name, text in _templates(options.quick, studies).items()}
     files = {docs / name if name == MAIN else folder / name: text for name, text in pages.items()}
     for path, text in (files | {folder / HTML: html(pages)}).items():
@@ -79,10 +80,6 @@ def draw(figures: Mapping[str, Any], folder: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "banach", "svg.fonttype": "none"}):
         for name, figure in figures.items():
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-
-
-def _values(study: Any, rows: list[Any], options: Options) -> dict[str, Any]:
-    return {"origin": origins(options.records / study.RECORDS), **study.values(rows)} if rows else {}
 
 
 def _templates(quick: bool, studies: Mapping[str, Any]) -> dict[str, str]:

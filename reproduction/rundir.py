@@ -8,18 +8,17 @@ final.json          the test set after the last epoch, in fp32
 snapshots/          weights after some epochs, in fp32
 
 A run travels between machines as tar files, each at most 15 MiB unless one checkpoint is larger. JOB.tar holds the
-newest checkpoint and all records: it is enough to go on. Snapshots are added if they fit, and otherwise go to
-JOB.snapshots-1.tar, JOB.snapshots-2.tar and so on, which need not travel back.
+newest checkpoint and all records: it is enough to go on. Snapshots that do not fit are in JOB.snapshots-1.tar,
+JOB.snapshots-2.tar and so on, which need not travel back.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,13 @@ import torch
 from torch import nn
 
 import banach
-from banach.provenance import plain, provenance, whole_file
+from banach.provenance import provenance, whole_file
 from banach.train import RunError
 from reproduction.study import read_lines, write_lines
 
 TEST, CONTRACTION, SEGMENTS, FINAL = "test.jsonl", "contraction.jsonl", "segments.jsonl", "final.json"
 SNAPSHOTS, CHECKPOINTS = "snapshots", "checkpoints"
 MOST = 15 * 2**20  # bytes of a tar
-
-
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Add one line and flush it to the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(plain(line), allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def forget_after(folder: Path, epoch: int) -> None:
@@ -52,27 +43,19 @@ def forget_after(folder: Path, epoch: int) -> None:
     write_lines(folder / SEGMENTS, [{**s, "last_epoch": min(s["last_epoch"], epoch)} for s in segments])
 
 
-class Segment:
-    """One process's part of a run: a line of segments.jsonl, updated while it runs."""
-
-    def __init__(self, folder: Path, epoch: int, device: torch.device) -> None:
-        self.path, made = folder / SEGMENTS, provenance(device=device)
-        self.earlier = read_lines(self.path)
-        self.line: dict[str, Any] = {"first_epoch": epoch + 1, "last_epoch": epoch, "stopped": None}
-        self.line |= {"started": made["date"], **made["versions"], "sources": source_hash()}
-        self.line |= {key: made[key] for key in ("device", "platform", "commit")}
-        before = self.earlier[-1] if self.earlier else self.line
-        if before["sources"] != self.line["sources"]:
-            raise RunError(
-                f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
-                f"{self.line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
-            )
-        self.update()
-
-    def update(self, **values: Any) -> None:
-        """Set values and write the file."""
-        self.line |= values
-        write_lines(self.path, [*self.earlier, self.line])
+def segments(folder: Path, epoch: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return the lines of segments.jsonl with a new one for this process, which goes on after `epoch`."""
+    made, lines = provenance(device=device), read_lines(folder / SEGMENTS)
+    line: dict[str, Any] = {"first_epoch": epoch + 1, "last_epoch": epoch, "stopped": None}
+    line |= {"started": made["date"], **made["versions"], "sources": source_hash()}
+    line |= {key: made[key] for key in ("device", "platform", "commit")}
+    before = lines[-1] if lines else line
+    if before["sources"] != line["sources"]:
+        raise RunError(
+            f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
+            f"{line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
+        )
+    return [*lines, line]
 
 
 def source_hash() -> str:
@@ -104,15 +87,17 @@ def pack(folder: Path, target: Path) -> list[Path]:
     # Temporary files and the lock start with a dot.
     main = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     main += sorted((folder / CHECKPOINTS / newest(folder)).glob("*")) if newest(folder) else []
-    snapshots = sorted((folder / SNAPSHOTS).glob("*.safetensors"))
-    if _size([*main, *snapshots]) <= MOST:
-        return [_write(target / f"{folder.name}.tar", folder, [*main, *snapshots])]
-    files = [_write(target / f"{folder.name}.tar", folder, main)]
-    few = max(MOST // (_size(snapshots[:1]) or 1), 1)  # all snapshots of a run have one size
-    for first in range(0, len(snapshots), few):
-        path = target / f"{folder.name}.snapshots-{len(files)}.tar"
-        files.append(_write(path, folder, snapshots[first : first + few]))
-    return files
+    tars, size = [main], sum(map(_size, main))
+    for path in sorted((folder / SNAPSHOTS).glob("*.safetensors")):
+        size += _size(path)
+        if size > MOST:
+            tars.append([])
+            size = _size(path)
+        tars[-1].append(path)
+    names = ["", *(f".snapshots-{number}" for number in range(1, len(tars)))]
+    return [
+        _write(target / f"{folder.name}{name}.tar", folder, files) for name, files in zip(names, tars, strict=True)
+    ]
 
 
 def unpack(source: Path, runs: Path) -> None:
@@ -126,26 +111,18 @@ def unpack(source: Path, runs: Path) -> None:
     with tempfile.TemporaryDirectory(dir=runs, prefix=".") as half:
         try:
             with tarfile.open(source) as tar:
-                if _newest_in(tar, source) <= newest(folder):
-                    return
                 tar.extractall(half, filter="data")
         except (tarfile.TarError, EOFError, OSError) as error:
             raise RunError(f"{source} cannot be unpacked: {error}; copy it again") from None
-        _move(Path(half, source.stem), folder)
+        if (held := sorted(os.listdir(half))) != [source.stem]:
+            raise RunError(f"{source} must hold the run {source.stem}, got {held}")
+        if newest(Path(half, source.stem)) > newest(folder):
+            _move(Path(half, source.stem), folder)
 
 
 def newest(folder: Path) -> str:
     """Return the newest checkpoint of a run directory, "" if there is none; names sort by epoch."""
     return max((path.name for path in (folder / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
-
-
-def _newest_in(tar: tarfile.TarFile, source: Path) -> str:
-    """Return the newest checkpoint in a tar, "" if there is none; refuse a tar of another run than its name."""
-    names = [Path(name).parts for name in tar.getnames()]
-    if (held := {part for parts in names for part in parts[:1]}) != {source.stem}:
-        raise RunError(f"{source} must hold the run {source.stem}, got {sorted(held)}")
-    inside = [parts[2] for parts in names if len(parts) > 3 and parts[1] == CHECKPOINTS]
-    return max((name for name in inside if name.startswith("epoch-")), default="")
 
 
 def _move(found: Path, folder: Path) -> None:
@@ -162,9 +139,9 @@ def _move(found: Path, folder: Path) -> None:
         os.replace(path, target)  # a copied folder could be cut off half-way
 
 
-def _size(files: Iterable[Path]) -> int:
-    """Return the bytes in a tar: a header and padding per file."""
-    return sum(path.stat().st_size + 2048 for path in files)
+def _size(path: Path) -> int:
+    """Return the bytes that a file takes in a tar, with its header and padding."""
+    return path.stat().st_size + 2048
 
 
 def _write(path: Path, folder: Path, files: Iterable[Path]) -> Path:

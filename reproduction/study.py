@@ -30,7 +30,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import torch
 
 from banach.provenance import plain, provenance, whole_file
-from banach.train import RunError, Settings
+from banach.train import RunError
 from reproduction import STARTED
 
 RESULTS = Path("results/reproduction")
@@ -49,7 +49,6 @@ class Options:
     minutes: float = math.inf
     pack: Path | None = None
     unpack: Path | None = None
-    resume: bool = False
     say: Callable[[str], None] = field(default=partial(print, flush=True), repr=False)
 
     @property
@@ -57,18 +56,9 @@ class Options:
         """Seconds left of the budget, which began with the process."""
         return STARTED + 60 * self.minutes - time.monotonic()
 
-    @property
-    def torch_device(self) -> torch.device:
-        return Settings(device=self.device).torch_device
-
-
-def encode(value: Any) -> Any:
-    """Return the value as JSON holds it: dataclasses as objects, NaN and infinities as strings."""
-    return plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)  # type: ignore[arg-type]
-
 
 def decode(kind: Any, value: Any) -> Any:
-    """Return the object of type `kind` that `encode` wrote: raises ValueError or TypeError if it does not fit.
+    """Return the object of type `kind` that `store` wrote: raises ValueError or TypeError if it does not fit.
 
     Supported: dataclasses, tuples of one type, dictionaries, numbers, strings, Any, each also `| None`. Keys that
     a dataclass does not have are ignored; missing keys take their defaults.
@@ -100,10 +90,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise RunError(f"{path} is damaged: {error}; restore the file, or delete it and run again") from None
 
 
-def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file, completely or not at all."""
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]], *, append: bool = False) -> None:
+    """Replace the file, completely or not at all; `append`: its lines come first."""
+    before = read_lines(path) if append else []
     with whole_file(path) as file:
-        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in lines)
+        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in (*before, *lines))
 
 
 def read(kind: type[T], path: Path) -> list[T]:
@@ -117,8 +108,7 @@ def read(kind: type[T], path: Path) -> list[T]:
 def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:
     """Write dataclass rows to a file of records, each with its origin: date, device, versions, commit."""
     made = {k: v for k, v in provenance(device=device).items() if k not in ("settings", "threads", "platform")}
-    before = read_lines(path) if append else []
-    write_lines(path, [*before, *({**encode(row), "origin": made} for row in rows)])
+    write_lines(path, [{**dataclasses.asdict(row), "origin": made} for row in rows], append=append)
 
 
 def origins(path: Path) -> str:

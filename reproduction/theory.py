@@ -102,23 +102,6 @@ def positive(values: Iterable[float]) -> Cases:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """On one statement: the mean at the last epoch; the range, and how many cases hold, after epoch 0."""
-
-    last: float
-    low: float
-    high: float
-    held: int
-    count: int
-
-    @staticmethod
-    def of(trained: Cases, last: Cases = Cases()) -> Facts:
-        """Return the facts on the cases of trained snapshots, and of the last one."""
-        low, high = (f(trained.values, default=math.nan) for f in (min, max))
-        return Facts(fmean(last.values or [math.nan]), low, high, sum(trained.held), len(trained.held))
-
-
-@dataclass(frozen=True)
 class Row:
     """One snapshot of a run. `length`: epochs of a complete training. `images` were measured."""
 
@@ -338,7 +321,7 @@ def shown(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return `Facts` on every statement by MODEL.STATEMENT and all.STATEMENT, the claim and the table."""
+    """Return `facts` on every statement by MODEL.STATEMENT.FACT and all.STATEMENT.FACT, the claim, the table."""
     found: dict[str, Any] = {}
     everywhere = dict.fromkeys(STATEMENTS, Cases())
     lines = []
@@ -349,13 +332,21 @@ def values(rows: Sequence[Row]) -> dict[str, Any]:
             trained = sum((some for epoch, some in per_epoch.items() if epoch), Cases())
             everywhere[key] += trained
             first, last = per_epoch.get(0, Cases()), per_epoch[mine[-1].epoch]
-            facts = found[f"{model}.{key}"] = Facts.of(trained, last)
-            held = f"{facts.held} of {facts.count}" if facts.count else None
+            found |= facts(f"{model}.{key}", trained) | {f"{model}.{key}.last": fmean(last.values or [math.nan])}
+            held = f"{sum(trained.held)} of {len(trained.held)}" if trained.held else None
             lines += [[model, *words, _range(first), _range(last), held]] if first.values or last.values else []
-    found |= {f"all.{key}": Facts.of(some) for key, some in everywhere.items()}
-    descent = found["all.cosine"]  # the claim: JFB descends on every batch
-    found["claim"] = Claim.always(descent.held, descent.count, descent.count)
+    for key, some in everywhere.items():
+        found |= facts(f"all.{key}", some)
+    held, count = found["all.cosine.held"], found["all.cosine.count"]  # the claim: JFB descends on every batch
+    found["claim"] = Claim.always(held, count, count)
     return found | {"table": table(lines, "network|statement|condition|epoch 0|last epoch|holds after training")}
+
+
+def facts(name: str, trained: Cases) -> dict[str, float]:
+    """Return the range of the values on trained snapshots, how many cases hold and how many there are."""
+    low, high = (f(trained.values, default=math.nan) for f in (min, max))
+    values = {"low": low, "high": high, "held": sum(trained.held), "count": len(trained.held)}
+    return {f"{name}.{key}": value for key, value in values.items()}
 
 
 def _range(cases: Cases) -> str | None:

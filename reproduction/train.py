@@ -11,7 +11,6 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from reproduction import rundir
 from reproduction.jobs import Job
 from reproduction.measure import Measure
 from reproduction.rundir import newest, pack, unpack
-from reproduction.study import Options
+from reproduction.study import Options, write_lines
 
 PACK_EVERY = 100.0  # seconds: what a killed process loses at most, besides the epoch in work
 RESERVE = 9.0  # seconds for packing and for what cannot be foreseen
@@ -61,13 +60,14 @@ class Trainer:
         self.job, self.options, self.folder = job, options, options.runs / job.name
         self.settings = replace(job.settings, device=options.device)
         self.begun = self.last = self.packed_at = time.monotonic()
-        self.measuring = self.monitoring = self.packing = 0.0
         self.epochs: list[float] = []  # seconds with all that goes with it, of the first also to start up
         self.said: list[warnings.WarningMessage] = []
 
     def run(self) -> bool:
         """Train until the end or until time is over; return True if the job is finished."""
-        fetch(self.job, self.options)
+        tar = None if self.options.unpack is None else self.options.unpack / f"{self.job.name}.tar"
+        if tar is not None and tar.exists():
+            unpack(tar, self.options.runs)
         if (self.folder / rundir.FINAL).exists():
             self.options.say(f"{self.job.name}: is finished")
             self._pack()
@@ -80,7 +80,12 @@ class Trainer:
         with warnings.catch_warnings(record=True) as self.said:
             warnings.simplefilter("always")
             stopped = self._fit(run, train)
-        self._end(run, stopped)
+        done = _epochs_done(run)
+        self._update(done, stopped)
+        for text, count in self.segments[-1]["warnings"].items():
+            self.options.say(f"warning ({count} times): {text}")
+        self._pack()
+        self.options.say(f"{self.job.name}: {stopped} after epoch {done}, {self.segments[-1]['seconds']:.0f} s")
         return stopped == FINISHED
 
     def _take_weights(self) -> None:
@@ -104,8 +109,9 @@ class Trainer:
         run = Run.create(self.folder, self.settings) if is_new else Run.open(self.folder)
         done = _epochs_done(run)
         rundir.forget_after(self.folder, done)
-        self.segment = rundir.Segment(self.folder, done, self.settings.torch_device)
-        name = self.segment.line["device"]
+        self.segments = rundir.segments(self.folder, done, self.settings.torch_device)
+        self._update(done)
+        name = self.segments[-1]["device"]
         self.options.say(f"{self.job.name}: {done} of {self.settings.epochs} epochs are done; {name}")
         return run
 
@@ -124,92 +130,55 @@ class Trainer:
 
     def _after(self, epoch: Epoch) -> None:
         """Measure, record and pack after an epoch; its checkpoint is written when this returns or raises."""
-        number, start = epoch.epoch, time.monotonic()
-        point = self._measure(number)
+        number = epoch.epoch
+        self._measure(epoch)
         now = time.monotonic()
-        self.measuring += now - start
-        if point is not None:
-            self.options.say(_line(epoch, self.job, point))
-        self.epochs.append(now - self.last)  # with its measurements and the checkpoint before it
+        self.epochs.append(now - self.last)  # with its measurements, and the checkpoint and the tar before it
         self.last = now
         self._update(number)
         if number == self.settings.epochs:
             return
-        if not self._fits(number + 1):
+        warm = self.epochs[1:] or self.epochs  # the first one includes starting up
+        final = FINAL_SECONDS if number + 1 == self.settings.epochs else 0.0
+        if max(warm) + final + RESERVE > self.options.left:
             raise OutOfTime
         if now - self.packed_at > PACK_EVERY:
             self._pack()
 
-    def _measure(self, number: int) -> dict[str, Any] | None:
-        """Do what is due after the epoch; return the evaluation of the test set if there was one."""
-        job, point = self.job, None
+    def _measure(self, epoch: Epoch) -> None:
+        """Record what is due after the epoch."""
+        job, number = self.job, epoch.epoch
         if job.takes_snapshot(number):
             rundir.write_snapshot(self.folder, self.net, job.name, number)
         if job.evaluates(number):
             point = self.measure.both(number)
-            rundir.append_line(self.folder / rundir.TEST, point)
-        if job.monitors(number):
-            start = time.monotonic()
-            found = self.measure.contraction(number)
-            if found is not None:
-                rundir.append_line(self.folder / rundir.CONTRACTION, found)
-            self.monitoring = time.monotonic() - start
-        return point
+            write_lines(self.folder / rundir.TEST, [point], append=True)
+            clean, released = (point[name]["accuracy"] for name in ("clean", "released"))
+            shown = f"loss {epoch.loss:.4f}, depth {epoch.depth or 0:.1f}, {epoch.seconds:.2f} s"
+            self.options.say(f"{job.name} {number}: {shown}; test clean {clean:.2%}, released {released:.2%}")
+        if job.monitors(number) and (found := self.measure.contraction(number)) is not None:
+            write_lines(self.folder / rundir.CONTRACTION, [found], append=True)
 
-    def _fits(self, number: int) -> bool:
-        """Return True if the epoch of this number, what is measured after it and packing fit in the time left."""
-        warm = self.epochs[1:] or self.epochs  # the first one includes starting up
-        needed = max(warm[-10:]) + 2 * self.packing + RESERVE
-        needed += self.monitoring if self.job.monitors(number) else 0.0
-        needed += FINAL_SECONDS if number == self.settings.epochs else 0.0
-        return needed <= self.options.left
-
-    def _update(self, number: int, **values: Any) -> None:
+    def _update(self, epoch: int, stopped: str | None = None) -> None:
+        """Write what this process has done until now."""
         report = getattr(getattr(self.net, "backward", None), "report", None)
-        self.segment.update(
-            last_epoch=number,
-            seconds=round(time.monotonic() - self.begun, 3),
-            measuring_seconds=round(self.measuring, 3),
-            warnings=Counter(str(warning.message)[:300] for warning in self.said),
-            counts=dict(report) if isinstance(report, Counter) else {},  # how adjoint equations ended
-            **values,
-        )
-
-    def _end(self, run: Run, stopped: str) -> None:
-        done = _epochs_done(run)
-        self._update(done, stopped=stopped)
-        for text, count in self.segment.line["warnings"].items():
-            self.options.say(f"warning ({count} times): {text}")
-        self._pack()
-        self.options.say(f"{self.job.name}: {stopped} after epoch {done}, {self.segment.line['seconds']:.0f} s")
+        self.segments[-1] |= {
+            "last_epoch": epoch,
+            "stopped": stopped,
+            "seconds": round(time.monotonic() - self.begun, 3),
+            "warnings": Counter(str(warning.message)[:300] for warning in self.said),
+            "counts": dict(report) if isinstance(report, Counter) else {},  # how adjoint equations ended
+        }
+        write_lines(self.folder / rundir.SEGMENTS, self.segments)
 
     def _pack(self) -> None:
         if self.options.pack is None:
             return
-        start = time.monotonic()
         files = pack(self.folder, self.options.pack)
         self.packed_at = time.monotonic()
-        self.packing = self.packed_at - start
         self.options.say("packed " + ", ".join(f"{f.name} ({f.stat().st_size / 2**20:.1f} MiB)" for f in files))
-
-
-def fetch(job: Job, options: Options) -> None:
-    """Take the job's tar if it is ahead of the run directory; refuse to begin where there must be a run."""
-    folder = options.runs / job.name
-    tar = None if options.unpack is None else options.unpack / f"{job.name}.tar"
-    if tar is not None and tar.exists():
-        unpack(tar, options.runs)
-    if options.resume and not newest(folder):
-        raise RunError(f"there is no run to resume in {folder}; give its tar (--unpack), or leave out --resume")
 
 
 def _epochs_done(run: Run) -> int:
     latest = run.latest()
     return 0 if latest is None else int(latest.state["epoch"])
-
-
-def _line(epoch: Epoch, job: Job, point: dict[str, Any]) -> str:
-    shown = f"{job.name} {epoch.epoch}: loss {epoch.loss:.4f}, {epoch.accuracy or 0:.2%}, {epoch.seconds:.2f} s"
-    depth = "" if not epoch.depth else f", depth {epoch.depth:.1f}"
-    clean, released = (100 * point[name]["accuracy"] for name in ("clean", "released"))
-    return f"{shown}{depth}; test clean {clean:.2f}, released {released:.2f}"

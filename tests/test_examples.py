@@ -1,5 +1,7 @@
 """The examples run, learn and print what they promise."""
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -16,11 +18,11 @@ from networks import by_hand, gradients
 ROOT = Path(__file__).parent.parent
 
 
-def run(*command: str) -> str:
+def run(*command: str, **environment: str) -> str:
     found = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", *command],  # every fixed point is found
         cwd=ROOT,
-        env={"PYTHONPATH": "src", "PATH": "", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": "src", "PATH": "", **environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -49,6 +51,19 @@ def test_the_figures_of_the_docs_are_drawn(tmp_path: Path, monkeypatch: pytest.M
     docs_figures.main()
     for name in re.findall(r"images/(\w+\.svg)", (ROOT / "docs" / "idea.md").read_text()):
         assert (tmp_path / name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("package", "example"), [("lightning", "lightning_module"), ("accelerate", "accelerate_loop")]
+)
+def test_an_implicit_network_trains_in(package: str, example: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; run: pip install {package}")
+    paths = os.pathsep.join(["src", *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    loss = re.search(r"loss: ([\d.]+)", run(f"examples/{example}.py", **environment).splitlines()[-1])
+    assert loss is not None
+    assert float(loss[1]) < 0.03  # a straight line has 0.17
 
 
 # The paper's general cases: a DEQ with S the identity, and a model kept well-posed by projection.

@@ -68,8 +68,3 @@ def test_the_forward_room_knows_nothing_of_gradients() -> None:
         text = path.read_text()
         assert "autograd." not in text, path
         assert "enable_grad" not in text, path
-
-
-def test_public_names() -> None:
-    for name in banach.__all__:
-        assert getattr(banach, name) is not None

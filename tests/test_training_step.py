@@ -18,7 +18,7 @@ from benchmarks.contenders import CONTENDERS, Setting, Step
 from benchmarks.jobs import Job, Settings, next_jobs
 from benchmarks.points import OWN_POINTS, POINTS, Batch, Point, feed
 from benchmarks.processes import Gate, Record, run_wave
-from benchmarks.studies import measure
+from benchmarks.studies import measure, without_dropout
 from torch import Tensor, nn
 
 from fast.simulated import simulate_gpu
@@ -42,12 +42,11 @@ def batch(seed: int = 0) -> Batch:
 
 def still(name: str, point: Point = TIGHT) -> Step:
     """Return a contender in float64 without dropout, so that all of them compute the same function."""
-    contender = CONTENDERS[name]
-    net = contender.change(point.network(CPU)).double()
-    for module in net.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    return contender.make(net, Setting(point, "fp32", CPU))
+
+    def change(net: nn.Module) -> None:
+        without_dropout(net.double())
+
+    return CONTENDERS[name].build(Setting(point, "fp32", CPU), change)
 
 
 def by_hand(steps: int) -> tuple[Tensor, Tensor]:

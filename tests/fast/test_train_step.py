@@ -26,6 +26,12 @@ def batch(count: int = 6) -> tuple[Tensor, Tensor]:
     return images(count, torch.float32), torch.arange(count)
 
 
+def eagerly(net: Any, lr: float = 0.1, **options: Any) -> TrainStep:
+    """A step on a CPU, which is not captured and says so."""
+    with pytest.warns(UserWarning, match="runs eagerly: the weights are on the CPU"):
+        return TrainStep(net, torch.optim.SGD(net.parameters(), lr=lr), F.cross_entropy, **options)
+
+
 def captured(net: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> TrainStep:
     """Simulate a GPU."""
     simulate_gpu(monkeypatch, kernels=False)
@@ -35,8 +41,7 @@ def captured(net: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> Train
 def test_without_a_gpu_it_is_a_plain_step_and_says_so() -> None:
     net = network()
     reference, (d, y) = copy.deepcopy(net), batch()
-    with pytest.warns(UserWarning, match="runs eagerly: the weights are on the CPU"):
-        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
+    step = eagerly(net)
     losses = [float(step(d, y)) for _ in range(3)]
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for expected in losses:
@@ -234,9 +239,7 @@ def test_extras_are_parts_of_a_step() -> None:
 
     net = plain_network()
     reference, (d, y) = copy.deepcopy(net), batch()
-    extras = Extras(accumulate=4, clip=0.1, metrics=Metrics())
-    with pytest.warns(UserWarning, match="the weights are on the CPU"):
-        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.5), F.cross_entropy, extras=extras)
+    step = eagerly(net, 0.5, extras=Extras(accumulate=4, clip=0.1, metrics=Metrics()))
     expected = F.cross_entropy(reference(d), y)
     assert float(step(d, y)) == pytest.approx(float(expected.detach()), rel=1e-10)
     assert seen == [2, 2, 2]  # torch cuts 6 into 3 parts, not 4
@@ -256,8 +259,7 @@ def test_an_optimizer_whose_state_does_not_start_at_zero_is_not_captured(monkeyp
 
 def test_any_module_is_trained() -> None:
     layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    with pytest.warns(UserWarning, match="the weights are on the CPU"):
-        step = TrainStep(layer, torch.optim.SGD(layer.parameters(), lr=0.1), F.cross_entropy)
+    step = eagerly(layer)
     losses = [float(step(*batch())) for _ in range(3)]
     assert losses[2] < losses[0]
     assert step.reached is None
@@ -266,9 +268,6 @@ def test_any_module_is_trained() -> None:
 def test_refusals() -> None:
     with pytest.raises(TypeError, match="TrainStep takes a network, got function"):
         TrainStep(batch, torch.optim.SGD(network().parameters(), lr=0.1), F.cross_entropy)  # type: ignore[arg-type]
-    net = network()
-    with pytest.warns(UserWarning, match="the weights are on the CPU"):
-        step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.1), F.cross_entropy)
     inputs: Any = [1.0]
     with pytest.raises(TypeError, match="takes a tensor of inputs, got a list"):
-        step(inputs, torch.arange(1))
+        eagerly(network())(inputs, torch.arange(1))
