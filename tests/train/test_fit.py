@@ -16,7 +16,7 @@ from banach import GMRES, JFB, ContractionMonitor, Implicit, Neumann, Tolerance,
 from banach.data import Batches, Flip
 from banach.models import Constant, Cosine, OneCycle, Steps
 from banach.train import Average, Epoch, Run, Settings, finite, fit
-from banach.train.plot import plot_history
+from banach.train.plot import LEARNING, curves, draw
 from banach.train.state import TrainState
 from banach.train.steps import ImageFeed
 from fast.simulated import EagerCalls, EagerGraphs
@@ -198,7 +198,7 @@ def test_without_validation_images_nothing_is_validated_and_the_weights_are_the_
     assert last.validation_loss is last.validation_accuracy is last.validation_depth is None
     assert last.validation_converged is None
     assert Epoch.from_dict(last.to_dict()) == last
-    assert plot_history([last], tmp_path / "plot.png").exists()
+    assert draw(curves({"": [last]}, LEARNING), tmp_path / "plot.png").exists()
 
 
 @pytest.mark.parametrize("place", ["train", "validation"])

@@ -24,7 +24,7 @@ from banach import ImplicitNetwork, Tolerance
 from banach.data import Flip
 from banach.train import CheckpointError, Epoch, History, Position, Run, Settings, evaluate, fit
 from banach.train.distributed import Ranks
-from banach.train.plot import Board, plot_history
+from banach.train.plot import LEARNING, board, curves, draw
 from train.parts_train import Contraction, capture_steps, figures, images, same_weights, settings
 from train.parts_train import network as classifier
 
@@ -303,9 +303,9 @@ def test_metrics_reach_every_file(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", MADE)
     history = train(network(), run)
     assert run.metrics() == history.epochs == tuple(Epoch.from_dict(one.to_dict()) for one in history.epochs)
-    assert plot_history(history.epochs, tmp_path / "plot.png").exists()
-    with Board(tmp_path / "board") as board:
-        board.write(history.last)
+    assert draw(curves({"": history.epochs}, LEARNING), tmp_path / "plot.png").exists()
+    with board(tmp_path / "board") as write:
+        write(history.last)
     written = b"".join(path.read_bytes() for path in (tmp_path / "board").iterdir())
     assert b"error/train" in written
     assert b"error/validation" in written

@@ -14,7 +14,8 @@ from banach.solve import RMS, Anderson, Broyden, Euclidean, Norm, Picard, Solver
 
 SOLVERS = "picard[:DAMPING] | anderson[:MEMORY] | broyden[:MEMORY]"
 BACKWARDS = (
-    "jfb | neumann:ORDER | unroll:STEPS[:DAMPING] | implicit:cg|gmres|picard|anderson|broyden[:RTOL[:STEPS]]"
+    "jfb | neumann:ORDER | unroll:STEPS[:DAMPING] | implicit:cg | implicit:gmres | implicit:picard | "
+    "implicit:anderson | implicit:broyden, each [:RTOL[:STEPS]]"
 )
 NORMS = "rms | euclidean | worst-pixel"
 SCHEDULES = "constant | cosine | one-cycle | steps:EPOCH,EPOCH,..:FACTOR"
