@@ -57,7 +57,7 @@ def test_log_and_callbacks_get_the_plan_every_epoch_and_a_resumption(
     assert json.loads((tmp_path / "environment.json").read_text())["plan"] == plans[0].to_dict()
     assert lines[0].startswith("epoch 1 of 2: loss ")
     assert lines[1].startswith(f"epoch 2 of 2: loss {last.loss:.4g}, validation loss {last.validation_loss:.4g}")
-    assert lines[1].endswith(f", solver steps {last.depth:.4g}")
+    assert lines[1].endswith(f", depth {last.depth:.4g}")
     assert lines[2] == f"resume {tmp_path} at epoch-00002-step-0000000"
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert capsys.readouterr() == ("", "")

@@ -2,10 +2,8 @@
 
 import base64
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +26,6 @@ from banach.network import ImplicitNetwork
 from banach.provenance import provenance, whole_file
 from banach.train import Epoch, Run, RunError, Totals
 from banach.train.plot import LEARNING, SOLVES, Chart, curves, histogram, line_chart
-from banach.train.run import ENVIRONMENT
 
 EPILOG = """\b
 Examples:
@@ -61,7 +58,7 @@ class Reported:
     diagnoses: Sequence[Diagnosis] = ()
 
     @property
-    def solved(self) -> Totals | Epoch | None:
+    def solved(self) -> Totals | None:
         """How solves went on the test images or, before the end, in the last epoch; None without a fixed point."""
         found = Totals(**self.test["totals"]) if self.test else self.epochs[-1] if self.epochs else None
         return None if found is None or found.converged is None else found
@@ -136,18 +133,11 @@ def report(
     reported = []
     for path, run in found.items():
         name = path.name if len(found) == 1 else str(run.path)
-        one = Reported(name, run, run.metrics(), run.test() or {}, _environment(run.path))
+        one = Reported(name, run, run.metrics(), run.test() or {}, run.environment())
         reported.append(_measure(one, samples, data_dir, device))
     with whole_file(page) as file:
         file.write(render(reported))
     console.print(f"report: {page}")
-
-
-def _environment(path: Path) -> dict[str, Any]:
-    """Return what environment.json holds, nothing if it is damaged or missing."""
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads((path / ENVIRONMENT).read_bytes()))
-    return {}
 
 
 def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) -> Reported:

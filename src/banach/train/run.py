@@ -161,10 +161,13 @@ class Run:
 
     def write_plan(self, plan: dict[str, str]) -> None:
         """Add how steps run to environment.json; a damaged one is replaced."""
-        path, content = self.path / ENVIRONMENT, {}
+        write_json(self.path / ENVIRONMENT, {**self.environment(), "plan": plan})
+
+    def environment(self) -> dict[str, Any]:
+        """Return what environment.json holds, nothing if it is damaged or missing."""
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            content = dict(json.loads(path.read_bytes()))
-        write_json(path, {**content, "plan": plan})
+            return dict(json.loads((self.path / ENVIRONMENT).read_bytes()))
+        return {}
 
     def test(self) -> dict[str, Any] | None:
         """Return the figures of the test set at the end of the run, None before that."""

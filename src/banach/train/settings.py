@@ -138,7 +138,7 @@ class Settings:
             ValueError: if a setting is unknown, of the wrong type, or does not go with the others.
         """
         flags = {key: value for key, value in given.items() if value is not None}
-        given = _as_fields({**({} if file is None else read_toml(file)), **flags})
+        given = flags if file is None else read_toml(file) | flags
         for key in ("data", "model", "recipe"):
             _check(key, given.get(key), "str | None")
         name = given.get("data", "digits")
@@ -157,21 +157,26 @@ class Settings:
         if implicit:
             solver, backward = recipe.solver or "picard", recipe.backward or "jfb"
             defaults |= {"solver": solver, "backward": backward, "norm": words.name_of_norm(recipe.norm)}
-            if recipe.rtol and "eps" in given:
-                defaults["rtol"] = 0.0  # else the recipe's could stop earlier than eps
             if given.get("max_steps") == 0:  # the explicit twin
                 defaults |= {"backward": "jfb", "pretrain": 0, "tune": False}
         elif wrong := [key for key in (*FIXED_POINT, *IMPLICIT) if key in given]:
             raise ValueError(f"{model} has no fixed point; leave out {wrong[0].replace('_', '-')}")
         else:
             defaults |= dict.fromkeys(FIXED_POINT)
-        settings = Settings.of_recipe(recipe, **{**defaults, **given})
+        settings = Settings.of_recipe(recipe, **defaults).changed(given)
         settings._check_words()
         return settings
 
     def changed(self, given: Mapping[str, Any]) -> Settings:
         """Return these settings with those given as flags or keys of a file; None is not given."""
-        return replace(self, **_as_fields(given))
+        readers = {"schedule": words.schedule, "correction_steps": words.integers}
+        kept = {key: value for key, value in given.items() if value is not None}
+        values = {key: readers[key](value) if key in readers else value for key, value in kept.items()}
+        if values.get("optimizer") not in (None, "sgd"):
+            values.setdefault("momentum", 0.0)  # a recipe's momentum is SGD's
+        if "eps" in values and self.rtol:
+            values.setdefault("rtol", 0.0)  # the old one could stop a solve earlier than eps
+        return replace(self, **values)
 
     @staticmethod
     def of_recipe(recipe: Recipe, /, **others: Any) -> Settings:
@@ -308,15 +313,6 @@ def _is_shallow(value: Any, levels: int = 3) -> bool:
 
 def _fresh(model: str, dataset: data.DataSet, *, batch_norm: bool = True) -> nn.Module:
     return models.build(model, image=dataset.shape, classes=len(dataset.classes), batch_norm=batch_norm)
-
-
-def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given, as `Settings` takes it."""
-    kept = {key: value for key, value in given.items() if value is not None}
-    values = {key: words.READERS[key](value) if key in words.READERS else value for key, value in kept.items()}
-    if values.get("optimizer") not in (None, "sgd"):
-        values.setdefault("momentum", 0.0)  # a recipe's momentum is SGD's
-    return values
 
 
 def _check(name: str, value: Any, kind: str, choices: tuple[str, ...] = (), **limits: Any) -> None:
