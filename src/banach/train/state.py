@@ -152,9 +152,11 @@ class TrainState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint; refuse one of another network, other data or other settings."""
         check_identity(checkpoint.state["identity"], self.identity)
-        checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, self))
+        own = {name: value for name, value in self.tensors().items() if not name.startswith("optimizer.")}
+        likes = own | self._optimizer_tensors(checkpoint)
+        checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, likes))
         try:
-            own = self._checked(checkpoint)
+            self._check(checkpoint, likes)
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
         moments: dict[int, dict[str, Tensor]] = {}
@@ -173,19 +175,17 @@ class TrainState:
         self.done = [Epoch.from_dict(values) for values in state["done"]]
         self.ranks.go_on(self)
 
-    def _checked(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Return the tensors to restore besides the optimizer's; refuse a checkpoint that does not hold all."""
+    def _check(self, checkpoint: Checkpoint, likes: Mapping[str, Tensor]) -> None:
+        """Refuse a checkpoint that is not complete, before anything is restored."""
         position, count, got = checkpoint.position, checkpoint.state["tensors"], checkpoint.tensors
         if position.step > len(self.batches) or position > Position(self.settings.epochs, 0):
             raise ValueError(f"it is at {position}, expected at most {self.settings.epochs} epochs")
-        own = {name: value for name, value in self.tensors().items() if not name.startswith("optimizer.")}
-        _check_tensors(got, own | self._optimizer_tensors(checkpoint))
+        _check_tensors(got, likes)
         if count not in (None, len(got)):
             raise ValueError(f"it has {len(got)} tensors, expected {count}")
         counts = torch.cat([got["tally.sums"][COUNTS], got["tally.most"][:1]])
         if not bool((counts.isfinite() & (counts >= 0)).all()):
             raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
-        return own
 
     def _optimizer_tensors(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Return tensors like the optimizer's state; only weights that had a gradient have one."""
