@@ -77,7 +77,7 @@ def curves(
     charts = []
     for title, fields, kind in panels:
         rule: Any = (
-            (eps, f"eps = {eps or 0:g}") if kind == "log" else BELOW if "sigma" in fields.values() else None
+            BELOW if "sigma" in fields.values() else (eps, f"eps = {eps:g}") if kind == "log" and eps else None
         )
         if len(runs) == 1:
             (epochs,) = runs.values()
@@ -140,13 +140,11 @@ def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = 
     """
     if not charts:
         raise ValueError("there is nothing to show yet")
-    path, columns = Path(path), min(len(charts), max(2, math.ceil(len(charts) / 2)))
-    rows, names = (
-        math.ceil(len(charts) / columns),
-        list(dict.fromkeys(one for chart in charts for one in chart.lines)),
-    )
-    # Not pyplot: it keeps figures, and chooses a backend for the whole process.
+    names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
+    columns = min(len(charts), max(2, math.ceil(len(charts) / 2)))
+    rows = math.ceil(len(charts) / columns)
     size = 5 * columns, 3.5 * rows + 0.1 * len(names)  # the legend is below
+    # Not pyplot: it keeps figures, and chooses a backend for the whole process.
     figure = need("matplotlib.figure", "a plot").Figure(size, layout="constrained")
     drawn: dict[str, Any] = {}
     for place, chart in enumerate(charts, 1):
@@ -157,9 +155,8 @@ def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = 
             (drawn[name],) = axes.plot(x, [math.nan if value is None else value for value in y], **style)
         if chart.rule is not None:
             drawn[chart.rule[1]] = axes.axhline(chart.rule[0], color="black", linestyle=":", linewidth=1)
-        axes.set(
-            xlabel=chart.across, ylabel=chart.title, xticks=chart.x
-        )  # ticks after lines: they extend the axes
+        # Ticks after lines, since they extend the axes.
+        axes.set(xlabel=chart.across, ylabel=chart.title, xticks=chart.x)
         axes.set_yticks(chart.y, [_LABELS.get(chart.kind, "{:g}").format(y) for y in chart.y])
         axes.grid(alpha=0.3)
     # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
@@ -168,6 +165,7 @@ def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = 
     for text in legend.get_texts():
         text.set_parse_math(False)
     figure.suptitle(title, parse_math=False)
+    path = Path(path)
     with whole_file(path, binary=True) as file, warnings.catch_warnings():
         # A letter that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
