@@ -111,7 +111,7 @@ def write_json(path: str | os.PathLike[str], content: Any) -> Path:
 def signed(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content as JSON can hold it, with its checksum as the last key."""
     kept: dict[str, Any] = plain(content)
-    return {**kept, CHECKSUM: _digest(kept)}
+    return {**kept, CHECKSUM: digest(kept)}
 
 
 def unsigned(content: Any) -> dict[str, Any]:
@@ -119,12 +119,13 @@ def unsigned(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"expected a JSON object, got {type(content).__name__}")
     rest = {key: value for key, value in content.items() if key != CHECKSUM}
-    if CHECKSUM in content and content[CHECKSUM] != _digest(rest):
+    if CHECKSUM in content and content[CHECKSUM] != digest(rest):
         raise ValueError(f"its {CHECKSUM} does not match: the file was damaged or edited")
     return rest
 
 
-def _digest(content: Any) -> str:
+def digest(content: Any) -> str:
+    """Return the SHA-256 of plain values; the order of keys does not count."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from banach import data
 from banach.cli.app import main
+from banach.provenance import digest
 from banach.train import Settings
-from banach.train.checkpoint import _canonical, _digest
 from cli.conftest import refused
 
 
@@ -27,8 +27,8 @@ from cli.conftest import refused
         (["train", "--data", "mnits"], "did you mean 'mnist'"),
         (["train", "--model", "digts"], "did you mean 'digits'"),
         (["train", "--augment", "crop:99999999999"], "pad must be a whole number, at least 0 and at most 256"),
-        (["train", "--solver", "anderson:99999999999"], "memory must be a whole number, at least 1 and at most"),
-        (["train", "--backward", "neumann:99999999999"], "order must be a whole number"),
+        (["train", "--solver", "anderson:99999999999"], "needs a whole number from 1 to 100"),
+        (["train", "--backward", "neumann:99999999999"], "needs a whole number from 0 to 10000"),
         (["train", "--epochs", "1" + "0" * 400], "epochs must be a whole number"),
         (["train", "--subset", "5000"], "at most the 1,257 training images"),
         (["train", "--config", "none.toml"], "none.toml cannot be read"),
@@ -101,7 +101,7 @@ def test_damaged_checkpoints_are_refused_and_kept(checksum: bool, run: Path, cap
         content = json.loads(path.read_text())
         content["state"] = {"epoch": 1}
         if checksum:
-            content["sha256"] = _digest(_canonical(content["state"]))
+            content["sha256"] = digest(content["state"])
         path.write_text(json.dumps(content))
     before = sorted(run.rglob("*"))
     for command in (["evaluate", "run"], ["train", "--resume", "run"]):

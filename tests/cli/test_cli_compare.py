@@ -127,5 +127,5 @@ def test_without_matplotlib_the_table_is_still_there(monkeypatch: pytest.MonkeyP
     assert main(["compare", "run"]) == 0
     text = capsys.readouterr().out
     assert rows(text)[0] == ["data", "digits"]
-    assert "no plot: plots need matplotlib, which is missing" in text
+    assert "no plot: a plot needs matplotlib, which is missing" in text
     assert not Path("comparison.png").exists()

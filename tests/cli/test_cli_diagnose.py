@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from banach import JFB, Implicit, Mode, Tolerance, Unroll, data, models
 from banach.cli.app import main
-from banach.cli.diagnose import draw, measure
+from banach.cli.diagnose import charts, measure
 from banach.cli.shared import open_run
 from banach.train import Run, Settings, fit
+from banach.train.plot import draw
 from cli.conftest import refused
 
 EPS, COUNT = 1e-3, 12
@@ -181,7 +182,7 @@ def test_a_map_that_expands_is_called_that(mode: Mode, name: str, tmp_path: Path
     assert not found.sound
     assert next(iter(found.gradients)) == name
     json.dumps(found.to_dict()["gradients"])
-    draw(found, tmp_path / "plot.png")
+    draw(charts(found), tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize("model", ["resnet56", "digits"])

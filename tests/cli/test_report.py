@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from banach import ImplicitNetwork, data, models
 from banach.cli.app import main
 from banach.cli.diagnose import measure
-from banach.cli.report import histogram, line_chart, ticks
 from banach.cli.shared import open_run
 from banach.diagnose import verdict
 from banach.train import Run, Settings, fit
@@ -280,29 +279,3 @@ def test_a_damaged_environment_is_left_out(here: Path) -> None:
         (made.path / "environment.json").write_text(text)
         report("r")
         assert "Plan" not in Page(Path("r/report.html")).source
-
-
-@pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [3e-9, 7e-9], [-2.0, 5e6], [0.1, 0.3]])
-def test_ticks_are_few_and_hold_all_values(values: list[float]) -> None:
-    for found in (ticks(values), ticks(values, whole=True)):
-        assert 2 <= len(found) <= 8
-        rounding = 1e-12 * max(map(abs, found))
-        assert found[0] - rounding <= min(values) <= max(values) <= found[-1] + rounding
-        assert found[0] < found[-1]
-    assert all(value == round(value) for value in ticks(values, whole=True))
-
-
-def test_charts_leave_out_what_cannot_be_drawn() -> None:
-    lines: dict[str, Any] = {
-        "a": [(1, 0.01), (2, None), (3, float("nan")), (4, 0.0), (5, 10.0)],
-        "b": [(1, float("inf"))],
-    }
-    chart = line_chart("residual", "step", lines, "log", (1e-3, "eps"))
-    assert chart is not None
-    assert chart.lines == {"a": [(1, -2.0), (2, None), (3, None), (4, None), (5, 1.0)]}
-    assert (chart.rule, chart.y[0], chart.y[-1]) == ((-3.0, "eps"), -3.0, 1.0)
-    assert line_chart("residual", "step", {"b": lines["b"]}) is None
-    assert histogram("sigma", "value", [float("nan")], (1.0, "one")) is None
-    bars = histogram("sigma", "value", [0.5, 0.5, 2.0, float("inf")], (1.0, "one"))
-    assert bars is not None
-    assert sum(count or 0 for _, count in bars.lines[""]) == 3

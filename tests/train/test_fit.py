@@ -16,7 +16,7 @@ from banach import GMRES, JFB, ContractionMonitor, Implicit, Neumann, Tolerance,
 from banach.data import Batches, Flip
 from banach.models import Constant, Cosine, OneCycle, Steps
 from banach.train import Average, Epoch, Run, Settings, finite, fit
-from banach.train.plot import plot_history
+from banach.train.plot import LEARNING, curves, draw
 from banach.train.state import TrainState
 from banach.train.steps import ImageFeed
 from fast.simulated import EagerCalls, EagerGraphs
@@ -57,7 +57,7 @@ def test_log_and_callbacks_get_the_plan_every_epoch_and_a_resumption(
     assert json.loads((tmp_path / "environment.json").read_text())["plan"] == plans[0].to_dict()
     assert lines[0].startswith("epoch 1 of 2: loss ")
     assert lines[1].startswith(f"epoch 2 of 2: loss {last.loss:.4g}, validation loss {last.validation_loss:.4g}")
-    assert lines[1].endswith(f", solver steps {last.depth:.4g}")
+    assert lines[1].endswith(f", depth {last.depth:.4g}")
     assert lines[2] == f"resume {tmp_path} at epoch-00002-step-0000000"
     assert {record.levelname for record in caplog.records} == {"INFO"}
     assert capsys.readouterr() == ("", "")
@@ -198,7 +198,7 @@ def test_without_validation_images_nothing_is_validated_and_the_weights_are_the_
     assert last.validation_loss is last.validation_accuracy is last.validation_depth is None
     assert last.validation_converged is None
     assert Epoch.from_dict(last.to_dict()) == last
-    assert plot_history([last], tmp_path / "plot.png").exists()
+    assert draw(curves({"": [last]}, LEARNING), tmp_path / "plot.png").exists()
 
 
 @pytest.mark.parametrize("place", ["train", "validation"])

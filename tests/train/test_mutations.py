@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -15,8 +16,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from banach.provenance import digest
 from banach.train import CheckpointError, Run, fit
-from banach.train.checkpoint import STATE, TENSORS, _canonical, _digest, checkpoints
+from banach.train.checkpoint import STATE, TENSORS, checkpoints
 from train.parts_train import images, plain_network, same_weights, settings
 
 MADE = settings(checkpoint_every=1, ema=0.9)
@@ -44,7 +46,7 @@ def mutate(path: Path, number: int) -> str:
         said = _TENSORS[kind](draw, tensors)
         data = save({name: value.contiguous().clone() for name, value in tensors.items()})
     (path / TENSORS).write_bytes(data)
-    content = {"tensors": _digest(data), "sha256": _digest(_canonical(state)), "state": state}
+    content = {"tensors": hashlib.sha256(data).hexdigest(), "sha256": digest(state), "state": state}
     (path / STATE).write_text(json.dumps(content))
     return f"{kind}: {said}, with valid checksums"
 

@@ -58,10 +58,10 @@ class Own:
     ("read", "word", "said"),
     [
         (words.solver, "andersen", "did you mean 'anderson'"),
-        (words.solver, "anderson:x", "needs a whole number, got 'x'"),
+        (words.solver, "anderson:x", "needs a whole number from 1 to 100, got 'x'"),
         (words.solver, "anderson:1:2", "expected picard"),
         (words.backward, "jfb:3", "expected jfb"),
-        (words.backward, "neumann:-1", "order"),
+        (words.backward, "neumann:-1", "needs a whole number from 0 to 10000, got '-1'"),
         (words.backward, "implicit:cgg", "did you mean 'cg'"),
         (words.backward, "implicit:cg:0", "must be between 0 and 1"),
         (words.backward, "implicit:picard:1e-2:0", "steps must be a whole number"),

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +20,7 @@ from banach.diagnose.frozen import undisturbed
 from banach.network import ImplicitNetwork
 from banach.provenance import provenance, write_json
 from banach.solve import Status, Tolerance, solve
-from banach.train.plot import new_figure, write_figure
+from banach.train.plot import BELOW, Chart, line_chart
 from banach.train.precision import arithmetic
 
 EPILOG = """\b
@@ -32,7 +31,6 @@ Examples:
 MODES: tuple[Mode, ...] = (JFB(), Neumann(1), Neumann(2), Neumann(5))
 IN_TRAINING = "JFB, train mode"
 CLOSE = 1e-5  # relative tolerance of the reference fixed point and adjoint, which fp32 can reach
-LINE: dict[str, Any] = {"color": "0.45", "linestyle": "--", "linewidth": 1}
 QUANTILES = {"low": 0.1, "median": 0.5, "high": 0.9, "worst": 1.0}  # of the residuals, over the samples
 
 
@@ -134,7 +132,7 @@ def diagnose(
     }
     content |= about | {"provenance": provenance(given, device=opened.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
-    show_plot(draw, measured, opened.run.path / "diagnose.png")
+    show_plot(lambda: charts(measured), opened.run.path / "diagnose.png")
 
 
 def measure(net: Any, images: Images, label_smoothing: float = 0.0, *, seed: int = 0) -> Diagnosis:
@@ -212,26 +210,17 @@ def show(content: Mapping[str, Any], title: str) -> None:
     console.print(f"\n{wrapped(content['verdict'])}\n")
 
 
-def draw(measured: Diagnosis, path: Path) -> Path:
-    """Write the plot: residuals by step, contraction by sample."""
-    figure = new_figure(9, 4)
-    left, right = figure.subplots(1, 2)
-    # The axis is logarithmic: zeros and infinities are left out.
-    curve = {name: r.where(r.isfinite() & (r > 0), torch.nan) for name, r in measured.curve.items()}
-    steps, t = range(1, len(measured.trace) + 1), measured.tolerance
-    left.fill_between(steps, curve["low"], curve["high"], alpha=0.25, linewidth=0, label="10-90%")
-    for name in ("median", "worst"):
-        left.plot(steps, curve[name], label=name)
-    if t.atol > 0:
-        left.axhline(t.atol, label="tolerance of the run", **LINE)
-    left.set(title="convergence", xlabel="step", ylabel=f"residual, {type(t.norm).__name__}", yscale="log")
-    sigma, rate = measured.contraction.sigma.cpu(), measured.contraction.rate.cpu()
-    order, rank = sigma.argsort(), range(1, len(sigma) + 1)
-    right.plot(rank, sigma[order], "o", markersize=4, label="sigma_max(dT/du)")
-    right.plot(rank, rate[order], "x", markersize=4, label="observed rate")
-    right.axhline(1.0, **LINE)
-    right.set(title="contraction: below 1", xlabel="sample, by sigma_max", ylabel="factor per step")
-    right.set_ylim(0)
-    for axes in (left, right):
-        axes.legend(fontsize="small")
-    return write_figure(figure, path)
+def charts(measured: Diagnosis) -> list[Chart]:
+    """Return residuals by step and contraction by sample."""
+    lines = {f"{name} ({QUANTILES[name]:.0%})": line.tolist() for name, line in measured.curve.items()}
+    residuals = {name: list(enumerate(line, 1)) for name, line in lines.items()}
+    order, norm = measured.contraction.sigma.argsort(), type(measured.tolerance.norm).__name__
+    factors = {"sigma_max(dT/du)": measured.contraction.sigma, "observed rate": measured.contraction.rate}
+    ranked = {name: list(enumerate(values[order].tolist(), 1)) for name, values in factors.items()}
+    drawn = [
+        line_chart(
+            f"Residual, {norm}", "step", residuals, "log", (measured.tolerance.atol, "tolerance of the run")
+        ),
+        line_chart("Factor per step", "sample, by sigma_max", ranked, "", BELOW),
+    ]
+    return [chart for chart in drawn if chart is not None]

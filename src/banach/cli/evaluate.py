@@ -39,8 +39,6 @@ def evaluate(
     """
     opened = open_run(run, device)
     net, position = opened.net, opened.position
-    if eps is not None and rtol is None and opened.settings.rtol:
-        rtol = 0.0  # else rtol could stop earlier than eps
     given = {"solver": solver, "eps": eps, "rtol": rtol, "norm": norm, "max_steps": max_steps}
     settings = opened.settings.changed({**given, "precision": precision})
     if isinstance(net, ImplicitNetwork):

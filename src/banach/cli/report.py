@@ -2,15 +2,12 @@
 
 import base64
 import io
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.progress import track
@@ -28,7 +25,7 @@ from banach.diagnose import Contraction, verdict
 from banach.network import ImplicitNetwork
 from banach.provenance import provenance, whole_file
 from banach.train import Epoch, Run, RunError, Totals
-from banach.train.run import ENVIRONMENT
+from banach.train.plot import LEARNING, SOLVES, Chart, curves, histogram, line_chart
 
 EPILOG = """\b
 Examples:
@@ -38,25 +35,6 @@ Examples:
 PAGE, FIRST = "report.html", b"<!doctype html><!-- banach report -->"
 DIAGNOSED = 16  # images at a time
 HARDEST, SINGLE = 10, 6  # images to show, images with a curve
-
-Points = Sequence[tuple[float, float | None]]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Points (x, y) by the name of their line, and the ticks of both axes; a y of None leaves a gap.
-
-    `kind` is that of y: "log" (y is a logarithm to base 10), "percent", "bars" (x is the middle of one) or "".
-    `rule` marks a y, of bars an x, and names it.
-    """
-
-    title: str
-    across: str
-    lines: Mapping[str, Points]
-    x: Sequence[float]
-    y: Sequence[float]
-    kind: str = ""
-    rule: tuple[float, str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +58,7 @@ class Reported:
     diagnoses: Sequence[Diagnosis] = ()
 
     @property
-    def solved(self) -> Totals | Epoch | None:
+    def solved(self) -> Totals | None:
         """How solves went on the test images or, before the end, in the last epoch; None without a fixed point."""
         found = Totals(**self.test["totals"]) if self.test else self.epochs[-1] if self.epochs else None
         return None if found is None or found.converged is None else found
@@ -155,18 +133,11 @@ def report(
     reported = []
     for path, run in found.items():
         name = path.name if len(found) == 1 else str(run.path)
-        one = Reported(name, run, run.metrics(), run.test() or {}, _environment(run.path))
+        one = Reported(name, run, run.metrics(), run.test() or {}, run.environment())
         reported.append(_measure(one, samples, data_dir, device))
     with whole_file(page) as file:
         file.write(render(reported))
     console.print(f"report: {page}")
-
-
-def _environment(path: Path) -> dict[str, Any]:
-    """Return what environment.json holds, nothing if it is damaged or missing."""
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads((path / ENVIRONMENT).read_bytes()))
-    return {}
 
 
 def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) -> Reported:
@@ -205,11 +176,16 @@ def render(reported: Sequence[Reported]) -> str:
     folder = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters |= {"percent": percent, "commas": lambda count: f"{int(count):,}"}
+    eps, runs = {one.run.settings.eps for one in reported}, {one.name: one.epochs for one in reported}
+    own = dict.fromkeys(name for one in reported for epoch in one.epochs for name in epoch.metrics)
+    metrics = [
+        (name, {"train": f"metrics.{name}", "validation": f"validation_metrics.{name}"}, "") for name in own
+    ]
     return pages.get_template(PAGE).render(
         runs=reported,
         settings=[one.run.settings.to_dict() for one in reported],
-        metrics=dict.fromkeys(name for one in reported for epoch in one.epochs for name in epoch.metrics),
-        curves=lambda *given: _curves(reported, *given),
+        learning=curves(runs, [*LEARNING, *metrics]),
+        solves=curves(runs, SOLVES, eps=eps.pop() if len(eps) == 1 else None),
         histogram=histogram,
         verdict=verdict,
         written=provenance(),
@@ -219,62 +195,3 @@ def render(reported: Sequence[Reported]) -> str:
 def percent(share: float, digits: int = 2) -> str:
     """Return a share as text; only all of them are 100%."""
     return "100%" if share == 1 else f"{min(share, 1 - 10.0 ** -(digits + 2)):.{digits}%}"
-
-
-def _curves(
-    reported: Sequence[Reported], title: str, fields: Mapping[str, str], kind: str = "", rule: Any = None
-) -> list[Chart]:
-    """Return charts of fields of `Epoch`: of one run all in one, of several one each, with a line per run."""
-
-    def points(one: Reported, field: str) -> list[tuple[int, Any]]:
-        table, _, name = field.partition(".")
-        values = [(epoch.epoch, getattr(epoch, table)) for epoch in one.epochs]
-        return [(epoch, value.get(name)) for epoch, value in values] if name else values
-
-    charts = {title: {label: points(reported[0], field) for label, field in fields.items()}}
-    if len(reported) > 1:
-        named = {f"{title}, {label}".rstrip(", "): field for label, field in fields.items()}
-        charts = {name: {one.name: points(one, field) for one in reported} for name, field in named.items()}
-    found = (line_chart(name, "epoch", lines, kind, rule) for name, lines in charts.items())
-    return [chart for chart in found if chart is not None]
-
-
-def line_chart(
-    title: str, across: str, lines: Mapping[str, Points], kind: str = "", rule: tuple[Any, str] | None = None
-) -> Chart | None:
-    """Return a chart of all finite values, None if there are none; for "log", of those that are positive."""
-
-    def known(value: float | None) -> float | None:
-        if value is None or not math.isfinite(value) or (kind == "log" and value <= 0):
-            return None
-        return math.log10(value) if kind == "log" else float(value)
-
-    marked = None if rule is None or (place := known(rule[0])) is None else (place, rule[1])
-    drawn = {name: [(a, known(b)) for a, b in points] for name, points in lines.items()}
-    shown = {name: points for name, points in drawn.items() if any(b is not None for _, b in points)}
-    values = [b for points in shown.values() for _, b in points if b is not None]
-    if not values:
-        return None
-    x = ticks((a for points in shown.values() for a, _ in points), whole=True)
-    y = ticks(values if marked is None else [*values, marked[0]], whole=kind == "log")
-    return Chart(title, across, shown, x, [v for v in y if v < 1.001] if kind == "percent" else y, kind, marked)
-
-
-def histogram(title: str, across: str, values: Iterable[float], rule: tuple[float, str]) -> Chart | None:
-    """Return how many of the finite values are in each of some intervals; None if there are none."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return None
-    x = ticks([*finite, rule[0]])
-    counts, edges = np.histogram(finite, 4 * (len(x) - 1), (x[0], x[-1]))
-    bars = list(zip(((edges[1:] + edges[:-1]) / 2).tolist(), counts.tolist(), strict=True))
-    return Chart(title, across, {"": bars}, x, ticks([0.0, *counts.tolist()], whole=True), "bars", rule)
-
-
-def ticks(values: Iterable[float], *, whole: bool = False) -> list[float]:
-    """Return a few round numbers in equal steps, the first below all values and the last above them."""
-    known, ticker = list(values), need("matplotlib.ticker", "a chart")
-    low, high = (math.floor(min(known)), math.ceil(max(known))) if whole else (min(known), max(known))
-    room = 0.0 if low < high else 1.0 if whole else abs(low) / 20 or 1.0
-    locator = ticker.MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole)
-    return [float(value) + 0.0 for value in locator.tick_values(low - room, high + room)]  # -0 becomes 0

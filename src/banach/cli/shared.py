@@ -22,7 +22,7 @@ from banach.data import DataSet, Images
 from banach.data.own import own
 from banach.train import Position, Run, RunError, Settings
 from banach.train.evaluate import scores
-from banach.train.plot import PlotError
+from banach.train.plot import Chart, draw
 from banach.train.precision import arithmetic
 from banach.train.state import check_identity, described, load_weights
 
@@ -40,8 +40,8 @@ def argument(help: str) -> Any:
     return typer.Argument(help=help, show_default=False)
 
 
-def lenient(kind: type[int] | type[float]) -> Callable[[str], Any]:
-    """Return a reader of numbers that leaves other text as it is: the checks of the command then refuse it."""
+def number(kind: type[int] | type[float], help: str, **options: Any) -> Any:
+    """Return an option for a number. Other text stays as it is: the checks of the command then refuse it."""
 
     def read(text: str) -> Any:
         try:
@@ -49,12 +49,7 @@ def lenient(kind: type[int] | type[float]) -> Callable[[str], Any]:
         except ValueError:
             return text
 
-    return read
-
-
-def number(kind: type[int] | type[float], help: str, *, show_default: bool = False) -> Any:
-    """Return an option for a number."""
-    return option(help, parser=lenient(kind), metavar="N" if kind is int else "X", show_default=show_default)
+    return option(help, parser=read, metavar="N" if kind is int else "X", **options)
 
 
 def import_modules(modules: Sequence[str] | None) -> list[str]:
@@ -112,11 +107,11 @@ def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
     return settings.changed(given)
 
 
-def show_plot(draw: Callable[..., Path], *arguments: Any, **options: Any) -> None:
+def show_plot(make: Callable[[], Sequence[Chart]], path: Path, **options: Any) -> None:
     """Write a plot, and print where it is or why there is none."""
     try:
-        console.print(f"plot: {draw(*arguments, **options)}")
-    except PlotError as error:
+        console.print(f"plot: {draw(make(), path, **options)}")
+    except ValueError as error:
         console.print(f"no plot: {error}")
 
 

@@ -19,15 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from banach import checks
-from banach.provenance import naming, sync, write_bytes
+from banach.provenance import digest, naming, sync, write_bytes
 from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
-_COUNTS = ("epoch", "step", "products", "rewinds")
-_OTHERS = {"warned": bool, "done": list, "identity": dict}
-_KEYS = (*_COUNTS, "tensors", "seconds", *_OTHERS)  # of a complete state
+_STATE: dict[str, tuple[type, ...]] = {  # the keys of a complete state
+    **dict.fromkeys(("epoch", "step", "products", "rewinds"), (int,)),
+    "tensors": (int, type(None)),
+    "seconds": (float, int),
+    "warned": (bool,),
+    "done": (list,),
+    "identity": (dict,),
+}
 _LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
 _IN = "torch.distributed.checkpoint."
 _RECORDS = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata ChunkStorageMetadata"
@@ -94,7 +98,7 @@ def write_checkpoint(
     try:
         with naming(target):
             written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
-            content = {"tensors": written, "sha256": _digest(_canonical(state)), "state": state}
+            content = {"tensors": written, "sha256": digest(state), "state": state}
             write_bytes(half / STATE, json.dumps(content, indent=1).encode())
         sync(half)
         half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
@@ -136,7 +140,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / STATE).read_bytes())
         state, written = content["state"], content["tensors"]
-        _compare(STATE, _digest(_canonical(state)), content["sha256"])
+        _compare(STATE, digest(state), content["sha256"])
         read = _read_shards if isinstance(written, dict) else _read_tensors
         return Checkpoint(path, read(path, written), _checked(state))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
@@ -168,21 +172,15 @@ def short(value: Any) -> str:
 
 def _checked(state: Any) -> dict[str, Any]:
     """Return the state of a checkpoint with all keys, each of its type."""
-    if not isinstance(state, dict):
-        raise ValueError(f"the state must be a table, got {short(state)}")
     state = {**_LATER, **state}
-    if missing := [key for key in _KEYS if key not in state]:
+    if missing := [key for key in _STATE if key not in state]:
         raise ValueError(f"state.json has no {', '.join(missing)}")
-    if unknown := sorted({*state} - {*_KEYS}):
+    if unknown := sorted({*state} - {*_STATE}):
         raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
-    for key in _COUNTS if state["tensors"] is None else (*_COUNTS, "tensors"):
-        checks.whole(key, state[key])
-    checks.number("seconds", state["seconds"])
-    for key, kind in _OTHERS.items():
-        if type(state[key]) is not kind:
-            raise ValueError(f"{key} must be a {kind.__name__}, got {short(state[key])}")
-    if not all(isinstance(values, dict) for values in state["done"]):
-        raise ValueError(f"done must be a list of tables, got {short(state['done'])}")
+    for key, kinds in _STATE.items():
+        counts = type(value := state[key]) in (int, float)
+        if type(value) not in kinds or (counts and not 0 <= value < math.inf):
+            raise ValueError(f"{key} must be a {kinds[0].__name__}, at least 0 if a number, got {short(value)}")
     numbers = [Epoch.from_dict(values).epoch for values in state["done"]]
     if len(numbers) != state["epoch"] or numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"done must hold the epochs 1 to {short(state['epoch'])}, got {short(numbers)}")
@@ -196,14 +194,14 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     # Copies: safetensors refuses tensors that share memory, as tied weights do.
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
     write_bytes(path, data)
-    return _digest(data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     data = (folder / TENSORS).read_bytes()
-    _compare(TENSORS, _digest(data), checksum)
+    _compare(TENSORS, hashlib.sha256(data).hexdigest(), checksum)
     return load(data)
 
 
@@ -270,14 +268,6 @@ class _Unpickler(pickle.Unpickler):
 def _compare(name: str, got: str, expected: str) -> None:
     if got != expected:
         raise ValueError(f"{name} has the SHA-256 {got}, expected {expected}")
-
-
-def _canonical(state: Any) -> bytes:
-    return json.dumps(state, sort_keys=True, allow_nan=False).encode()
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _file_digest(path: Path) -> str:

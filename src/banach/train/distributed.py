@@ -216,14 +216,12 @@ def can_shard(device: torch.device) -> bool:
     return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
 
 
-def placed(tensors: Mapping[str, Tensor], state: Any) -> dict[str, Tensor]:
+def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, sharded like those of the state; all ranks call this together."""
-    weights = [weight for group in state.optimizer.param_groups for weight in group["params"]]
-    likes = {f"optimizer.{index}": weight for index, weight in enumerate(weights)} | state.tensors()
     found = dict(tensors)
     for name in sorted(tensors):  # each one is a collective, and a file may be read in another order on every rank
-        like, value = likes.get(name, likes.get(name.rpartition(".")[0])), tensors[name]
-        if is_sharded(like) and value.shape == like.shape:
+        like, value = likes.get(name), tensors[name]
+        if like is not None and is_sharded(like) and value.shape == like.shape:
             from torch.distributed.tensor import distribute_tensor
 
             found[name] = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

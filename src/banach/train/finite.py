@@ -28,8 +28,8 @@ class NonfiniteWatch:
     def __init__(self, state: TrainState, step_number: Tensor) -> None:
         self.state, self.step_number = state, step_number
         self.skip = state.settings.on_nonfinite == "skip"
-        self.first = torch.zeros(2, dtype=torch.float64, device=state.device)  # bad step (0: none), count
-        self.sizes = self.first[:0]  # at that step: the largest entry of everything watched
+        # The first bad step (0: none), their count, and the number in `_watched` of what was bad in the first.
+        self.first = torch.zeros(3, dtype=torch.float64, device=state.device)
         self._before: dict[int, Tensor] = {}
         self.failure: str | None = None  # of a step that raised an error
 
@@ -46,14 +46,10 @@ class NonfiniteWatch:
     def end(self, loss: Tensor) -> None:
         """Record whether the step was finite; undo it if it is to be skipped."""
         sizes = torch.stack([loss.detach(), *_largest([tensor for _, tensor in self._watched()])]).double()
-        sizes = self.state.ranks.largest(sizes)  # so that all ranks do the same
-        bad = (sizes * 0).sum() != 0  # 0 times NaN or infinity is NaN
-        if len(self.sizes) != len(sizes):  # at the first step: the optimizer had no state before
-            self.sizes = torch.zeros_like(sizes)
+        wrong = ~self.state.ranks.largest(sizes).isfinite()  # so that all ranks do the same
+        bad = wrong.any()
         new = bad & (self.first[0] == 0)
-        self.sizes.copy_(torch.where(new, sizes, self.sizes))
-        self.first[0] += self.step_number[0] * new
-        self.first[1] += bad
+        self.first += torch.stack([self.step_number[0] * new, bad, wrong.int().argmax() * new])
         if self.skip:
             for tensor in self._changing():  # an optimizer's state that is new starts from zero
                 before, now = self._before.get(id(tensor)), local(tensor)
@@ -64,10 +60,9 @@ class NonfiniteWatch:
         """Return what happened in the first bad step of the epoch, None if there was none, with one host sync."""
         if not self.first[0]:
             return None
-        names = ["the loss", *(name for name, _ in self._watched())]
-        pairs = zip(names, self.sizes.tolist(), strict=False)
-        bad = next((name for name, size in pairs if not math.isfinite(size)), "a tensor")
-        return self._sentence(f"{bad} became NaN or infinite", int(self.first[0]))
+        names = dict(enumerate(["the loss", *(name for name, _ in self._watched())]))
+        step, _, number = map(int, self.first.tolist())
+        return self._sentence(f"{names.get(number, 'a tensor')} became NaN or infinite", step)
 
     def _sentence(self, cause: str, step: int) -> str:
         return f"{cause} in step {step} of epoch {self.state.epoch + 1}"

@@ -32,6 +32,7 @@ from banach.train.steps import Penalties, Stepper
 
 logger = logging.getLogger(__name__)
 
+_LOGGED = ("loss", "validation_loss", "validation_accuracy", "depth")  # figures of an epoch, for the log
 _FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
 _WATCHED = 8  # samples on which the contraction is measured after every epoch
 
@@ -206,7 +207,9 @@ class _Training:
         """Validate, report the epoch, and write a checkpoint and the metrics."""
         state = self.state
         state.end_epoch(_look_back(state, scorer))
-        logger.info("epoch %d of %d: %s", state.epoch, state.settings.epochs, _line(state.done[-1]))
+        found = ((name, getattr(state.done[-1], name)) for name in _LOGGED)
+        line = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found if value is not None)
+        logger.info("epoch %d of %d: %s", state.epoch, state.settings.epochs, line)
         try:
             if self.on_epoch is not None:
                 self.on_epoch(state.done[-1])
@@ -260,17 +263,6 @@ def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
         text = f"in epoch {epoch.epoch} only {epoch.converged:.1%} of the samples converged"
         warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)
     return epoch
-
-
-def _line(epoch: Epoch) -> str:
-    """Return the main figures of an epoch, for the log."""
-    shown = {
-        "loss": epoch.loss,
-        "validation loss": epoch.validation_loss,
-        "validation accuracy": epoch.validation_accuracy,
-        "solver steps": epoch.depth,
-    }
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
 
 
 def _validate(state: TrainState, scorer: Scorer) -> dict[str, Any]:

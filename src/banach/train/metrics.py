@@ -143,27 +143,18 @@ def _total(name: str, values: Any, samples: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """One epoch. Train figures are those seen while training; validation uses the averaged weights, if any.
+class Epoch(Totals):
+    """One epoch: the totals of its training steps, and more. Validation uses the averaged weights, if any.
 
-    Depth, residual and the share of converged samples are of the training solves, and None for a network without a
-    fixed point. Validation is None if nothing is held out. `sigma` is the largest singular value of dT/du that the
-    monitor measured on a few images, None if it is off. `products` counts J-products. `memory` is the peak on a
-    GPU in bytes, None elsewhere. `warm_up`: the first epoch of a process, so `seconds` includes set-up.
-    `metrics` and `validation_metrics` hold the metrics given to `fit`, except one named accuracy.
+    Validation is None if nothing is held out. `sigma` is the largest singular value of dT/du that the monitor
+    measured on a few images, None if it is off. `products` counts J-products. `memory` is the peak on a GPU in
+    bytes, None elsewhere. `warm_up`: the first epoch of a process, so `seconds` includes set-up.
     """
 
     epoch: int
-    loss: float
-    accuracy: float | None
     validation_loss: float | None
     validation_accuracy: float | None
     lr: float
-    depth: float | None
-    max_depth: int | None
-    residual: float | None
-    max_residual: float | None
-    converged: float | None
     validation_depth: float | None
     validation_converged: float | None
     sigma: float | None
@@ -171,7 +162,6 @@ class Epoch:
     seconds: float
     memory: int | None
     warm_up: bool = False
-    metrics: dict[str, float] = field(default_factory=dict, hash=False)
     validation_metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,102 +1,170 @@
-"""Plots of training: one run in six panels, several runs in one figure, and curves for TensorBoard."""
+"""Charts of training: for a picture by matplotlib and for the page of `banach report`; curves for TensorBoard."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from banach.data.dataset import need
 from banach.provenance import whole_file
 from banach.train.metrics import Epoch
 
-_STYLES = ("-", "--", ":", "-.")  # after ten runs the colours repeat, with another line style
-_SIGMA = "largest singular value of dT/du"
-# Panels of one run: the name of the axis, then label and field of each line.
-_HISTORY = {
-    "loss": {"train": "loss", "validation": "validation_loss"},
-    "accuracy": {"train": "accuracy", "validation": "validation_accuracy"},
-    "learning rate": {"train": "lr"},
-    "solver steps": {"train, mean": "depth", "train, max": "max_depth", "validation": "validation_depth"},
-    "residual": {"train, mean": "residual", "train, max": "max_residual"},
-    _SIGMA: {"train, a few images": "sigma"},
-}
-# Panels of several runs: both axes, and the field.
-_COMPARISON = (
-    ("epoch", "accuracy, validation", "validation_accuracy"),
-    ("seconds", "accuracy, validation", "validation_accuracy"),
-    ("epoch", "loss, train", "loss"),
-    ("epoch", "solver steps, train, mean", "depth"),
+Points = Sequence[tuple[float, float | None]]
+Panel = tuple[str, Mapping[str, str], str]  # its title, the field of `Epoch` of each line, the kind of y
+
+LEARNING: tuple[Panel, ...] = (
+    ("Loss", {"train": "loss", "validation": "validation_loss"}, ""),
+    ("Accuracy", {"train": "accuracy", "validation": "validation_accuracy"}, "percent"),
+    ("Learning rate", {"": "lr"}, ""),
 )
+_DEPTHS = {"train, mean": "depth", "train, most": "max_depth", "validation, mean": "validation_depth"}
+SOLVES: tuple[Panel, ...] = (
+    ("Solver steps", _DEPTHS, ""),
+    ("Residual", {"train, mean": "residual", "train, largest": "max_residual"}, "log"),
+    ("Samples converged", {"train": "converged", "validation": "validation_converged"}, "percent"),
+    ("Largest singular value of dT/du", {"": "sigma"}, ""),
+)
+BELOW = (1.0, "contraction: below 1")
+_LABELS = {"log": "1e{:g}", "percent": "{:.1%}"}  # of ticks, by the kind of y
+_STYLES = ("-", "--", ":", "-.")  # after ten lines the colours repeat, with another style
 
 
-class PlotError(RuntimeError):
-    """A plot that cannot be made; the message says why, and what to do."""
+@dataclass(frozen=True)
+class Chart:
+    """Points (x, y) by the name of their line, and the ticks of both axes; a y of None leaves a gap.
 
-
-def plot_history(epochs: Sequence[Epoch], path: str | os.PathLike[str], **options: Any) -> Path:
-    """Write `history_figure` to a file and return its path."""
-    return write_figure(history_figure(epochs, **options), path)
-
-
-def plot_comparison(runs: Mapping[str, Sequence[Epoch]], path: str | os.PathLike[str]) -> Path:
-    """Write `comparison_figure` to a file and return its path."""
-    return write_figure(comparison_figure(runs), path)
-
-
-def history_figure(
-    epochs: Sequence[Epoch], *, title: str = "", eps: float | None = None, label_smoothing: float = 0.0
-) -> Any:
-    """Return a matplotlib Figure of a run against its epochs.
-
-    `eps` is the tolerance of the solves, drawn as a line. The legend names `label_smoothing`, since the validation
-    loss has none.
+    `kind` is that of y: "log" (y is a logarithm to base 10), "percent", "bars" (x is the middle of one) or "".
+    `rule` marks a y, of bars an x, and names it.
     """
-    figure = new_figure(width=15)
-    bounds = {"residual": (eps, f"eps = {eps or 0:g}"), _SIGMA: (1.0, "R contracts below 1")}
-    for axes, (name, lines) in zip(figure.subplots(2, 3).flat, _HISTORY.items(), strict=True):
-        for number, (label, field) in enumerate(lines.items()):
-            smoothed = f", with label smoothing {label_smoothing:g}" if label_smoothing and field == "loss" else ""
-            values = _values(epochs, field)
-            if any(map(math.isfinite, values)):
-                at = [epoch.epoch for epoch in epochs]
-                axes.plot(at, values, marker=".", color=f"C{number}", label=label + smoothed)
-        if name == "residual" and any(value > 0 for line in axes.lines for value in line.get_ydata()):
-            axes.set_yscale("log", nonpositive="mask")
-        value, label = bounds.get(name, (None, ""))
-        if axes.lines and value is not None:
-            axes.axhline(value, color="black", linestyle=":", linewidth=1, label=label)
-        if axes.lines:
-            axes.legend()
-        _finish(axes, "epoch", name, epochs, [*lines.values()])
-    if title:
-        figure.suptitle(title, parse_math=False)
-    return figure
+
+    title: str
+    across: str
+    lines: Mapping[str, Points]
+    x: Sequence[float]
+    y: Sequence[float]
+    kind: str = ""
+    rule: tuple[float, str] | None = None
 
 
-def comparison_figure(runs: Mapping[str, Sequence[Epoch]]) -> Any:
-    """Return a matplotlib Figure of several runs: accuracy by epochs and by seconds, loss, depth."""
-    figure = new_figure()
-    for axes, (across, name, field) in zip(figure.subplots(2, 2).flat, _COMPARISON, strict=True):
-        for number, epochs in enumerate(runs.values()):
-            style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)]}
-            seconds = accumulate(epoch.seconds for epoch in epochs)
-            at = [epoch.epoch for epoch in epochs] if across == "epoch" else [*seconds]
-            axes.plot(at, _values(epochs, field), marker=".", **style)
-        _finish(axes, across, name, [*chain(*runs.values())], [field])
+def curves(
+    runs: Mapping[str, Sequence[Epoch]],
+    panels: Iterable[Panel],
+    *,
+    across: str = "epoch",
+    eps: float | None = None,
+) -> list[Chart]:
+    """Return the charts that have a value: of one run one per panel, of several one per field, a line per run.
+
+    `across` is "epoch" or "seconds". `eps` is the tolerance of the solves, drawn as a line.
+    """
+
+    def points(epochs: Sequence[Epoch], field: str) -> Points:
+        table, _, name = field.partition(".")
+        values = [getattr(epoch, table) for epoch in epochs]
+        seconds = accumulate(epoch.seconds for epoch in epochs)
+        at = seconds if across == "seconds" else (epoch.epoch for epoch in epochs)
+        return list(zip(at, [value.get(name) for value in values] if name else values, strict=True))
+
+    charts = []
+    for title, fields, kind in panels:
+        rule: Any = (
+            BELOW if "sigma" in fields.values() else (eps, f"eps = {eps:g}") if kind == "log" and eps else None
+        )
+        if len(runs) == 1:
+            (epochs,) = runs.values()
+            lines = {title: {label: points(epochs, field) for label, field in fields.items()}}
+        else:
+            named = {f"{title}, {label}".rstrip(", "): field for label, field in fields.items()}
+            lines = {one: {run: points(epochs, named[one]) for run, epochs in runs.items()} for one in named}
+        charts += [line_chart(one, across, shown, kind, rule) for one, shown in lines.items()]
+    return [chart for chart in charts if chart is not None]
+
+
+def line_chart(
+    title: str, across: str, lines: Mapping[str, Points], kind: str = "", rule: tuple[Any, str] | None = None
+) -> Chart | None:
+    """Return a chart of all finite values, None if there are none; for "log", of those that are positive."""
+
+    def known(value: float | None) -> float | None:
+        if value is None or not math.isfinite(value) or (kind == "log" and value <= 0):
+            return None
+        return math.log10(value) if kind == "log" else float(value)
+
+    marked = None if rule is None or (place := known(rule[0])) is None else (place, rule[1])
+    drawn = {name: [(a, known(b)) for a, b in points] for name, points in lines.items()}
+    shown = {name: points for name, points in drawn.items() if any(b is not None for _, b in points)}
+    values = [b for points in shown.values() for _, b in points if b is not None]
+    if not values:
+        return None
+    x = ticks((a for points in shown.values() for a, _ in points), whole=across != "seconds")
+    y = ticks(values if marked is None else [*values, marked[0]], whole=kind == "log")
+    return Chart(title, across, shown, x, [v for v in y if v < 1.001] if kind == "percent" else y, kind, marked)
+
+
+def histogram(title: str, across: str, values: Iterable[float], rule: tuple[float, str]) -> Chart | None:
+    """Return how many of the finite values are in each of some intervals; None if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return None
+    x = ticks([*finite, rule[0]])
+    counts, edges = np.histogram(finite, 4 * (len(x) - 1), (x[0], x[-1]))
+    bars = list(zip(((edges[1:] + edges[:-1]) / 2).tolist(), counts.tolist(), strict=True))
+    return Chart(title, across, {"": bars}, x, ticks([0.0, *counts.tolist()], whole=True), "bars", rule)
+
+
+def ticks(values: Iterable[float], *, whole: bool = False) -> list[float]:
+    """Return a few round numbers in equal steps, the first below all values and the last above them."""
+    known, ticker = list(values), need("matplotlib.ticker", "a chart")
+    low, high = (math.floor(min(known)), math.ceil(max(known))) if whole else (min(known), max(known))
+    room = 0.0 if low < high else 1.0 if whole else abs(low) / 20 or 1.0
+    locator = ticker.MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole)
+    return [float(value) + 0.0 for value in locator.tick_values(low - room, high + room)]  # -0 becomes 0
+
+
+def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "") -> Path:
+    """Write charts of lines to a file, PNG or SVG by its suffix, and return its path; an old file is replaced.
+
+    A name has the same colour in all charts, and one legend for all of them.
+
+    Raises:
+        ValueError: if there is no chart, or matplotlib is missing.
+    """
+    if not charts:
+        raise ValueError("there is nothing to show yet")
+    names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
+    columns = min(len(charts), max(2, math.ceil(len(charts) / 2)))
+    rows = math.ceil(len(charts) / columns)
+    size = 5 * columns, 3.5 * rows + 0.1 * len(names)  # the legend is below
+    # Not pyplot: it keeps figures, and chooses a backend for the whole process.
+    figure = need("matplotlib.figure", "a plot").Figure(size, layout="constrained")
+    drawn: dict[str, Any] = {}
+    for place, chart in enumerate(charts, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        for name, points in chart.lines.items():
+            number, (x, y) = names.index(name), zip(*points, strict=True)
+            style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "marker": "."}
+            (drawn[name],) = axes.plot(x, [math.nan if value is None else value for value in y], **style)
+        if chart.rule is not None:
+            drawn[chart.rule[1]] = axes.axhline(chart.rule[0], color="black", linestyle=":", linewidth=1)
+        # Ticks after lines, since they extend the axes.
+        axes.set(xlabel=chart.across, ylabel=chart.title, xticks=chart.x)
+        axes.set_yticks(chart.y, [_LABELS.get(chart.kind, "{:g}").format(y) for y in chart.y])
+        axes.grid(alpha=0.3)
     # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
-    labels = [f" {name}" if name.startswith("_") else name for name in runs]
-    options: Any = {"loc": "outside lower center", "ncols": min(3, max(1, len(labels)))}
-    for text in figure.legend(figure.axes[0].lines, labels, **options).get_texts():
+    labels = {f" {name}" if name.startswith("_") else name: line for name, line in drawn.items() if name}
+    legend = figure.legend([*labels.values()], [*labels], loc="outside lower center", ncols=3)
+    for text in legend.get_texts():
         text.set_parse_math(False)
-    return figure
-
-
-def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure in the format of its suffix, PNG or SVG; the old file is replaced when it is complete."""
+    figure.suptitle(title, parse_math=False)
     path = Path(path)
     with whole_file(path, binary=True) as file, warnings.catch_warnings():
         # A letter that the font lacks is drawn as a box.
@@ -105,57 +173,24 @@ def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def new_figure(width: float = 10, height: float = 7) -> Any:
-    """Return an empty matplotlib Figure, or raise a PlotError if matplotlib is missing."""
-    try:
-        # Not pyplot: it keeps figures, and chooses a backend for the whole process.
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotError("plots need matplotlib, which is missing; run: pip install 'banach[app]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _values(epochs: Sequence[Epoch], field: str) -> list[float]:
-    """Return the values to draw: a missing or infinite one leaves a gap."""
-    found = (getattr(epoch, field) for epoch in epochs)
-    return [float(value) if value is not None and math.isfinite(value) else math.nan for value in found]
-
-
-def _finish(axes: Any, across: str, name: str, epochs: Sequence[Epoch], fields: Sequence[str]) -> None:
-    """Label a panel; one that shows nothing says why."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set(xlabel=across, ylabel=name)
-    axes.grid(alpha=0.3)
-    if across == "epoch":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    if not any(math.isfinite(value) for line in axes.lines for value in line.get_ydata()):
-        missing = all(getattr(epoch, field) is None for epoch in epochs for field in fields)
-        solved = any(epoch.depth is not None for epoch in epochs)
-        why = "nothing was measured" if solved or "accuracy" in name else "no fixed point: nothing to show"
-        why = (why if missing else "no finite value") if epochs else "no epoch is done yet"
-        axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
-
-
-class Board:
-    """Writes epochs to an event file of TensorBoard in `folder`; use it in a `with`.
+@contextmanager
+def board(folder: str | os.PathLike[str]) -> Iterator[Callable[[Epoch], None]]:
+    """Yield a function that writes the figures of an epoch to an event file of TensorBoard; None is left out.
 
     The file is opened at the first write. The same and later epochs in earlier files, which an interrupted run
-    left, are hidden: each epoch occurs once. Without tensorboard it raises a RuntimeError.
+    left, are hidden: each epoch occurs once.
+
+    Raises:
+        ValueError: if tensorboard is missing.
     """
+    need("tensorboard", "TensorBoard's file")
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            missing = "TensorBoard is not written: tensorboard is missing; run: pip install 'banach[app]'"
-            raise RuntimeError(missing) from None
-        self._folder, self._make = os.fspath(folder), SummaryWriter
-        self._writer: SummaryWriter | None = None
+    writer: SummaryWriter | None = None
 
-    def write(self, epoch: Epoch) -> None:
-        """Write the figures of one epoch to the disk; figures that are None are left out."""
-        writer = self._writer = self._writer or self._make(self._folder, purge_step=epoch.epoch)
+    def write(epoch: Epoch) -> None:
+        nonlocal writer
+        writer = writer or SummaryWriter(os.fspath(folder), purge_step=epoch.epoch)
         for field, value in vars(epoch).items():
             group, kind = tag(field).split("/")
             figures = value if isinstance(value, dict) else {group: value}
@@ -164,12 +199,11 @@ class Board:
                     writer.add_scalar(f"{name}/{kind}", float(one), epoch.epoch)
         writer.flush()
 
-    def __enter__(self) -> Board:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def tag(field: str) -> str:

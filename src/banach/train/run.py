@@ -161,10 +161,13 @@ class Run:
 
     def write_plan(self, plan: dict[str, str]) -> None:
         """Add how steps run to environment.json; a damaged one is replaced."""
-        path, content = self.path / ENVIRONMENT, {}
+        write_json(self.path / ENVIRONMENT, {**self.environment(), "plan": plan})
+
+    def environment(self) -> dict[str, Any]:
+        """Return what environment.json holds, nothing if it is damaged or missing."""
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            content = dict(json.loads(path.read_bytes()))
-        write_json(path, {**content, "plan": plan})
+            return dict(json.loads((self.path / ENVIRONMENT).read_bytes()))
+        return {}
 
     def test(self) -> dict[str, Any] | None:
         """Return the figures of the test set at the end of the run, None before that."""
@@ -230,21 +233,22 @@ def noted_signals(wanted: bool = True) -> Iterator[list[int]]:
     Outside the main thread, where Python does not allow signal handlers, nothing changes.
     """
     noted: list[int] = []
-    usable = wanted and threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATING) if usable}
-    # An ignored signal stays ignored, as in a background job. None: a handler that Python did not install.
-    before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+    before: dict[int, Any] = {}
 
-    def install(handlers: Mapping[int, Any]) -> None:
-        for number, handler in handlers.items():
+    def restore() -> None:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
     def note(number: int, frame: Any) -> None:
         noted.append(number)
-        install(before)
+        restore()
 
-    install(dict.fromkeys(before, note))
+    if wanted and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, *TERMINATING):
+            # An ignored signal stays ignored, as in a background job. None: a handler that Python did not install.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, note)
     try:
         yield noted
     finally:
-        install(before)
+        restore()

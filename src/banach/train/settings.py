@@ -28,99 +28,99 @@ FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
 IMPLICIT = ("jacobian_penalty", "finite_difference", "correction", "correction_steps", "pretrain", "tune")
 _TOML_BYTES = 2**20
 _COUNT = 10**9  # at most, of epochs, steps and images
+_RATE = 1e30  # at most, of rates: a step is computed in fp32
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
-_CHOICES = {
-    "optimizer": ("adam", "adamw", "sgd"),
-    "precision": ("fp32", "tf32", "bf16"),
-    "on_nonfinite": ("stop", "skip", "rewind"),
+# The first setting of each group in `banach train --help`.
+GROUPS = {
+    "data": "Data",
+    "model": "Network",
+    "epochs": "Training",
+    "jacobian_penalty": "Penalties",
+    "device": "Run",
 }
-_LIMITS: dict[str, Any] = {  # of numbers; without an entry they are at least 0
-    **{name: {"least": 1} for name in ("batch_size", "accumulate", "keep", "subset")},
-    **{name: {"most": 1e30} for name in ("lr", "weight_decay")},  # a step is computed in fp32
-    **{name: {"below": 1} for name in ("momentum", "label_smoothing", "ema")},
-    "threads": {"least": 1, "most": 1024},
-    "seed": {"most": 2**63 - 1},
-}
+
+
+def setting(default: Any, help: str, metavar: str | None = None, **limits: Any) -> Any:
+    """Return a field of `Settings`: its default, what --help says, and the limits of its value.
+
+    `choices` are all values that a word may have; others are those of `checks.whole` and `checks.number`.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, "limits": limits})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained on what, and how. Strings are those of `banach.train.words`.
+    """What is trained on what, and how. Every setting is a flag of `banach train`, whose --help explains it.
 
-    The first group describes the data and the network, which `load`, `augmentation` and `build` make; leave it
-    None if you pass your own to `fit`. `whole` trains on the validation images too. Without `normalise`, pixels
-    are in [0, 1].
+    The first two groups describe the data and the network, which `load`, `augmentation` and `build` make; leave
+    them None if you pass your own to `fit`. Strings are those of `banach.train.words`.
 
-    `batch_size` images make one step of the optimizer; `accumulate` parts of a batch go through the network one
-    after the other, for less memory and the same gradient (but batch norm sees the parts). `weight_decay` is
-    added to the gradient by "adam" and "sgd", and subtracted from the weights by "adamw". `ema` is the decay d of
-    the averaged weights, a <- d a + (1 - d) w at every step. `clip` bounds the norm of the gradient.
+    The parts of `accumulate` give the same gradient as the whole batch, but batch norm sees the parts. `ema` is
+    the decay d of the averaged weights, a <- d a + (1 - d) w at every step.
 
     `jacobian_penalty` times |dT/du|_F^2 / n at the fixed point is added to the loss, estimated by one product with
-    the Jacobian or, with `finite_difference`, by a difference. `correction` times the losses at the iterates of
-    `correction_steps` is added, see `banach.nn.fixed_point_correction`. The reported loss is without them.
+    the Jacobian or by a difference; `correction` times the losses at some iterates, see
+    `banach.nn.fixed_point_correction`. The reported loss is without them.
 
-    The first `pretrain` steps unroll R ten times instead of solving. With `tune`, modules that have a method
-    `tune(net, *d)` are called with a batch at step 30 and in the middle of every epoch; it returns True if it
-    changed something, such as a step size.
+    With `tune`, modules that have a method `tune(net, *d)` are called with a batch at step 30 and in the middle of
+    every epoch; it returns True if it changed something, such as a step size.
 
-    A run is checkpointed after every epoch, and every `checkpoint_every` steps if that is not 0. The last `keep`
-    checkpoints and the best one on the validation images are kept. A step that is not finite ends the training
-    (`on_nonfinite` "stop"), is undone ("skip"), or returns to the last checkpoint with a tenth of the rate
-    ("rewind", at most five times).
-
-    `fast` captures steps as CUDA graphs where possible and uses channels_last on a CPU. `compile` also compiles Q,
-    R and S on a GPU, which takes minutes at the start. `threads` are CPU threads: another number rounds
-    differently. `sharded`: on several ranks FSDP2 shards the weights; without it every rank has a copy (DDP).
+    A step that is not finite ends the training (`on_nonfinite` "stop"), is undone ("skip"), or returns to the last
+    checkpoint with a tenth of the rate ("rewind", at most five times).
     """
 
-    data: str | None = None
-    subset: int | None = None
-    whole: bool = False
-    augment: str | None = None
-    normalise: bool = True
-    model: str | None = None
-    recipe: str | None = None
-    batch_norm: bool = True
-    solver: str | None = None
-    backward: str | None = None
-    norm: str | None = None
-    eps: float | None = None
-    rtol: float | None = None
-    max_steps: int | None = None
+    data: str | None = setting(None, "digits | mnist | svhn | cifar10 | folder:PATH | FILE.npz  [digits]", "NAME")
+    subset: int | None = setting(None, "Train on N images, stratified by class.", least=1)
+    whole: bool = setting(False, "Train on the validation images too; nothing is validated.")
+    augment: str | None = setting(None, f"{words.AUGMENTS}.")
+    normalise: bool = setting(True, "Scale pixels to mean 0 and deviation 1; without it to [0, 1].  [on]")
 
-    epochs: int = 20
-    batch_size: int = 64
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    optimizer: str = "adam"
-    momentum: float = 0.0
-    schedule: Schedule = Constant()
-    label_smoothing: float = 0.0
-    jacobian_penalty: float = 0.0
-    finite_difference: bool = False
-    correction: float = 0.0
-    correction_steps: tuple[int, ...] = (2, 5)
-    pretrain: int = 0
-    tune: bool = False
-    clip: float | None = None
-    ema: float | None = None
-    precision: str = "fp32"
-    accumulate: int = 1
-    seed: int = 0
-    monitor: bool = True
-    fast: bool = True
-    compile: bool = False
-    checkpoint_every: int = 0
-    keep: int = 2
-    on_nonfinite: str = "stop"
-    threads: int | None = None
-    sharded: bool = False
-    device: str = "auto"
+    model: str | None = setting(None, "See: banach models.  [the model named like the data]", "NAME")
+    recipe: str | None = setting(None, "Settings the model was tuned with; see: banach models NAME.", "NAME")
+    batch_norm: bool = setting(True, "Batch norm in R; without it for Jacobian-based modes.")
+    solver: str | None = setting(None, f"{words.SOLVERS}.  [picard]")
+    backward: str | None = setting(None, f"{words.BACKWARDS}.  [jfb]")
+    eps: float | None = setting(None, "Stop a solve at a residual of X.")
+    rtol: float | None = setting(None, "The residual may also be X times the norm of T(u).  [0]")
+    norm: str | None = setting(None, f"Norm of the residual: {words.NORMS}.")
+    max_steps: int | None = setting(None, "Steps of a solve at most; 0 is the explicit twin.")
+
+    epochs: int = setting(20, "Passes over the data.")
+    batch_size: int = setting(64, "Images per step.", least=1)
+    accumulate: int = setting(1, "A batch goes through the network in N parts, for less memory.  [1]", least=1)
+    optimizer: str = setting("adam", "adam | adamw | sgd.", choices=("adam", "adamw", "sgd"))
+    lr: float = setting(1e-3, "Learning rate.", most=_RATE)
+    momentum: float = setting(0.0, "Momentum of sgd.", below=1)
+    weight_decay: float = setting(0.0, "Added to the gradient; by adamw subtracted from the weights.", most=_RATE)
+    schedule: Schedule = setting(Constant(), f"Of the learning rate: {words.SCHEDULES}.")
+    label_smoothing: float = setting(0.0, "Share of the target that goes to all classes.", below=1)
+    clip: float | None = setting(None, "Bound on the norm of the gradient.")
+    ema: float | None = setting(None, "Decay of averaged weights, which are then evaluated.", below=1)
+    precision: str = setting("fp32", "fp32 | tf32 | bf16.  [fp32]", choices=("fp32", "tf32", "bf16"))
+    pretrain: int = setting(0, "The first N steps unroll R ten times instead of solving.  [0]")
+    tune: bool = setting(False, "Let modules choose their step size during training.")
+    seed: int = setting(0, "For weights, order and dropout.  [0]", most=2**63 - 1)
+
+    jacobian_penalty: float = setting(0.0, "Add X times the mean squared singular value of dT/du.")
+    finite_difference: bool = setting(False, "Compute it by a difference, for an R without second derivatives.")
+    correction: float = setting(0.0, "Add X times the losses at earlier iterates.")
+    correction_steps: tuple[int, ...] = setting((2, 5), "Which iterates these are.  [2,5]", "N,N")
+
+    device: str = setting("auto", "auto | cpu | cuda | cuda:N.  [auto]")
+    threads: int | None = setting(None, "CPU threads; another number rounds differently.", least=1, most=1024)
+    fast: bool = setting(True, "Captured steps on a GPU, channels_last on a CPU.  [on]")
+    compile: bool = setting(False, "Compile Q, R and S on a GPU.  [off]")
+    sharded: bool = setting(False, "With torchrun: shard the weights over the GPUs (FSDP2).  [off]")
+    monitor: bool = setting(True, "Measure the contraction after every epoch.  [on]")
+    checkpoint_every: int = setting(0, "Also checkpoint every N steps.  [0: after epochs only]")
+    keep: int = setting(2, "Checkpoints to keep besides the best one.  [2]", least=1)
+    on_nonfinite: str = setting(
+        "stop", "At NaN or infinity: stop | skip | rewind.  [stop]", choices=("stop", "skip", "rewind")
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check(field.name, getattr(self, field.name), str(field.type))
+            _check(field.name, getattr(self, field.name), str(field.type), **field.metadata["limits"])
         for step in self.correction_steps:
             checks.whole("every one of correction_steps", step, 1, _COUNT)
         if self.momentum and self.optimizer != "sgd":
@@ -138,7 +138,7 @@ class Settings:
             ValueError: if a setting is unknown, of the wrong type, or does not go with the others.
         """
         flags = {key: value for key, value in given.items() if value is not None}
-        given = _as_fields({**({} if file is None else read_toml(file)), **flags})
+        given = flags if file is None else read_toml(file) | flags
         for key in ("data", "model", "recipe"):
             _check(key, given.get(key), "str | None")
         name = given.get("data", "digits")
@@ -157,21 +157,26 @@ class Settings:
         if implicit:
             solver, backward = recipe.solver or "picard", recipe.backward or "jfb"
             defaults |= {"solver": solver, "backward": backward, "norm": words.name_of_norm(recipe.norm)}
-            if recipe.rtol and "eps" in given:
-                defaults["rtol"] = 0.0  # else the recipe's could stop earlier than eps
             if given.get("max_steps") == 0:  # the explicit twin
                 defaults |= {"backward": "jfb", "pretrain": 0, "tune": False}
         elif wrong := [key for key in (*FIXED_POINT, *IMPLICIT) if key in given]:
             raise ValueError(f"{model} has no fixed point; leave out {wrong[0].replace('_', '-')}")
         else:
             defaults |= dict.fromkeys(FIXED_POINT)
-        settings = Settings.of_recipe(recipe, **{**defaults, **given})
+        settings = Settings.of_recipe(recipe, **defaults).changed(given)
         settings._check_words()
         return settings
 
     def changed(self, given: Mapping[str, Any]) -> Settings:
         """Return these settings with those given as flags or keys of a file; None is not given."""
-        return replace(self, **_as_fields(given))
+        readers = {"schedule": words.schedule, "correction_steps": words.integers}
+        kept = {key: value for key, value in given.items() if value is not None}
+        values = {key: readers[key](value) if key in readers else value for key, value in kept.items()}
+        if values.get("optimizer") not in (None, "sgd"):
+            values.setdefault("momentum", 0.0)  # a recipe's momentum is SGD's
+        if "eps" in values and self.rtol:
+            values.setdefault("rtol", 0.0)  # the old one could stop a solve earlier than eps
+        return replace(self, **values)
 
     @staticmethod
     def of_recipe(recipe: Recipe, /, **others: Any) -> Settings:
@@ -310,25 +315,16 @@ def _fresh(model: str, dataset: data.DataSet, *, batch_norm: bool = True) -> nn.
     return models.build(model, image=dataset.shape, classes=len(dataset.classes), batch_norm=batch_norm)
 
 
-def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given, as `Settings` takes it."""
-    kept = {key: value for key, value in given.items() if value is not None}
-    values = {key: words.READERS[key](value) if key in words.READERS else value for key, value in kept.items()}
-    if values.get("optimizer") not in (None, "sgd"):
-        values.setdefault("momentum", 0.0)  # a recipe's momentum is SGD's
-    return values
-
-
-def _check(name: str, value: Any, kind: str) -> None:
+def _check(name: str, value: Any, kind: str, choices: tuple[str, ...] = (), **limits: Any) -> None:
     """Refuse a value that the field `name`, whose type is written as `kind`, cannot have."""
     if value is None and kind.endswith("| None"):
         return
-    if name in _CHOICES:
-        nearest(name, value, _CHOICES[name])
+    if choices:
+        nearest(name, value, choices)
     elif kind.startswith("int"):
-        checks.whole(name, value, **{"most": _COUNT, **_LIMITS.get(name, {})})
+        checks.whole(name, value, **{"most": _COUNT, **limits})
     elif kind.startswith("float"):
-        checks.number(name, value, **_LIMITS.get(name, {}))
+        checks.number(name, value, **limits)
     elif kind == "bool" and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     elif kind == "str | None" and not isinstance(value, str):

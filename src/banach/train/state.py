@@ -152,24 +152,21 @@ class TrainState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint; refuse one of another network, other data or other settings."""
         check_identity(checkpoint.state["identity"], self.identity)
-        checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, self))
-        load_weights(self.net, checkpoint)
+        own = {name: value for name, value in self.tensors().items() if not name.startswith("optimizer.")}
+        likes = own | self._optimizer_tensors(checkpoint)
+        checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, likes))
         try:
-            self._check(checkpoint)
+            self._check(checkpoint, likes)
         except ValueError as error:
             raise CheckpointError(f"{checkpoint.path} does not hold this run: {error}") from None
-        tensors, state = checkpoint.tensors, checkpoint.state
         moments: dict[int, dict[str, Tensor]] = {}
         for name, value in checkpoint.under("optimizer").items():
             index, _, key = name.partition(".")
             moments.setdefault(int(index), {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
+        groups, state = self.optimizer.state_dict()["param_groups"], checkpoint.state
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        if self.average is not None:
-            for name, value in checkpoint.under("average").items():
-                self.average.weights[name].copy_(value)
-        self.metrics.sums.copy_(tensors["tally.sums"])
-        self.metrics.most.copy_(tensors["tally.most"])
+        for name, tensor in own.items():
+            tensor.copy_(checkpoint.tensors[name])
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.counted.zero_()
@@ -178,22 +175,21 @@ class TrainState:
         self.done = [Epoch.from_dict(values) for values in state["done"]]
         self.ranks.go_on(self)
 
-    def _check(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint that is not complete, before anything but the weights is restored."""
+    def _check(self, checkpoint: Checkpoint, likes: Mapping[str, Tensor]) -> None:
+        """Refuse a checkpoint that is not complete, before anything is restored."""
         position, count, got = checkpoint.position, checkpoint.state["tensors"], checkpoint.tensors
         if position.step > len(self.batches) or position > Position(self.settings.epochs, 0):
             raise ValueError(f"it is at {position}, expected at most {self.settings.epochs} epochs")
-        own = {k: v for k, v in self.tensors().items() if not k.startswith("optimizer.")}
-        own |= self._optimizer_tensors({name.partition(".")[0] for name in checkpoint.under("optimizer")})
-        _check_tensors(got, own)
-        if count not in (None, len(own)):
-            raise ValueError(f"it has {len(own)} tensors, expected {count}")
+        _check_tensors(got, likes)
+        if count not in (None, len(got)):
+            raise ValueError(f"it has {len(got)} tensors, expected {count}")
         counts = torch.cat([got["tally.sums"][COUNTS], got["tally.most"][:1]])
         if not bool((counts.isfinite() & (counts >= 0)).all()):
             raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 
-    def _optimizer_tensors(self, indices: set[str]) -> dict[str, Tensor]:
-        """Return tensors like the optimizer's state; only weights that had a gradient, `indices`, have one."""
+    def _optimizer_tensors(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """Return tensors like the optimizer's state; only weights that had a gradient have one."""
+        indices = {name.partition(".")[0] for name in checkpoint.under("optimizer")}
         keys: tuple[str, ...] = _OPTIMIZER
         if self.settings.optimizer == "sgd":
             keys = ("momentum_buffer",) if self.settings.momentum else ()

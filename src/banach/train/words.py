@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
@@ -14,13 +14,12 @@ from banach.solve import RMS, Anderson, Broyden, Euclidean, Norm, Picard, Solver
 
 SOLVERS = "picard[:DAMPING] | anderson[:MEMORY] | broyden[:MEMORY]"
 BACKWARDS = (
-    "jfb | neumann:ORDER | unroll:STEPS[:DAMPING] | implicit:cg|gmres|picard|anderson|broyden[:RTOL[:STEPS]]"
+    "jfb | neumann:ORDER | unroll:STEPS[:DAMPING] | implicit:cg | implicit:gmres | implicit:picard | "
+    "implicit:anderson | implicit:broyden, each [:RTOL[:STEPS]]"
 )
 NORMS = "rms | euclidean | worst-pixel"
 SCHEDULES = "constant | cosine | one-cycle | steps:EPOCH,EPOCH,..:FACTOR"
 AUGMENTS = "none | paper | flip | crop:PIXELS | erase | affine, joined by +"
-
-MEMORY, RECORDED = 100, 10_000  # latents of a solver, steps in a graph: more would fill the memory of the device
 
 _NORMS: dict[str, type[Any]] = {"rms": RMS, "euclidean": Euclidean, "worst-pixel": WorstPixel}
 _SCHEDULES: dict[str, type[Any]] = {"constant": Constant, "steps": Steps, "cosine": Cosine, "one-cycle": OneCycle}
@@ -83,10 +82,6 @@ def integers(given: Any) -> Any:
     return tuple(given) if isinstance(given, list) else given
 
 
-# Settings that are not plain values, and what reads them from a flag or a file.
-READERS: dict[str, Callable[[Any], Any]] = {"schedule": schedule, "correction_steps": integers}
-
-
 def _implicit(method: str = "cg", rtol: float = 1e-3, steps: int = 500) -> Implicit:
     """In training three digits of the adjoint are enough: fp32 cannot always do better, and bf16 never does."""
     made: Any = _METHODS[nearest("method of implicit", method, _METHODS)]()
@@ -95,17 +90,18 @@ def _implicit(method: str = "cg", rtol: float = 1e-3, steps: int = 500) -> Impli
     return Implicit(made, Tolerance(atol=0, rtol=rtol, max_steps=whole("steps", steps, 1)))
 
 
-# What KIND:ARGUMENT:.. calls, and one reader per argument.
+# What KIND:ARGUMENT:.. calls, and one reader per argument. Latents that a solver keeps, and steps in an autograd
+# graph, are bounded: more would fill the memory of the device.
 _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "solver": {
         "picard": (Picard, float),
-        "anderson": (lambda memory=5: Anderson(whole("memory", memory, 1, MEMORY)), int),
-        "broyden": (lambda memory=10: Broyden(whole("memory", memory, 1, MEMORY)), int),
+        "anderson": (Anderson, range(1, 101)),
+        "broyden": (Broyden, range(1, 101)),
     },
     "backward": {
         "jfb": (JFB,),
-        "neumann": (lambda order=5: Neumann(whole("order", order, 0, RECORDED)), int),
-        "unroll": (lambda steps=1, damping=0.0: Unroll(whole("steps", steps, 1, RECORDED), damping), int, float),
+        "neumann": (Neumann, range(10_001)),
+        "unroll": (Unroll, range(1, 10_001), float),
         "implicit": (_implicit, str, float, int),
     },
     "norm": {name: (made,) for name, made in _NORMS.items()},
@@ -135,14 +131,19 @@ def _make(what: str, word: str, grammar: str) -> Any:
     raise ValueError(f"{what} {word!r} is not understood; expected {grammar}")
 
 
-def _read(word: str, reader: Callable[[str], Any], text: str) -> Any:
-    try:
+def _read(word: str, reader: Any, text: str) -> Any:
+    """Return reader(text); a range reads one of its numbers."""
+    if reader not in (int, float) and not isinstance(reader, range):
         return reader(text)
+    try:
+        number = float(text) if reader is float else int(text)
+        if not isinstance(reader, range) or number in reader:
+            return number
     except ValueError:
-        if reader not in (int, float):
-            raise
-        kind = "a whole number" if reader is int else "a number"
-        raise ValueError(f"{word!r} needs {kind}, got {text!r}") from None
+        pass
+    kind = "a number" if reader is float else "a whole number"
+    kind += f" from {reader[0]} to {reader[-1]}" if isinstance(reader, range) else ""
+    raise ValueError(f"{word!r} needs {kind}, got {text!r}")
 
 
 def _name_of(value: Any, known: Mapping[str, type[Any]], purpose: str) -> str:
