@@ -165,8 +165,7 @@ class ImplicitNetwork(nn.Module):
         v = self.Q(*d)
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
-        later, once = _evaluates_later(mode), type(mode) is JFB
-        this_pass = forward_pass(R, modules, special, evaluates_later=later, attaches_once=once)
+        this_pass = forward_pass(R, modules, special, evaluates_later=_evaluates_later(mode))
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from banach.backward import Implicit, Mode
-from banach.diagnose.frozen import Frozen, undisturbed
+from banach.diagnose.frozen import held, unchanging, undisturbed
 from banach.latent import Latent, Space, detach
-from banach.solve import Solution, Tolerance
+from banach.solve import Solution, Tolerance, solve
 from banach.solve.context import rounding
 
 
@@ -96,21 +96,20 @@ def descent_checks(
         One Descent per mode.
     """
     with undisturbed(), torch.enable_grad():
-        frozen, weights = Frozen(net, d), _trained_weights(net)
-        found = frozen.solve(frozen.start(z0), net.tolerance)
-        rtol = max(1e-10, 8 * rounding(Space.of(found.value, coupled=frozen.coupled)))
-        tight = Tolerance(atol=0.0, rtol=rtol, max_steps=500, norm=net.tolerance.norm)
-        final = frozen.solve(found.value, tolerance or tight)
+        at, weights, S = held(net, d, z0), _trained_weights(net), unchanging(net.S)
+        rtol = max(1e-10, 8 * rounding(Space.of(at.u, coupled=at.coupled)))
+        tight = tolerance or Tolerance(atol=0.0, rtol=rtol, max_steps=500, norm=net.tolerance.norm)
+        final = solve(at.T, at.u, net.solver, inputs=at.inputs, tolerance=tight, coupled=at.coupled)
         exact = exact or Implicit(tolerance=Tolerance(atol=0.0, rtol=rtol, max_steps=1000))
 
         def gradient(mode: Mode, u: Latent) -> tuple[float, tuple[Tensor, ...]]:
-            value = loss(frozen.S(mode.attach(frozen.T, detach(u), (frozen.v,), coupled=frozen.coupled)))
+            value = loss(S(mode.attach(at.T, detach(u), at.inputs, coupled=at.coupled)))
             _check_loss(value)
             grads = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, materialize_grads=True)
             return float(value.detach()), grads
 
         true = gradient(exact, final.value)[1]
-        cheap = [gradient(mode, found.value) for mode in modes]
+        cheap = [gradient(mode, at.u) for mode in modes]
     made, owned = [], set().union(*weights.values())
     for mode, (value, grads) in zip(modes, cheap, strict=True):
         whole = _agreement(weights, grads, true, owned)

@@ -1,4 +1,4 @@
-"""A frozen network: Q, R and S as functions that leave weights, buffers and random numbers as they were."""
+"""The map of a network, and its parts as functions that leave weights, buffers and random numbers as they were."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from banach.nn.buffers import on_copies
 from banach.nn.dropout import check_dropout
 from banach.nn.passes import Pass
 from banach.nn.penalty import check_network
-from banach.solve import Map, Solution, Tolerance, solve
+from banach.solve import Map, Solution, solve
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,39 +44,27 @@ def network_map(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
         d: data; a tuple holds several inputs of Q.
         z0: where the solve starts; None: at `net.start`.
     """
-    with undisturbed(), torch.no_grad():
-        frozen = Frozen(net, d)
-        z0 = frozen.start(z0)
-        found = frozen.solve(z0, net.tolerance)
-    return NetworkMap(frozen.T, found.value, (frozen.v,), frozen.coupled, z0, found)
+    with torch.no_grad():
+        return held(net, d, z0)
 
 
-class Frozen:
-    """T, S and v = Q(d) of a network on one batch, as functions that change nothing.
+def held(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
+    """Return the same map; with grad mode on, Q(d) has a gradient.
 
-    Q, S and start run on copies of their buffers and from the same random state at every call; R runs in a pass
-    that is never entered, so nothing is written back. Buffers that a plain function closes over are out of reach.
+    Q and start run on copies of their buffers and from the same random state at every call; R runs in a pass that
+    is never entered, so nothing is written back. Buffers that a plain function closes over are out of reach.
     """
-
-    def __init__(self, net: Any, d: Any) -> None:
-        check_network(net)
-        check_dropout(net.R)
-        self.net, self.S = net, unchanging(net.S)
-        self.v = unchanging(net.Q)(*plain(as_inputs(d)))
-        self.T: Map = Pass(net.R).evaluate
-        self.coupled = is_coupled(net)
-
-    @torch.no_grad()
-    def start(self, z0: Latent | None) -> Latent:
-        """Return z0, by default that of the network."""
-        return unchanging(self.net.start)(detach(self.v)) if z0 is None else plain(z0)
-
-    @torch.no_grad()
-    def solve(self, z0: Latent, tolerance: Tolerance) -> Solution:
-        """Return what the network's solver finds from z0."""
-        found = solve(self.T, z0, self.net.solver, inputs=(self.v,), tolerance=tolerance, coupled=self.coupled)
-        self.T(found.value, self.v)  # draws the masks, had the solve evaluated nothing
-        return found
+    check_network(net)
+    check_dropout(net.R)
+    with undisturbed():
+        v = unchanging(net.Q)(*plain(as_inputs(d)))
+        T: Map = Pass(net.R).evaluate
+        with torch.no_grad():
+            z0 = unchanging(net.start)(detach(v)) if z0 is None else plain(z0)
+            how: Any = {"inputs": (v,), "tolerance": net.tolerance, "coupled": is_coupled(net)}
+            found = solve(T, z0, net.solver, **how)
+            T(found.value, v)  # draws the masks, had the solve evaluated nothing
+    return NetworkMap(T, found.value, (v,), how["coupled"], z0, found)
 
 
 def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:

@@ -172,29 +172,25 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-_TWINS: dict[type, type] = {getattr(nn, own.__name__): own for own in (Dropout, Dropout1d, Dropout2d, Dropout3d)}
+_TWINS: dict[type, Any] = {
+    getattr(nn, own.__name__): own for own in (Dropout, Dropout1d, Dropout2d, Dropout3d, MultiheadAttention)
+}
 
 
 def convert_dropout(module: nn.Module) -> nn.Module:
     """Give every dropout layer and nn.MultiheadAttention in the module one mask per pass, in place.
 
-    Reaches the layers inside nn.TransformerEncoderLayer and other containers. Weights, hooks and state_dict stay
-    as they are. Subclasses of the layers are left alone, since their forward is not known.
+    Reaches the layers inside nn.TransformerEncoderLayer and other containers. They change their class and nothing
+    else: weights, hooks and state_dict stay as they are. Subclasses of the layers are left alone, since their
+    forward is not known.
 
     Args:
         module: R, or a part of it.
     Returns:
-        The module; if it is itself a dropout layer, the layer that replaces it.
+        The module.
     """
-    if type(module) is nn.MultiheadAttention:
-        module.__class__ = MultiheadAttention  # the same object: its weights may be shared, or in an optimizer
-        return module
-    if type(module) in _TWINS:
-        twin = _TWINS[type(module)](module.p, module.inplace)
-        return twin.train(module.training)
-    for name, child in module._modules.items():  # not named_children(), which names a shared layer only once
-        if child is not None:
-            module._modules[name] = convert_dropout(child)
+    for layer in module.modules():
+        layer.__class__ = _TWINS.get(type(layer), type(layer))
     return module
 
 

@@ -36,7 +36,6 @@ class Pass:
     `with Pass(R) as this_pass:` is the forward pass; `this_pass.evaluate` is R, then and later. Dropout masks are
     drawn at the first evaluation and held here, not on the module, so that a network can be used many times in
     one graph. `Buffers` gives every evaluation the same buffers and writes back those of the last one.
-    `attaches_once` promises one evaluation after the iteration.
 
     Recomputation and J-products after the pass read the same buffers and masks and write nothing. With
     `evaluates_later` they also read the parameters that R had in the pass, which under `functional_call` are not
@@ -50,7 +49,6 @@ class Pass:
         special: list[nn.Module] | None = None,
         *,
         evaluates_later: bool = False,
-        attaches_once: bool = False,
     ) -> None:
         known = isinstance(R, nn.Module)
         modules = modules_of(R) if modules is None else modules
@@ -58,10 +56,10 @@ class Pass:
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
         self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
-        self.buffers = Buffers(R if known else watched(R), modules, special, attaches_once=attaches_once)
+        self.buffers = Buffers(R if known else watched(R), modules, special)
         recorded = evaluates_later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.remembered = Remembered(R, modules) if recorded else None
-        self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`  # see `once_per_pass`
+        self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`
         self.rows: list[Tensor] = []  # which samples are here, where an outer pass has let some go
         self.index: Tensor | None = None
         self.open = False
@@ -150,13 +148,13 @@ def _calls_forward(R: nn.Module) -> bool:
 
 
 def forward_pass(
-    R: Any, modules: list[nn.Module], special: list[nn.Module], *, evaluates_later: bool, attaches_once: bool
+    R: Any, modules: list[nn.Module], special: list[nn.Module], *, evaluates_later: bool
 ) -> Pass | PlainPass:
     """Return the pass that R, with these modules and special layers, needs."""
     plain = len(modules) > 0 and not special and not evaluates_later
     if plain and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
         return PlainPass(R)
-    return Pass(R, modules, special, evaluates_later=evaluates_later, attaches_once=attaches_once)
+    return Pass(R, modules, special, evaluates_later=evaluates_later)
 
 
 class Remembered:
