@@ -165,8 +165,10 @@ class TrainState:
             moments.setdefault(int(index), {})[key] = value
         groups, state = self.optimizer.state_dict()["param_groups"], checkpoint.state
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self.net.load_state_dict(checkpoint.under("net"))  # modules may keep more than these tensors
         for name, tensor in own.items():
-            tensor.copy_(checkpoint.tensors[name])
+            if not name.startswith("net."):
+                tensor.copy_(checkpoint.tensors[name])
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.counted.zero_()
