@@ -139,11 +139,19 @@ def test_odd_names_are_drawn_as_they_are(name: str, tmp_path: Path, monkeypatch:
         assert axes.lines[0].get_color() == legend.legend_handles[0].get_color()
 
 
+def test_charts_of_one_run_have_their_own_legends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figure_of(curves({"run": [epoch(1)]}, PANELS), tmp_path / "plot.png", monkeypatch)
+    assert not figure.legends
+    found = {axes.get_ylabel(): axes.get_legend() for axes in figure.axes}
+    assert [text.get_text() for text in found["Loss"].get_texts()] == ["train", "validation"]
+    assert found["Learning rate"] is None, "one line needs no name"
+
+
 def test_files_are_complete_images(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     path = draw(curves({"run": [epoch(1)]}, PANELS), tmp_path / "new" / "history.png", title="t")
-    assert imread(path).shape[:2] == (924, 2400)  # 7.7 inches high, 120 dots each
+    assert imread(path).shape[:2] == (840, 2400)  # 7 inches high, 120 dots each
     assert path.stat().st_mode & 0o777 == 0o644
     assert [*path.parent.iterdir()] == [path]
 

@@ -133,7 +133,7 @@ def ticks(values: Iterable[float], *, whole: bool = False) -> list[float]:
 def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "") -> Path:
     """Write charts of lines to a file, PNG or SVG by its suffix, and return its path; an old file is replaced.
 
-    A name has the same colour in all charts, and one legend for all of them.
+    Charts of the same lines, such as those of several runs, share one legend and its colours.
 
     Raises:
         ValueError: if there is no chart, or matplotlib is missing.
@@ -141,29 +141,21 @@ def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = 
     if not charts:
         raise ValueError("there is nothing to show yet")
     names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
+    shared = max(len(chart.lines) for chart in charts) == len(names)
     columns = min(len(charts), max(2, math.ceil(len(charts) / 2)))
     rows = math.ceil(len(charts) / columns)
-    size = 5 * columns, 3.5 * rows + 0.1 * len(names)  # the legend is below
+    size = 5 * columns, 3.5 * rows + (0.1 * len(names) if shared else 0)
     # Not pyplot: it keeps figures, and chooses a backend for the whole process.
     figure = need("matplotlib.figure", "a plot").Figure(size, layout="constrained")
     drawn: dict[str, Any] = {}
     for place, chart in enumerate(charts, 1):
         axes = figure.add_subplot(rows, columns, place)
-        for name, points in chart.lines.items():
-            number, (x, y) = names.index(name), zip(*points, strict=True)
-            style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "marker": "."}
-            (drawn[name],) = axes.plot(x, [math.nan if value is None else value for value in y], **style)
-        if chart.rule is not None:
-            drawn[chart.rule[1]] = axes.axhline(chart.rule[0], color="black", linestyle=":", linewidth=1)
-        # Ticks after lines, since they extend the axes.
-        axes.set(xlabel=chart.across, ylabel=chart.title, xticks=chart.x)
-        axes.set_yticks(chart.y, [_LABELS.get(chart.kind, "{:g}").format(y) for y in chart.y])
-        axes.grid(alpha=0.3)
-    # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
-    labels = {f" {name}" if name.startswith("_") else name: line for name, line in drawn.items() if name}
-    legend = figure.legend([*labels.values()], [*labels], loc="outside lower center", ncols=3)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+        lines = _draw_chart(axes, chart, names if shared else list(chart.lines))
+        drawn |= lines
+        if not shared:
+            _add_legend(axes, lines)
+    if shared:
+        _add_legend(figure, drawn, loc="outside lower center", ncols=3)
     figure.suptitle(title, parse_math=False)
     path = Path(path)
     with whole_file(path, binary=True) as file, warnings.catch_warnings():
@@ -171,6 +163,31 @@ def draw(charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = 
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=120)
     return path
+
+
+def _draw_chart(axes: Any, chart: Chart, names: list[str]) -> dict[str, Any]:
+    """Draw a chart, its lines in the colours of `names`, and return what a legend explains, by its name."""
+    drawn: dict[str, Any] = {}
+    for name, points in chart.lines.items():
+        number, (x, y) = names.index(name), zip(*points, strict=True)
+        style = {"color": f"C{number % 10}", "linestyle": _STYLES[number // 10 % len(_STYLES)], "marker": "."}
+        (drawn[name],) = axes.plot(x, [math.nan if value is None else value for value in y], **style)
+    if chart.rule is not None:
+        drawn[chart.rule[1]] = axes.axhline(chart.rule[0], color="black", linestyle=":", linewidth=1)
+    # Ticks after lines, since they extend the axes.
+    axes.set(xlabel=chart.across, ylabel=chart.title, xticks=chart.x)
+    axes.set_yticks(chart.y, [_LABELS.get(chart.kind, "{:g}").format(y) for y in chart.y])
+    axes.grid(alpha=0.3)
+    return drawn
+
+
+def _add_legend(owner: Any, drawn: Mapping[str, Any], **options: Any) -> None:
+    """Name lines, but for one that needs no name."""
+    # A name that begins with "_" would be left out of the legend, and a "$" in a name is not mathematics.
+    labels = {f" {name}" if name.startswith("_") else name: line for name, line in drawn.items() if name}
+    if labels:
+        for text in owner.legend([*labels.values()], [*labels], **options).get_texts():
+            text.set_parse_math(False)
 
 
 @contextmanager
