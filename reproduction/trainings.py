@@ -201,8 +201,9 @@ def file_of(job: str) -> str:
 def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]:
     """Write one line per run under `runs` to the records in `folder`; return the names of the finished runs.
 
-    Lines of other runs are kept. A run in work replaces its own earlier line. A finished run is never replaced by
-    another one of the same name: a rerun is another sample, so give it another name.
+    Lines of other runs are kept. A run in work replaces its own earlier line, or that of a run whose checkpoint
+    was lost, once it has come further. A finished run is never replaced by another one of the same name: a rerun
+    is another sample, so give it another name.
     """
     found = [line for line in _recorded(runs) if only is None or line["job"] in only]
     for name in sorted({file_of(line["job"]) for line in found}):
@@ -216,9 +217,9 @@ def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]
 
 
 def _check_same(before: dict[str, Any], line: dict[str, Any], out: Path) -> None:
-    """Refuse to replace a run by another one, or by an earlier state of itself."""
-    a, b = before["segments"], line["segments"]
-    if a != b if before["final"] else (a[0]["started"] != b[0]["started"] or len(a) > len(b)):
+    """Refuse to replace a finished run by another one, or a run in work by one that has not come as far."""
+    earlier = len(line["epochs"]) < len(before["epochs"])
+    if before["segments"] != line["segments"] if before["final"] else earlier:
         raise RunError(f"{out} has another run of the name {line['job']}; rename the folder of the new one")
 
 

@@ -295,8 +295,10 @@ def test_runs_become_one_line_each_and_no_other_run_replaces_them(
     study.write_lines(out, [line])
     assert collect(whole.parent) == 2
     assert "has another run of the name" in capsys.readouterr().err
+    study.write_lines(out, [line | {"final": None, "epochs": line["epochs"] * 2}])
+    assert collect(work) == 2, "the run in work has not come as far"
     study.write_lines(out, [line | {"final": None}])
-    assert collect(work) == 2, "the run in work is another one"
+    assert collect(work) == 0, "the other one was never finished"
 
 
 @pytest.mark.parametrize("name", ["trainings", "table2", "neumann"])
