@@ -28,21 +28,35 @@ class Evaluations:
     backward: int
 
 
+class TimeConv2d(nn.Conv2d):
+    """conv2d of h with the time t as one more input channel, in front.
+
+    t is equal in all pixels, so what its channel adds is computed once for all images. Concatenating it would copy
+    h, and give tensor cores 65 channels where they are fast with 64.
+    """
+
+    def forward(self, t: Tensor, h: Tensor) -> Tensor:  # type: ignore[override]
+        of_time, of_h = self.weight.split((1, self.in_channels - 1), 1)
+        ones = h.new_ones(1, 1, *h.shape[2:])
+        added: Tensor = F.conv2d(ones, t.to(h.dtype) * of_time, self.bias, padding=self.padding)
+        return F.conv2d(h, of_h, padding=self.padding).add_(added)
+
+
 class Dynamics(nn.Module):
     """f(t, h): conv1x1, ReLU, conv3x3, ReLU, conv1x1, each with the time t as one more input channel, in front."""
 
     def __init__(self, channels: int, filters: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels + 1, filters, 1)
-        self.conv2 = nn.Conv2d(filters + 1, filters, 3, padding=1)
-        self.conv3 = nn.Conv2d(filters + 1, channels, 1)
+        self.conv1 = TimeConv2d(channels + 1, filters, 1)
+        self.conv2 = TimeConv2d(filters + 1, filters, 3, padding=1)
+        self.conv3 = TimeConv2d(filters + 1, channels, 1)
         self.count = 0  # evaluations since it was last set to 0
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
         self.count += 1
-        h = F.relu(self.conv1(_with_time(t, h)))
-        h = F.relu(self.conv2(_with_time(t, h)))
-        return self.conv3(_with_time(t, h))
+        h = F.relu(self.conv1(t, h))
+        h = F.relu(self.conv2(t, h))
+        return self.conv3(t, h)
 
 
 class ODENet(nn.Module):
@@ -119,10 +133,6 @@ class ODENet(nn.Module):
 
     def extra_repr(self) -> str:
         return f"extra={self.extra}, tolerance={self.rtol}, adjoint={self.adjoint}"
-
-
-def _with_time(t: Tensor, h: Tensor) -> Tensor:
-    return torch.cat([t.to(h.dtype).expand(len(h), 1, *h.shape[2:]), h], 1)
 
 
 def node(image: Image = (1, 28, 28), classes: int = 10, **options: Any) -> ODENet:
