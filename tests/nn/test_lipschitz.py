@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from banach import ImplicitNetwork
+from banach.data import load
 from banach.nn import Lipschitz, lipschitz_, operator_norm
+from banach.nn.lipschitz import KEPT, gram_schmidt
 from nn.parts_nn import MODES, close, gradients, largest, matrix, network, normal, same, state
 
 CASES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
@@ -92,16 +94,69 @@ def test_a_layer_below_its_bound_is_left_alone() -> None:
 
 
 def test_train_mode_follows_moving_weights_and_refine_catches_up() -> None:
-    layer = linear(steps=2)
+    torch.manual_seed(5)
+    layer = Lipschitz(nn.Linear(60, 60).double(), steps=2)
     with torch.no_grad():
-        layer.layer.weight.copy_(normal(6, 6, seed=9))
+        layer.layer.weight.copy_(normal(60, 60, seed=9))
     exact = largest(layer.layer.weight)
     assert float(layer.norm().detach()) < 0.95 * exact  # it does not know yet
     lost = copy.deepcopy(layer)
-    for _ in range(100):
-        layer(normal(1, 6))
+    for _ in range(200):
+        layer(normal(1, 60))
     assert float(layer.norm().detach()) == pytest.approx(exact, rel=1e-6)
     assert float(lost.refine().norm().detach()) == pytest.approx(exact, rel=1e-9)
+
+
+def test_directions_are_orthonormal_also_where_they_were_nearly_the_same() -> None:
+    """As a GPU computes them, in float32."""
+    rows = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)) + 1e-3 * torch.randn(8, 40)
+    found = gram_schmidt(rows.view(8, 4, 10)).flatten(1)
+    assert torch.allclose(found @ found.T, torch.eye(8), atol=1e-5)
+    reduced = torch.linalg.qr(rows.double().T)[0].T
+    assert torch.allclose((found.double() @ reduced.T).square().sum(1), torch.ones(8).double(), atol=1e-4)
+
+
+class Tanh(nn.Module):
+    """R(u, v) = tanh(A u + v) with |A| <= 0.8."""
+
+    def __init__(self, inner: Any, size: int | None) -> None:
+        super().__init__()
+        self.affine = Lipschitz(inner, 0.8, size=size)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.tanh(self.affine(u) + v)
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_a_network_contracts_while_adam_moves_its_weights(size: int | None) -> None:
+    """A bound of 0.8 became more than 1 here when one direction alone was followed: others overtook it."""
+    digits = load("digits")
+    torch.manual_seed(0)
+    if size is None:
+        parts: tuple[Any, ...] = nn.Linear(64, 100), Tanh(nn.Linear(100, 100), None), nn.Linear(100, 10)
+    else:
+        Q, S = nn.Conv2d(1, 8, 3, padding=1), nn.Sequential(nn.Flatten(), nn.Linear(512, 10))
+        parts = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), Q), Tanh(nn.Conv2d(8, 8, 3, padding=1), size), S
+    net = ImplicitNetwork(*parts)
+    layer, optimizer = parts[1].affine, torch.optim.Adam(net.parameters(), lr=1e-2)
+    for batch in torch.arange(1200).split(100):
+        x = digits.pixels[batch].flatten(1) / 255
+        loss = nn.functional.cross_entropy(net(x), digits.labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        scale = max(float(layer.norm().detach()) / 0.8, 1.0)  # that of this pass
+        assert float(operator_norm(layer.layer, size)) / scale < 0.95
+        optimizer.step()
+
+
+def test_weights_of_earlier_versions_are_loaded() -> None:
+    """Those have one direction."""
+    layer, fresh = linear(), Lipschitz(nn.Linear(6, 6).double())
+    weights = layer.state_dict()
+    weights["direction"] = weights.pop("directions")[:1]
+    fresh.load_state_dict(weights)
+    x = normal(3, 6)
+    assert torch.allclose(fresh.eval()(x), layer.eval()(x), atol=1e-12)
 
 
 class Bounded(nn.Module):
@@ -111,7 +166,7 @@ class Bounded(nn.Module):
         super().__init__()
         self.affine = linear(steps=steps)
         start = normal(1, 6, seed=4)  # far from the leading direction, so that a step shows
-        self.affine.direction.copy_(start / start.norm())
+        self.affine.directions = start / start.norm()  # one alone: six would span the space
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return 0.8 * torch.tanh(self.affine(u)) + v
@@ -123,7 +178,9 @@ def test_one_update_per_pass_and_one_map_in_it(mode: str, grad: bool) -> None:
     """Values and gradients are those of the weight scaled at the direction after one step, which is a constant."""
     net, d = network(Bounded(), backward=MODES[mode]), normal(5, 4)
     W, b = net.R.affine.layer.weight, net.R.affine.layer.bias
-    x = W.detach().T @ W.detach() @ normal(1, 6, seed=4)[0]
+    start = normal(1, 6, seed=4)[0]
+    x = W.detach().T @ W.detach() @ start
+    x = x / x.norm() + KEPT * start / start.norm()
     x = x / x.norm()
 
     def R(u: Tensor, v: Tensor) -> Tensor:
@@ -134,7 +191,7 @@ def test_one_update_per_pass_and_one_map_in_it(mode: str, grad: bool) -> None:
         y, found = net(d, solution=True)
         expected = plain(d)
     assert bool(found.converged.all())  # a map whose weight moved at every step would not settle at 1e-13
-    assert torch.allclose(net.R.affine.direction[0], x, atol=1e-12)
+    assert torch.allclose(net.R.affine.directions[0].abs(), x.abs(), atol=1e-12)
     assert torch.allclose(y, expected, atol=1e-11)
     if grad:
         kept = state(net)
@@ -162,7 +219,7 @@ def test_a_dead_weight_does_not_lose_the_direction() -> None:
         with torch.no_grad():
             layer.layer.weight.copy_(bad)
         layer(normal(2, 6))
-        assert float(layer.direction.norm()) == pytest.approx(1.0)
+        assert torch.allclose(layer.directions @ layer.directions.T, torch.eye(6).double())
     with torch.no_grad():
         layer.layer.weight.copy_(good)
     assert largest(matrix(layer.eval(), 6)) == pytest.approx(1.0, rel=1e-6)
@@ -181,7 +238,7 @@ def test_half_precision_and_autocast_measure_in_float32() -> None:
     half = copy.deepcopy(layer).bfloat16()
     assert half.norm().dtype is torch.float32
     assert float(half.norm().detach()) == pytest.approx(largest(half.layer.weight.double()), rel=2e-5)
-    assert half.train()(torch.randn(3, 40).bfloat16()).dtype is half.direction.dtype is torch.bfloat16
+    assert half.train()(torch.randn(3, 40).bfloat16()).dtype is half.directions.dtype is torch.bfloat16
 
 
 # lipschitz_: every linear layer and convolution of a module.
@@ -239,7 +296,7 @@ def test_an_example_leaves_no_trace() -> None:
     net[2].eval()
     kept, generator = state(net), torch.get_rng_state()
     lipschitz_(net, 0.9, example=normal(2, 1, 5, 5))
-    assert same({k: v for k, v in state(net).items() if "direction" not in k}, kept)
+    assert same({k: v for k, v in state(net).items() if "directions" not in k}, kept)
     assert torch.equal(torch.get_rng_state(), generator)
     assert [part.training for part in net] == [True, True, False]
     assert not net[0].layer._forward_pre_hooks

@@ -66,5 +66,5 @@ def test_norms_and_bounds_agree_with_the_cpu() -> None:
     torch.testing.assert_close(operator_norm(layer.cuda(), (9, 7)).cpu(), norm, rtol=1e-9, atol=0)
     torch.testing.assert_close(R.cuda()(u.cuda(), v.cuda()).cpu(), expected, rtol=1e-9, atol=1e-12)
     made = Lipschitz(layer, 0.3, size=(9, 7))
-    assert made.direction.is_cuda
+    assert made.directions.is_cuda
     torch.testing.assert_close(made.norm().detach().cpu(), norm, rtol=1e-9, atol=0)

@@ -1,5 +1,6 @@
 """Linear layers and convolutions held to a Lipschitz constant: one, or all of a module; their operator norms."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -13,33 +14,36 @@ from banach.nn.passes import once_per_pass
 from banach.solve.context import without_autocast
 
 AffineLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+KEPT = 1e-3  # share of the old directions in the new ones, so that none is lost where A is zero
+_SQUARINGS = 8  # of a small Gram matrix: its 256th power
+FOLLOWED = 8  # directions: one alone is overtaken by others, and most trainings by Adam left the bound far behind
 
 
 class Lipschitz(nn.Module):
     """x -> A x / max(1, |A| / bound) + b, A and b those of `layer`: at most `bound`-Lipschitz.
 
     |A| is the norm of the operator itself: of a convolution on a grid of `size` pixels, with its padding,
-    stride, dilation and groups; another size is refused. A layer below its bound is left alone. |A| = |A x|
-    at a direction x kept in a buffer: found to high accuracy when the layer is made, followed by `steps` power
-    steps at every call in train mode (inside R: once per pass), left as it is in eval mode. It approaches
-    from below, so weights that move fast exceed the bound until x catches up. Where the bound must hold, call
-    `refine()`, which finds x again: before an evaluation, or after every optimizer step. The gradient takes x as
-    constant, which is exact for first derivatives once x is found.
-    (Miyato et al. 2018; for convolutions Gouk et al. 2021.)
+    stride, dilation and groups; another size is refused. A layer below its bound is left alone. |A| is the
+    largest |A x| in the span of a few directions, kept in a buffer: found to high accuracy when the layer is made,
+    followed by `steps` steps of orthogonal iteration at every call in train mode (inside R: once per pass), left
+    as they are in eval mode. It approaches from below, so weights that move fast exceed the bound, mostly by a few
+    percent, until the directions catch up. Where the bound must hold, call `refine()`, which finds them again:
+    before an evaluation, or after every optimizer step. The gradient takes x as constant, which is exact for first
+    derivatives once x is found. (Miyato et al. 2018; for convolutions Gouk et al. 2021.)
     """
 
-    direction: Tensor
+    directions: Tensor
     layer: AffineLayer
 
     def __init__(
-        self, layer: AffineLayer, bound: float = 1.0, *, size: int | Sequence[int] | None = None, steps: int = 1
+        self, layer: AffineLayer, bound: float = 1.0, *, size: int | Sequence[int] | None = None, steps: int = 2
     ) -> None:
         super().__init__()
         if not 0 < bound < float("inf"):
             raise ValueError(f"bound must be above 0 and finite, got {bound}")
         self.shape = _input_shape(layer, size)
         self.layer, self.bound, self.steps = layer, float(bound), checks.whole("steps", steps, 0)
-        self.register_buffer("direction", _first_direction(self.shape, layer.weight))
+        self.register_buffer("directions", _random_directions(FOLLOWED, self.shape, layer.weight))
         self.refine()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,21 +52,28 @@ class Lipschitz(nn.Module):
                 f"this convolution is bounded on a grid of size={self.shape[2:]}, got one of {tuple(x.shape[2:])}"
             )
         weight = self.layer.weight
-        scaled, direction = once_per_pass(self, weight, lambda: self._scaled(weight))
+        scaled, directions = once_per_pass(self, weight, lambda: self._scaled(weight))
         if self.training and self.steps:
             with torch.no_grad():
-                self.direction.copy_(direction)
+                self.directions.copy_(directions)
         return _applied(self.layer, scaled, self.layer.bias, x)
 
     def norm(self) -> Tensor:
         """|A| before scaling, as far as it is known."""
-        return _Operator(self.layer, self.layer.weight, self.shape).stretch(self.direction.clone())
+        operator = _Operator(self.layer, self.layer.weight, self.shape)
+        return operator.stretch(operator.best(self.directions))
 
     def refine(self) -> Self:
-        """Find the leading direction again, to high accuracy, at the price of a hundred power steps."""
+        """Find the leading directions again, to high accuracy, at the price of a hundred products."""
         operator = _Operator(self.layer, self.layer.weight.detach(), self.shape)
-        self.direction.copy_(operator.leading(self.direction))
+        first = operator.leading(self.directions[:1])
+        self.directions.copy_(operator.followed(torch.cat([first, self.directions[1:].to(first)]), 10))
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if (one := state_dict.pop(prefix + "direction", None)) is not None:  # earlier versions followed one alone
+            state_dict[prefix + "directions"] = _orthonormal(torch.cat([one, self.directions[1:].to(one)]))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         size = self.shape[2:]
@@ -70,12 +81,9 @@ class Lipschitz(nn.Module):
 
     def _scaled(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         operator = _Operator(self.layer, weight, self.shape)
-        # A copy: the graph keeps this direction, and the buffer is written at the next call.
-        x = self.direction.clone()
-        if self.training and self.steps:
-            x = operator.power(x, self.steps)
-        excess = (operator.stretch(x) / self.bound).clamp(min=1)
-        return weight / excess.to(weight.dtype), x
+        directions = operator.followed(self.directions, self.steps if self.training else 0)
+        excess = (operator.stretch(operator.best(directions)) / self.bound).clamp(min=1)
+        return weight / excess.to(weight.dtype), directions
 
 
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -86,7 +94,7 @@ _OTHERS = (
 _FORWARDS = {kind.forward for kind in _KINDS}
 
 
-def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, steps: int = 1) -> nn.Module:
+def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, steps: int = 2) -> nn.Module:
     """Replace every linear layer and convolution in the module by `Lipschitz(layer, bound)`, in place.
 
     A chain of k such layers and 1-Lipschitz activations is then bound^k-Lipschitz. Normalisation layers,
@@ -99,7 +107,7 @@ def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, st
         bound: of every layer's operator norm.
         example: an input, or a tuple of inputs, of the module: one evaluation in eval mode finds the grid of every
             convolution.
-        steps: power steps a call, as in `Lipschitz`.
+        steps: of the iteration at every call, as in `Lipschitz`.
 
     Returns:
         The module; if it is itself such a layer, the `Lipschitz` layer that holds it.
@@ -191,7 +199,7 @@ class _Operator:
         around = layer._reversed_padding_repeated_twice  # before and after, the last axis first
         pads = list(zip(around[-2::-2], around[::-2], strict=True))
         padded = [n + sum(pair) for n, pair in zip(grid, pads, strict=True)]
-        like, zeros = y.new_empty(1).expand(*self.shape[:2], *padded), [0] * len(grid)
+        like, zeros = y.new_empty(1).expand(len(y), self.shape[1], *padded), [0] * len(grid)
         options = (list(layer.stride), zeros, list(layer.dilation), False, zeros, layer.groups)
         wanted = [True, False, False]  # the derivative in the input, which is A' y
         x = torch.ops.aten.convolution_backward(y, like, self.weight, None, *options, wanted)[0]
@@ -205,14 +213,26 @@ class _Operator:
             x = x.to(self.weight.dtype)
             return torch.linalg.vector_norm(self.forward(x)) / torch.linalg.vector_norm(x)
 
-    def power(self, x: Tensor, steps: int) -> Tensor:
-        """Return x after some steps x <- A'A x, normalised. Costs no host sync."""
-        with torch.no_grad(), without_autocast(x.device):
-            x = x.to(self.weight.dtype)
+    def followed(self, directions: Tensor, steps: int) -> Tensor:
+        """Return a copy after some steps X <- A'A X, its rows made orthonormal. Costs no host sync."""
+        with torch.no_grad(), without_autocast(directions.device):
+            X = directions.to(self.weight.dtype, copy=True)
             for _ in range(steps):
-                y = _unit(self.forward(x))  # normalised twice, so that a large A does not overflow
-                x = _unit(self.transposed(y), otherwise=x)
-        return x
+                Z = self.transposed(_unit(self.forward(X)))
+                X = _orthonormal(_unit(Z) + KEPT * X)
+        return X
+
+    def best(self, directions: Tensor) -> Tensor:
+        """Return the x in the span of orthonormal directions with the largest |A x|. Costs no host sync."""
+        with torch.no_grad(), without_autocast(directions.device):
+            X = directions.to(self.weight.dtype)
+            Y = self.forward(X).flatten(1)
+            gram = Y @ Y.mT
+            for _ in range(_SQUARINGS):  # becomes c c', c the leading eigenvector
+                gram = gram / gram.diagonal().sum()
+                gram = gram @ gram
+            c = gram.index_select(0, gram.diagonal().argmax()[None])
+            return _unit((c @ X.flatten(1)).view_as(X[:1]), otherwise=X[:1])
 
     @torch.no_grad()
     def leading(self, x: Tensor) -> Tensor:
@@ -260,13 +280,14 @@ def operator_norm(layer: AffineLayer, size: int | Sequence[int] | None = None) -
         size: of the grid that a convolution is applied to.
     """
     operator = _Operator(layer, layer.weight.detach(), _input_shape(layer, size))
-    return operator.stretch(operator.leading(_first_direction(operator.shape, operator.weight)))
+    return operator.stretch(operator.leading(_random_directions(1, operator.shape, operator.weight)))
 
 
-def _first_direction(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a random unit vector from a separate generator: measuring a norm changes no run."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (x / torch.linalg.vector_norm(x)).to(like)
+def _random_directions(count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return orthonormal vectors, at most `count`, from a separate generator: measuring a norm changes no run."""
+    count = min(count, math.prod(shape))
+    x = torch.randn(count, *shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return _orthonormal(x).to(like)
 
 
 def _krylov(operator: _Operator, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -285,6 +306,24 @@ def _krylov(operator: _Operator, x: Tensor, width: int) -> tuple[Tensor, Tensor]
         kept = torch.linalg.vector_norm(v) > 1e3 * torch.finfo(v.dtype).eps * torch.linalg.vector_norm(before)
         basis.append(torch.where(kept, _unit(v), 0.0))
     return torch.stack(basis[:-1]), torch.stack(images)
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Return orthonormal rows, the first ones of which span the same space as the first ones given."""
+    if rows.is_cuda:
+        return gram_schmidt(rows)  # unlike LAPACK's routines it can be captured
+    return torch.linalg.qr(rows.flatten(1).mT)[0].mT.reshape(rows.shape)
+
+
+def gram_schmidt(rows: Tensor) -> Tensor:
+    """Return the same by matrix products alone."""
+    made: list[Tensor] = []
+    for row in rows.flatten(1):
+        for _ in range(2 if made else 0):  # once loses orthogonality
+            before = torch.stack(made)
+            row = row - (before @ row) @ before
+        made.append(_unit(row))
+    return torch.stack(made).view_as(rows)
 
 
 def _unit(x: Tensor, otherwise: Tensor | None = None) -> Tensor:
