@@ -26,7 +26,7 @@ Row = Training
 PAPER = {"mnist": 28.4 / 17.6, "svhn": 92.8 / 36.9, "cifar10": 530.9 / 146.6}  # time of an epoch, CG against JFB
 GAIN = {"mnist": 99.4 - 99.2, "svhn": 94.1 - 90.1, "cifar10": 93.67 - 87.9}  # points, JFB minus CG
 DATA = (*PAPER, "digits")
-PAIRS = {  # row -> the JFB row that differs in the backward mode only
+PAIRS = {  # row that is timed -> the JFB row that differs in the backward mode only
     "cg-pair": "jfb-pair",
     "cg-captured-plain": "jfb-captured-plain",
     "cg-relative-plain": "jfb-plain",
@@ -36,7 +36,6 @@ PAIRS = {  # row -> the JFB row that differs in the backward mode only
     "cg-absolute-bn": "jfb-few-bn",
     "cg-relative-plain-late": "jfb-plain-late",
     "cg-absolute-plain-late": "jfb-plain-late",
-    "cg-trained-bn": "jfb-trained-bn",
 }
 CHOSEN = ("cg-pair", "cg-captured-plain", "cg-relative-plain")  # on the page: the one with most runs
 EPOCHS = {"mnist": 15, "svhn": 5, "cifar10": 3, "digits": 2}  # of the pair

@@ -109,7 +109,8 @@ def test_train_mode_follows_moving_weights_and_refine_catches_up() -> None:
 
 def test_directions_are_orthonormal_also_where_they_were_nearly_the_same() -> None:
     """As a GPU computes them, in float32."""
-    rows = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)) + 1e-3 * torch.randn(8, 40)
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 40, generator=draw) + 1e-3 * torch.randn(8, 40, generator=draw)
     found = gram_schmidt(rows.view(8, 4, 10)).flatten(1)
     assert torch.allclose(found @ found.T, torch.eye(8), atol=1e-5)
     reduced = torch.linalg.qr(rows.double().T)[0].T
