@@ -76,6 +76,7 @@ def test_corners() -> None:
         with torch.no_grad():
             layer.weight.mul_(scale)
         assert float(operator_norm(layer)) == pytest.approx(exact, rel=1e-5)
+        assert float(Lipschitz(layer).norm().detach()) == pytest.approx(exact, rel=1e-5)
 
 
 def linear(bound: float = 1.0, scale: float = 4.0, steps: int = 1) -> Lipschitz:
