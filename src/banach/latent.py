@@ -242,7 +242,8 @@ def _space(
 ) -> Space:
     """Return the space of one tensor. Cached, since every pass of a network has the same."""
     if not dtype.is_floating_point:
-        raise TypeError(f"z0 must be of a floating-point dtype, got {_name(dtype)}; call z0.float()")
+        advice = "iterate on torch.view_as_real(z0)" if dtype.is_complex else "call z0.float()"
+        raise TypeError(f"z0 must be of a floating-point dtype, got {_name(dtype)}; {advice}")
     return Space(
         template=torch.empty(0, dtype=dtype, device=device),
         shapes=(tuple(shape),),

@@ -36,6 +36,7 @@ MAPS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda z: {"a": z["a"]}, NEST, TypeError, "became {'a': tensor}"),
     (lambda z: {"a": Z, "b": z["b"][0]}, NEST, TypeError, "keep the structure of z0: .tensor. became tensor"),
     (half, Z.long(), TypeError, r"z0 must be of a floating-point dtype, got int64; call z0.float\(\)"),
+    (half, Z.to(torch.complex64), TypeError, r"got complex64; iterate on torch.view_as_real\(z0\)"),
     (half, None, TypeError, "a latent must be a tensor or a tuple, list or dict of tensors, got NoneType"),
     (half, (), ValueError, "z0 must hold at least one tensor, got an empty nest"),
     (half, (Z, Z.double()), TypeError, "the tensors of z0 must share one dtype, got float32 and float64"),
