@@ -15,8 +15,8 @@ Named = dict[str, Tensor]
 class Buffers:
     """Calls R on copies of its buffers, such as running statistics and spectral norm's vectors.
 
-    If batch norm alone has buffers, evaluations that are not the last need no copies: batch norm is set not to
-    track.
+    If batch norm alone has buffers, evaluations that are not the last need no copies: batch norm does not track
+    its statistics then.
     """
 
     def __init__(self, R: Any, modules: list[nn.Module], special: list[nn.Module]) -> None:

@@ -16,7 +16,7 @@ from banach.solve.context import without_autocast
 AffineLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 KEPT = 1e-3  # share of the old directions in the new ones, so that none is lost where A is zero
 _SQUARINGS = 8  # of a small Gram matrix: its 256th power
-FOLLOWED = 8  # directions: one alone is overtaken by others, and most trainings by Adam left the bound far behind
+FOLLOWED = 8  # directions: others overtake one alone while weights move, and then the bound does not hold
 
 
 class Lipschitz(nn.Module):
