@@ -62,6 +62,27 @@ def test_modules_share_their_weights_in_bf16_too() -> None:
     assert made["R"] is torch.tanh
 
 
+def test_weights_of_kernels_are_cast_to_channels_last_and_get_gradients_in_their_own_format() -> None:
+    layer: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    made = Bf16Weights({"R": with_kernels(layer, windows=True)})
+    R: Any = made.modules["R"]
+    for original, cast in zip((layer[0], layer[2]), (R[0], R[2]), strict=True):
+        assert cast.weight.is_contiguous(memory_format=torch.channels_last)
+        assert not original.weight.is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        layer[0].weight.mul_(3)
+    made.refresh()
+    torch.testing.assert_close(R[0].weight, layer[0].weight.bfloat16())
+    x = normal(2, 3, 8, 8).float()
+    R(x.bfloat16()).float().square().sum().backward()
+    made.collect()
+    expected = networks.gradients(layer, layer(x).square().sum())
+    for p, grad in zip(layer.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert p.grad.stride() == p.stride()
+        assert torch.nn.functional.cosine_similarity(p.grad.flatten(), grad.flatten(), dim=0) > 0.999
+
+
 def latent_map() -> Any:
     torch.manual_seed(0)
     net = models.build("cifar10")

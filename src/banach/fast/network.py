@@ -122,21 +122,23 @@ def compiled(part: Any, plan: Plan) -> Any:
 class Bf16Weights:
     """Copies of modules whose matrix weights are bf16; the optimizer changes the fp32 originals.
 
-    This is what autocast computes, in two kernels per step rather than two per weight and evaluation. Other
-    parameters and all buffers are shared with the originals.
+    This is what autocast computes, in two kernels per step rather than two per weight and evaluation. Weights that
+    a Triton kernel reads become channels_last, which it would otherwise copy at every evaluation. Other parameters
+    and all buffers are shared with the originals.
     """
 
     def __init__(self, modules: dict[str, Any]) -> None:
-        self.originals: list[Tensor] = list(dict.fromkeys(p for m in modules.values() for p in _matrices(m)))
-        self.casts: list[Tensor] = [nn.Parameter(p.detach().bfloat16(), p.requires_grad) for p in self.originals]
+        formats = {p: how for module in modules.values() for p, how in _matrices(module).items()}
+        casts = {p: p.detach().to(torch.bfloat16, memory_format=how) for p, how in formats.items()}
+        self.originals: list[Tensor] = list(casts)
+        self.casts: list[Tensor] = [nn.Parameter(cast, p.requires_grad) for p, cast in casts.items()]
         instead = dict(zip(self.originals, self.casts, strict=True))
         self.modules = {name: substitute(module, instead) for name, module in modules.items()}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the originals, before a step, and drop the gradients of the step before."""
-        if self.casts:  # torch refuses empty lists
-            torch._foreach_copy_(self.casts, self.originals)
+        _copy(self.casts, self.originals)
         for cast in self.casts:
             cast.grad = None
 
@@ -144,19 +146,35 @@ class Bf16Weights:
     def collect(self) -> None:
         """Give the originals the gradients, in fp32, after a backward pass."""
         made = {p: cast.grad for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None}
-        found: Any = [torch.empty_like(p) for p in made]
-        if made:
-            torch._foreach_copy_(found, list(made.values()))
+        found = [torch.empty_like(p) for p in made]
+        _copy(found, list(made.values()))
         for p, grad in zip(made, found, strict=True):
             # A loss may read the originals too, as weight decay does.
             p.grad = grad if p.grad is None else p.grad + grad
 
 
-def _matrices(module: Any) -> list[nn.Parameter]:
-    if not isinstance(module, nn.Module):
-        return []
-    layers = [layer for layer in module.modules() if isinstance(layer, _CAST)]
-    return [p for layer in layers for p in layer.parameters(recurse=False) if p.dtype == torch.float32]
+def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:
+    """Return the parameters to cast, and the memory format of their casts."""
+    formats: dict[Tensor, torch.memory_format] = {}
+    for layer in module.modules() if isinstance(module, nn.Module) else ():
+        if isinstance(layer, _CAST):
+            formats |= dict.fromkeys(layer.parameters(recurse=False), torch.preserve_format)
+        if isinstance(layer, WindowConv2d):
+            formats[layer.weight] = torch.channels_last
+    return {p: how for p, how in formats.items() if p.dtype == torch.float32}
+
+
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensors, those that keep their strides in one kernel: one other pair would split it into many."""
+    alike: tuple[list[Tensor], list[Tensor]] = [], []
+    for one, value in zip(to, values, strict=True):
+        if one.stride() == value.stride():
+            alike[0].append(one)
+            alike[1].append(value)
+        else:
+            one.copy_(value)
+    if alike[0]:  # torch refuses empty lists
+        torch._foreach_copy_(*alike)
 
 
 def frozen_copy(R: Any) -> Any:
