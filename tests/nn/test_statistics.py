@@ -208,14 +208,6 @@ def test_nobody_else_writes_to_statistics_during_the_iteration() -> None:
         assert torch.allclose(getattr(called.R.norm, name), getattr(written.R.norm, name), rtol=0, atol=1e-13)
 
 
-def test_statistics_may_be_reset_before_the_backward_pass() -> None:
-    net, d = network(NormR()), normal(5, 4)
-    wanted = gradients(net, net(d).square().sum())
-    loss = net(d).square().sum()
-    net.R.norm.reset_running_stats()
-    assert close(gradients(net, loss), wanted, atol=1e-13)
-
-
 def test_a_network_made_in_inference_mode_is_called_without_gradients() -> None:
     with torch.inference_mode():
         net = network(NormR())

@@ -14,7 +14,7 @@ from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged
-from banach.nn.layers import uses_batch_statistics
+from banach.nn.layers import modules_of, special_layers, uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples
 from banach.solve.solution import DEFERRED
 
@@ -41,6 +41,7 @@ class CompiledNetwork:
             got = f"{type(net).__name__}{how}"
             raise TypeError(f"compile takes an ImplicitNetwork whose Q, R and S it can call itself, got {got}")
         self.net, self.bf16, self.compiles = net, bf16, compile
+        self._modules, self._special = list(net.modules()), special_layers(modules_of(net.R))
         self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
 
@@ -66,7 +67,8 @@ class CompiledNetwork:
             ConvergenceWarning: without `solution`, if samples did not converge, unless a kernel knows R or
                 `check_every` is 0.
         """
-        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
+        training = any([module.training for module in self._modules])  # noqa: C419 (faster)
+        if training or uses_batch_statistics(self.net.R, self._special):
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         net = self.net
         if self._made_for != (net.solver, net.tolerance, net.backward, net.start, net.coupled):
@@ -98,13 +100,14 @@ class CompiledNetwork:
 
         batch, structure = len(d[0]), None if z0 is None else outline(z0)  # keys of a dict may be in any order
         made: tuple[Any, ...] = self._calls(structure, program, leaves(given))
+        wanted = len(made) if solution else 1
+        copied = map_leaves(lambda part: part[:batch].clone(), made[:wanted])  # before the host waits
         failures, again = self._failures(made, batch)
-        copied = made if solution or again is not None else made[:1]
-        made = (*map_leaves(lambda part: part[:batch].clone(), copied), *made[len(copied) :])
         if again is not None:
-            better = self._flat_answer(*select(given, again), eager=True)
-            for mine, other in zip(leaves(made), leaves(better), strict=True):
+            better = self._flat_answer(*select(given, again), eager=True)[:wanted]
+            for mine, other in zip(leaves(copied), leaves(better), strict=True):
                 mine[again] = other.to(mine.dtype)
+        made = (*copied, *made[wanted:])
         known: Any = {"solver": self.net.solver, "tolerance": self.net.tolerance, "failures": failures}
         return made[0], Solution(*made[1:], **known)
 
@@ -119,8 +122,8 @@ class CompiledNetwork:
         failures = frozenset(status for status, some in kinds.items() if some)
         if not self.plan.fused_step:  # only an `Iteration` keeps no best iterate
             return failures, None
-        again = (lost | far).nonzero()[:, 0].to(converged.device)
-        return failures, again if len(again) else None
+        again = lost | far
+        return failures, again.nonzero()[:, 0].to(converged.device) if again.any() else None
 
     def _answer(
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False

@@ -56,7 +56,7 @@ class Pass:
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
         self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
-        self.buffers = Buffers(R if known else watched(R), modules, special)
+        self.buffers = Buffers(R if known else watched(R), modules)
         recorded = evaluates_later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.remembered = Remembered(R, modules) if recorded else None
         self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`
@@ -89,8 +89,8 @@ class Pass:
         """Return R(u, v), not recorded and not the last of the pass: if possible without an update of buffers."""
         if not self.buffers.skips_updates:
             return self.evaluate(u, v, index)
-        with self.buffers.untracked(), self._masks_of(index):
-            return self.R(u, v)
+        with self._masks_of(index):
+            return self.buffers.untracked(u, v)
 
     def mask(self, layer: nn.Module, shape: torch.Size, keep: float, device: torch.device) -> Tensor:
         """Return the mask of this layer, for the samples that are here. Called twice, a layer uses it twice."""

@@ -141,7 +141,8 @@ def _evaluate(run: SolveRun, memory: Tensor, k: int, steps: int) -> tuple[int, T
     sizes, norms = [], []
     several = len(space.shapes) > 1 and not (space.coupled or damping) and space.dtype == memory.dtype
     evaluate = _by_leaves(run, rows[0], k) if several else partial(_by_rows, run)
-    together = rows[0].nbytes <= LARGE and not (space.coupled and type(run.tolerance.norm) is WorstPixel)
+    by_pixels = type(run.tolerance.norm) is WorstPixel and space.coupled and len(space.shapes) > 1
+    together = rows[0].nbytes <= LARGE and not by_pixels
     for j in range(steps):
         try:
             evaluate(rows[j], values[j], first=not k and not j)
@@ -163,8 +164,10 @@ def _norms(run: SolveRun, memory: Tensor, steps: int) -> Tensor:
     """Write the differences; return the norms of T at the iterates, where they are needed, and of these."""
     torch.sub(memory[-2 * steps : -steps], memory[:steps], out=memory[-steps:])
     rows = memory[-2 * steps if run.tolerance.rtol else -steps :].flatten(0, 1)
-    pixels = type(run.tolerance.norm) is WorstPixel  # the only norm that looks at the space
-    return run.measure(rows, run.space.resized(len(rows)) if pixels else run.space)
+    space = run.space
+    if type(run.tolerance.norm) is WorstPixel:  # the only norm that looks at the space
+        space = space.resized(len(rows) * (space.batch if space.coupled else 1))
+    return run.measure(rows, space)
 
 
 def _by_rows(run: SolveRun, z: Tensor, out: Tensor, *, first: bool) -> None:
