@@ -26,7 +26,7 @@ from banach.train.precision import arithmetic
 from benchmarks.contenders import CONTENDERS, Captured, Change, Eager, Setting, Step
 from benchmarks.counting import host_syncs
 from benchmarks.jobs import Job, Settings
-from benchmarks.points import Batch, Point, feed
+from benchmarks.points import Batch, feed
 from benchmarks.processes import Gate, Record
 from benchmarks.results import Figure
 from benchmarks.timer import milliseconds_of, timed_steps
@@ -38,32 +38,21 @@ Batches = Iterator[Batch]
 
 
 def start(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
-    """Train by banach for some steps and save weights, moments and eps, from which all contenders go on."""
+    """Train by banach for some steps and save weights and moments, from which all contenders go on."""
     setting = job.setting(settings)
     point = setting.point
     way = "banach-captured" if point.warm_up > MANY else job.contender
-    one = CONTENDERS[way].build(replace(setting, point=replace(point, mean_steps=None)))
-    for batch in islice(batches, point.warm_up):
+    one = CONTENDERS[way].build(setting)
+    for taken, batch in enumerate(islice(batches, point.warm_up), 1):  # noqa: B007
         one(*batch)
-    eps = point.eps if point.mean_steps is None else _eps_for(point, one.net, next(batches)[0])
+        if point.mean_steps is not None and one.reached()[1] >= point.mean_steps:
+            break
     path = settings.start(job.point)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save((one.net.state_dict(), one.optimizer.state_dict(), eps), path.with_suffix(".new"))
+    torch.save((one.net.state_dict(), one.optimizer.state_dict()), path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
-    return {"eps": eps, "steps": point.warm_up, "depth": one.reached()[0]}
-
-
-@torch.no_grad()
-def _eps_for(point: Point, net: ImplicitNetwork, d: Tensor) -> float:
-    """Return the eps at which the mean sample takes `point.mean_steps`, by bisection of its logarithm."""
-    low, high = 1e-4, 1.0
-    for _ in range(20):
-        middle = math.sqrt(low * high)
-        net.tolerance = replace(point, eps=middle).tolerance
-        steps = float(net.latent(d)[1].steps.double().mean())
-        assert point.mean_steps is not None
-        low, high = (middle, high) if steps > point.mean_steps else (low, middle)
-    return high
+    depth, mean_depth, _ = one.reached()
+    return {"steps": taken, "depth": depth, "mean_depth": mean_depth}
 
 
 def step(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
@@ -110,10 +99,12 @@ def _settled(job: Job, settings: Settings, batches: Batches) -> tuple[Step, int 
 def _from_start(job: Job, settings: Settings, change: Change = lambda net: None) -> Step:
     """Return a contender's step, with the weights and moments of the start."""
     setting = job.setting(settings)
-    weights, moments, eps = torch.load(settings.start(job.point), setting.device, weights_only=False)
-    setting = replace(setting, point=replace(setting.point, eps=eps))
+    weights, moments = torch.load(settings.start(job.point), setting.device, weights_only=False)
     one = CONTENDERS[job.contender].build(setting, change)
     one.load(weights, moments)
+    if setting.point.own:  # the depth changes fast: with the same weights all contenders have the same one
+        for group in one.optimizer.param_groups:
+            group["lr"] = 0.0
     return one
 
 
