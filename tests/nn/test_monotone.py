@@ -306,28 +306,17 @@ def test_bad_input_gets_one_sentence() -> None:
         made.inverse(made.matrices(), 1.0, v)
 
 
+@pytest.mark.parametrize("skew", [0.1, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.complex64])
-def test_inverses_in_a_capture_need_no_lapack(dtype: torch.dtype) -> None:
+def test_inverses_in_a_capture_need_no_lapack(dtype: torch.dtype, skew: float) -> None:
     draw = torch.Generator().manual_seed(0)
-    M = 3 * torch.eye(9, dtype=dtype) + torch.randn(2, 5, 9, 9, generator=draw, dtype=torch.float64).to(dtype) / 2
-    with loops_by(loop_eagerly):
+    G = torch.randn(2, 5, 9, 9, generator=draw, dtype=dtype)
+    M = torch.eye(9, dtype=dtype) + G @ G.mH + skew * (G - G.mH)
+    with loops_by(loop_eagerly), torch.autocast("cpu", torch.bfloat16):
         made = inverse_of(M)
-    torch.testing.assert_close(made, torch.linalg.inv(M), atol=1e-5 if dtype == torch.complex64 else 1e-12, rtol=0)
-
-
-def test_inverses_in_a_capture_are_as_exact_under_autocast() -> None:
-    """Found as products in bfloat16, up to a hundred of them, and an inverse that was wrong by 0.4 percent."""
-    draw, ends = torch.Generator().manual_seed(0), []
-    M = 3 * torch.eye(9) + torch.randn(5, 9, 9, generator=draw) / 2
-
-    def loop(body: Any, active: Tensor, steps: Tensor, **limits: int) -> None:
-        loop_eagerly(body, active, steps, **limits)
-        ends.append(int(steps))
-
-    with loops_by(loop), torch.autocast("cpu", torch.bfloat16):
-        made = inverse_of(M)
-    torch.testing.assert_close(made.double(), torch.linalg.inv(M.double()), atol=1e-5, rtol=0)
-    assert max(ends) < 20
+    exact = torch.linalg.inv(M.to(torch.complex128))
+    error = torch.linalg.matrix_norm(made - exact) / torch.linalg.matrix_norm(exact)
+    assert error.max() < (1e-4 if dtype == torch.complex64 else 1e-9)
 
 
 @pytest.mark.parametrize("kind", SPLITTINGS)

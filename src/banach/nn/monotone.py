@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach.latent import Latent, Space, leaves, map_leaves
-from banach.solve import Tolerance, solve
-from banach.solve.context import device_loop, rounding, without_autocast
+from banach.solve import solve
+from banach.solve.context import device_loop
 from banach.solve.warning import warn_user
 
 
@@ -248,26 +248,20 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def inverse_of(M: Tensor) -> Tensor:
-    """Return the inverse of every matrix of a batch (..., n, n).
+    """Return the inverse of every matrix of a batch (..., n, n), each with a positive definite Hermitian part.
 
-    In a capture by Newton's iteration X <- X (2 I - M X), since the routines of LAPACK allocate memory.
+    In a capture by Gauss and Jordan, since the routines of LAPACK allocate memory. Such matrices need no pivoting.
     """
     if device_loop() is None:
         return torch.linalg.inv_ex(M).inverse
-    A = M.reshape(-1, *M.shape[-2:])
-    twice = 2 * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    size = A.abs().sum(-1).amax(-1) * A.abs().sum(-2).amax(-1)  # at least the square of the largest singular value
-    real, back = (torch.view_as_real, torch.view_as_complex) if A.is_complex() else (nn.Identity(), nn.Identity())
-    start = real((A.mH / size[:, None, None]).contiguous())
-
-    def newton(x: Tensor) -> Tensor:
-        return real(back(x) @ (twice - A @ back(x)))
-
-    with without_autocast(M.device):  # it would multiply in bfloat16
-        # The error is the square of it. Less than the rounding of products, as of TF32, cannot be met.
-        rtol = max(torch.finfo(A.dtype).eps ** 0.5 / 4, rounding(Space.of(start)))
-        found: Any = solve(newton, start, tolerance=Tolerance(atol=0, rtol=rtol, max_steps=100)).value
-    return back(found.contiguous()).reshape(M.shape)
+    X = M.clone()
+    for k, unit in enumerate(torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).unbind()):
+        column = X[..., :, k].clone()
+        X[..., :, k] = unit
+        row = X[..., k, :] / column[..., k, None]
+        X.addcmul_(column[..., :, None], row[..., None, :], value=-1)
+        X[..., k, :] = row
+    return X
 
 
 @torch.no_grad()
