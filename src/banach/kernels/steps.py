@@ -57,7 +57,10 @@ def picard_step(
 
 @dataclass(frozen=True)
 class AndersonMemory:
-    """What Anderson remembers of every sample, see `banach.Anderson`. All are written in place."""
+    """What Anderson remembers of every sample, see `banach.Anderson`. All are written in place.
+
+    Where R computes in bf16 its values are exact to that, and so are the differences: half of what a step reads.
+    """
 
     before: Tensor  # (2, samples, width): z and r = T(z) - z of the step before
     dR: Tensor  # (memory, samples, width): differences of r
@@ -69,11 +72,13 @@ class AndersonMemory:
 
     @staticmethod
     def start(z: Tensor, residual: Tensor, memory: int) -> AndersonMemory:
-        count, width, like = len(z), z[:1].numel(), residual
+        count, width, like, kind = len(z), z[:1].numel(), residual, z.device.type
+        in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+        differs = torch.bfloat16 if in_bf16 and like.dtype == torch.float32 else like.dtype
         return AndersonMemory(
             like.new_empty(2, count, width),
-            like.new_zeros(memory, count, width),
-            like.new_empty(memory, count, width),
+            like.new_zeros(memory, count, width, dtype=differs),
+            like.new_empty(memory, count, width, dtype=differs),
             like.new_empty(count, memory, memory),
             like.new_empty(count, memory),
             like.new_empty(count),
@@ -112,6 +117,7 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
     mix[(count, split)](
         *(z, Tz, memory.moves, memory.c, memory.dG, width, solver.damping),
         **_shape(m, width, split, _MIX, numbers_per_thread=8),
+        DAMPED=solver.damping > 0,
     )
 
 

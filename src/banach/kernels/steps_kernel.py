@@ -88,9 +88,10 @@ def products(
             norm += r * r
             size += new * new
             change = r - tl.load(before + whole + row + at, mask=known, other=0.0)
+            change = change.to(dR.dtype.element_ty).to(kind)  # as it is kept
             move = old - tl.load(before + row + at, mask=known, other=0.0)
             others = (i < M)[:, None] & (i != slot)[:, None] & known[None, :]
-            dRs = tl.load(dR + i[:, None] * whole + (row + at)[None, :], mask=others, other=0.0)
+            dRs = tl.load(dR + i[:, None] * whole + (row + at)[None, :], mask=others, other=0.0).to(kind)
             dRs = tl.where((i == slot)[:, None], change[None, :], dRs)
             with_new += dRs * change[None, :]
             with_r += dRs * r[None, :]
@@ -175,7 +176,10 @@ def fit(
 
 
 @triton.jit
-def mix(z, Tz, moves, c, dG, width, damping, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+def mix(
+    z, Tz, moves, c, dG, width, damping,
+    M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, DAMPED: tl.constexpr,
+):  # fmt: skip
     """z <- damping z + (1 - damping) T(z) - dG c."""
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(moves + sample) != 0:
@@ -186,11 +190,11 @@ def mix(z, Tz, moves, c, dG, width, damping, M: tl.constexpr, BLOCK: tl.constexp
         for begin in range(part * length, tl.minimum((part + 1) * length, width), BLOCK):
             at = begin + tl.arange(0, BLOCK)
             inside = at < width
-            old = tl.load(z + row + at, mask=inside, other=0.0).to(kind)
-            new = tl.load(Tz + row + at, mask=inside, other=0.0).to(kind)
-            value = new + damping * (old - new)
+            value = tl.load(Tz + row + at, mask=inside, other=0.0).to(kind)
+            if DAMPED:
+                value += damping * (tl.load(z + row + at, mask=inside, other=0.0).to(kind) - value)
             for i in tl.static_range(M):
                 share = tl.load(c + sample * M + i)
                 if share != 0.0:
-                    value -= share * tl.load(dG + i * whole + row + at, mask=inside, other=0.0)
+                    value -= share * tl.load(dG + i * whole + row + at, mask=inside, other=0.0).to(kind)
             tl.store(z + row + at, value, mask=inside)
