@@ -300,5 +300,6 @@ CONTENDERS = {
         Contender("exact-eager", Eager, "peer", as_designed, fast=True),
         Contender("exact-captured", Captured, "ours", fast=True),
         Contender("jfb-captured", Captured, "ours", by_jfb, fast=True),
+        Contender("jfb-fast", partial(Captured, compiled=True), "ours", by_jfb, fast=True),
     )
 }

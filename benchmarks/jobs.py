@@ -38,7 +38,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], tuple[str, ...], int], ...] = (
     ("curve", ("transformer", "cifar100"), EAGER_AND_CAPTURED, 3),
     ("prediction", ("cifar512",), ("banach-fast", "explicit-fast", "plain", "plain-tuned"), 3),
     ("step", PAPER_POINTS, ("authors", "banach-captured"), 3),
-    ("step", RIVAL_POINTS, ("exact-eager", "exact-captured", "jfb-captured"), 3),
+    ("step", RIVAL_POINTS, ("exact-eager", "exact-captured", "jfb-captured", "jfb-fast"), 3),
 )
 TIMED = ("step", "per-step", "prediction")  # these take turns on the device
 

@@ -274,7 +274,7 @@ def both_ways(A: Tensor, v: Tensor, solver: Anderson, stop: Tolerance) -> tuple[
 
 
 def anderson_in_bf16() -> list[int]:
-    """Keep differences in bf16: all samples of a slow contraction converge, in few more steps, to a fixed point."""
+    """Keep differences in bf16; return the steps of the slowest sample, and those of `solve`."""
     draw = torch.Generator().manual_seed(1)
     A = torch.randn(9, 6, 6, generator=draw)
     A = 0.95 * (A + A.mT) / torch.linalg.matrix_norm(A + A.mT, 2)[:, None, None]
