@@ -36,7 +36,8 @@ PROMISED: dict[str, tuple[float | None, float, float | None]] = {
     "cifar512": (20.2, 8, 1.1),
     "transformer-8": (None, 1, 3.0),
 }
-RIVALS = {"exact-captured": 1.0, "jfb-captured": 3.0, "jfb-fast": 3.0}  # times faster than rivals as their authors run them
+# Times faster than rivals as their authors run them.
+RIVALS = {"exact-captured": 1.0, "jfb-captured": 3.0, "jfb-fast": 3.0}
 EAGER = 1.05  # of the plain loop's time, at most
 MEMORY = 1.05  # of the peak of the explicit twin, at most
 ANDERSON = 1.3  # Picard steps
