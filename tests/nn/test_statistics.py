@@ -149,6 +149,16 @@ def test_inside_functional_transforms(mode: str) -> None:
     assert int(net.R.norm.num_batches_tracked) == 0
 
 
+def test_a_norm_without_statistics_stays_without_them() -> None:
+    R = NormR()
+    R.linear = nn.Sequential(R.linear, nn.BatchNorm1d(R.linear.out_features, track_running_stats=False).double())
+    net = network(R)
+    net(normal(5, 4)).sum().backward()
+    assert not R.linear[1].track_running_stats
+    assert R.norm.track_running_stats
+    assert int(R.norm.num_batches_tracked) == 1
+
+
 def test_a_network_inside_r() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -206,6 +216,14 @@ def test_nobody_else_writes_to_statistics_during_the_iteration() -> None:
         net(normal(5, 4)).sum().backward()
     for name in ("running_mean", "running_var"):
         assert torch.allclose(getattr(called.R.norm, name), getattr(written.R.norm, name), rtol=0, atol=1e-13)
+
+
+def test_statistics_may_be_reset_before_the_backward_pass() -> None:
+    net, d = network(NormR()), normal(5, 4)
+    wanted = gradients(net, net(d).square().sum())
+    loss = net(d).square().sum()
+    net.R.norm.reset_running_stats()
+    assert close(gradients(net, loss), wanted, atol=1e-13)
 
 
 def test_a_network_made_in_inference_mode_is_called_without_gradients() -> None:
