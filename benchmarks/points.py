@@ -117,7 +117,7 @@ POINTS = {
         Point("cifar100", "cifar10", 100, 1e-1, 50, "bf16"),
         Point("cifar512", "cifar10", 512, 1e-1, 50, "bf16"),
         TRANSFORMER,
-        replace(TRANSFORMER, name="transformer-8", mean_steps=8),
+        replace(TRANSFORMER, name="transformer-8", mean_steps=8, warm_up=500),
         Point("mlp", "mlp", 256, **OWN_SETTING),
         Point("two-scales", "two-scales", 128, **OWN_SETTING),
         Point("mon", "mon", 128, 1e-2, 300, "tf32", relative=True, data="mnist"),

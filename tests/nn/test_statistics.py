@@ -181,6 +181,66 @@ def test_a_network_inside_r() -> None:
     assert int(norm.num_batches_tracked) == 1
 
 
+@pytest.mark.filterwarnings("ignore::banach.ConvergenceWarning")
+@pytest.mark.parametrize("mode", ["jfb", "implicit"])
+def test_a_network_inside_r_called_twice_before_the_backward_pass(mode: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = ImplicitNetwork(nn.Identity(), NormR(), nn.Identity(), tolerance=TIGHT, backward=MODES[mode])
+            self.inner = inner
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.1 * torch.tanh(self.inner(u + v)) + v
+
+    net = network(Outer(), coupled=True)
+    norm = net.R.inner.R.norm
+    own, losses = norm.running_mean, [net(normal(5, 4, seed=seed)).sum() for seed in (1, 2)]
+    before = state(net)
+    sum(losses).backward()
+    assert norm.running_mean is own
+    assert same(state(net), before)
+    assert int(norm.num_batches_tracked) == 2
+
+
+@pytest.mark.parametrize("mode", ["jfb", "implicit"])
+def test_a_backward_pass_leaves_the_buffers_that_it_finds(mode: str) -> None:
+    net = network(NormR(), backward=MODES[mode])
+    own, given = net.R.norm.running_mean, {name: part.clone() for name, part in net.named_buffers()}
+    torch.func.functional_call(net, given, (normal(5, 4),)).sum().backward()
+    assert net.R.norm.running_mean is own
+    assert int(net.R.norm.num_batches_tracked) == 0
+    loss = net(normal(5, 4)).sum()
+    net.R.norm.running_mean = assigned = torch.ones_like(own)
+    loss.backward()
+    assert net.R.norm.running_mean is assigned
+
+
+def test_modes_and_parameters_may_change_before_the_backward_pass_of_an_eval_mode_pass() -> None:
+    net = network(NormR(), backward=MODES["implicit"]).eval()
+    wanted = gradients(net, net(normal(5, 4)).sum())
+    loss = net(normal(5, 4)).sum()
+    net.train()
+    assert close(gradients(net, loss), wanted, atol=1e-13)
+
+
+def test_r_may_register_a_buffer_at_its_first_evaluation() -> None:
+    class Lazy(NormR):
+        factor: Tensor
+        places: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.tensor(0.5, dtype=torch.float64))
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            if not hasattr(self, "places"):
+                self.register_buffer("places", torch.full((6,), 0.1, dtype=torch.float64))
+            return self.factor * super().forward(u, v) + self.places
+
+    assert bool(network(Lazy())(normal(5, 4), solution=True)[1].converged.all())
+
+
 COUPLES: list[tuple[Any, bool]] = [
     (nn.BatchNorm2d(3), True),
     (nn.BatchNorm2d(3).eval(), False),

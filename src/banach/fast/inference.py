@@ -14,7 +14,7 @@ from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
 from banach.network import ImplicitNetwork, warn_unconverged
-from banach.nn.layers import modules_of, special_layers, uses_batch_statistics
+from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples
 from banach.solve.solution import DEFERRED
 
@@ -41,7 +41,6 @@ class CompiledNetwork:
             got = f"{type(net).__name__}{how}"
             raise TypeError(f"compile takes an ImplicitNetwork whose Q, R and S it can call itself, got {got}")
         self.net, self.bf16, self.compiles = net, bf16, compile
-        self._modules, self._special = list(net.modules()), special_layers(modules_of(net.R))
         self._prepare()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
 
@@ -67,8 +66,8 @@ class CompiledNetwork:
             ConvergenceWarning: without `solution`, if samples did not converge, unless a kernel knows R or
                 `check_every` is 0.
         """
-        training = any([module.training for module in self._modules])  # noqa: C419 (faster)
-        if training or uses_batch_statistics(self.net.R, self._special):
+        training = any([module.training for module in self.net.modules()])  # noqa: C419 (faster)
+        if training or uses_batch_statistics(self.net.R):
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         net = self.net
         if self._made_for != (net.solver, net.tolerance, net.backward, net.start, net.coupled):

@@ -56,7 +56,7 @@ class Pass:
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
         self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
-        self.buffers = Buffers(R if known else watched(R), modules)
+        self.buffers = Buffers(R if known else watched(R), modules, special)
         recorded = evaluates_later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.remembered = Remembered(R, modules) if recorded else None
         self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`
