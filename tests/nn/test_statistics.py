@@ -149,6 +149,22 @@ def test_inside_functional_transforms(mode: str) -> None:
     assert int(net.R.norm.num_batches_tracked) == 0
 
 
+@pytest.mark.parametrize("mode", ["jfb", "implicit"])
+def test_a_norm_of_two_names_is_updated_by_every_pass(mode: str) -> None:
+    class Twice(NormR):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.norm
+
+        def forward(self, u: Tensor, v: Tensor) -> Tensor:
+            return 0.1 * torch.tanh(self.again(torch.sin(self.norm(self.linear(u))))) + v
+
+    net = network(Twice(), backward=MODES[mode])
+    for passes in (2, 4):  # each pass calls it twice
+        sum(net(normal(5, 4, seed=seed)).sum() for seed in (1, 2)).backward()
+        assert int(net.R.norm.num_batches_tracked) == 2 * passes
+
+
 def test_a_norm_without_statistics_stays_without_them() -> None:
     R = NormR()
     R.linear = nn.Sequential(R.linear, nn.BatchNorm1d(R.linear.out_features, track_running_stats=False).double())
