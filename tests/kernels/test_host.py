@@ -16,7 +16,17 @@ from torch import Tensor, nn
 import banach.kernels
 from banach.fast.iteration import Iteration
 from banach.fast.network import with_kernels
-from banach.kernels import LatentForm, describe, has_triton, host, latent_solve, residual_stack, stack, window
+from banach.kernels import (
+    AndersonMemory,
+    LatentForm,
+    describe,
+    has_triton,
+    host,
+    latent_solve,
+    residual_stack,
+    stack,
+    window,
+)
 from banach.kernels.latent import shared_memory, sizes_of, tiled
 from banach.models.blocks import LatentResNet
 from banach.models.paper import Block
@@ -86,6 +96,19 @@ def test_launches_of_fused_steps(device: Recorder, solver: Any, launches: dict[s
     found = Iteration(lambda u, v: u, solver, Tolerance(max_steps=4))(z, z)
     assert device.launches == launches
     assert found.steps.shape == (3,)
+
+
+def test_anderson_keeps_differences_in_bf16_under_its_autocast_alone() -> None:
+    def kinds(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        made = AndersonMemory.start(torch.zeros(2, 3), torch.zeros(2, dtype=dtype), 4)
+        return made.dR.dtype, made.dG.dtype, made.before.dtype
+
+    assert kinds(torch.float32) == (torch.float32,) * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kinds(torch.float32) == (torch.bfloat16, torch.bfloat16, torch.float32)
+        assert kinds(torch.float64) == (torch.float64,) * 3
+    with torch.autocast("cpu", torch.float16):
+        assert kinds(torch.float32) == (torch.float32,) * 3
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

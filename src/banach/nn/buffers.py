@@ -25,7 +25,7 @@ class Buffers:
         self.norms = _batch_norms(special, own)
         names = {id(part): name for name, part in own.items()}
         parts = [(norm, *item) for norm in self.norms for item in norm._buffers.items() if item[1] is not None]
-        self.places = [(norm, key, names[id(part)]) for norm, key, part in parts]
+        self.places = [(norm, key, names[id(part)]) for norm, key, part in parts]  # key in norm, name in R
         self.snapshot = {name: part.detach().clone() for name, part in own.items()}
         self.latest: Named | None = None
 

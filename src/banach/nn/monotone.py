@@ -250,7 +250,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 def inverse_of(M: Tensor) -> Tensor:
     """Return the inverse of every matrix of a batch (..., n, n), each with a positive definite Hermitian part.
 
-    In a capture by Gauss and Jordan, since the routines of LAPACK allocate memory. Such matrices need no pivoting.
+    In a capture by Gauss-Jordan elimination, since the routines of LAPACK allocate memory. Such matrices need no
+    pivoting.
     """
     if device_loop() is None:
         return torch.linalg.inv_ex(M).inverse
