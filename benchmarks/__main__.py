@@ -1,7 +1,5 @@
 """The runner: python -m benchmarks [cpu|gpu] [NAME ...] [--quick] [--out DIR] [--list]."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from importlib import import_module

@@ -5,8 +5,6 @@ rates. All start from the same network in training. Peers run as their users run
 fused Adam, compiled Q, R and S, and the evaluations of the loop in CUDA graphs (mode="reduce-overhead").
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager

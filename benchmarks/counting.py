@@ -1,7 +1,5 @@
 """Counting what PyTorch is asked to do: kernels, allocations, host syncs, bytes alive."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections import Counter
@@ -36,7 +34,7 @@ class Calls(TorchDispatchMode):
         self.syncs: Counter[str] = Counter()
         self._reads = _Reads(self)
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> "Calls":
         self._reads.__enter__()
         return super().__enter__()
 

@@ -5,8 +5,6 @@ precision of the point; the others use the fastest that met the tolerance. A job
 unless it failed at another commit.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterator

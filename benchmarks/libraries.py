@@ -4,8 +4,6 @@ TorchDEQ is called as its documentation says. Its solvers stop when the largest 
 below `tol`. An RMS tolerance becomes a Euclidean one by the square root of the latent's size.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import warnings

@@ -1,7 +1,5 @@
 """The maps that CPU benchmarks iterate: fixed points with a known contraction, from one fixed seed each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

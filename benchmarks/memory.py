@@ -5,8 +5,6 @@ tensor storage on a CPU, torch.cuda.max_memory_allocated on a GPU (--device cuda
 beyond weights and data. Result: results/memory.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

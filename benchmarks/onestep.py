@@ -5,8 +5,6 @@ thread, processor time, medians of paired ratios; both check for convergence at 
 results/onestep.json.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ two coupled resolutions, solved to a relative 1e-2 in the Euclidean norm. Monoto
 DEQs have solver, tolerance and gradient of their own recipes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,7 +37,7 @@ class Point:
     mean_steps: int | None = None  # end the warm-up when the mean sample takes so many steps
     data: str | None = None  # the data set of a rival of the paper's networks, which has its recipe's tolerance
 
-    def tiny(self) -> Point:
+    def tiny(self) -> "Point":
         """Return the point at a size for `--quick`. The CIFAR-10 network takes seconds per step on a CPU."""
         model = "digits" if self.model == "cifar10" else self.model
         small = replace(self, batch=2 if self.own else 4, max_steps=20, model=model, precision="fp32", warm_up=2)

@@ -5,8 +5,6 @@ before it starts; a process that arrives gives it up and waits for an exclusive 
 locks. Every process appends one line to a file of records.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What a benchmark is and what it returns: rows, targets, a table of at most 120 columns and one JSON file."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -27,7 +25,7 @@ class Figure:
     most: float
 
     @staticmethod
-    def of(values: Iterable[float]) -> Figure:
+    def of(values: Iterable[float]) -> "Figure":
         numbers = [float(value) for value in values]
         mean = sum(numbers) / len(numbers)
         squares = sum((number - mean) ** 2 for number in numbers)  # statistics.stdev refuses infinity

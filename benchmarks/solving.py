@@ -8,8 +8,6 @@ samples). compaction: with rates from .2 to .95 in one batch at least 90% of the
 at most 100 roundings, its steps by none (RMS 1e-4, 32 samples of 64). Results: a file of each name in results/.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ Everything is compiled and captured while other processes do the same. Steps are
 device before the time begins, augmented where the paper augments: for all contenders alike.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

@@ -7,8 +7,6 @@ A ratio to peers is taken against the fastest peer of any record, also of earlie
 range is that of the processes: the fastest of one against the slowest of the other.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

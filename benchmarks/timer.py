@@ -4,8 +4,6 @@ Ratios are taken within one run, never across runs. On a CPU the processor time 
 thread it equals the wall clock on an idle machine, and it leaves out other programs on a busy one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise

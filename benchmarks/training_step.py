@@ -8,8 +8,6 @@ Result: results/gpu/training-step.jsonl, one line per process, and a summary in 
 `--seconds N` ends the command in time. The next call goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 import time

@@ -7,8 +7,6 @@ The network is trained on MNIST where its files are found (BANACH_DATA, the cach
 scikit-learn's digits. onnxruntime-web, which runs it in the browser, comes from the npm registry.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import http.server
@@ -152,7 +150,7 @@ def register_network() -> None:
     from banach.models import register
     from banach.models.blocks import ConvPair, Image, LatentResNet, Parts
 
-    def parts(image: Image, classes: int) -> Parts:
+    def parts(image: "Image", classes: int) -> "Parts":
         channels, height, width = image
         linear = nn.Linear(16 * (height // 2) * (width // 2), classes)
         return Parts(

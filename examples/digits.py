@@ -5,8 +5,6 @@
 Ends with a table and the path of a plot. The test set is read once, at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

@@ -5,8 +5,6 @@
 Every curve is computed here, on a CPU, in a few seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

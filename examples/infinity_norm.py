@@ -6,8 +6,6 @@ whatever the data, and Picard's iteration needs at most log(tolerance) / log(bou
 python examples/infinity_norm.py
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 python examples/special_cases.py
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -13,8 +13,6 @@ What makes a transformer block fast as R:
 python examples/transformer_deq.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The command line: python -m reproduction STUDY | all | report | train | collect."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

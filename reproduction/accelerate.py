@@ -5,8 +5,6 @@ validation accuracy first reaches a level that all three trainings reach? The te
 trainings take the same code path, captured on a GPU; Picard with JFB() has a faster one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ The paper's check of its first Assumption, made on real images: after some epoch
 sigma_max(dT/du) and the observed rate of the iteration on 100 training images, in fp32 (see measure.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

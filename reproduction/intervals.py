@@ -1,7 +1,5 @@
 """Means with 95% intervals over runs, the four verdicts on a printed number, and claims as rows of a page."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable
@@ -21,7 +19,7 @@ class Interval:
     count: int
 
     @staticmethod
-    def of(values: Iterable[float]) -> Interval:
+    def of(values: Iterable[float]) -> "Interval":
         """Return the interval of independent values, of which there must be one at least."""
         numbers = [float(value) for value in values]
         if not numbers:
@@ -30,7 +28,7 @@ class Interval:
         error = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else math.nan
         return Interval(mean, _quantile(n - 1) * error, n)
 
-    def minus(self, other: Interval) -> Interval:
+    def minus(self, other: "Interval") -> "Interval":
         """Return the interval of the difference of two independent means, by Welch's degrees of freedom."""
         n, mean = min(self.count, other.count), self.mean - other.mean
         if n < 2:
@@ -77,7 +75,7 @@ class Claim:
     verdict: str = UNTESTED
 
     @staticmethod
-    def always(held: int, count: int, n: int) -> Claim:
+    def always(held: int, count: int, n: int) -> "Claim":
         """Return the claim that something holds in all cases over training: one counterexample refutes it."""
         verdict = REPRODUCED if held == count else NOT_REPRODUCED
         return Claim("always", f"{held:,} of {count:,}", n, "over training", verdict)

@@ -1,7 +1,5 @@
 """Training jobs: which network, on which data, with which settings and seed. The studies list theirs."""
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -39,7 +37,7 @@ class Job:
     solver: Solver | None = None
     backward: Mode | None = None
     evaluate_every: int = 1
-    after: Job | None = None
+    after: "Job | None" = None
 
     @property
     def released_augmentation(self) -> Augmentation | None:

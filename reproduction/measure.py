@@ -4,8 +4,6 @@ Clean: eval mode, clean images, at the tolerance of the settings. Released, as t
 mode (so dropout and batch statistics are on), batches of 400, on CIFAR-10 with augmented test images.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

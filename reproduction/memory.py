@@ -8,8 +8,6 @@ recording, then conjugate gradients on the normal equations to a relative 1e-3. 
 then one that is recorded. Memory beyond weights and data: max_memory_allocated on a GPU, live storage on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any

@@ -6,8 +6,6 @@ point. All orders take the same code path, captured on a GPU; JFB() itself has a
 with k > 0 evaluates T once more for its products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean

@@ -5,8 +5,6 @@ by a formatted one, `{STUDY.KEY.FIELD}` by a field of a value; `values` of a stu
 give the same bytes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ also trained by JFB, which their authors did not do. "exact" solves the adjoint 
 splitting, for the multiscale DEQ by Broyden's method as its authors did.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -12,8 +12,6 @@ newest checkpoint and all records: it is enough to go on. Snapshots that do not 
 JOB.snapshots-2.tar and so on, which need not travel back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile

@@ -13,8 +13,6 @@ It offers:
 stay numbers until a page shows them. With `options.quick` a study runs on digits, on a CPU, in seconds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

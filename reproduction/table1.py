@@ -7,8 +7,6 @@ together, whenever they were made. Runs with our own settings ("decayed") are ne
 jobs of the other implicit networks are in rivals.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

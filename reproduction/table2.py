@@ -7,8 +7,6 @@ differs in the backward mode only. Words in the names of rows: "pair", on all im
 pages/table2.md explains earlier rows, such as CG as released ("absolute"): they are records only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean

@@ -14,8 +14,6 @@ J is complete. M has the columns of one channel and some others: the eigenvalues
 between those of M'M (Cauchy), so its kappa is a lower bound, enough to show where the Assumption fails.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -84,12 +82,12 @@ class Cases:
     held: tuple[bool, ...] = ()
 
     @staticmethod
-    def of(values: Iterable[float], holds: Callable[[float], bool]) -> Cases:
+    def of(values: Iterable[float], holds: Callable[[float], bool]) -> "Cases":
         """Return the cases of values; `holds` judges one of them."""
         known = tuple(x for x in values if not math.isnan(x))
         return Cases(known, tuple(map(holds, known)))
 
-    def __add__(self, other: Cases) -> Cases:
+    def __add__(self, other: "Cases") -> "Cases":
         return Cases(self.values + other.values, self.held + other.held)
 
 

@@ -5,8 +5,6 @@ The toy example (section "Why implicit networks" and the last appendix): T(y) = 
 in float64. The paper trains nothing on this example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A run stops at the end of an epoch, with a checkpoint, before the next epoch wou
 resumed run is the same bit by bit. On a GPU it is statistically the same: kernels add in another order.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 import warnings

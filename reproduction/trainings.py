@@ -4,8 +4,6 @@ results/reproduction/trainings.jsonl holds one line per run; the runs of table2 
 names. Lines hold everything that a run recorded, except weights. A run in work has no `final` yet.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

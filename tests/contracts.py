@@ -4,8 +4,6 @@
 from the definition, in float64.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

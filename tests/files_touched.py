@@ -6,8 +6,6 @@
 `gpu`: the first captured step of the digits network on a GPU, with the kernel that knows its R.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """python tests/leaks.py [--steps N] [--out FILE]: memory growth of training steps by mode, on Linux."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import ctypes

@@ -4,8 +4,6 @@ Every function returns a `Problem`: T(z, *inputs), a start, the inputs (one row 
 can be cut), and the fixed point, or None where there is none. All are seeded, so a test sees the same problem.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,7 +29,7 @@ class Problem:
         """T as a closure over its inputs."""
         return self.T(z, *self.inputs)
 
-    def samples(self, *index: int) -> Problem:
+    def samples(self, *index: int) -> "Problem":
         """The same problem for these samples alone."""
         rows = torch.tensor(index)
         solution = None if self.solution is None else select(self.solution, rows)

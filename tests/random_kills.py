@@ -1,7 +1,5 @@
 """python tests/random_kills.py [--kills N] [--out FILE]: kill training runs at random moments and resume them."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

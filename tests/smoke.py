@@ -1,7 +1,5 @@
 """Use an installed banach as a new user would: run by `make package` in a fresh environment, outside the tree."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The runner and every CPU benchmark at its quick size: structure, instruments, claims that are not timings."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

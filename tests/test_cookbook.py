@@ -1,7 +1,5 @@
 """The recipes: each runs in its quick form and draws its figure, and keeps what it promises."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

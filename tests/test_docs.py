@@ -1,7 +1,5 @@
 """The pages: their Python blocks run, the reference holds every public name, the site builds without warnings."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

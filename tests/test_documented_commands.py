@@ -1,7 +1,5 @@
 """Every `banach` command in the documents and in --help runs, at a tiny size; every make target exists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Long and parallel use: training steps leave nothing behind, and threads compute what a serial program does."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

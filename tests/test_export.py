@@ -1,7 +1,5 @@
 """Exported networks: the files give the answers and step counts of the network, and run without banach."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

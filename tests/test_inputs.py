@@ -1,7 +1,5 @@
 """Several inputs: net(tokens, mask) calls Q(tokens, mask), in training, prediction and measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a latent is: nests, rows and back, layouts, types, and what is refused."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What is imported when: names at first use, no torch for --version and --help, no kernels for a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Where a number comes from: the commit against git, values as JSON, files that are whole or old."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The training-step benchmark, tiny on a CPU: contenders, studies, jobs, processes, summaries."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -8,8 +8,6 @@ specific to it, though: replace `cost` by any smooth cost and dynamics.
     python -m examples.cookbook.control
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 from examples.cookbook.recipe import BLUE, GRAY, GREEN, ORANGE, main, train

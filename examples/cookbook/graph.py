@@ -6,8 +6,6 @@ one equation, so `coupled=True`: the whole graph stops at once.
     python -m examples.cookbook.graph
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import matplotlib.pyplot as plt

@@ -7,8 +7,6 @@ network.
     python -m examples.cookbook.inverse
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 from examples.cookbook.recipe import BLUE, GRAY, GREEN, ORANGE, main, train

@@ -7,8 +7,6 @@ so that the iteration has a fixed point in training mode as well.
     python -m examples.cookbook.masked_transformer
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F

@@ -6,8 +6,6 @@ restores a blurred, noisy frame: a gradient step on the data, then a little smoo
     python -m examples.cookbook.moving_scene
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 from examples.cookbook.recipe import BLUE, GREEN, ORANGE, main

@@ -5,8 +5,6 @@ The latent is a dict of tensors. `solve` treats it as one vector per sample: one
     python -m examples.cookbook.multiscale
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import matplotlib.pyplot as plt

@@ -9,8 +9,6 @@ constraints. With P = I and q = -y the same layer projects y onto the polygon A 
     python -m examples.cookbook.quadratic_program
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 from examples.cookbook.recipe import BLUE, GREEN, ORANGE, main

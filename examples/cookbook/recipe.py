@@ -1,7 +1,5 @@
 """What every recipe shares: its command line, its figure, a plain training loop."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterable

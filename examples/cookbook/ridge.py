@@ -6,8 +6,6 @@ is w. `Implicit` gives d(validation loss)/d(lambda), which is compared with the 
     python -m examples.cookbook.ridge
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 from examples.cookbook.recipe import BLUE, ORANGE, main

@@ -7,8 +7,6 @@ Jacobian, which cost about the same; a costlier gradient so takes fewer training
     python -m examples.cookbook.sudoku
 """
 
-from __future__ import annotations
-
 import itertools
 
 import matplotlib.pyplot as plt

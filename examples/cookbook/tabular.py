@@ -5,8 +5,6 @@ R(u, v) = tanh(W u + v) with |W| <= 0.9 converges from every start. Each sample 
     python -m examples.cookbook.tabular
 """
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 from examples.cookbook.recipe import BLUE, ORANGE, main, train

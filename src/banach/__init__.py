@@ -37,36 +37,11 @@ __version__ = "0.1.0"
 
 # Not `nn` and `diagnose`: a star import must not replace torch's nn.
 __all__ = [
-    "GMRES",
-    "JFB",
-    "RMS",
-    "AdjointWarning",
-    "Anderson",
-    "Broyden",
-    "ContractionMonitor",
-    "ContractionWarning",
-    "ConvergenceWarning",
-    "Euclidean",
-    "Implicit",
-    "ImplicitNetwork",
-    "Mode",
-    "Neumann",
-    "NormalCG",
-    "NotConverged",
-    "Picard",
-    "Solution",
-    "Solver",
-    "Status",
-    "Tolerance",
-    "Unroll",
-    "WorstPixel",
-    "compile",
-    "contraction_factor",
-    "descent_check",
-    "export",
-    "fixed_point",
-    "solve",
-]
+    "GMRES", "JFB", "RMS", "AdjointWarning", "Anderson", "Broyden", "ContractionMonitor", "ContractionWarning",
+    "ConvergenceWarning", "Euclidean", "Implicit", "ImplicitNetwork", "Mode", "Neumann", "NormalCG",
+    "NotConverged", "Picard", "Solution", "Solver", "Status", "Tolerance", "Unroll", "WorstPixel", "compile",
+    "contraction_factor", "descent_check", "export", "fixed_point", "solve",
+]  # fmt: skip
 
 _ROOMS = {
     "backward": ("GMRES", "JFB", "Implicit", "Mode", "Neumann", "NormalCG", "Unroll"),

@@ -1,7 +1,5 @@
 """Checks of arguments that several rooms share: counts, numbers, names."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Iterable

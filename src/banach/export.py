@@ -1,7 +1,5 @@
 """export(): a network as one file for onnxruntime or PyTorch, which runs without banach, and its model card."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io

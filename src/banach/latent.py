@@ -5,8 +5,6 @@ For one tensor both ways are views, in the order the memory already has (so chan
 for a nest the way there is one concatenation, and the way back copies images, which then have no gaps in memory.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import OrderedDict
@@ -119,7 +117,7 @@ class Space:
         object.__setattr__(self, "is_matrix", one and len(self.shapes[0]) == 2 and self.dtype not in _SHORT)
 
     @staticmethod
-    def of(z0: Latent, *, coupled: bool = False) -> Space:
+    def of(z0: Latent, *, coupled: bool = False) -> "Space":
         if isinstance(z0, Tensor):
             device = z0.device
             autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)  # meta tensors have none
@@ -194,7 +192,7 @@ class Space:
 
         return list(map(one, self.shapes, self.last))
 
-    def resized(self, batch: int) -> Space:
+    def resized(self, batch: int) -> "Space":
         """Return the same layout with another number of samples."""
         return replace(self, shapes=tuple((batch, *shape[1:]) for shape in self.shapes))
 

@@ -1,7 +1,5 @@
 """fixed_point() and ImplicitNetwork: Q, then solve, then attach, then S."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

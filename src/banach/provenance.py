@@ -1,7 +1,5 @@
 """Where a number comes from: the machine, versions, commit and settings; and JSON files."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """What every backward mode must pass, on every map: gradients against dense algebra, and good manners."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

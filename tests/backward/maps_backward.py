@@ -4,8 +4,6 @@ A `Case` is T(z, *inputs) with every tensor that should get a gradient (closed o
 matrices treat the whole batch as one vector, so a map that mixes samples needs no other formula.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Linear systems (I - J') w = g of every temper, put to Implicit through an affine map, and solved densely."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The linear solvers of Implicit: hard systems against dense solves, and a w that is never worse than g."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

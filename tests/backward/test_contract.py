@@ -1,7 +1,5 @@
 """Every mode on every map: the contract; corners, maps that are awkward to differentiate, and bad options."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

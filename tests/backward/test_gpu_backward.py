@@ -1,7 +1,5 @@
 """On a GPU: the same gradients, no question to the host at a fixed depth, and passes that can be captured."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

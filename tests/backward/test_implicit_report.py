@@ -1,7 +1,5 @@
 """What Implicit tells: true products, residuals and statuses; one warning, and none for a bad cotangent."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """What the backward pass evaluates is R as it was in the forward pass: its weights, its mode, its attention."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Short types and autocast: the products are in T's type, the algebra between them in at least float32."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Second derivatives: the surrogate's for the plain modes; of Implicit refused, or with order=2 exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

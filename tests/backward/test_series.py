@@ -1,7 +1,5 @@
 """What modes cost in evaluations and memory, tangents without grad mode, checkpoints inside and around."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward

@@ -1,7 +1,5 @@
 """torch.func through Implicit, against dense algebra: jvp, vjp, jacrev, jacfwd, and gradients per sample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

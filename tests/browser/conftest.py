@@ -5,8 +5,6 @@ need a driver whose version matches the browser. A test calls `visit(url)` or `v
 returns. An error on the console or a request that leaves this machine fails the test at its end.
 """
 
-from __future__ import annotations
-
 import functools
 import http.server
 import io

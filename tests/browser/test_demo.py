@@ -1,7 +1,5 @@
 """The live page in Chromium: a drawn digit is read, every control does what it says, the solvers are banach's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

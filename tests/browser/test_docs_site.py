@@ -1,7 +1,5 @@
 """The docs site in Chromium: the front page, a recipe and a page of the reference are shown as they should be."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The page of `banach report` in Chromium: drawn completely, readable in both themes and on a phone, local."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`banach report`: the page says what the run wrote and what diagnose measures, and loads nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

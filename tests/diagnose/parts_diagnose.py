@@ -1,7 +1,5 @@
 """Small networks in float64, dense references, and a guard that nothing was changed by measuring."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """contraction_factor against dense singular values, in every corner a latent has."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

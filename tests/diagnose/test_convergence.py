@@ -1,7 +1,5 @@
 """The observed rate, of known traces and of iterations that diverge; Banach's bound against the true error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """descent_check against gradients that a plain recorded loop gives."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The monitor warns with the figures, once, and leaves the run alone; the verdict says what they mean."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

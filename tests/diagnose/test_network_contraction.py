@@ -1,7 +1,5 @@
 """measure_contraction on networks, against dense Jacobians; measuring changes no weight, buffer, number or run."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A simulated GPU, on which graphs and kernels run eagerly in plain torch; and a small network with its images."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace

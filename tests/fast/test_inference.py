@@ -1,7 +1,5 @@
 """compile(net) answers as the network does, sample by sample, also where samples diverge; what it refuses."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

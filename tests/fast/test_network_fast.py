@@ -1,7 +1,5 @@
 """A network that can be captured gives what the network itself gives, with the same number of steps."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

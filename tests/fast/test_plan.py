@@ -1,7 +1,5 @@
 """A plan says what runs and why not something faster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

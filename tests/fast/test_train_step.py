@@ -1,7 +1,5 @@
 """TrainStep without a GPU: as it falls back, and what it refuses, with programs that run in place of graphs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

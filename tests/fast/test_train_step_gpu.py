@@ -1,7 +1,5 @@
 """On a GPU: captured steps against eager ones, in fp32 and bf16; what cannot be captured does no harm."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

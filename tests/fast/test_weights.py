@@ -1,7 +1,5 @@
 """Other weights and layers compute the same: bf16 weights, fused blocks, window convolutions, channels_last."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """python -m fuzz [--cases N] [--out FILE]: fuzz every reader of files; write results/fuzz.json."""
 
-from __future__ import annotations
-
 import argparse
 import resource
 import sys

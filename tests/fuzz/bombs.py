@@ -1,7 +1,5 @@
 """Small files that ask for much memory, and the reader that must refuse each."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import struct

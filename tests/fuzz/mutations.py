@@ -1,7 +1,5 @@
 """Hypothesis strategies: damaged copies of good files, and settings files that were never good."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import fields

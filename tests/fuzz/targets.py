@@ -4,8 +4,6 @@ A target reads bytes and returns; or it refuses them, by the one type of error t
 sentence. Anything else is a bug.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle

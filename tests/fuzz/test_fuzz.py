@@ -1,7 +1,5 @@
 """Damaged and hostile files: read, or refused in one sentence. `make fuzz` runs 100,000 cases."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

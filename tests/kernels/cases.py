@@ -1,7 +1,5 @@
 """Maps R, stacks and convolutions of the paper's networks, and what plain PyTorch computes from them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A separate program, since the interpreter is chosen before Triton is imported. I
 the other, and programs that wait for each other would wait for ever. So `Together` makes each of them a process.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

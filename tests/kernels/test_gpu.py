@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU, at the sizes they were made for: against float64, in graphs, on two streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Host code of the kernels without Triton: launches, refusals, tiles, masks."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Memory against depth: what autograd keeps is counted by hand, and the study must find it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Records, intervals and verdicts, tables and placeholders of pages."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The test protocol of the released code, against a plain loop."""
 
-from __future__ import annotations
-
 import copy
 import math
 import weakref

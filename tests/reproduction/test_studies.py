@@ -1,7 +1,5 @@
 """Studies of trainings, their values by hand, and the report."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from pathlib import Path

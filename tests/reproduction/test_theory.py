@@ -1,7 +1,5 @@
 """The theory study: its matrices and perturbations by other routes, its verdicts, and the quick run."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

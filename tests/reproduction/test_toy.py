@@ -1,7 +1,5 @@
 """The toy example y = d + y^5: its mathematics by other routes, and the quick study."""
 
-from __future__ import annotations
-
 from math import comb
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of `python -m reproduction train`: stop in time, resume, pack, records, errors. On digits, on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Bad input: one sentence each, saying what was got, what was expected, what to do."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Who is in the batch: freezing, leaving it, coupled samples, one sample, none, and latents without a width."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """problems x solvers x dtypes x batch sizes: every solver keeps the contract on every fixed point we know."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step costs beside T: kernels, allocations of the latent, host syncs; compile, export, torch.func."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NaN, overflow, divergence: reported for the samples that have them, the best iterate kept, others untouched."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

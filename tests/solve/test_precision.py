@@ -1,7 +1,5 @@
 """Types and memory: what T is given, what a solver works in and keeps, what comes back; TF32's rounding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """On a GPU: nothing is asked of the host between checks, one round trip at each, a fixed depth can be captured."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What each solver is for: damping, acceleration, safeguards, and a memory that does not grow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Picard's short loops against the general one, which `record=True` asks for: same numbers, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """STALLED: the exact condition, on scripted residuals, and the cases it is meant for."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When a sample stops: the norms, the test, the steps and the budget; what `throw` says."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """stride(), which Picard takes on a GPU: the same answers as the loop that checks every step. Here on a CPU."""
 
-from __future__ import annotations
-
 import math
 from importlib import import_module
 from typing import Any

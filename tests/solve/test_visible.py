@@ -1,7 +1,5 @@
 """Failure is visible: Solution, `throw=True` and the first warning agree; no wrong answer is marked converged."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

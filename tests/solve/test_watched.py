@@ -1,7 +1,5 @@
 """A solve is the same, bit by bit, whether the host or the device keeps the numbers, and in a captured loop."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 from typing import Any

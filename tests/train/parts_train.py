@@ -1,7 +1,5 @@
 """Small data and networks to train in a second."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

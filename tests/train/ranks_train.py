@@ -1,7 +1,5 @@
 """What each of several gloo processes does in the tests of distributed training."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

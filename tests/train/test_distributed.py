@@ -1,7 +1,5 @@
 """Several ranks train what one process trains: same gradients, same curve, one run directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Training that diverges: it stops, skips or rewinds, eager and captured, and the last good checkpoint stays."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

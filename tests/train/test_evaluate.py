@@ -1,7 +1,5 @@
 """evaluate() and Scorer: the same figures by the network itself and by graphs, on a simulated GPU."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from contextlib import nullcontext

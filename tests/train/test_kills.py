@@ -4,8 +4,6 @@ As a script, `test_kills.py FOLDER FIRST STRIDE`, it kills a short run at every 
 it, compares, and prints JSON: how many operations there are, and after which one it went wrong.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

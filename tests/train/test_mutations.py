@@ -1,7 +1,5 @@
 """Damaged and forged checkpoints are refused in one sentence or recovered; they never change the weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

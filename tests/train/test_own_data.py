@@ -3,8 +3,6 @@
 As a script, `test_own_data.py KIND RUN STEP`, it begins a run and is killed at that step.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

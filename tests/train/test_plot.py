@@ -1,7 +1,5 @@
 """Plots and TensorBoard show the figures of the epochs; plots are written completely or not at all."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

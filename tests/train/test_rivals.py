@@ -1,7 +1,5 @@
 """Recipes of the rivals, and what `fit` does for them: pixels in [0, 1], pretraining, tuning, evaluations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings: recipe, then file, then flags; the words they are written in; what is refused; to a file and back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The linear problem of `Implicit` at z*: (I - J') w = g by the chosen method, safeguarded and reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,7 +33,7 @@ _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 class Problem:
     """Everything the backward pass needs: it solves for w at z*, whatever the cotangent."""
 
-    mode: Implicit
+    mode: "Implicit"
     T: Map
     z_star: Latent
     inputs: tuple[Any, ...]
@@ -79,7 +77,7 @@ class Problem:
             self._tell(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
 
-    def _iterate(self, equation: Adjoint, method: Solver) -> Tensor:
+    def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""
         limits, kind = self.tolerance, self.space.device.type
         # The loop has one tolerance for all rows, so every row is measured in units of its own threshold. One of
@@ -101,7 +99,7 @@ class Problem:
         with torch.autocast(kind, dtype=self.computed_in) if short else nullcontext():
             return solve(step, equation.g, method, tolerance=tolerance).value
 
-    def _tell(self, equation: Adjoint, w: Tensor, finite: Tensor) -> None:
+    def _tell(self, equation: "Adjoint", w: Tensor, finite: Tensor) -> None:
         """Report how the equation was solved, and warn where that is short of the tolerance."""
         ends = list(zip(to_numpy(finite).tolist(), equation.ends(w), strict=True))
         if self.mode.report is not None:
@@ -117,7 +115,7 @@ class Problem:
             text = f"the adjoint equation missed its tolerance: {self._advice(missed, equation)}"
             warn_user(text, AdjointWarning)
 
-    def _advice(self, missed: Sequence[Status], equation: Adjoint) -> str:
+    def _advice(self, missed: Sequence[Status], equation: "Adjoint") -> str:
         """Constant for every cause, so that Python shows each warning once."""
         if set(missed) == {Status.STALLED}:
             return "the rounding of T allows no better, so loosen rtol or compute T in higher precision"

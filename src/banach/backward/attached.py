@@ -1,7 +1,5 @@
 """The autograd Functions of `Implicit`: the derivative (I - J)^-1, forwards and backwards, under vmap too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The exact gradient, by the implicit function theorem."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

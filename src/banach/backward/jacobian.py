@@ -1,7 +1,5 @@
 """Products with the Jacobian of T at one point, and with its transpose, counted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

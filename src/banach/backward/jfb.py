@@ -1,7 +1,5 @@
 """Jacobian-Free Backpropagation: the gradient of one evaluation at the fixed point."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

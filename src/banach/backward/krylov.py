@@ -1,7 +1,5 @@
 """Batched matrix-free solvers for the adjoint equation (I - J') w = g, one system per row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast

@@ -1,7 +1,5 @@
 """The one method a backward mode has, and what several modes ask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

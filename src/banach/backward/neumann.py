@@ -1,7 +1,5 @@
 """The truncated Neumann series."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inside of torch.func: the axes of vmap as plain axes, and tensors of a transform that is not running."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,7 +35,7 @@ class Axes:
     sizes: tuple[int, ...] = ()
 
     @staticmethod
-    def of(tensors: Iterable[Tensor]) -> Axes:
+    def of(tensors: Iterable[Tensor]) -> "Axes":
         found: dict[int, int] = {}
         for wrapper in _wrappers(tensors):
             if is_batchedtensor(wrapper):
@@ -87,7 +85,7 @@ _ENDED = -2  # torch's number for a transform that has ended
 
 
 @contextmanager
-def present(tensors: Iterable[Tensor]) -> Iterator[Present]:
+def present(tensors: Iterable[Tensor]) -> "Iterator[Present]":
     """Let T be evaluated although these, and what it closes over, may be of transforms that are not running now.
 
     The derivative of an outer transform is computed while an inner one is set aside, or after it has ended: what T

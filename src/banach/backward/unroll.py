@@ -1,7 +1,5 @@
 """Backpropagation through a few more steps from the fixed point: the phantom gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -11,23 +11,6 @@ for _dataset in (DIGITS, MNIST, CIFAR10, SVHN):
     register(_dataset)
 
 __all__ = [
-    "SPLITS",
-    "Affine",
-    "Arrays",
-    "Augmentation",
-    "Batches",
-    "Chain",
-    "Crop",
-    "DataError",
-    "DataSet",
-    "Erase",
-    "Flip",
-    "Images",
-    "cache_dir",
-    "fetch",
-    "get",
-    "load",
-    "names",
-    "paper_cifar10",
-    "register",
-]
+    "SPLITS", "Affine", "Arrays", "Augmentation", "Batches", "Chain", "Crop", "DataError", "DataSet", "Erase",
+    "Flip", "Images", "cache_dir", "fetch", "get", "load", "names", "paper_cifar10", "register",
+]  # fmt: skip

@@ -19,21 +19,7 @@ from banach.diagnose.monitor import (
 from banach.solve import mixes_samples
 
 __all__ = [
-    "Agreement",
-    "Contraction",
-    "ContractionMonitor",
-    "ContractionReading",
-    "ContractionWarning",
-    "Descent",
-    "NetworkMap",
-    "contraction_factor",
-    "descent_check",
-    "descent_checks",
-    "error_bound",
-    "measure_contraction",
-    "mixes_samples",
-    "network_map",
-    "observed_rate",
-    "suggested_order",
-    "verdict",
-]
+    "Agreement", "Contraction", "ContractionMonitor", "ContractionReading", "ContractionWarning", "Descent",
+    "NetworkMap", "contraction_factor", "descent_check", "descent_checks", "error_bound", "measure_contraction",
+    "mixes_samples", "network_map", "observed_rate", "suggested_order", "verdict",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """Does T contract? The largest singular value of J, the observed rate, and the error bound that follows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How good is the cheap gradient? Its cosine and norm ratio against the exact one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

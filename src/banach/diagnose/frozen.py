@@ -1,7 +1,5 @@
 """The map of a network, and its parts as functions that leave weights, buffers and random numbers as they were."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the measurements mean, in a sentence, and a monitor that warns during training and never edits weights."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import dataclass

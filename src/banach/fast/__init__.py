@@ -7,15 +7,6 @@ from banach.fast.plan import Choice, Plan, plan
 from banach.fast.step import Extras, TrainStep
 
 __all__ = [
-    "Choice",
-    "CompiledNetwork",
-    "Extras",
-    "FastNetwork",
-    "Plan",
-    "TrainStep",
-    "align_state",
-    "channels_last",
-    "compile",
-    "plan",
-    "unchanged",
-]
+    "Choice", "CompiledNetwork", "Extras", "FastNetwork", "Plan", "TrainStep", "align_state", "channels_last",
+    "compile", "plan", "unchanged",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """CUDA graphs: warm up a program, capture it, replay it. The one capture layer."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import warnings
@@ -16,7 +14,7 @@ from banach.fast.while_node import WhileNode
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once
 
-_BROKEN: list[Recording] = []  # captures that failed: the allocator may still point to them
+_BROKEN: "list[Recording]" = []  # captures that failed: the allocator may still point to them
 WARM_UPS = 2  # runs before a capture: they create handles, plans, optimizer state and compiled kernels
 # Backward passes run in this thread: a loop in one of them ends a capture, which its own thread must do.
 _in_this_thread = functools.partial(torch.autograd.set_multithreading_enabled, False)
@@ -40,7 +38,7 @@ class Graphs:
         finally:  # the caller may now restore what it changed
             torch.cuda.current_stream(self.device).wait_stream(self.side)
 
-    def capture(self, program: Callable[[], None]) -> Recording:
+    def capture(self, program: Callable[[], None]) -> "Recording":
         """Record the kernels that the program launches, without running them."""
         recording, stream = Recording(self.pool), torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
@@ -56,7 +54,7 @@ class Graphs:
             raise
         return recording
 
-    def _clean_up(self, recording: Recording) -> None:
+    def _clean_up(self, recording: "Recording") -> None:
         """Reset allocator and generator after a failed capture. Errors here cannot be repaired, so they pass."""
         _BROKEN.append(recording)
         with suppress(RuntimeError), torch.cuda.stream(self.stream):

@@ -1,7 +1,5 @@
 """compile(net): the same network for prediction; on a GPU Q, the iteration and S are captured as CUDA graphs."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Iteration: Picard or Anderson by fused kernels. It stops by itself and drops samples that have converged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +37,7 @@ class Samples:
     memory: Any = None  # what Anderson's kernels remember
 
     @staticmethod
-    def start(z: Latent, v: Latent, samples: int, solver: Picard | Anderson) -> Samples:
+    def start(z: Latent, v: Latent, samples: int, solver: Picard | Anderson) -> "Samples":
         first = leaves(z)[0]
         kind = torch.float64 if first.dtype == torch.float64 else torch.float32
         numbers = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
@@ -52,12 +50,12 @@ class Samples:
             memory = AndersonMemory.start(z, numbers[0], solver.memory)
         return Samples(z, v, None, active, numbers[0], numbers[1], numbers[2], counts[0], counts[1], memory)
 
-    def late(self, count: int) -> Samples:
+    def late(self, count: int) -> "Samples":
         """Return copies of so many samples, those that are active among them."""
         index = self.active.sort(descending=True).indices[:count]
         return replace(self, z=select(self.z, index), v=select(self.v, index), index=index)
 
-    def put(self, part: Samples) -> None:
+    def put(self, part: "Samples") -> None:
         """Write the iterates of a part of the batch back."""
         assert part.index is not None
         for mine, other in zip(leaves(self.z), leaves(part.z), strict=True):

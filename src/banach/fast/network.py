@@ -1,7 +1,5 @@
 """FastNetwork: Q, R and S with the layers of the plan, called one by one without a host sync; memory formats."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -200,7 +198,7 @@ class FusedStack(nn.Module):
 
         return residual_stack(self.blocks, x)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FusedStack:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedStack":
         return FusedStack(self.blocks)
 
 

@@ -1,7 +1,5 @@
 """plan(): decide how a network runs, and say why not faster. The only place that decides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TrainStep: forward, loss, backward and optimizer as one step, captured as CUDA graphs where the plan allows."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ The test is a small kernel that sets the condition of the node. PyTorch has no A
 by `cuda.bindings`, and the kernel is compiled by NVRTC. Both come with the CUDA wheels of PyTorch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import glob
@@ -56,7 +54,7 @@ def missing() -> str:
 class WhileNode:
     """Run `parts` one after the other while more than `stop_at` samples are active and steps are left."""
 
-    parts: list[torch.cuda.CUDAGraph | WhileNode]  # captured with keep_graph=True
+    parts: "list[torch.cuda.CUDAGraph | WhileNode]"  # captured with keep_graph=True
     active: Tensor  # (samples,) of bool, contiguous; the parts write to it
     steps: Tensor  # int32 without axes: how many steps were taken; each run of the parts adds `cycle`
     cycle: int

@@ -7,14 +7,6 @@ from banach.kernels.steps import AndersonMemory, anderson_step, picard_step
 from banach.kernels.window import conv2d
 
 __all__ = [
-    "AndersonMemory",
-    "LatentForm",
-    "anderson_step",
-    "conv2d",
-    "declares",
-    "describe",
-    "has_triton",
-    "latent_solve",
-    "picard_step",
-    "residual_stack",
-]
+    "AndersonMemory", "LatentForm", "anderson_step", "conv2d", "declares", "describe", "has_triton",
+    "latent_solve", "picard_step", "residual_stack",
+]  # fmt: skip

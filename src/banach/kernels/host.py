@@ -1,7 +1,5 @@
 """What the host code of the kernels shares: known blocks as tensors, constants of a launch, a second stream."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 from collections import deque

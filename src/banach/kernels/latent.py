@@ -3,8 +3,6 @@
 The device code is in `latent_kernel.py`; the reference is `banach.solve`. No host sync happens here.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, replace

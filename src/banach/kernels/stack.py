@@ -11,8 +11,6 @@ the normalised tensor is never written. The device code is in `stack_kernel.py`;
 host sync happens here, so a whole step can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,12 +52,12 @@ class Layout:
     march: bool = False  # down the columns of the images, reading each row once
 
     @staticmethod
-    def of(channels: int) -> Layout:
+    def of(channels: int) -> "Layout":
         """Return the sizes that follow from the number of channels."""
         pitch = host.ceil_div(channels + ONES, 8) * 8
         return Layout(channels, pitch, max(16, host.power_of_two(pitch)), host.power_of_two(3 * pitch))
 
-    def tiled(self, name: str, height: int = 0, width: int = 0) -> Layout:
+    def tiled(self, name: str, height: int = 0, width: int = 0) -> "Layout":
         """Return the same with a tile of TILES, for images of a size."""
         return replace(self, height=height, width=width, **TILES[name])
 
@@ -92,7 +90,7 @@ class Stack:
     channels_last: bool  # gradients of the weights
 
     @staticmethod
-    def of(blocks: Sequence[Any], scale: float) -> Stack:
+    def of(blocks: Sequence[Any], scale: float) -> "Stack":
         """Copy the weights of the blocks, and their running statistics in eval mode."""
         parameters, known, norm = _parameters(blocks), host.running_statistics(blocks), blocks[0].norm
         layout = Layout.of(blocks[0].conv1.in_channels)

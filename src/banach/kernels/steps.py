@@ -3,8 +3,6 @@
 The references are `banach.Picard` and `banach.Anderson`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ class AndersonMemory:
     moves: Tensor  # (samples,) of bool: whether the sample moves in this step
 
     @staticmethod
-    def start(z: Tensor, residual: Tensor, memory: int) -> AndersonMemory:
+    def start(z: Tensor, residual: Tensor, memory: int) -> "AndersonMemory":
         count, width, like, kind = len(z), z[:1].numel(), residual, z.device.type
         in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
         differs = torch.bfloat16 if in_bf16 and like.dtype == torch.float32 else like.dtype

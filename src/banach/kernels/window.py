@@ -3,8 +3,6 @@
 The device code is in `window_kernel.py`; the reference is `F.conv2d`. No host sync happens here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +44,7 @@ class Window:
     columns: int = 0
     one_place: bool = False  # a chunk holds channels of one place of the window
 
-    def sized(self, rows: int) -> Window:
+    def sized(self, rows: int) -> "Window":
         """Return the constants of a launch with tiles of `rows` pixels."""
         return replace(
             self,
@@ -56,13 +54,13 @@ class Window:
             one_place=self.channels_in % self.depth == 0,
         )
 
-    def reading(self, weight: Tensor) -> Window:
+    def reading(self, weight: Tensor) -> "Window":
         """Return the same for weights with the strides of `weight`."""
         out, into, row, column = weight.stride()
         return replace(self, w_stride_out=out, w_stride_in=into, w_stride_row=row, w_stride_column=column)
 
     @property
-    def back(self) -> Window:
+    def back(self) -> "Window":
         """The gradient of the input, as a convolution."""
         return replace(
             self, channels_in=self.channels_out, channels_out=self.channels_in, height=self.rows_out,
@@ -71,7 +69,7 @@ class Window:
         )  # fmt: skip
 
     @property
-    def even(self) -> Window:
+    def even(self) -> "Window":
         """The same with chunks of at most one place each, if the channels allow it."""
         even = self.channels_in & -self.channels_in
         return replace(self, depth=min(even, 64)) if even >= 16 else self

@@ -12,24 +12,7 @@ from banach.solve.tolerance import RMS, Euclidean, Norm, Tolerance, WorstPixel
 from banach.solve.warning import AdjointWarning, ConvergenceWarning
 
 __all__ = [
-    "RMS",
-    "AdjointWarning",
-    "Anderson",
-    "Broyden",
-    "ConvergenceWarning",
-    "Euclidean",
-    "Fault",
-    "Map",
-    "Memory",
-    "Norm",
-    "NotConverged",
-    "Picard",
-    "Point",
-    "Solution",
-    "Solver",
-    "Status",
-    "Tolerance",
-    "WorstPixel",
-    "mixes_samples",
-    "solve",
-]
+    "RMS", "AdjointWarning", "Anderson", "Broyden", "ConvergenceWarning", "Euclidean", "Fault", "Map", "Memory",
+    "Norm", "NotConverged", "Picard", "Point", "Solution", "Solver", "Status", "Tolerance", "WorstPixel",
+    "mixes_samples", "solve",
+]  # fmt: skip

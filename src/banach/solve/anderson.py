@@ -1,7 +1,5 @@
 """Anderson acceleration, per sample, safeguarded."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Broyden's good method with a bounded memory, per sample, safeguarded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

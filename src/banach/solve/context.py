@@ -1,7 +1,5 @@
 """What surrounds a solve: grad mode, forward mode, autocast, torch.func, Dynamo, a capture; rounding of T."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Iterator

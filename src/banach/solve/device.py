@@ -1,7 +1,5 @@
 """Solves whose end the device decides: captured ones, whose loops are while nodes, and exported ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """solve(): the one loop that evaluates T, whatever the solver. `run.py` has its step and its host check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Picard's iteration, plain or damped (Krasnoselskii-Mann)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """One solve: what stays the same from step to step, the step, the host check, and the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast

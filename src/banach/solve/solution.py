@@ -1,7 +1,5 @@
 """What a solve found: the value, how far it got, and why each sample stopped."""
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from collections.abc import Callable
@@ -34,11 +32,11 @@ DEFERRED = ("residual", "converged", "steps", "stalled", "nonfinite", "diverged"
 class NotConverged(RuntimeError):
     """Raised by `throw=True` if a sample did not converge; `solution` holds what was found."""
 
-    def __init__(self, solution: Solution) -> None:
+    def __init__(self, solution: "Solution") -> None:
         super().__init__(solution.summary())
         self.solution = solution
 
-    def __reduce__(self) -> tuple[type[NotConverged], tuple[Solution]]:
+    def __reduce__(self) -> "tuple[type[NotConverged], tuple[Solution]]":
         return type(self), (self.solution,)  # an exception is otherwise rebuilt from its message
 
 
@@ -65,19 +63,19 @@ class Solution:
     fault: Fault | None = None  # what host checks found to be wrong with T
 
     @classmethod
-    def deferred(cls, value: Latent, numbers: Callable[[], dict[str, Any]], known: dict[str, Any]) -> Solution:
+    def deferred(cls, value: Latent, numbers: Callable[[], dict[str, Any]], known: dict[str, Any]) -> "Solution":
         """Return a solution whose per-sample tensors, `numbers()`, are made when one is first read."""
         made = object.__new__(cls)
         made.__dict__.update(known, value=value, _numbers=numbers)
         return made
 
-    def without_value(self) -> Solution:
+    def without_value(self) -> "Solution":
         """Return the same numbers without the latent, which may be large."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, value=())
         return made
 
-    def with_fault(self, fault: Fault) -> Solution:
+    def with_fault(self, fault: Fault) -> "Solution":
         """Return the same solution with a fault of T that was found after the solve."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, fault=fault)

@@ -1,7 +1,5 @@
 """The two methods a solver has. A solver never evaluates T: it sees z and T(z) and proposes the next z."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 from torch import Tensor

@@ -4,8 +4,6 @@ The numbers are NumPy arrays if the host sees every residual, else tensors on th
 numbers, and on a GPU it saves the launch of several small kernels per step. The arithmetic is the same.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class State:
         self.count = count_nonzero(self.active) if self.on_host else -1
 
     @staticmethod
-    def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> State:
+    def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> "State":
         shape = (4, 3 if relative else 2, z.shape[0])  # not len(z), which export takes for a constant
         if on_host:
             unknown, everyone = _at_start(shape, limit, np.float64 if z.dtype == torch.float64 else np.float32)
@@ -167,7 +165,7 @@ class State:
         """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
         self.z = torch.where(self.column(self.nonfinite), self.best_z, self.z)
 
-    def take(self, chosen: np.ndarray) -> State:
+    def take(self, chosen: np.ndarray) -> "State":
         """Return the samples with these numbers as a state of their own."""
         index = on_device(chosen, self.z)
         here: Any = chosen if self.on_host else index
@@ -179,7 +177,7 @@ class State:
             tuple(part.index_select(0, index) for part in self.memory),
         )
 
-    def put(self, chosen: np.ndarray, part: State) -> None:
+    def put(self, chosen: np.ndarray, part: "State") -> None:
         """Write the samples of `part` back to these numbers. The solver's memory is not needed again."""
         index = on_device(chosen, self.z)
         here: Any = chosen if self.on_host else index
@@ -193,7 +191,7 @@ class State:
         return (self.z, self.best_z, self.active, self.stats.permute(2, 0, 1).contiguous(), *self.memory)
 
     @staticmethod
-    def carried(z: Tensor, best_z: Tensor, active: Tensor, stats: Tensor, *memory: Tensor) -> State:
+    def carried(z: Tensor, best_z: Tensor, active: Tensor, stats: Tensor, *memory: Tensor) -> "State":
         """Return the state again, from the tensors of `to_carry` or from some samples of them."""
         best_z, active, *remembered = (part.detach().clone() for part in (best_z, active, *memory))
         stats = stats.detach().permute(1, 2, 0).clone(memory_format=torch.contiguous_format)

@@ -4,8 +4,6 @@ It does what `SolveRun.step` and `check` do, as long as nothing unusual happens:
 may have stalled. Otherwise the general loop takes one step, and `stride` goes on after that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import cast

@@ -1,7 +1,5 @@
 """When to stop: absolute and relative tolerance, the norm they are in, the budget of steps."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Warnings about solves that failed, shown at the user's own line."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

@@ -10,20 +10,6 @@ from banach.train.settings import Settings
 from banach.train.state import Average
 
 __all__ = [
-    "Average",
-    "Checkpoint",
-    "CheckpointError",
-    "DivergenceError",
-    "Epoch",
-    "History",
-    "OneCycle",
-    "Position",
-    "Run",
-    "RunError",
-    "Scorer",
-    "Settings",
-    "Totals",
-    "evaluate",
-    "fit",
-    "read_checkpoint",
-]
+    "Average", "Checkpoint", "CheckpointError", "DivergenceError", "Epoch", "History", "OneCycle", "Position",
+    "Run", "RunError", "Scorer", "Settings", "Totals", "evaluate", "fit", "read_checkpoint",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """A checkpoint on disk: tensors as safetensors or shards, the rest as JSON, checksums; nothing can run code."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

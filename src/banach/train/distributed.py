@@ -1,7 +1,5 @@
 """Training on several ranks, the processes that torchrun starts: DDP, FSDP2, and what the ranks agree on."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +34,7 @@ class Ranks:
     count: int = 1
 
     @staticmethod
-    def here() -> Ranks:
+    def here() -> "Ranks":
         """Return the ranks of the process group; refuse processes without one, which would all train the same."""
         if dist.is_available() and dist.is_initialized():
             return Ranks(dist.get_rank(), dist.get_world_size())

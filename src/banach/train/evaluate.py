@@ -1,7 +1,5 @@
 """evaluate(): loss, accuracy and depth of a network on a split, each image once; Scorer captures it on a GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

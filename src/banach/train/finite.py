@@ -1,7 +1,5 @@
 """Divergence: find the first training step that is not finite, then stop, skip the batch, or rewind."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable, Iterator

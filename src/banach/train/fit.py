@@ -1,7 +1,5 @@
 """fit(): the one training loop, for every backward mode."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext

@@ -1,11 +1,10 @@
 """Figures of training: loss and metrics, their sums on the device, one Epoch per epoch, the History of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class Objective:
     metrics: Mapping[str, Compared] = field(default_factory=lambda: {"accuracy": accuracy})
 
     @staticmethod
-    def of(loss: Compared | None, metrics: Mapping[str, Compared] | None) -> Objective:
+    def of(loss: Compared | None, metrics: Mapping[str, Compared] | None) -> "Objective":
         """Return the objective; without a loss that of classification, without metrics those of the loss."""
         default = {"accuracy": accuracy} if loss is None else {}
         chosen = cross_entropy if loss is None or loss is F.cross_entropy else loss
@@ -170,7 +169,7 @@ class Epoch(Totals):
         return {name: value for name, value in values.items() if value != {}}
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Epoch:
+    def from_dict(values: Mapping[str, Any]) -> "Epoch":
         """Return what `to_dict` wrote. Older files have no `warm_up`.
 
         Raises:
@@ -183,14 +182,17 @@ class Epoch(Totals):
 
 def read_figures(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """Return the `Totals` or the `Epoch` that `plain` wrote, or raise as `Epoch.from_dict` does."""
-    types: Any = {"float": {int, float}, "int": {int}, "bool": {bool}, "None": {type(None)}, "dict": {dict}}
     tables = {key: numbers(value) for key, value in values.items() if isinstance(value, dict)}
     made = kind(**numbers(values) | tables)
-    checked = [(one.name, getattr(made, one.name), str(one.type)) for one in dataclasses.fields(made)]
-    checked += [(name, value, "float") for table in tables.values() for name, value in table.items()]
-    for name, value, kinds in checked:
-        if not any(type(value) in types[one.partition("[")[0]] for one in kinds.split(" | ")):
-            raise TypeError(f"{name} must be {kinds}, got {str(value)[:60]!r}")
+    checked: list[tuple[str, Any, Any]] = [
+        (one.name, getattr(made, one.name), one.type) for one in dataclasses.fields(made)
+    ]
+    checked += [(name, value, float) for table in tables.values() for name, value in table.items()]
+    for name, value, wanted in checked:
+        parts = wanted.__args__ if isinstance(wanted, UnionType) else (wanted,)
+        allowed = {getattr(part, "__origin__", part) for part in parts}
+        if type(value) not in allowed and not (type(value) is int and float in allowed):
+            raise TypeError(f"{name} must be {getattr(wanted, '__name__', wanted)}, got {str(value)[:60]!r}")
     return made
 
 

@@ -1,7 +1,5 @@
 """Charts of training: for a picture by matplotlib and for the page of `banach report`; curves for TensorBoard."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -1,7 +1,5 @@
 """The arithmetic of a run: true fp32, TF32 products, or bf16 by autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A run directory: settings.json, environment.json, metrics.jsonl, checkpoints/ and, at the end, test.json."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -44,7 +42,7 @@ class Run:
     settings: Settings
 
     @staticmethod
-    def create(path: str | os.PathLike[str], settings: Settings) -> Run:
+    def create(path: str | os.PathLike[str], settings: Settings) -> "Run":
         """Make the directory of a new run.
 
         Raises:
@@ -61,7 +59,7 @@ class Run:
         return Run(path, settings)
 
     @staticmethod
-    def open(path: str | os.PathLike[str]) -> Run:
+    def open(path: str | os.PathLike[str]) -> "Run":
         """Return the run in a directory.
 
         Raises:

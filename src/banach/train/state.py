@@ -1,7 +1,5 @@
 """TrainState: everything that changes while a network trains, and so everything that a checkpoint holds."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The training steps of `fit`: a TrainStep for the network as it is, the batches it reads, penalties and seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -171,7 +169,7 @@ class Penalties:
     settings: Settings
 
     @staticmethod
-    def of(settings: Settings) -> Penalties | None:
+    def of(settings: Settings) -> "Penalties | None":
         return Penalties(settings) if settings.jacobian_penalty or settings.correction else None
 
     @property

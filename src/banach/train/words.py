@@ -1,7 +1,5 @@
 """Strings to objects, for settings and the command line: "anderson:5" is Anderson(memory=5)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
