@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import CONTENDERS, Setting
+from benchmarks.libraries import has_torchdeq
 from benchmarks.points import OWN_POINTS, PAPER_POINTS, POINTS, RIVAL_POINTS, Point
 from benchmarks.processes import Record
 
@@ -102,7 +103,8 @@ def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> 
     failed = {one["job"] for one in records if "error" in one and one["commit"] == commit}
     done = {one["job"] for one in records if "error" not in one} | failed
     pending = [job for job in _jobs(records, settings) if job.name not in done]
-    starts = {job: _start_of(job, settings) for job in pending}
+    first = {name: settings.point(name).precision or "fp32" for name in POINTS}
+    starts = {job: Job("start", job.point, "banach-eager", first[job.point]) for job in pending}
     # A start is its file, which a fresh machine does not have, and not its record.
     missing = [one for one in dict.fromkeys(starts.values()) if not settings.start(one.point).exists()]
     lost = [one for one in missing if one.name in failed]
@@ -114,10 +116,6 @@ def unknown_name(settings: Settings) -> str | None:
     """Return an entry of `only` with which no job begins, None if there is none."""
     names = [job.name for job in _jobs([], replace(settings, only=()))]
     return next((one for one in settings.only if not any(name.startswith(one) for name in names)), None)
-
-
-def _start_of(job: Job, settings: Settings) -> Job:
-    return Job("start", job.point, "banach-eager", settings.point(job.point).precision or "fp32")
 
 
 def _jobs(records: list[Record], settings: Settings) -> Iterator[Job]:
@@ -134,7 +132,7 @@ def _precisions(
     study: str, point: str, name: str, number: int, records: list[Record], settings: Settings
 ) -> tuple[str, ...]:
     where, contender = settings.point(point), CONTENDERS[name]
-    if not contender.installed:
+    if name.startswith("torchdeq") and not has_torchdeq():
         return ()
     if study == "depth":
         return ("fp32",)  # the arithmetic of the eager solve that it is compared with

@@ -35,7 +35,9 @@ def run(settings: Settings) -> Report:
     rows: list[Row] = []
     first: dict[str, float] = {}
     for mode, depth, find in _ways(problem, settings):
-        peak = _peak_of_step(problem, find)
+        step = partial(_step, problem, find)
+        step()  # the first one also makes what stays
+        peak = peak_bytes(step, problem.z0.device) / 2**20
         against = peak / first.setdefault(mode, peak)
         rows.append({"mode": mode, "depth": depth, "peak MB": peak, "against the first": against})
     rows.sort(key=lambda row: list(first).index(row["mode"]))  # each mode with its depths
@@ -74,12 +76,8 @@ def _targets(rows: list[Row], settings: Settings) -> list[Target]:
     ]
 
 
-def _peak_of_step(problem: maps.Problem, find: Find) -> float:
-    def step() -> None:
-        torch.autograd.grad(find().square().mean(), problem.weights)
-
-    step()  # the first one also makes what stays
-    return peak_bytes(step, problem.z0.device) / 2**20
+def _step(problem: maps.Problem, find: Find) -> None:
+    torch.autograd.grad(find().square().mean(), problem.weights)
 
 
 QUESTION = "does the peak memory of a step grow with the depth?"

@@ -26,7 +26,6 @@ Batch = tuple[Tensor, Tensor]
 class Point:
     """One network at one batch size, solved to `eps`."""
 
-    name: str
     model: str  # of banach.models, or a key of OWN
     batch: int
     eps: float
@@ -47,10 +46,6 @@ class Point:
     def precisions(self) -> tuple[str, ...]:
         """Those that meet eps. fp32 is tried alone: TF32 launches the same kernels and is not slower."""
         return ("fp32",) if self.precision == "fp32" else ("tf32", "bf16")
-
-    @property
-    def convolves(self) -> bool:
-        return self.model not in ("transformer", "mlp")
 
     @property
     def own(self) -> bool:
@@ -102,26 +97,23 @@ class Point:
 
 
 # TF32 and bf16 cannot meet SVHN's 1e-4: their rounding leaves a residual of about 1e-3.
-SVHN = Point("svhn100", "svhn", 100, 1e-4, 200, "fp32")
+SVHN = Point("svhn", 100, 1e-4, 200, "fp32")
 # Trained on one batch, whose slowest samples then take many steps.
 OWN_SETTING: dict[str, Any] = {"eps": 1e-2, "max_steps": 40, "precision": None, "relative": True, "warm_up": 120}
-TRANSFORMER = Point("transformer", "transformer", 64, **OWN_SETTING)
+TRANSFORMER = Point("transformer", 64, **OWN_SETTING)
 POINTS = {
-    point.name: point
-    for point in (
-        Point("mnist100", "mnist", 100, 1e-1, 50, "bf16"),
-        SVHN,
-        replace(SVHN, name="svhn100-trained", warm_up=6000),  # late in training a solve takes about 100 steps
-        Point("cifar100", "cifar10", 100, 1e-1, 50, "bf16"),
-        Point("cifar512", "cifar10", 512, 1e-1, 50, "bf16"),
-        TRANSFORMER,
-        replace(TRANSFORMER, name="transformer-8", mean_steps=8, warm_up=500),
-        Point("mlp", "mlp", 256, **OWN_SETTING),
-        Point("two-scales", "two-scales", 128, **OWN_SETTING),
-        Point("mon", "mon", 128, 1e-2, 300, "tf32", relative=True, data="mnist"),
-        Point("mon-tiers", "mon-tiers", 128, 1e-2, 300, "tf32", relative=True, data="svhn"),
-        Point("mdeq-tiny", "mdeq-tiny", 128, 1e-3, 22, "tf32", relative=True, data="cifar10"),
-    )
+    "mnist100": Point("mnist", 100, 1e-1, 50, "bf16"),
+    "svhn100": SVHN,
+    "svhn100-trained": replace(SVHN, warm_up=6000),  # late in training a solve takes about 100 steps
+    "cifar100": Point("cifar10", 100, 1e-1, 50, "bf16"),
+    "cifar512": Point("cifar10", 512, 1e-1, 50, "bf16"),
+    "transformer": TRANSFORMER,
+    "transformer-8": replace(TRANSFORMER, mean_steps=8, warm_up=500),
+    "mlp": Point("mlp", 256, **OWN_SETTING),
+    "two-scales": Point("two-scales", 128, **OWN_SETTING),
+    "mon": Point("mon", 128, 1e-2, 300, "tf32", relative=True, data="mnist"),
+    "mon-tiers": Point("mon-tiers", 128, 1e-2, 300, "tf32", relative=True, data="svhn"),
+    "mdeq-tiny": Point("mdeq-tiny", 128, 1e-3, 22, "tf32", relative=True, data="cifar10"),
 }
 OWN_POINTS = ("transformer", "mlp", "two-scales")
 RIVAL_POINTS = ("mon", "mon-tiers", "mdeq-tiny")

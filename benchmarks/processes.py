@@ -48,12 +48,6 @@ class Gate:
             fcntl.flock(self.handles[number], fcntl.LOCK_UN)
 
 
-def _python_path() -> str:
-    """Return where a child process finds this package too, wherever it runs."""
-    here = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
-
-
 def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[str, str]) -> dict[str, str]:
     """Run commands at the same time; return the last line of stderr of each process that failed by itself.
 
@@ -73,6 +67,8 @@ def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[st
 
 
 def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    here = str(Path(__file__).resolve().parents[1])  # so that the process finds this package, wherever it runs
+    python_path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
     # Locks belong to open files, so each process gets its own.
     handles = [os.open(folder / f"lock{lock}", os.O_RDWR | os.O_CREAT) for lock in range(3)]
     for handle in handles[1:]:
@@ -84,7 +80,7 @@ def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]
                 pass_fds=handles,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**os.environ, **QUIET, **env, "PYTHONPATH": _python_path()},
+                env={**os.environ, **QUIET, **env, "PYTHONPATH": python_path},
                 start_new_session=True,
             )
     finally:

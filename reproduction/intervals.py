@@ -75,6 +75,14 @@ class Claim:
     verdict: str = UNTESTED
 
     @staticmethod
+    def of(printed: float, ours: Interval | None, length: str, *, sign: str = "", full: bool = True) -> "Claim":
+        """Return the claim "at least `printed`"; see `verdict`."""
+        paper = f"{printed:{sign}.1f}"
+        if ours is None:
+            return Claim(paper)
+        return Claim(paper, f"{ours:{sign}.2f}", ours.count, length, verdict(ours, printed, full=full))
+
+    @staticmethod
     def always(held: int, count: int, n: int) -> "Claim":
         """Return the claim that something holds in all cases over training: one counterexample refutes it."""
         verdict = REPRODUCED if held == count else NOT_REPRODUCED

@@ -16,7 +16,6 @@ import hashlib
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +84,17 @@ def pack(folder: Path, target: Path) -> list[Path]:
     # Temporary files and the lock start with a dot.
     main = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     main += sorted((folder / CHECKPOINTS / newest(folder)).glob("*")) if newest(folder) else []
-    tars, size = [main], sum(map(_size, main))
+    tars = {target / f"{folder.name}.tar": main}
     for path in sorted((folder / SNAPSHOTS).glob("*.safetensors")):
-        size += _size(path)
-        if size > MOST:
-            tars.append([])
-            size = _size(path)
-        tars[-1].append(path)
-    names = ["", *(f".snapshots-{number}" for number in range(1, len(tars)))]
-    return [
-        _write(target / f"{folder.name}{name}.tar", folder, files) for name, files in zip(names, tars, strict=True)
-    ]
+        *_, last = tars.values()
+        if sum(file.stat().st_size + 2048 for file in (*last, path)) > MOST:  # with headers and padding
+            last = tars.setdefault(target / f"{folder.name}.snapshots-{len(tars)}.tar", [])
+        last.append(path)
+    for tar, files in tars.items():
+        with whole_file(tar, binary=True) as whole, tarfile.open(fileobj=whole, mode="w") as packed:
+            for file in files:
+                packed.add(file, arcname=str(file.relative_to(folder.parent)))
+    return list(tars)
 
 
 def unpack(source: Path, runs: Path) -> None:
@@ -135,15 +134,3 @@ def _move(found: Path, folder: Path) -> None:
         target = folder / path.relative_to(found)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, target)  # a copied folder could be cut off half-way
-
-
-def _size(path: Path) -> int:
-    """Return the bytes that a file takes in a tar, with its header and padding."""
-    return path.stat().st_size + 2048
-
-
-def _write(path: Path, folder: Path, files: Iterable[Path]) -> Path:
-    with whole_file(path, binary=True) as whole, tarfile.open(fileobj=whole, mode="w") as tar:
-        for file in files:
-            tar.add(file, arcname=str(Path(folder.name) / file.relative_to(folder)))
-    return path
