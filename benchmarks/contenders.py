@@ -47,9 +47,10 @@ class Step:
         cuda = setting.device.type == "cuda"
         if (tuned or self.captured) and setting.point.data is None:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        how = {"fused": cuda and (tuned or self.captured), "capturable": cuda and self.captured}
-        self.optimizer = torch.optim.Adam(net.parameters(), **how, **setting.point.rates)  # type: ignore[arg-type]
-        self.loss = partial(F.cross_entropy, label_smoothing=setting.point.label_smoothing)
+        fused, capturable, recipe = cuda and (tuned or self.captured), cuda and self.captured, setting.point.recipe
+        rates: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+        self.optimizer = torch.optim.Adam(net.parameters(), **rates, fused=fused, capturable=capturable)
+        self.loss = partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
         self.tuned = tuned and setting.compile
         self.Q, self.R, self.S = (self.compiled(part) for part in (net.Q, net.R, net.S))
 
@@ -144,6 +145,8 @@ class Graphs(Plain):
     """The evaluations of R in the loop are replayed CUDA graphs."""
 
     def evaluate(self, u: Any, v: Any) -> Any:
+        if not self.tuned:
+            return self.R(u, v)
         torch.compiler.cudagraph_mark_step_begin()
         return tree_map(Tensor.clone, self.R_of_loop(u, v))  # the next replay overwrites what this one returned
 

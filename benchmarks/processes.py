@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,21 @@ def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[st
         try:
             for name, command in commands.items():
                 running[name] = _start(command, Path(folder), len(running), env)
-            failed = {name: _wait(process, deadline) for name, process in running.items()}
+            for process in running.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+            ended = {name: process.poll() for name, process in running.items()}
         finally:
             for process in running.values():
-                _kill(process)
-        errors = {name: Path(folder, f"{number}.err") for number, name in enumerate(running)}
-        return {name: _last_line(errors[name], code) for name, code in failed.items() if code}
+                if process.poll() is None:  # end it, and those that it started
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        failed = {}
+        for number, (name, code) in enumerate(ended.items()):
+            if code:
+                text = Path(folder, f"{number}.err").read_text(errors="replace").strip() or f"exit code {code}"
+                failed[name] = text.splitlines()[-1][:300]
+        return failed
 
 
 def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -86,26 +95,6 @@ def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]
     finally:
         for handle in handles:
             os.close(handle)
-
-
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Return the exit code, None if the process still runs at the deadline."""
-    try:
-        return process.wait(max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and those that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _last_line(errors: Path, code: int) -> str:
-    lines = errors.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-    return lines[-1][:300]
 
 
 def append(path: Path, record: Record) -> None:

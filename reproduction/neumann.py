@@ -12,9 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from banach import Implicit, Mode, Picard, Tolerance
-from reproduction.intervals import REPRODUCED, Claim, Interval, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import table
+from reproduction.study import REPRODUCED, Claim, Interval, table, verdict
 from reproduction.table1 import TITLES
 from reproduction.table2 import pairs, ratios
 from reproduction.trainings import Training, learning_curves, of_groups, trained

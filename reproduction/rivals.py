@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from banach import models
-from reproduction.intervals import Interval, percent
 from reproduction.jobs import Job, settings
-from reproduction.study import table
+from reproduction.study import Interval, percent, table
 from reproduction.table1 import ENTRIES, TITLES
 from reproduction.trainings import Training, learning_curves, of_groups, trained
 

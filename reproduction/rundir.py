@@ -32,16 +32,12 @@ SNAPSHOTS, CHECKPOINTS = "snapshots", "checkpoints"
 MOST = 15 * 2**20  # bytes of a tar
 
 
-def forget_after(folder: Path, epoch: int) -> None:
-    """Drop what was recorded after `epoch`, from which the run goes on: those epochs are trained again."""
-    for name in (TEST, CONTRACTION):
-        write_lines(folder / name, [line for line in read_lines(folder / name) if line["epoch"] <= epoch])
-    segments = read_lines(folder / SEGMENTS)
-    write_lines(folder / SEGMENTS, [{**s, "last_epoch": min(s["last_epoch"], epoch)} for s in segments])
+def resume(folder: Path, epoch: int, device: torch.device) -> list[dict[str, Any]]:
+    """Drop what was recorded after `epoch`, from which the run goes on: those epochs are trained again.
 
-
-def segments(folder: Path, epoch: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the lines of segments.jsonl with a new one for this process, which goes on after `epoch`."""
+    Returns:
+        The lines for segments.jsonl, with a new one for this process.
+    """
     made, lines = provenance(device=device), read_lines(folder / SEGMENTS)
     line: dict[str, Any] = {"first_epoch": epoch + 1, "last_epoch": epoch, "stopped": None}
     line |= {"started": made["date"], **made["versions"], "sources": source_hash()}
@@ -52,7 +48,9 @@ def segments(folder: Path, epoch: int, device: torch.device) -> list[dict[str, A
             f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
             f"{line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
         )
-    return [*lines, line]
+    for name in (TEST, CONTRACTION):
+        write_lines(folder / name, [one for one in read_lines(folder / name) if one["epoch"] <= epoch])
+    return [*({**one, "last_epoch": min(one["last_epoch"], epoch)} for one in lines), line]
 
 
 def source_hash() -> str:

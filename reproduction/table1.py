@@ -8,15 +8,14 @@ jobs of the other implicit networks are in rivals.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 from banach import models
-from reproduction.intervals import SEEDS, UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import panels, table
+from reproduction.study import SEEDS, Claim, Interval, panels, percent, table
 from reproduction.trainings import Training, accuracies, draw_curve, runs_table, trained
 
 TITLES = {"mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR-10", "digits": "digits"}
@@ -146,7 +145,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         found |= {f"{name}.{key}": value for key, value in _details(group).items()}
     for name, pair in GAINS.items():
         first, second = (PAPER.get(one) for one in pair)
-        printed = None if first is None or second is None else first - second
+        printed = None if first is None or second is None else round(first - second, 1)
         found[name] = claim([longest.get(one) for one in pair], "clean", printed, "+")
     lines = []
     for entry in ENTRIES:
@@ -179,17 +178,16 @@ def claim(some: Sequence[Group | None], score: str, printed: float | None, sign:
 
     Two are compared only if both are full, or equally long.
     """
-    paper, known = "-" if printed is None else f"{printed:{sign}.1f}", [group for group in some if group]
-    full = all(group.full for group in known)
+    known = [group for group in some if group]
+    full, intervals = all(group.full for group in known), [group.interval(score) for group in known]
     comparable = len(known) == len(some) and (full or len({group.length for group in known}) == 1)
-    intervals = [group.interval(score) for group in known]
     if not comparable or None in intervals:
-        return Claim(paper, verdict="-" if printed is None else UNTESTED)
+        return Claim.of(printed, None, "-", sign=sign)
     found = intervals[0] if len(known) == 1 else intervals[0].minus(intervals[1])
     seeds = min(len({run.seed for run in group.runs}) for group in known)
     few = f" ({('one seed', 'two seeds')[seeds - 1]}, full length)" if full and seeds < SEEDS else ""
-    judged = "-" if printed is None else verdict(found, round(printed, 1), full=full and not few) + few
-    return Claim(paper, f"{found:{sign}.2f}", found.count, known[0].length, judged)
+    made = Claim.of(printed, found, known[0].length, sign=sign, full=full and not few)
+    return made if printed is None else replace(made, verdict=made.verdict + few)
 
 
 def _table(made: Sequence[Group]) -> str:

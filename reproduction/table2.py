@@ -14,9 +14,8 @@ from typing import Any
 
 from banach import Implicit, NormalCG, Picard, Tolerance, models
 from reproduction import table1
-from reproduction.intervals import UNTESTED, Claim, Interval, percent
 from reproduction.jobs import Job, settings
-from reproduction.study import table
+from reproduction.study import UNTESTED, Claim, Interval, percent, table
 from reproduction.trainings import Training, learning_curves, of_groups, runs_table, trained
 
 PAPER = {"mnist": 28.4 / 17.6, "svhn": 92.8 / 36.9, "cifar10": 530.9 / 146.6}  # time of an epoch, CG against JFB

@@ -32,9 +32,8 @@ from torch.nn.functional import cross_entropy
 
 from banach import Implicit, Tolerance, contraction_factor, data, diagnose
 from reproduction import jobs
-from reproduction.intervals import Claim
 from reproduction.rundir import SNAPSHOTS
-from reproduction.study import Options, draw_band, panels, read, store, table
+from reproduction.study import Claim, Options, draw_band, panels, read, store, table
 from reproduction.table1 import TITLES
 from reproduction.train import train
 

@@ -107,8 +107,7 @@ class Trainer:
         run = Run.create(self.folder, self.settings) if is_new else Run.open(self.folder)
         latest = run.latest()
         done = 0 if latest is None else int(latest.state["epoch"])
-        rundir.forget_after(self.folder, done)
-        self.segments = rundir.segments(self.folder, done, self.settings.torch_device)
+        self.segments = rundir.resume(self.folder, done, self.settings.torch_device)
         self._update()
         name = self.segments[-1]["device"]
         self.options.say(f"{self.job.name}: {done} of {self.settings.epochs} epochs are done; {name}")

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 from banach import data
 from banach.provenance import unsigned
 from banach.train import Epoch, RunError
-from reproduction.intervals import percent
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options, draw_band, panels, read, read_lines, table, write_lines
+from reproduction.study import Options, draw_band, panels, percent, read, read_lines, table, write_lines
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
@@ -40,13 +39,13 @@ class Totals:
 class Point:
     """The test set after one epoch, in the precision of the training."""
 
-    epoch: int
+    epoch: int = 0
     clean: Totals
     released: Totals | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Final:
+class Final(Point):
     """After the last epoch, in fp32: the clean protocol at the settings' tolerance and at 1e-4 (`fine`).
 
     `parts`: parameters of Q, R and S. `macs`: multiplications of one test image that torch counts.
@@ -54,7 +53,6 @@ class Final:
 
     test: str
     parameters: int
-    clean: Totals
     fine: Totals | None = None
     parts: dict[str, int] | None = None
     macs: float | None = None
@@ -92,7 +90,7 @@ class Training:
     @property
     def scores(self) -> Totals:
         """The test set by the clean protocol: eval mode, clean images, last epoch, fp32 once it is finished."""
-        return self.test[-1].clean if self.final is None else self.final.clean
+        return (self.final or self.test[-1]).clean
 
     @property
     def clean(self) -> float:
