@@ -176,7 +176,7 @@ class TorchDEQ(Step):
                 v = v.contiguous(memory_format=torch.channels_last)
             self.steps = 0
             T = lambda *state: self.to_state(self.evaluate(self.to_latent(state, v), v))  # noqa: E731
-            found = self.deq(T, self.to_state(zeros(v)))[0][-1]
+            found = self.deq(T, self.to_state(zeros(v)))
             output: Tensor = self.S(self.to_latent(found if isinstance(v, tuple) else (found,), v))
             return output
 

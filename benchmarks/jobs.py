@@ -122,29 +122,30 @@ def _jobs(records: list[Record], settings: Settings) -> Iterator[Job]:
     """Yield all jobs that can run now."""
     for study, points, contenders, processes in PLAN:
         for point, number, name in product(points, range(min(processes, settings.processes)), contenders):
-            for precision in _precisions(study, point, name, number, records, settings):
+            for precision in _precisions(Job(study, point, name, "", number), records, settings):
                 job = Job(study, point, name, precision, number)
                 if not settings.only or job.name.startswith(settings.only):
                     yield job
 
 
-def _precisions(
-    study: str, point: str, name: str, number: int, records: list[Record], settings: Settings
-) -> tuple[str, ...]:
-    where, contender = settings.point(point), CONTENDERS[name]
-    if name.startswith("torchdeq") and not has_torchdeq():
+def _precisions(job: Job, records: list[Record], settings: Settings) -> tuple[str, ...]:
+    """Return the precisions in which a job runs.
+
+    The first timed process tries all that the contender has. Later ones use the fastest that met the tolerance,
+    else the fastest; none before all have been tried.
+    """
+    where, contender = settings.point(job.point), CONTENDERS[job.contender]
+    if job.contender.startswith("torchdeq") and not has_torchdeq():
         return ()
-    if study == "depth":
+    if job.study == "depth":
         return ("fp32",)  # the arithmetic of the eager solve that it is compared with
-    if study not in TIMED:
+    if job.study not in TIMED:
         return (where.precision or "bf16",)
     tried = contender.precisions(where)
-    return tried if number == 0 else _best(tried, records, (study, point, name, 0))
-
-
-def _best(tried: tuple[str, ...], records: list[Record], key: tuple[str, str, str, int]) -> tuple[str, ...]:
-    """Return the fastest precision that met the tolerance, else the fastest; none before all have been tried."""
-    first = [one for one in records if (one["study"], one["point"], one["contender"], one["number"]) == key]
+    if job.number == 0:
+        return tried
+    same = {"study": job.study, "point": job.point, "contender": job.contender, "number": 0}
+    first = [one for one in records if same.items() <= one.items()]
     measured = [one for one in first if "error" not in one]
     if not measured or len({one["precision"] for one in first}) < len(tried):
         return ()

@@ -14,7 +14,7 @@ import torch
 
 from banach import Anderson, Implicit, Neumann, Tolerance, Unroll, fixed_point
 from benchmarks import maps
-from benchmarks.libraries import has_torchdeq, notes, one_step, torchdeq_layer
+from benchmarks.libraries import has_torchdeq, notes, torchdeq_layer
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import peak_bytes
 
@@ -56,7 +56,7 @@ def _ways(problem: maps.Problem, settings: Settings) -> Iterator[tuple[str, int,
         yield "Implicit", depth, partial(find, tolerance=steps, backward=Implicit())
         if has_torchdeq():
             deq = torchdeq_layer(solver="picard", max_steps=depth, tol=0.0)
-            yield "TorchDEQ one-step", depth, partial(one_step, deq, problem.T, problem.z0, problem.inputs)
+            yield "TorchDEQ one-step", depth, partial(deq, problem.T, problem.z0, *problem.inputs)
     for depth in settings.unrolled:
         unrolled = partial(find, tolerance=Tolerance(max_steps=0))
         yield "Unroll", depth, partial(unrolled, backward=Unroll(depth))

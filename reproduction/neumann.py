@@ -38,17 +38,12 @@ JOBS += [_job("svhn", order, 0, epochs=6, recipe="released") for order in ORDERS
 RECORDS, Row, run = "neumann.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
-def _runs(rows: Sequence[Training], data: str) -> dict[int, list[Training]]:
-    """Return the runs on a data set by order k."""
-    return of_groups(rows, {order: f"neumann-{data}-k{order}" for order in ORDERS})
-
-
 def values(rows: Sequence[Training]) -> dict[str, Any]:
     """Return by data set the claim on the time of the highest order against k = 0, and the table."""
     found: dict[str, Any] = {}
     lines = []
     for data in DATA:
-        runs, verdicts = _runs(rows, data), []
+        runs, verdicts = of_groups(rows, {order: f"neumann-{data}-k{order}" for order in ORDERS}), []
         found[data] = Claim("> 1")
         for order, some in runs.items():
             against = pairs(rows, f"neumann-{data}-k{order}", f"neumann-{data}-k0")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import nn
 
 import banach
@@ -70,8 +71,6 @@ def snapshot(folder: Path, epoch: int) -> Path:
 
 def write_snapshot(folder: Path, net: nn.Module, job: str, epoch: int) -> None:
     """Store the weights and buffers after an epoch."""
-    from safetensors.torch import save
-
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in net.state_dict().items()}
     with whole_file(snapshot(folder, epoch), binary=True) as file:
         file.write(save(tensors, {"run": f"{job} after epoch {epoch}"}))  # two keys come in random order

@@ -135,8 +135,6 @@ class Interval:
     def of(values: Iterable[float]) -> "Interval":
         """Return the interval of independent values, of which there must be one at least."""
         numbers = [float(value) for value in values]
-        if not numbers:
-            raise ValueError("an interval needs at least one value, got none")
         mean, n = fmean(numbers), len(numbers)
         error = stdev(numbers) / math.sqrt(n) if n > 1 else math.nan
         return Interval(mean, _quantile(n - 1) * error, n)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from banach.data import Images
 from banach.provenance import write_json
@@ -88,8 +89,6 @@ class Trainer:
 
     def _take_weights(self) -> None:
         """Start with the weights of the job that this one goes on from, which is trained first if need be."""
-        from safetensors.torch import load_file
-
         before = self.job.after
         if before is None or newest(self.folder):
             return
