@@ -267,10 +267,6 @@ class Contender:
     change: Change = lambda net: None
     fast: bool = False  # measured in the point's precision alone
 
-    def precisions(self, point: Point) -> tuple[str, ...]:
-        """Return the precisions it is tried in."""
-        return (point.precision,) if self.fast and point.precision else point.precisions
-
     def build(self, setting: Setting, change: Change = lambda net: None) -> Step:
         """Return the step of a new network, which `change` edits further."""
         net = setting.point.network(setting.device, setting.seed)

@@ -43,11 +43,6 @@ class Point:
         return replace(small, data=self.data and "digits")
 
     @property
-    def precisions(self) -> tuple[str, ...]:
-        """Those that meet eps. fp32 is tried alone: TF32 launches the same kernels and is not slower."""
-        return ("fp32",) if self.precision == "fp32" else ("tf32", "bf16")
-
-    @property
     def own(self) -> bool:
         """Whether no kernel knows the network."""
         return self.model in OWN
