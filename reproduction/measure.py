@@ -94,7 +94,7 @@ class Measure:
 def released(
     net: nn.Module, test: Images, scorer: Scorer, epoch: int = 0, *, augment: Augmentation | None = None
 ) -> Totals:
-    """Return the totals of the test set by the released protocol; the network is in eval mode and stays as it is."""
+    """Return the totals of the test set by the released protocol, of a network in eval mode; it stays as it is."""
     devices = [test.device] if test.device.type == "cuda" else []
     sums = MetricSums(test.device)
     with _in_training(net), torch.random.fork_rng(devices), unchanged(net.buffers()):
