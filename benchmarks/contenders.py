@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from banach import JFB, ImplicitNetwork, Picard
 from banach.fast import TrainStep
 from banach.train.precision import autocast
-from benchmarks.libraries import has_torchdeq, torchdeq_layer
+from benchmarks.libraries import torchdeq_layer
 from benchmarks.points import Point
 
 Change = Callable[[ImplicitNetwork], None]
@@ -47,12 +47,10 @@ class Step:
         cuda = setting.device.type == "cuda"
         if (tuned or self.captured) and setting.point.data is None:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        options: dict[str, Any] = {
-            "fused": cuda and (tuned or self.captured),
-            "capturable": cuda and self.captured,
-        }
-        self.optimizer = torch.optim.Adam(net.parameters(), **(options | setting.point.rates))
-        self.loss = partial(F.cross_entropy, label_smoothing=setting.point.label_smoothing)
+        fused, capturable, recipe = cuda and (tuned or self.captured), cuda and self.captured, setting.point.recipe
+        rates: dict[str, Any] = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
+        self.optimizer = torch.optim.Adam(net.parameters(), **rates, fused=fused, capturable=capturable)
+        self.loss = partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
         self.tuned = tuned and setting.compile
         self.Q, self.R, self.S = (self.compiled(part) for part in (net.Q, net.R, net.S))
 
@@ -108,21 +106,10 @@ class Plain(Step):
     """A loop in plain PyTorch: u <- R(u, Q(d)) until the worst residual is at most eps, then R once with autograd.
 
     The host checks at every step. As the authors wrote it (`twice`), Q is computed without autograd for the loop,
-    and once more with autograd. `graphs`: the evaluations of R in the loop are replayed CUDA graphs.
+    and once more with autograd.
     """
 
-    def __init__(
-        self,
-        net: ImplicitNetwork,
-        setting: Setting,
-        *,
-        tuned: bool = False,
-        twice: bool = False,
-        graphs: bool = False,
-    ) -> None:
-        super().__init__(net, setting, tuned=tuned)
-        self.twice, self.graphs = twice, graphs and self.tuned
-        self.R_of_loop = self.compiled(net.R, mode="reduce-overhead") if self.graphs else self.R
+    twice = False
 
     def forward(self, d: Tensor) -> Tensor:
         with self.autocast():
@@ -147,10 +134,25 @@ class Plain(Step):
         return self.depth, self.depth, self.excess
 
     def evaluate(self, u: Any, v: Any) -> Any:
-        if not self.graphs:
+        return self.R(u, v)
+
+
+class Authors(Plain):
+    twice = True
+
+
+class Graphs(Plain):
+    """The evaluations of R in the loop are replayed CUDA graphs."""
+
+    def evaluate(self, u: Any, v: Any) -> Any:
+        if not self.tuned:
             return self.R(u, v)
         torch.compiler.cudagraph_mark_step_begin()
         return tree_map(Tensor.clone, self.R_of_loop(u, v))  # the next replay overwrites what this one returned
+
+    @cached_property
+    def R_of_loop(self) -> Callable[..., Any]:
+        return self.compiled(self.net.R, mode="reduce-overhead")
 
 
 class TorchDEQ(Step):
@@ -174,7 +176,7 @@ class TorchDEQ(Step):
                 v = v.contiguous(memory_format=torch.channels_last)
             self.steps = 0
             T = lambda *state: self.to_state(self.evaluate(self.to_latent(state, v), v))  # noqa: E731
-            found = self.deq(T, self.to_state(zeros(v)))[0][-1]
+            found = self.deq(T, self.to_state(zeros(v)))
             output: Tensor = self.S(self.to_latent(found if isinstance(v, tuple) else (found,), v))
             return output
 
@@ -254,25 +256,16 @@ def by_jfb(net: ImplicitNetwork) -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """A name and how its step is made.
+    """How a step is made.
 
     `role`: "peer" solves to the tolerance as users do, "tuned" is a peer at its best, "twin" is explicit, "ours"
     is banach. `change` edits the network.
     """
 
-    name: str
     make: Callable[[ImplicitNetwork, Setting], Step]
     role: str
     change: Change = lambda net: None
     fast: bool = False  # measured in the point's precision alone
-
-    @property
-    def installed(self) -> bool:
-        return "torchdeq" not in self.name or has_torchdeq()
-
-    def precisions(self, point: Point) -> tuple[str, ...]:
-        """Return the precisions it is tried in."""
-        return (point.precision,) if self.fast and point.precision else point.precisions
 
     def build(self, setting: Setting, change: Change = lambda net: None) -> Step:
         """Return the step of a new network, which `change` edits further."""
@@ -283,21 +276,18 @@ class Contender:
 
 
 CONTENDERS = {
-    one.name: one
-    for one in (
-        Contender("authors", partial(Plain, twice=True), "peer"),
-        Contender("plain", Plain, "peer"),
-        Contender("plain-tuned", partial(Plain, tuned=True), "tuned"),
-        Contender("plain-graphs", partial(Plain, tuned=True, graphs=True), "tuned"),
-        Contender("torchdeq", TorchDEQ, "peer"),
-        Contender("torchdeq-tuned", partial(TorchDEQ, tuned=True), "tuned"),
-        Contender("banach-eager", Eager, "ours"),
-        Contender("banach-captured", Captured, "ours", fast=True),
-        Contender("banach-fast", partial(Captured, compiled=True), "ours", fast=True),
-        Contender("explicit-fast", partial(Captured, compiled=True), "twin", as_twin, fast=True),
-        Contender("exact-eager", Eager, "peer", as_designed, fast=True),
-        Contender("exact-captured", Captured, "ours", fast=True),
-        Contender("jfb-captured", Captured, "ours", by_jfb, fast=True),
-        Contender("jfb-fast", partial(Captured, compiled=True), "ours", by_jfb, fast=True),
-    )
+    "authors": Contender(Authors, "peer"),
+    "plain": Contender(Plain, "peer"),
+    "plain-tuned": Contender(partial(Plain, tuned=True), "tuned"),
+    "plain-graphs": Contender(partial(Graphs, tuned=True), "tuned"),
+    "torchdeq": Contender(TorchDEQ, "peer"),
+    "torchdeq-tuned": Contender(partial(TorchDEQ, tuned=True), "tuned"),
+    "banach-eager": Contender(Eager, "ours"),
+    "banach-captured": Contender(Captured, "ours", fast=True),
+    "banach-fast": Contender(partial(Captured, compiled=True), "ours", fast=True),
+    "explicit-fast": Contender(partial(Captured, compiled=True), "twin", as_twin, fast=True),
+    "exact-eager": Contender(Eager, "peer", as_designed, fast=True),
+    "exact-captured": Contender(Captured, "ours", fast=True),
+    "jfb-captured": Contender(Captured, "ours", by_jfb, fast=True),
+    "jfb-fast": Contender(partial(Captured, compiled=True), "ours", by_jfb, fast=True),
 }

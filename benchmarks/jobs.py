@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import CONTENDERS, Setting
+from benchmarks.libraries import has_torchdeq
 from benchmarks.points import OWN_POINTS, PAPER_POINTS, POINTS, RIVAL_POINTS, Point
 from benchmarks.processes import Record
 
@@ -102,7 +103,8 @@ def next_jobs(records: list[Record], settings: Settings, commit: str | None) -> 
     failed = {one["job"] for one in records if "error" in one and one["commit"] == commit}
     done = {one["job"] for one in records if "error" not in one} | failed
     pending = [job for job in _jobs(records, settings) if job.name not in done]
-    starts = {job: _start_of(job, settings) for job in pending}
+    first = {name: settings.point(name).precision or "fp32" for name in POINTS}
+    starts = {job: Job("start", job.point, "banach-eager", first[job.point]) for job in pending}
     # A start is its file, which a fresh machine does not have, and not its record.
     missing = [one for one in dict.fromkeys(starts.values()) if not settings.start(one.point).exists()]
     lost = [one for one in missing if one.name in failed]
@@ -116,37 +118,36 @@ def unknown_name(settings: Settings) -> str | None:
     return next((one for one in settings.only if not any(name.startswith(one) for name in names)), None)
 
 
-def _start_of(job: Job, settings: Settings) -> Job:
-    return Job("start", job.point, "banach-eager", settings.point(job.point).precision or "fp32")
-
-
 def _jobs(records: list[Record], settings: Settings) -> Iterator[Job]:
     """Yield all jobs that can run now."""
     for study, points, contenders, processes in PLAN:
         for point, number, name in product(points, range(min(processes, settings.processes)), contenders):
-            for precision in _precisions(study, point, name, number, records, settings):
+            for precision in _precisions(Job(study, point, name, "", number), records, settings):
                 job = Job(study, point, name, precision, number)
                 if not settings.only or job.name.startswith(settings.only):
                     yield job
 
 
-def _precisions(
-    study: str, point: str, name: str, number: int, records: list[Record], settings: Settings
-) -> tuple[str, ...]:
-    where, contender = settings.point(point), CONTENDERS[name]
-    if not contender.installed:
+def _precisions(job: Job, records: list[Record], settings: Settings) -> tuple[str, ...]:
+    """Return the precisions in which a job runs.
+
+    The first timed process tries all that the contender has. Later ones use the fastest that met the tolerance,
+    else the fastest; none before all have been tried.
+    """
+    where, contender = settings.point(job.point), CONTENDERS[job.contender]
+    if job.contender.startswith("torchdeq") and not has_torchdeq():
         return ()
-    if study == "depth":
+    if job.study == "depth":
         return ("fp32",)  # the arithmetic of the eager solve that it is compared with
-    if study not in TIMED:
+    if job.study not in TIMED:
         return (where.precision or "bf16",)
-    tried = contender.precisions(where)
-    return tried if number == 0 else _best(tried, records, (study, point, name, 0))
-
-
-def _best(tried: tuple[str, ...], records: list[Record], key: tuple[str, str, str, int]) -> tuple[str, ...]:
-    """Return the fastest precision that met the tolerance, else the fastest; none before all have been tried."""
-    first = [one for one in records if (one["study"], one["point"], one["contender"], one["number"]) == key]
+    # At a point in fp32 others cannot meet eps. Elsewhere fp32 is not tried: TF32 launches the same kernels.
+    one_only = where.precision and (contender.fast or where.precision == "fp32")
+    tried = (str(where.precision),) if one_only else ("tf32", "bf16")
+    if job.number == 0:
+        return tried
+    same = {"study": job.study, "point": job.point, "contender": job.contender, "number": 0}
+    first = [one for one in records if same.items() <= one.items()]
     measured = [one for one in first if "error" not in one]
     if not measured or len({one["precision"] for one in first}) < len(tried):
         return ()

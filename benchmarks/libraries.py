@@ -66,16 +66,11 @@ def methods() -> list[Method]:
     return [*BANACH.values(), *(theirs if has_torchdeq() else [])]
 
 
-def torchdeq_layer(*, solver: str, max_steps: int, tol: float, mode: str = "abs") -> Any:
-    """Return TorchDEQ's layer in train mode: its solve, then one recorded evaluation (its one-step gradient)."""
+def torchdeq_layer(*, solver: str, max_steps: int, tol: float, mode: str = "abs") -> Callable[..., Any]:
+    """Return (T, z0, *inputs) -> z by TorchDEQ: its solve, then one recorded evaluation (one-step gradient)."""
     how = {"f_solver": NAMES[solver], "f_max_iter": max_steps, "f_tol": tol, "f_stop_mode": mode}
-    return torchdeq().get_deq(core="indexing", ift=False, grad=1, **how).train()
-
-
-def one_step(deq: Any, T: Map, z0: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return what such a layer finds, with its gradient."""
-    found: Tensor = deq(lambda z: T(z, *inputs), z0)[0][-1]
-    return found
+    deq = torchdeq().get_deq(core="indexing", ift=False, grad=1, **how).train()
+    return lambda T, z0, *inputs: deq(lambda *z: T(*z, *inputs), z0)[0][-1]
 
 
 def torchdeq() -> Any:

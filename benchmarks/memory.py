@@ -14,7 +14,7 @@ import torch
 
 from banach import Anderson, Implicit, Neumann, Tolerance, Unroll, fixed_point
 from benchmarks import maps
-from benchmarks.libraries import has_torchdeq, notes, one_step, torchdeq_layer
+from benchmarks.libraries import has_torchdeq, notes, torchdeq_layer
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import peak_bytes
 
@@ -35,7 +35,9 @@ def run(settings: Settings) -> Report:
     rows: list[Row] = []
     first: dict[str, float] = {}
     for mode, depth, find in _ways(problem, settings):
-        peak = _peak_of_step(problem, find)
+        step = partial(_step, problem, find)
+        step()  # the first one also makes what stays
+        peak = peak_bytes(step, problem.z0.device) / 2**20
         against = peak / first.setdefault(mode, peak)
         rows.append({"mode": mode, "depth": depth, "peak MB": peak, "against the first": against})
     rows.sort(key=lambda row: list(first).index(row["mode"]))  # each mode with its depths
@@ -54,7 +56,7 @@ def _ways(problem: maps.Problem, settings: Settings) -> Iterator[tuple[str, int,
         yield "Implicit", depth, partial(find, tolerance=steps, backward=Implicit())
         if has_torchdeq():
             deq = torchdeq_layer(solver="picard", max_steps=depth, tol=0.0)
-            yield "TorchDEQ one-step", depth, partial(one_step, deq, problem.T, problem.z0, problem.inputs)
+            yield "TorchDEQ one-step", depth, partial(deq, problem.T, problem.z0, *problem.inputs)
     for depth in settings.unrolled:
         unrolled = partial(find, tolerance=Tolerance(max_steps=0))
         yield "Unroll", depth, partial(unrolled, backward=Unroll(depth))
@@ -74,12 +76,8 @@ def _targets(rows: list[Row], settings: Settings) -> list[Target]:
     ]
 
 
-def _peak_of_step(problem: maps.Problem, find: Find) -> float:
-    def step() -> None:
-        torch.autograd.grad(find().square().mean(), problem.weights)
-
-    step()  # the first one also makes what stays
-    return peak_bytes(step, problem.z0.device) / 2**20
+def _step(problem: maps.Problem, find: Find) -> None:
+    torch.autograd.grad(find().square().mean(), problem.weights)
 
 
 QUESTION = "does the peak memory of a step grow with the depth?"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from banach import JFB, Tolerance, solve
 from benchmarks import maps
-from benchmarks.libraries import ABSENT, SOLVERS, Map, euclidean, has_torchdeq, one_step, torchdeq_layer
+from benchmarks.libraries import ABSENT, SOLVERS, Map, euclidean, has_torchdeq, torchdeq_layer
 from benchmarks.results import Benchmark, Report, Row, Target
 from benchmarks.timer import interleaved, ratio
 
@@ -95,7 +95,7 @@ def training_steps(problem: maps.Problem, method: str, rms: float, depth: int) -
         return torch.autograd.grad(z.square().mean(), problem.weights)
 
     def torchdeq(T: Map) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(one_step(deq, T, z0, inputs).square().mean(), problem.weights)
+        return torch.autograd.grad(deq(T, z0, *inputs).square().mean(), problem.weights)
 
     return {"banach": banach, "TorchDEQ": torchdeq}
 

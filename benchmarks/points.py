@@ -26,7 +26,6 @@ Batch = tuple[Tensor, Tensor]
 class Point:
     """One network at one batch size, solved to `eps`."""
 
-    name: str
     model: str  # of banach.models, or a key of OWN
     batch: int
     eps: float
@@ -44,15 +43,6 @@ class Point:
         return replace(small, data=self.data and "digits")
 
     @property
-    def precisions(self) -> tuple[str, ...]:
-        """Those that meet eps. fp32 is tried alone: TF32 launches the same kernels and is not slower."""
-        return ("fp32",) if self.precision == "fp32" else ("tf32", "bf16")
-
-    @property
-    def convolves(self) -> bool:
-        return self.model not in ("transformer", "mlp")
-
-    @property
     def own(self) -> bool:
         """Whether no kernel knows the network."""
         return self.model in OWN
@@ -64,16 +54,9 @@ class Point:
         return Tolerance(atol=atol, rtol=rtol, max_steps=self.max_steps, norm=norm)
 
     @property
-    def rates(self) -> dict[str, float]:
-        """The learning rate and weight decay of Adam."""
-        if self.own:
-            return {"lr": 1e-4}
-        recipe = models.recipe(self.model)
-        return {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
-
-    @property
-    def label_smoothing(self) -> float:
-        return 0.0 if self.own else models.recipe(self.model).label_smoothing
+    def recipe(self) -> models.Recipe:
+        """How it is trained, by Adam."""
+        return models.Recipe(lr=1e-4, epochs=1, batch_size=1) if self.own else models.recipe(self.model)
 
     def network(self, device: torch.device, seed: int = 0) -> ImplicitNetwork:
         """Return the network in train mode: the same weights for the same seed."""
@@ -102,26 +85,23 @@ class Point:
 
 
 # TF32 and bf16 cannot meet SVHN's 1e-4: their rounding leaves a residual of about 1e-3.
-SVHN = Point("svhn100", "svhn", 100, 1e-4, 200, "fp32")
+SVHN = Point("svhn", 100, 1e-4, 200, "fp32")
 # Trained on one batch, whose slowest samples then take many steps.
 OWN_SETTING: dict[str, Any] = {"eps": 1e-2, "max_steps": 40, "precision": None, "relative": True, "warm_up": 120}
-TRANSFORMER = Point("transformer", "transformer", 64, **OWN_SETTING)
+TRANSFORMER = Point("transformer", 64, **OWN_SETTING)
 POINTS = {
-    point.name: point
-    for point in (
-        Point("mnist100", "mnist", 100, 1e-1, 50, "bf16"),
-        SVHN,
-        replace(SVHN, name="svhn100-trained", warm_up=6000),  # late in training a solve takes about 100 steps
-        Point("cifar100", "cifar10", 100, 1e-1, 50, "bf16"),
-        Point("cifar512", "cifar10", 512, 1e-1, 50, "bf16"),
-        TRANSFORMER,
-        replace(TRANSFORMER, name="transformer-8", mean_steps=8, warm_up=500),
-        Point("mlp", "mlp", 256, **OWN_SETTING),
-        Point("two-scales", "two-scales", 128, **OWN_SETTING),
-        Point("mon", "mon", 128, 1e-2, 300, "tf32", relative=True, data="mnist"),
-        Point("mon-tiers", "mon-tiers", 128, 1e-2, 300, "tf32", relative=True, data="svhn"),
-        Point("mdeq-tiny", "mdeq-tiny", 128, 1e-3, 22, "tf32", relative=True, data="cifar10"),
-    )
+    "mnist100": Point("mnist", 100, 1e-1, 50, "bf16"),
+    "svhn100": SVHN,
+    "svhn100-trained": replace(SVHN, warm_up=6000),  # late in training a solve takes about 100 steps
+    "cifar100": Point("cifar10", 100, 1e-1, 50, "bf16"),
+    "cifar512": Point("cifar10", 512, 1e-1, 50, "bf16"),
+    "transformer": TRANSFORMER,
+    "transformer-8": replace(TRANSFORMER, mean_steps=8, warm_up=500),
+    "mlp": Point("mlp", 256, **OWN_SETTING),
+    "two-scales": Point("two-scales", 128, **OWN_SETTING),
+    "mon": Point("mon", 128, 1e-2, 300, "tf32", relative=True, data="mnist"),
+    "mon-tiers": Point("mon-tiers", 128, 1e-2, 300, "tf32", relative=True, data="svhn"),
+    "mdeq-tiny": Point("mdeq-tiny", 128, 1e-3, 22, "tf32", relative=True, data="cifar10"),
 }
 OWN_POINTS = ("transformer", "mlp", "two-scales")
 RIVAL_POINTS = ("mon", "mon-tiers", "mdeq-tiny")

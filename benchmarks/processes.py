@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,6 @@ class Gate:
             fcntl.flock(self.handles[number], fcntl.LOCK_UN)
 
 
-def _python_path() -> str:
-    """Return where a child process finds this package too, wherever it runs."""
-    here = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
-
-
 def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[str, str]) -> dict[str, str]:
     """Run commands at the same time; return the last line of stderr of each process that failed by itself.
 
@@ -64,15 +58,26 @@ def run_wave(commands: Mapping[str, list[str]], deadline: float, env: Mapping[st
         try:
             for name, command in commands.items():
                 running[name] = _start(command, Path(folder), len(running), env)
-            failed = {name: _wait(process, deadline) for name, process in running.items()}
+            for process in running.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+            ended = {name: process.poll() for name, process in running.items()}
         finally:
             for process in running.values():
-                _kill(process)
-        errors = {name: Path(folder, f"{number}.err") for number, name in enumerate(running)}
-        return {name: _last_line(errors[name], code) for name, code in failed.items() if code}
+                if process.poll() is None:  # end it, and those that it started
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        failed = {}
+        for number, (name, code) in enumerate(ended.items()):
+            if code:
+                text = Path(folder, f"{number}.err").read_text(errors="replace").strip() or f"exit code {code}"
+                failed[name] = text.splitlines()[-1][:300]
+        return failed
 
 
 def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    here = str(Path(__file__).resolve().parents[1])  # so that the process finds this package, wherever it runs
+    python_path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
     # Locks belong to open files, so each process gets its own.
     handles = [os.open(folder / f"lock{lock}", os.O_RDWR | os.O_CREAT) for lock in range(3)]
     for handle in handles[1:]:
@@ -84,32 +89,12 @@ def _start(command: list[str], folder: Path, number: int, env: Mapping[str, str]
                 pass_fds=handles,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**os.environ, **QUIET, **env, "PYTHONPATH": _python_path()},
+                env={**os.environ, **QUIET, **env, "PYTHONPATH": python_path},
                 start_new_session=True,
             )
     finally:
         for handle in handles:
             os.close(handle)
-
-
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Return the exit code, None if the process still runs at the deadline."""
-    try:
-        return process.wait(max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and those that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _last_line(errors: Path, code: int) -> str:
-    lines = errors.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-    return lines[-1][:300]
 
 
 def append(path: Path, record: Record) -> None:

@@ -60,19 +60,16 @@ def overhead(settings: Counts) -> Report:
 
 def _counted(method: Method, settings: Counts, rtol: float = 0.0) -> dict[str, float]:
     """Return the counts per step, from two depths."""
-    _, shallow, deep = (_count(method, settings, rtol, d) for d in (1, settings.shallow, settings.deep))
-    steps = settings.deep - settings.shallow  # depth 1 made what is made once for a kind of latent
-    return {column: (b - a) / steps for column, a, b in zip(COLUMNS, shallow, deep, strict=True)}
-
-
-def _count(method: Method, settings: Counts, rtol: float, depth: int) -> tuple[int, int, int]:
     z0 = torch.zeros(settings.batch, settings.width)
     slopes = torch.linspace(-0.99, 0.99, settings.width)  # no two alike, so that no entry converges early
-    calls = Calls(z0.numel())
-    T = calls.without(lambda z: slopes * z + 1)
-    with torch.no_grad(), calls:
-        method(T, z0, rms=0.0, max_steps=depth, rtol=rtol)
-    return calls.totals()
+    totals = []
+    for depth in (1, settings.shallow, settings.deep):  # depth 1 makes what is made once for a kind of latent
+        calls = Calls(z0.numel())
+        with torch.no_grad(), calls:
+            method(calls.without(lambda z: slopes * z + 1), z0, rms=0.0, max_steps=depth, rtol=rtol)
+        totals.append(calls.totals())
+    steps = settings.deep - settings.shallow
+    return {column: (b - a) / steps for column, a, b in zip(COLUMNS, *totals[1:], strict=True)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,11 @@ def steps(settings: Depths) -> Report:
 
 
 def _steps_of(problem: maps.Problem, settings: Depths) -> list[Row]:
-    found = {method: _evaluations(problem, method, settings) for method in methods()}
+    found = {}
+    for method in methods():
+        seen = maps.Recorder(problem.T)
+        method(seen, problem.z0, problem.inputs, rms=settings.tolerance, max_steps=settings.max_steps)
+        found[method] = seen.first_below(settings.tolerance)
     base = next(iter(found.values())).mean()  # banach's Picard
     return [
         {
@@ -109,12 +110,6 @@ def _steps_of(problem: maps.Problem, settings: Depths) -> list[Row]:
         }
         for method, taken in found.items()
     ]
-
-
-def _evaluations(problem: maps.Problem, method: Method, settings: Depths) -> Tensor:
-    seen = maps.Recorder(problem.T)
-    method(seen, problem.z0, problem.inputs, rms=settings.tolerance, max_steps=settings.max_steps)
-    return seen.first_below(settings.tolerance)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def step(job: Job, settings: Settings, gate: Gate, batches: Batches) -> Record:
     one, peak = _settled(job, settings, batches)
     gate.meet(2)
     with gate.turn():
-        count = _affordable(one, batches, settings)
+        affordable = int(1e3 * settings.most / statistics.median(_times(one, batches, 3, device)))
+        count = min(settings.steps, max(affordable, 6))
         syncs = host_syncs(partial(one if device.type == "cuda" else one.gradients, *next(batches)), device)
     ms: list[float] = []
     reached: list[tuple[float, float, float]] = []
@@ -108,7 +109,7 @@ def _from_start(job: Job, settings: Settings, change: Change = lambda net: None)
 
 def _search(job: Job, settings: Settings, gate: Gate, build: Callable[[Settings], object]) -> None:
     """Let cuDNN find its algorithms while no other process uses the device: by a step that is not compiled."""
-    if settings.point(job.point).convolves:
+    if settings.point(job.point).model not in ("transformer", "mlp"):
         with gate.turn():
             build(replace(settings, compile=False, settle=1))
             gc.collect()
@@ -116,13 +117,6 @@ def _search(job: Job, settings: Settings, gate: Gate, build: Callable[[Settings]
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
     gate.meet(1)
-
-
-def _affordable(one: Step, batches: Batches, settings: Settings) -> int:
-    """Return how many steps to time."""
-    device = torch.device(settings.device)
-    ms = statistics.median(_times(one, batches, 3, device))
-    return min(settings.steps, max(int(1e3 * settings.most / ms), 6))
 
 
 def _times(one: Step, batches: Batches, count: int, device: torch.device) -> list[float]:

@@ -7,7 +7,7 @@ thread it equals the wall clock on an idle machine, and it leaves out other prog
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -64,20 +64,15 @@ def timed_steps(step: Callable[[Input], object], inputs: Iterable[Input], device
 
 def milliseconds_of(action: Action, device: torch.device, repeats: int = 10, *, warm_up: int = 3) -> Figure:
     """Return the wall time of an action that is waited for each time."""
-    taken = []
+    taken: list[float] = []
+    wait: Any = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     for repeat in range(-warm_up, repeats):
-        synchronise(device)
+        wait(device)
         start = time.perf_counter()
         action()
-        synchronise(device)
+        wait(device)
         taken += [1e3 * (time.perf_counter() - start)] if repeat >= 0 else []
     return Figure.of(taken)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device, where it works on its own."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_bytes(action: Action, device: torch.device) -> int:

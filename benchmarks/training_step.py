@@ -29,6 +29,8 @@ def run(settings: Settings) -> Report:
         words = f"no job begins with {name}; expected STUDY/POINT/CONTENDER, such as step/mlp/plain"
         print(words, file=sys.stderr)
         raise SystemExit(2)
+    folder = settings.work.resolve()
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
     start, longest = time.monotonic(), 0.0
     ends = start + settings.seconds - RESERVE
     while jobs := next_jobs(read(settings.records), settings, source_commit()[0]):
@@ -36,21 +38,14 @@ def run(settings: Settings) -> Report:
         if began + longest > ends:
             break
         print(f"{began - start:4.0f} s: {len(jobs)} processes, {jobs[0].name} ...", flush=True)
-        _run_wave(jobs, settings, ends)
+        died = run_wave({job.name: job.command(settings) for job in jobs}, ends, caches)
+        for job in jobs:
+            if job.name in died:
+                append(settings.records, _stamped(job, settings, {"error": died[job.name]}))
         longest = max(longest, time.monotonic() - began)
     records = read(settings.records)
     left = len(next_jobs(records, settings, source_commit()[0]))
     return summary.report(records, settings.out, "some jobs are left: run the command again" if left else None)
-
-
-def _run_wave(jobs: list[Job], settings: Settings, ends: float) -> None:
-    """Run jobs as processes that append their records; record those that died as well."""
-    folder = settings.work.resolve()
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-    died = run_wave({job.name: job.command(settings) for job in jobs}, ends, caches)
-    for job in jobs:
-        if job.name in died:
-            append(settings.records, _stamped(job, settings, {"error": died[job.name]}))
 
 
 def _stamped(job: Job, settings: Settings, found: Record) -> Record:

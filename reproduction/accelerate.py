@@ -14,10 +14,8 @@ from reproduction import neumann
 from reproduction.jobs import Job, settings
 from reproduction.study import table
 from reproduction.table1 import TITLES
-from reproduction.trainings import Training, learning_curves, of_group, trained
+from reproduction.trainings import Training, learning_curves, of_groups, trained
 
-RECORDS = "trainings.jsonl"
-Row = Training
 SOLVERS: Mapping[str, Solver] = {"picard": Picard(), "anderson": Anderson(5), "broyden": Broyden(10)}
 
 
@@ -30,13 +28,13 @@ def _job(data: str, solver: str, **changes: Any) -> Job:
 QUICK = [_job("digits", solver, epochs=2, subset=256) for solver in SOLVERS]
 LENGTHS = {"mnist": 5, "svhn": 3}
 JOBS = [_job(data, s, epochs=n, recipe="released") for data, n in LENGTHS.items() for s in SOLVERS]
-run = partial(trained, JOBS, QUICK)
+RECORDS, Row, run = "trainings.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
-def _runs(rows: Sequence[Training]) -> dict[str, dict[str, Training]]:
-    """Return by data set the training of each solver, where all are known."""
-    found = {data: {s: of_group(rows, f"accelerate-{data}-{s}") for s in SOLVERS} for data in TITLES}
-    return {data: {s: one[0] for s, one in some.items()} for data, some in found.items() if all(some.values())}
+def _runs(rows: Sequence[Training]) -> dict[str, dict[str, list[Training]]]:
+    """Return by data set the training by each solver, where all are known."""
+    found = {data: of_groups(rows, {s: f"accelerate-{data}-{s}" for s in SOLVERS}) for data in TITLES}
+    return {data: runs for data, runs in found.items() if len(runs) == len(SOLVERS)}
 
 
 def spent(one: Training, level: float) -> tuple[float, float]:
@@ -50,9 +48,9 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     lines = []
     for data, runs in _runs(rows).items():
-        level = min(max(epoch.validation_accuracy or 0.0 for epoch in one.epochs) for one in runs.values())
-        base = spent(runs["picard"], level)
-        for solver, one in runs.items():
+        level = min(max(epoch.validation_accuracy or 0.0 for epoch in one.epochs) for (one,) in runs.values())
+        base = spent(runs["picard"][0], level)
+        for solver, (one,) in runs.items():
             iterations, seconds = spent(one, level)
             fewer, faster = iterations / base[0], seconds / base[1]
             lines.append((TITLES[data], solver.capitalize(), level, iterations, fewer, seconds, faster))
@@ -63,7 +61,5 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw test accuracy against seconds of training, by solver."""
-    known = {
-        TITLES[data]: {s.capitalize(): [one] for s, one in runs.items()} for data, runs in _runs(rows).items()
-    }
+    known = {TITLES[d]: {s.capitalize(): one for s, one in runs.items()} for d, runs in _runs(rows).items()}
     return {"accelerate": learning_curves(known)} if known else {}

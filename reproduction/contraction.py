@@ -10,8 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from reproduction import table1
-from reproduction.intervals import Claim
-from reproduction.study import table
+from reproduction.study import Claim, table
 from reproduction.trainings import Training
 
 RECORDS, Row, run = table1.RECORDS, Training, table1.run

@@ -35,15 +35,16 @@ class Measure:
     """Measures a network in training. `scorer` captures CUDA graphs once, so keep one object per process."""
 
     def __init__(self, job: Job, net: nn.Module, train: Images, test: Images) -> None:
-        self.job, self.net, self.test = job, net, test
+        self.net, self.test = net, test
         self.scorer = Scorer(net, job.settings.precision)
+        self.released = partial(released, net, test, self.scorer, augment=job.released_augmentation)
         watched = train.take(range(min(WATCHED, len(train)))).to(test.device)
         self.x, self.labels = watched.normalise(watched.pixels), watched.labels
 
     def both(self, epoch: int) -> dict[str, Any]:
         """Return the test set's totals by the clean and by the released protocol, in the training's precision."""
-        clean, other = self._clean(self.net, self.scorer), self._released(epoch)
-        return {"epoch": epoch, "clean": clean, "released": other}
+        clean = self._clean(self.net, self.scorer)
+        return {"epoch": epoch, "clean": clean, "released": asdict(self.released(epoch))}
 
     def contraction(self, epoch: int) -> dict[str, Any] | None:
         """Return sigma_max(dT/du), rate and residual on fixed training images; None for explicit networks.
@@ -53,11 +54,11 @@ class Measure:
         """
         if not _solves(self.net):
             return None
-        modes = {mode: self._contraction(mode) for mode in ("eval", "train")}
         loss, exact = partial(cross_entropy, target=self.labels), Implicit(tolerance=CLOSE)
-        with _in_mode(self.net, False):
-            found = descent_check(self.net, self.x, loss, backward=JFB(), exact=exact, tolerance=CLOSE)
-        return {"epoch": epoch, "images": len(self.x), "cosine": found.cosine, **modes}
+        found = descent_check(self.net, self.x, loss, backward=JFB(), exact=exact, tolerance=CLOSE)
+        values = {"epoch": epoch, "images": len(self.x), "cosine": found.cosine, "eval": self._contraction()}
+        with _in_training(self.net):
+            return values | {"train": self._contraction()}
 
     def final(self, epoch: int) -> dict[str, Any]:
         """Return the clean totals in fp32, at the settings' tolerance and at 1e-4, and the released ones."""
@@ -70,7 +71,8 @@ class Measure:
         values = {"epoch": epoch, "test": self.test.title, "images": len(self.test)}
         values |= {"parameters": _count(net), "macs": self._macs()}
         values |= {"parts": {part: _count(getattr(net, part)) for part in "QRS"} if implicit else None}
-        return values | {"clean": self._clean(net, Scorer(net)), "fine": fine, "released": self._released(epoch)}
+        clean, other = self._clean(net, Scorer(net)), asdict(self.released(epoch))
+        return values | {"clean": clean, "fine": fine, "released": other}
 
     def _clean(self, net: nn.Module, scorer: Scorer) -> dict[str, Any]:
         return asdict(evaluate(net, self.test, batch_size=BATCH, precision=scorer.precision, scorer=scorer))
@@ -78,29 +80,24 @@ class Measure:
     def _macs(self) -> float:
         """Return the multiplications of convolutions and matrix products for one test image, as torch counts."""
         first = self.test.take(range(1))
-        with _in_mode(self.net, False), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
             self.net(first.normalise(first.pixels))
         return counter.get_total_flops() / 2
 
-    def _released(self, epoch: int) -> dict[str, Any]:
-        augment = self.job.released_augmentation
-        return asdict(released(self.net, self.test, self.scorer, augment=augment, epoch=epoch))
-
-    def _contraction(self, mode: str) -> dict[str, Any]:
-        with _in_mode(self.net, mode == "train"):
-            found = measure_contraction(self.net, self.x, rtol=1e-3, seed=0)
+    def _contraction(self) -> dict[str, Any]:
+        found = measure_contraction(self.net, self.x, rtol=1e-3, seed=0)
         shown = slice(1) if found.coupled else slice(None)  # coupled samples share one value
         values = {name: getattr(found, name)[shown] for name in ("sigma", "rate", "residual")}
         return {**values, "violations": found.violations, "coupled": found.coupled}
 
 
 def released(
-    net: nn.Module, test: Images, scorer: Scorer, *, augment: Augmentation | None = None, epoch: int = 0
+    net: nn.Module, test: Images, scorer: Scorer, epoch: int = 0, *, augment: Augmentation | None = None
 ) -> Totals:
-    """Return the totals of the test set by the released protocol; mode, buffers and random state are kept."""
+    """Return the totals of the test set by the released protocol, of a network in eval mode; it stays as it is."""
     devices = [test.device] if test.device.type == "cuda" else []
     sums = MetricSums(test.device)
-    with _in_mode(net, True), torch.random.fork_rng(devices), unchanged(net.buffers()):
+    with _in_training(net), torch.random.fork_rng(devices), unchanged(net.buffers()):
         torch.manual_seed(0)
         with arithmetic(scorer.precision, test.device):
             for x, labels in Batches(test, BATCH, augment=augment, shuffle=False).epoch(epoch):
@@ -111,13 +108,13 @@ def released(
 
 
 @contextmanager
-def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
-    before = net.training
-    net.train(training)
+def _in_training(net: nn.Module) -> Iterator[None]:
+    """Put the network into training mode for a while; between epochs it is in eval mode."""
+    net.train()
     try:
         yield
     finally:
-        net.train(before)
+        net.eval()
 
 
 def _solves(net: nn.Module) -> bool:

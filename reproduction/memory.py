@@ -19,8 +19,7 @@ from torch import Tensor
 from banach import JFB, Implicit, Mode, NormalCG, Tolerance, Unroll, fixed_point, models
 from banach.train import Settings
 from banach.train.precision import arithmetic
-from reproduction.intervals import NOT_REPRODUCED, REPRODUCED, Claim
-from reproduction.study import Options, panels, store, table
+from reproduction.study import NOT_REPRODUCED, REPRODUCED, Claim, Options, panels, store, table
 
 RECORDS = "memory.jsonl"
 GROWTH = 1.05  # of the memory of a JFB step over all depths: what counts as fixed

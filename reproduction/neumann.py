@@ -12,15 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from banach import Implicit, Mode, Picard, Tolerance
-from reproduction.intervals import REPRODUCED, Claim, Interval, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import table
+from reproduction.study import REPRODUCED, Claim, Interval, table, verdict
 from reproduction.table1 import TITLES
-from reproduction.table2 import ratios
-from reproduction.trainings import Training, learning_curves, of_group, trained
+from reproduction.table2 import pairs, ratios
+from reproduction.trainings import Training, learning_curves, of_groups, trained
 
-RECORDS = "neumann.jsonl"
-Row = Training
 ORDERS = (0, 1, 2, 5, 10)
 DATA = ("mnist", "svhn", "digits")
 
@@ -38,13 +35,7 @@ def _job(data: str, order: int, seed: int, **changes: Any) -> Job:
 QUICK = [_job("digits", order, 0, epochs=2, subset=256) for order in ORDERS]
 JOBS = [_job("mnist", order, seed, epochs=10, recipe="released") for order in ORDERS for seed in range(3)]
 JOBS += [_job("svhn", order, 0, epochs=6, recipe="released") for order in ORDERS]
-run = partial(trained, JOBS, QUICK)
-
-
-def _runs(rows: Sequence[Training], data: str) -> dict[int, list[Training]]:
-    """Return the runs on a data set by order k."""
-    found = {order: of_group(rows, f"neumann-{data}-k{order}") for order in ORDERS}
-    return {order: some for order, some in found.items() if some}
+RECORDS, Row, run = "neumann.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
@@ -52,10 +43,11 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     lines = []
     for data in DATA:
-        runs, verdicts = _runs(rows, data), []
+        runs, verdicts = of_groups(rows, {order: f"neumann-{data}-k{order}" for order in ORDERS}), []
         found[data] = Claim("> 1")
         for order, some in runs.items():
-            ratio, last = Interval.of(ratios(some, runs[0])), [run.epochs[-1] for run in some]
+            against = pairs(rows, f"neumann-{data}-k{order}", f"neumann-{data}-k0")
+            ratio, last = Interval.of(ratios(against)), [run.epochs[-1] for run in some]
             verdicts += [verdict(ratio, 1.0, strict=True)] if order else []
             judged = next((one for one in verdicts if one != REPRODUCED), REPRODUCED)
             found[data] = Claim("> 1", f"{ratio:.2f}", ratio.count, some[0].length, judged)
@@ -68,8 +60,6 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw test accuracy against epochs and against seconds of training, by order."""
-    known = {data: _runs(rows, data) for data in DATA}
-    shown = {
-        TITLES[d]: {f"k = {order}": some for order, some in runs.items()} for d, runs in known.items() if runs
-    }
+    known = {TITLES[data]: of_groups(rows, {f"k = {k}": f"neumann-{data}-k{k}" for k in ORDERS}) for data in DATA}
+    shown = {title: runs for title, runs in known.items() if runs}
     return {"neumann": learning_curves(shown, times=(False, True))}

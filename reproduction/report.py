@@ -26,13 +26,12 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
     Raises:
         ValueError: if a page names a value that no study has.
     """
-    rows = {name: read(study.Row, options.records / study.RECORDS) for name, study in studies.items()}
-    known: dict[str, dict[str, Any]] = {name: {} for name in studies}
+    known: dict[str, dict[str, Any]] = {}
     folder = docs / "reproduction"
     for name, study in studies.items():
-        if rows[name]:
-            known[name] = {"origin": origins(options.records / study.RECORDS), **study.values(rows[name])}
-            draw(study.figures(rows[name]) if hasattr(study, "figures") else {}, folder)
+        rows = read(study.Row, path := options.records / study.RECORDS)
+        known[name] = {"origin": origins(path), **study.values(rows)} if rows else {}
+        draw(study.figures(rows) if rows and hasattr(study, "figures") else {}, folder)
     pages = {name: fill(text, known) for name, text in _templates(options.quick, studies).items()}
     files = {docs / name if name == MAIN else folder / name: text for name, text in pages.items()}
     for path, text in (files | {folder / HTML: html(pages)}).items():

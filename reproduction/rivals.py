@@ -12,14 +12,11 @@ from functools import partial
 from typing import Any
 
 from banach import models
-from reproduction.intervals import Interval, percent
 from reproduction.jobs import Job, settings
-from reproduction.study import table
+from reproduction.study import Interval, percent, table
 from reproduction.table1 import ENTRIES, TITLES
-from reproduction.trainings import Training, learning_curves, of_group, trained
+from reproduction.trainings import Training, learning_curves, of_groups, trained
 
-RECORDS = "trainings.jsonl"
-Row = Training
 EXACT = "implicit:picard:1e-2:300"  # as MON's own recipe
 TF32 = {"precision": "tf32"}  # PyTorch's default for convolutions
 DAMPED = {"solver": "picard:0.5", **TF32}
@@ -51,7 +48,7 @@ COMMON: dict[tuple[str, str, str], dict[str, Any]] = {  # changes of the recipe 
     ("svhn", "mon-tiers", "exact"): {"backward": EXACT},
     ("svhn", "anode", ""): {},
 }
-PAIRED = {"mnist": "mnist-mon", "svhn": "svhn-mon-tiers", "cifar10": "cifar10-mdeq-tiny"}  # JFB against exact
+PAIRED = {"mnist": "mon", "svhn": "mon-tiers", "cifar10": "mdeq-tiny"}  # JFB against the exact gradient
 
 COLUMNS = "data|model|gradient|n|epochs|clean %|paper|published|Q / R / S|MACs|evaluations|J-products|met eps"
 COLUMNS += "|largest residual|cosine of JFB|ms per step|peak MB|warnings"
@@ -73,7 +70,7 @@ def _job(key: tuple[str, str, str], recipe: str, seed: int, **changes: Any) -> J
 QUICK = [_job(("digits", "mon", "jfb"), "common", 0, epochs=1, subset=256)]
 JOBS = [_job(key, "own", seed, **changes) for key, changes in OWN.items() for seed in range(3)]
 JOBS += [_job(key, "common", seed, **TF32, **changes) for key, changes in COMMON.items() for seed in range(3)]
-run = partial(trained, JOBS, QUICK)
+RECORDS, Row, run = "trainings.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
@@ -88,7 +85,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 def _lines(rows: Sequence[Training], data: str, model: str, gradient: str, recipe: str) -> list[tuple[Any, ...]]:
     """Return the line of one group, an empty list without runs."""
     name = _name(data, model, gradient, recipe)
-    runs = [run for run in of_group(rows, name) if run.final]
+    runs = [run for run in rows if run.group == name and run.final]
     if not runs:
         return []
     entry = next((entry for entry in ENTRIES if entry.group == name), None)
@@ -107,16 +104,16 @@ def _lines(rows: Sequence[Training], data: str, model: str, gradient: str, recip
     )]  # fmt: skip
 
 
-def _pairs(rows: Sequence[Training]) -> dict[str, list[list[Training]]]:
-    """Return by data set the runs by JFB and by the exact gradient, where there are both."""
-    found = {d: [of_group(rows, f"{name}-{kind}") for kind in ("jfb", "exact")] for d, name in PAIRED.items()}
-    return {data: pair for data, pair in found.items() if all(pair)}
+def _pairs(rows: Sequence[Training]) -> dict[str, dict[str, list[Training]]]:
+    """Return by title the runs by JFB and by the exact gradient, where there are both."""
+    kinds = {"JFB": "jfb", "exact gradient": "exact"}
+    found = {
+        f"{TITLES[data]}, {model}": of_groups(rows, {label: f"{data}-{model}-{k}" for label, k in kinds.items()})
+        for data, model in PAIRED.items()
+    }
+    return {title: runs for title, runs in found.items() if len(runs) == 2}
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw accuracy against time for JFB and the exact gradient, where both are trained."""
-    shown = {
-        f"{TITLES[data]}, {PAIRED[data].removeprefix(f'{data}-')}": {"JFB": jfb, "exact gradient": exact}
-        for data, (jfb, exact) in _pairs(rows).items()
-    }
-    return {"rivals": learning_curves(shown)} if shown else {}
+    return {"rivals": learning_curves(shown)} if (shown := _pairs(rows)) else {}

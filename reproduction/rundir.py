@@ -16,11 +16,11 @@ import hashlib
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import nn
 
 import banach
@@ -33,16 +33,12 @@ SNAPSHOTS, CHECKPOINTS = "snapshots", "checkpoints"
 MOST = 15 * 2**20  # bytes of a tar
 
 
-def forget_after(folder: Path, epoch: int) -> None:
-    """Drop what was recorded after `epoch`, from which the run goes on: those epochs are trained again."""
-    for name in (TEST, CONTRACTION):
-        write_lines(folder / name, [line for line in read_lines(folder / name) if line["epoch"] <= epoch])
-    segments = read_lines(folder / SEGMENTS)
-    write_lines(folder / SEGMENTS, [{**s, "last_epoch": min(s["last_epoch"], epoch)} for s in segments])
+def resume(folder: Path, epoch: int, device: torch.device) -> list[dict[str, Any]]:
+    """Drop what was recorded after `epoch`, from which the run goes on: those epochs are trained again.
 
-
-def segments(folder: Path, epoch: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the lines of segments.jsonl with a new one for this process, which goes on after `epoch`."""
+    Returns:
+        The lines for segments.jsonl, with a new one for this process.
+    """
     made, lines = provenance(device=device), read_lines(folder / SEGMENTS)
     line: dict[str, Any] = {"first_epoch": epoch + 1, "last_epoch": epoch, "stopped": None}
     line |= {"started": made["date"], **made["versions"], "sources": source_hash()}
@@ -53,7 +49,9 @@ def segments(folder: Path, epoch: int, device: torch.device) -> list[dict[str, A
             f"the run was trained by sources {before['sources'][:12]} (commit {before['commit']}), got "
             f"{line['sources'][:12]}; use those sources, or start a new run in another folder (--runs)"
         )
-    return [*lines, line]
+    for name in (TEST, CONTRACTION):
+        write_lines(folder / name, [one for one in read_lines(folder / name) if one["epoch"] <= epoch])
+    return [*({**one, "last_epoch": min(one["last_epoch"], epoch)} for one in lines), line]
 
 
 def source_hash() -> str:
@@ -73,8 +71,6 @@ def snapshot(folder: Path, epoch: int) -> Path:
 
 def write_snapshot(folder: Path, net: nn.Module, job: str, epoch: int) -> None:
     """Store the weights and buffers after an epoch."""
-    from safetensors.torch import save
-
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in net.state_dict().items()}
     with whole_file(snapshot(folder, epoch), binary=True) as file:
         file.write(save(tensors, {"run": f"{job} after epoch {epoch}"}))  # two keys come in random order
@@ -85,17 +81,17 @@ def pack(folder: Path, target: Path) -> list[Path]:
     # Temporary files and the lock start with a dot.
     main = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     main += sorted((folder / CHECKPOINTS / newest(folder)).glob("*")) if newest(folder) else []
-    tars, size = [main], sum(map(_size, main))
+    tars = {target / f"{folder.name}.tar": main}
     for path in sorted((folder / SNAPSHOTS).glob("*.safetensors")):
-        size += _size(path)
-        if size > MOST:
-            tars.append([])
-            size = _size(path)
-        tars[-1].append(path)
-    names = ["", *(f".snapshots-{number}" for number in range(1, len(tars)))]
-    return [
-        _write(target / f"{folder.name}{name}.tar", folder, files) for name, files in zip(names, tars, strict=True)
-    ]
+        *_, last = tars.values()
+        if sum(file.stat().st_size + 2048 for file in (*last, path)) > MOST:  # with headers and padding
+            last = tars.setdefault(target / f"{folder.name}.snapshots-{len(tars)}.tar", [])
+        last.append(path)
+    for tar, files in tars.items():
+        with whole_file(tar, binary=True) as whole, tarfile.open(fileobj=whole, mode="w") as packed:
+            for file in files:
+                packed.add(file, arcname=str(file.relative_to(folder.parent)))
+    return list(tars)
 
 
 def unpack(source: Path, runs: Path) -> None:
@@ -135,15 +131,3 @@ def _move(found: Path, folder: Path) -> None:
         target = folder / path.relative_to(found)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, target)  # a copied folder could be cut off half-way
-
-
-def _size(path: Path) -> int:
-    """Return the bytes that a file takes in a tar, with its header and padding."""
-    return path.stat().st_size + 2048
-
-
-def _write(path: Path, folder: Path, files: Iterable[Path]) -> Path:
-    with whole_file(path, binary=True) as whole, tarfile.open(fileobj=whole, mode="w") as tar:
-        for file in files:
-            tar.add(file, arcname=str(Path(folder.name) / file.relative_to(folder)))
-    return path

@@ -7,20 +7,17 @@ together, whenever they were made. Runs with our own settings ("decayed") are ne
 jobs of the other implicit networks are in rivals.py.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 from banach import models
-from reproduction.intervals import SEEDS, UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import panels, table
-from reproduction.trainings import Training, draw_curve, runs_table, trained
+from reproduction.study import SEEDS, Claim, Interval, panels, percent, table
+from reproduction.trainings import Training, accuracies, draw_curve, runs_table, trained
 
-RECORDS = "trainings.jsonl"
-Row = Training
 TITLES = {"mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR-10", "digits": "digits"}
 
 
@@ -91,7 +88,7 @@ JOBS = [
     *_pair("mnist", 3, "-decayed", recipe="decayed"),
     *_pair("svhn", 3, "-decayed", recipe="decayed", augment="crop:2"),
 ]
-run = partial(trained, JOBS, QUICK)
+RECORDS, Row, run = "trainings.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
 @dataclass(frozen=True)
@@ -115,36 +112,16 @@ class Group:
         in_work = "" if self.runs[0].final else ", in work"
         return f"{self.runs[0].reached} of {self.recipe_epochs} epochs{in_work}"
 
-    @property
-    def clean(self) -> Interval:
-        return Interval.of(self._by_seed(lambda run: run.clean))
+    def interval(self, score: str) -> Any:
+        """Return the interval of a score (clean, released or protocols) over seeds, None if it is not known.
 
-    @property
-    def released(self) -> Interval | None:
-        found = self._by_seed(lambda run: run.released)
-        return Interval.of(found) if found else None
-
-    @property
-    def protocols(self) -> Interval | None:
-        """The released accuracy minus the clean one."""
-        found = self._by_seed(lambda run: None if run.released is None else run.released - run.clean)
-        return Interval.of(found) if found else None
-
-    def _by_seed(self, value: Callable[[Training], float | None]) -> list[float]:
-        """Return the mean of every seed. A rerun of a seed is not independent of it, and may even be bit-equal."""
+        A rerun of a seed is averaged with it: it is not independent, and may even be bit-equal.
+        """
         found: dict[str, list[float]] = {}
         for run in self.runs:
-            if (number := value(run)) is not None:
+            if (number := getattr(run, score)) is not None:
                 found.setdefault(run.seed, []).append(number)
-        return [fmean(numbers) for numbers in found.values()]
-
-    @property
-    def peak(self) -> tuple[int, float]:
-        """The evaluated epoch after which the mean clean accuracy is largest, and that accuracy."""
-        common = set.intersection(*({point.epoch for point in run.test} for run in self.runs))
-        points = [point for run in self.runs for point in run.test if point.epoch in common]
-        means = {e: fmean(100 * p.clean.accuracy for p in points if p.epoch == e) for e in sorted(common)}
-        return max(means.items(), key=lambda pair: pair[1])
+        return Interval.of(map(fmean, found.values())) if found else None
 
 
 def groups(rows: Sequence[Training]) -> list[Group]:
@@ -163,14 +140,13 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     found: dict[str, Any] = {"table": _table(every), "runs": runs_table(rows)}
     for name in GROUPS:
         group, printed = longest.get(name), PAPER.get(name)
-        found[name] = claim((group,), lambda one: one.clean, printed)
-        found[f"{name}.released"] = claim((group,), lambda one: one.released, printed)
+        found[name] = claim([group], "clean", printed)
+        found[f"{name}.released"] = claim([group], "released", printed)
         found |= {f"{name}.{key}": value for key, value in _details(group).items()}
     for name, pair in GAINS.items():
         first, second = (PAPER.get(one) for one in pair)
-        printed = None if first is None or second is None else first - second
-        some = [longest.get(one) for one in pair]
-        found[name] = claim(some, lambda a, b: a.clean.minus(b.clean), printed, "+")
+        printed = None if first is None or second is None else round(first - second, 1)
+        found[name] = claim([longest.get(one) for one in pair], "clean", printed, "+")
     lines = []
     for entry in ENTRIES:
         clean, released = found[entry.group], found[f"{entry.group}.released"]
@@ -186,26 +162,32 @@ def _details(group: Group | None) -> dict[str, Any]:
     """Return what the text of the page mentions besides the claims."""
     if group is None:
         return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch", "training"), "-")
-    depth, (epoch, peak) = fmean(run.scores.depth or 0.0 for run in group.runs), group.peak
-    protocols = f"{group.protocols:+.2f}" if group.protocols else "-"
-    training = fmean(100 * (run.epochs[-1].accuracy or 0.0) for run in group.runs)
-    return {"depth": depth, "protocols": protocols, "peak": peak, "peak_epoch": epoch, "training": training}
+    curves = accuracies(group.runs)
+    peak = max(curves, key=lambda epoch: fmean(curves[epoch]))
+    return {
+        "depth": fmean(run.scores.depth or 0.0 for run in group.runs),
+        "protocols": f"{both:+.2f}" if (both := group.interval("protocols")) else "-",
+        "peak": fmean(curves[peak]),
+        "peak_epoch": peak,
+        "training": fmean(100 * (run.epochs[-1].accuracy or 0.0) for run in group.runs),
+    }
 
 
-def claim(
-    some: Sequence[Group | None], ours: Callable[..., Interval | None], printed: float | None, sign: str = ""
-) -> Claim:
-    """Return what groups say on a printed value; two are compared only if both are full, or equally long."""
-    paper, known = "-" if printed is None else f"{printed:{sign}.1f}", [group for group in some if group]
-    full = all(group.full for group in known)
+def claim(some: Sequence[Group | None], score: str, printed: float | None, sign: str = "") -> Claim:
+    """Return what a group says on a printed value, or two on a printed difference.
+
+    Two are compared only if both are full, or equally long.
+    """
+    known = [group for group in some if group]
+    full, intervals = all(group.full for group in known), [group.interval(score) for group in known]
     comparable = len(known) == len(some) and (full or len({group.length for group in known}) == 1)
-    found = ours(*known) if comparable else None
-    if found is None:
-        return Claim(paper, verdict="-" if printed is None else UNTESTED)
+    if not comparable or None in intervals:
+        return Claim.of(printed, None, "-", sign=sign)
+    found = intervals[0] if len(known) == 1 else intervals[0].minus(intervals[1])
     seeds = min(len({run.seed for run in group.runs}) for group in known)
     few = f" ({('one seed', 'two seeds')[seeds - 1]}, full length)" if full and seeds < SEEDS else ""
-    judged = "-" if printed is None else verdict(found, round(printed, 1), full=full and not few) + few
-    return Claim(paper, f"{found:{sign}.2f}", found.count, known[0].length, judged)
+    made = Claim.of(printed, found, known[0].length, sign=sign, full=full and not few)
+    return made if printed is None else replace(made, verdict=made.verdict + few)
 
 
 def _table(made: Sequence[Group]) -> str:
@@ -216,10 +198,11 @@ def _table(made: Sequence[Group]) -> str:
         scores = [run.scores for run in one.runs]
         fine = [100 * run.final.fine.accuracy for run in one.runs if run.final and run.final.fine]
         lines.append((
-            one.name, final and final.test, final and final.parameters, one.length, printed, one.clean,
-            Interval.of(fine) if fine else None, one.released, percent(score.converged for score in scores),
-            max(score.max_residual or 0.0 for score in scores) or None,
-            fmean(run.seconds for run in one.runs), claim((one,), lambda group: group.clean, printed).verdict,
+            one.name, final and final.test, final and final.parameters, one.length, printed, one.interval("clean"),
+            Interval.of(fine) if fine else None, one.interval("released"),
+            percent(score.converged for score in scores),
+            max(score.max_residual or 0.0 for score in scores) or None, fmean(run.seconds for run in one.runs),
+            claim([one], "clean", printed).verdict,
         ))  # fmt: skip
     return table(lines, columns + "|s per epoch|verdict")
 

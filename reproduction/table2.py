@@ -14,13 +14,10 @@ from typing import Any
 
 from banach import Implicit, NormalCG, Picard, Tolerance, models
 from reproduction import table1
-from reproduction.intervals import UNTESTED, Claim, Interval, percent, verdict
 from reproduction.jobs import Job, settings
-from reproduction.study import table
-from reproduction.trainings import Training, learning_curves, of_group, runs_table, trained
+from reproduction.study import UNTESTED, Claim, Interval, percent, table
+from reproduction.trainings import Training, learning_curves, of_groups, runs_table, trained
 
-RECORDS = "table2.jsonl"
-Row = Training
 PAPER = {"mnist": 28.4 / 17.6, "svhn": 92.8 / 36.9, "cifar10": 530.9 / 146.6}  # time of an epoch, CG against JFB
 GAIN = {"mnist": 99.4 - 99.2, "svhn": 94.1 - 90.1, "cifar10": 93.67 - 87.9}  # points, JFB minus CG
 DATA = (*PAPER, "digits")
@@ -71,28 +68,29 @@ def _jobs(data: str) -> list[Job]:
 
 QUICK = _jobs("digits")
 JOBS = [job for data in PAPER for job in _jobs(data)]
-run = partial(trained, JOBS, QUICK)
+RECORDS, Row, run = "table2.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
-def runs_of(rows: Sequence[Training], data: str, tag: str) -> list[Training]:
-    """Return the runs of one row."""
-    return of_group(rows, f"table2-{data}-{tag}")
+def pairs(rows: Sequence[Training], row: str, base: str) -> list[tuple[Training, Training]]:
+    """Return the runs of two groups that have the same seed."""
+    known = {run.seed: run for run in rows if run.group == base}
+    return [(run, known[run.seed]) for run in rows if run.group == row and run.seed in known]
 
 
-def ratios(some: Sequence[Training], base: Sequence[Training]) -> list[float]:
-    """Return the time per training image relative to `base`, for the seeds that both have."""
-    known = {row.seed: row.seconds / row.images for row in base}
-    return [row.seconds / row.images / known[row.seed] for row in some if row.seed in known]
+def ratios(some: Sequence[tuple[Training, Training]]) -> list[float]:
+    """Return the time per training image, first run of a pair against second."""
+    return [run.seconds / run.images / (base.seconds / base.images) for run, base in some]
 
 
-def chosen(rows: Sequence[Training], data: str) -> tuple[list[Training], list[Training]]:
-    """Return the runs of the pair that the page shows, CG and JFB, with the seeds that both have."""
-    found = []
-    for tag in CHOSEN:
-        cg, jfb = runs_of(rows, data, tag), runs_of(rows, data, PAIRS[tag])
-        seeds = {row.seed for row in cg} & {row.seed for row in jfb}
-        found.append(([row for row in cg if row.seed in seeds], [row for row in jfb if row.seed in seeds]))
-    return max(found, key=lambda pair: len(pair[0]))
+def _pairs(rows: Sequence[Training], data: str) -> dict[str, list[tuple[Training, Training]]]:
+    """Return by the name of the timed row its pairs, CG and JFB."""
+    return {cg: pairs(rows, f"table2-{data}-{cg}", f"table2-{data}-{jfb}") for cg, jfb in PAIRS.items()}
+
+
+def _chosen(rows: Sequence[Training], data: str) -> list[tuple[Training, Training]]:
+    """Return the pairs that the page shows."""
+    known = _pairs(rows, data)
+    return max((known[row] for row in CHOSEN), key=len)
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
@@ -100,48 +98,37 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     found: dict[str, Any] = {"timing": _timing(rows), "runs": runs_table(rows)}
     lines = []
     for data in DATA:
-        cg, jfb = chosen(rows, data)
-        found |= _claims(data, cg, jfb)
-        lines += [_line(data, found[f"{data}.gain"], cg, jfb)] if cg else []
+        chosen, time, gain, length = _chosen(rows, data), None, None, "-"
+        if chosen:
+            times = ratios(chosen)
+            time, length = Interval.of(times), chosen[0][0].length
+            cg, jfb = (Interval.of(run.clean for run in some) for some in zip(*chosen, strict=True))
+            gain = jfb.minus(cg)
+            lines.append((
+                table1.TITLES[data], f"{PAPER[data]:.1f}" if data in PAPER else None, f"{time:.2f}",
+                f"{min(times):.2f} to {max(times):.2f}", gain.count, f"{jfb:.2f}", f"{cg:.2f}", f"{gain:+.2f}",
+                fmean(run.epochs[-1].products / run.images for run, _ in chosen) or None,
+                percent(run.epochs[-1].converged for pair in chosen for run in pair), length,
+            ))  # fmt: skip
+        # On the cost a short training decides, since an epoch is an epoch; on the accuracy it does not.
+        found[data] = Claim.of(PAPER.get(data, 1.0), time, length)
+        found[f"{data}.gain"] = Claim.of(GAIN.get(data, 0.0), gain, length, sign="+", full=False)
         for key in ("relative-bn", "trained-bn"):
-            shares = [row.solved for row in runs_of(rows, data, f"cg-{key}")]
+            shares = [run.solved for run in rows if run.group == f"table2-{data}-cg-{key}"]
             found[f"{data}.{key}"] = percent(shares) if shares else UNTESTED
     columns = "data|time, CG / JFB: paper|ours|range|n|JFB %|CG %|JFB - CG|J-products per image|met eps|length"
     return found | {"table": table(lines, columns)}
-
-
-def _claims(data: str, cg: Sequence[Training], jfb: Sequence[Training]) -> dict[str, Claim]:
-    """On the cost a short training decides, since an epoch is an epoch; on the accuracy it does not."""
-    printed, more = PAPER.get(data, 1.0), GAIN.get(data, 0.0)
-    if not cg:
-        return {data: Claim(f"{printed:.1f}"), f"{data}.gain": Claim(f"{more:+.1f}")}
-    times = Interval.of(ratios(cg, jfb))
-    gain = Interval.of(row.clean for row in jfb).minus(Interval.of(row.clean for row in cg))
-    length, judged = cg[0].length, verdict(gain, more, full=False)
-    return {
-        data: Claim(f"{printed:.1f}", f"{times:.2f}", times.count, length, verdict(times, printed)),
-        f"{data}.gain": Claim(f"{more:+.1f}", f"{gain:+.2f}", gain.count, length, judged),
-    }
-
-
-def _line(data: str, gain: Claim, cg: Sequence[Training], jfb: Sequence[Training]) -> tuple[Any, ...]:
-    times, products = ratios(cg, jfb), fmean(row.epochs[-1].products / row.images for row in cg)
-    accuracy = [f"{Interval.of(row.clean for row in some):.2f}" for some in (jfb, cg)]
-    met = percent(row.epochs[-1].converged for row in (*cg, *jfb))
-    first = table1.TITLES[data], f"{PAPER[data]:.1f}" if data in PAPER else None, f"{Interval.of(times):.2f}"
-    spread = f"{min(times):.2f} to {max(times):.2f}"
-    return *first, spread, gain.n, *accuracy, gain.ours, products or None, met, gain.length
 
 
 def _timing(rows: Sequence[Training]) -> str:
     """Return the time of every pair, earlier ones too."""
     lines = []
     for data in DATA:
-        for cg, jfb in PAIRS.items():
-            runs, base = runs_of(rows, data, cg), runs_of(rows, data, jfb)
-            scaled = any("R scaled down" in part.get("counts", {}) for run in runs for part in run.segments)
-            if (times := ratios(runs, base)) and not scaled:  # a scaled R is another R
-                lines.append((table1.TITLES[data], cg, jfb, len(times), f"{Interval.of(times):.2f}"))
+        for row, some in _pairs(rows, data).items():
+            scaled = any("R scaled down" in part.get("counts", {}) for run, _ in some for part in run.segments)
+            if some and not scaled:  # a scaled R is another R
+                times = Interval.of(ratios(some))
+                lines.append((table1.TITLES[data], row, PAIRS[row], times.count, f"{times:.2f}"))
     return table(lines, "data|row|against|n|time of an epoch, divided")
 
 
@@ -149,9 +136,9 @@ def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw accuracy against time: the like-for-like pair, and JFB with batch norm, which CG cannot have."""
     shown: dict[str, dict[str, Sequence[Training]]] = {}
     for data in DATA:
-        cg, jfb = chosen(rows, data)
-        if cg:
+        if chosen := _chosen(rows, data):
+            cg, jfb = zip(*chosen, strict=True)
             drawn = {"CG, R without batch norm": cg, "JFB, the same R": jfb}
-            drawn["JFB, batch norm in R"] = runs_of(rows, data, "jfb-captured-bn")
-            shown[table1.TITLES[data]] = {label: runs for label, runs in drawn.items() if runs}
+            others = of_groups(rows, {"JFB, batch norm in R": f"table2-{data}-jfb-captured-bn"})
+            shown[table1.TITLES[data]] = {**drawn, **others}
     return {"table2": learning_curves(shown)}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -31,9 +32,8 @@ from torch.nn.functional import cross_entropy
 
 from banach import Implicit, Tolerance, contraction_factor, data, diagnose
 from reproduction import jobs
-from reproduction.intervals import Claim
-from reproduction.rundir import SNAPSHOTS, snapshot
-from reproduction.study import Options, draw_band, panels, read, store, table
+from reproduction.rundir import SNAPSHOTS
+from reproduction.study import Claim, Options, draw_band, panels, read, store, table
 from reproduction.table1 import TITLES
 from reproduction.train import train
 
@@ -49,23 +49,24 @@ ASCENTS = 5
 ROUNDING = 1e-10  # slack for comparing float64 sums with their bounds
 Loss = Callable[[Any], Tensor]
 _COSINE = "cosine of JFB with the exact gradient"
-STATEMENTS = {  # key of the measured cases -> text and condition
-    "sigma": ("sigma_max(dT/du), eval mode", "< 1"),
-    "rate": ("observed rate, eval mode", "< 1"),
-    "training.sigma": ("sigma_max(dT/du), training mode", "< 1"),
-    "training.rate": ("observed rate, training mode", "< 1"),
-    "L": ("sigma_max(dT/dd), eval mode", "finite"),
-    "cosine": (f"{_COSINE}, where the solver stops", "> 0"),
-    "exact.cosine": (f"{_COSINE}, at u*", "> 0"),
-    "training.cosine": (f"{_COSINE}, training mode", "> 0"),
-    "image.cosine": (f"{_COSINE}, single images", "> 0"),
-    "lemma": ("coercivity of I - J, gamma < 1", ">= 1 - gamma"),
-    "beyond": ("coercivity of I - J, gamma >= 1", "none"),
-    "kappa": ("kappa(M'M), at least", "<= 1/gamma"),
-    "rank": ("dependent columns of M, eval mode", "0"),
-    "training.rank": ("dependent columns of M, R in training mode", "0"),
-    "own": ("|u - u*| / |u*| where the solver stops", "none"),
-    "radius": ("|u - u*| / |u*| with 10% of the descent left", "> 0"),
+# Key of the measured cases -> text, condition and, where its value alone decides, whether a case holds.
+STATEMENTS: dict[str, tuple[str, str, Callable[[float], bool] | None]] = {
+    "sigma": ("sigma_max(dT/du), eval mode", "< 1", lambda x: x < 1),
+    "rate": ("observed rate, eval mode", "< 1", lambda x: x < 1),
+    "training.sigma": ("sigma_max(dT/du), training mode", "< 1", lambda x: x < 1),
+    "training.rate": ("observed rate, training mode", "< 1", lambda x: x < 1),
+    "L": ("sigma_max(dT/dd), eval mode", "finite", math.isfinite),
+    "cosine": (f"{_COSINE}, where the solver stops", "> 0", lambda x: x > 0),
+    "exact.cosine": (f"{_COSINE}, at u*", "> 0", lambda x: x > 0),
+    "training.cosine": (f"{_COSINE}, training mode", "> 0", lambda x: x > 0),
+    "image.cosine": (f"{_COSINE}, single images", "> 0", lambda x: x > 0),
+    "lemma": ("coercivity of I - J, gamma < 1", ">= 1 - gamma", None),
+    "beyond": ("coercivity of I - J, gamma >= 1", "none", lambda x: x > 0),
+    "kappa": ("kappa(M'M), at least", "<= 1/gamma", None),
+    "rank": ("dependent columns of M, eval mode", "0", lambda x: x == 0),
+    "training.rank": ("dependent columns of M, R in training mode", "0", lambda x: x == 0),
+    "own": ("|u - u*| / |u*| where the solver stops", "none", None),
+    "radius": ("|u - u*| / |u*| with 10% of the descent left", "> 0", lambda x: x > 0),
 }
 DRAWN = (
     ("sigma", "sigma_max(dT/du)", "C3"),
@@ -82,21 +83,24 @@ class Cases:
     held: tuple[bool, ...] = ()
 
     @staticmethod
-    def of(values: Iterable[float], holds: Callable[[float], bool]) -> "Cases":
-        """Return the cases of values; `holds` judges one of them."""
-        known = tuple(x for x in values if not math.isnan(x))
-        return Cases(known, tuple(map(holds, known)))
+    def of(key: str, values: Iterable[float]) -> "Cases":
+        """Return the cases of a statement that its values alone decide."""
+        known, holds = tuple(x for x in values if not math.isnan(x)), STATEMENTS[key][2]
+        return Cases(known, tuple(map(holds, known)) if holds else ())
 
     def __add__(self, other: "Cases") -> "Cases":
         return Cases(self.values + other.values, self.held + other.held)
 
+    low = property(lambda self: min(self.values, default=math.nan))
+    high = property(lambda self: max(self.values, default=math.nan))
+    mean = property(lambda self: fmean(self.values or [math.nan]))
+    count = property(lambda self: len(self.held))
+    holding = property(lambda self: sum(self.held))
 
-def below(values: Iterable[float], limit: float) -> Cases:
-    return Cases.of(values, lambda x: x < limit)
-
-
-def positive(values: Iterable[float]) -> Cases:
-    return Cases.of(values, lambda x: x > 0)
+    def __str__(self) -> str:
+        """Return the mean of the values and, if they differ, their range."""
+        mean, low, high = (f"{x:.3g}" for x in (self.mean, self.low, self.high))
+        return mean if low == high else f"{mean} ({low} to {high})"
 
 
 @dataclass(frozen=True)
@@ -118,28 +122,25 @@ def run(options: Options) -> list[Row]:
         train([jobs.get(QUICK)], options)
     known = {(row.run, row.epoch) for row in read(Row, path)}
     for job in map(jobs.get, names):
-        for epoch in _epochs(job, options):
+        files = sorted((options.runs / job.name / SNAPSHOTS).glob("epoch-*.safetensors"))
+        if not files:
+            options.say(
+                f"no snapshots in {options.runs / job.name}; run `python -m reproduction train {job.name}`"
+            )
+            continue
+        for file in (None, *(files[-1:] if options.quick else files)):  # None: the initial weights, epoch 0
+            epoch = int(file.stem.removeprefix("epoch-")) if file else 0
             if (job.name, epoch) not in known:
                 options.say(f"{job.name}: measuring epoch {epoch}")
-                store(path, [_measured(job, epoch, options)], CPU, append=True)
+                store(path, [_measured(job, epoch, file, options)], CPU, append=True)
     return read(Row, path)
 
 
-def _epochs(job: jobs.Job, options: Options) -> list[int]:
-    """Return the epochs whose weights are known: 0 and those of the snapshots; quick: the first and the last."""
-    files = sorted((options.runs / job.name / SNAPSHOTS).glob("epoch-*.safetensors"))
-    epochs = [int(file.stem.removeprefix("epoch-")) for file in files]
-    if not epochs:
-        options.say(f"{job.name}: no snapshots in {options.runs}; run `python -m reproduction train {job.name}`")
-        return []
-    return [0, epochs[-1]] if options.quick else [0, *epochs]
-
-
-def _measured(job: jobs.Job, epoch: int, options: Options) -> Row:
+def _measured(job: jobs.Job, epoch: int, weights: Path | None, options: Options) -> Row:
     images, dense = (8, 1) if options.quick else (32, 2)
     net = job.build()
-    if epoch:
-        net.load_state_dict(load_file(snapshot(options.runs / job.name, epoch)))
+    if weights:
+        net.load_state_dict(load_file(weights))
     few = data.load(str(job.settings.data), "train+validation", options.data_dir).take(range(images))
     d, smoothing = few.normalise(few.pixels).double(), job.settings.label_smoothing
     numbers = measure(net, d, few.labels, dense=dense, smoothing=smoothing)
@@ -168,16 +169,18 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         own, train = (_cosines(one, d, partial(loss, target=labels)) for one in (net, training))
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
         single = [Image(net, d[one], partial(loss, target=labels[one])).cases() for one in chosen]
-    measured = {
-        "sigma": below(sigma, 1),
-        "rate": below(rate, 1) + Cases((), (False,) * int((~found).sum())),
-        "training.sigma": below([float(there.sigma.max())], 1),
-        "training.rate": below([float(there.rate.max())], 1),
-        "L": below(lipschitz, math.inf),
-        "cosine": positive(own[:1]),
-        "exact.cosine": positive(own[1:]),
-        "training.cosine": positive(train[:1]),
+    values = {
+        "sigma": sigma,
+        "rate": rate,
+        "training.sigma": [float(there.sigma.max())],
+        "training.rate": [float(there.rate.max())],
+        "L": lipschitz,
+        "cosine": own[:1],
+        "exact.cosine": own[1:],
+        "training.cosine": train[:1],
     }
+    measured = {key: Cases.of(key, some) for key, some in values.items()}
+    measured["rate"] += Cases((), (False,) * int((~found).sum()))
     for one in single:
         measured |= {key: measured.get(key, Cases()) + cases for key, cases in one.items()}
     return measured
@@ -249,16 +252,18 @@ class Image:
         batch_norm.R.train()
         in_training = conditioning(Image(batch_norm, self.d, self.loss).matrix())[1]
         distance = diagnose.network_map(self.net, self.d).u - self.u
-        return {
-            # Beyond its premise the Lemma says nothing.
-            **({"lemma": Cases((coercivity,), (holds,))} if gamma < 1 else {"beyond": positive([coercivity])}),
-            "kappa": Cases.of([kappa], lambda x: x * gamma <= 1),
-            "rank": below([dependent], 1),
-            "training.rank": below([in_training], 1),
-            "image.cosine": positive([-float(torch.cosine_similarity(self.gradient, self.p(self.u), dim=0))]),
-            "own": Cases((float(distance.norm() / self.u.norm()),)),
-            "radius": positive([self.radius()]),
+        values = {
+            "lemma" if gamma < 1 else "beyond": coercivity,  # beyond its premise the Lemma says nothing
+            "kappa": kappa,
+            "rank": dependent,
+            "training.rank": in_training,
+            "image.cosine": -float(torch.cosine_similarity(self.gradient, self.p(self.u), dim=0)),
+            "own": float(distance.norm() / self.u.norm()),
+            "radius": self.radius(),
         }
+        cases = {key: Cases.of(key, [x]) for key, x in values.items()}
+        judged = {"lemma": holds, "kappa": kappa * gamma <= 1}
+        return cases | {key: Cases((values[key],), (held,)) for key, held in judged.items() if key in values}
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -305,53 +310,36 @@ def _rows(values: Tensor, weights: list[Tensor]) -> Tensor:
     return torch.stack([_flat(row) for row in found])
 
 
-def _flat(parts: Sequence[Tensor]) -> Tensor:
+def _flat(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
 def shown(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return for each network the rows of the run with the most epochs, by epoch; digits only if alone."""
-    found: dict[str, list[Row]] = {}
-    for model in [model for model in TITLES if any(row.model == model for row in rows)]:
-        name = max((row for row in rows if row.model == model), key=lambda row: row.epoch).run
-        found[model] = sorted((row for row in rows if row.run == name), key=lambda row: row.epoch)
-    return {model: some for model, some in found.items() if model != "digits" or len(found) == 1}
+    ordered = sorted(rows, key=lambda row: row.epoch)
+    longest = {row.model: row.run for row in ordered}  # the last one of a network stays
+    known = [model for model in TITLES if model in longest and (model != "digits" or len(longest) == 1)]
+    return {model: [row for row in ordered if row.run == longest[model]] for model in known}
 
 
 def values(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return `facts` on every statement by MODEL.STATEMENT.FACT and all.STATEMENT.FACT, the claim, the table."""
-    found: dict[str, Any] = {}
-    everywhere = dict.fromkeys(STATEMENTS, Cases())
+    """Return the cases on trained snapshots by MODEL.STATEMENT and all.STATEMENT, the claim, the table."""
+    found: dict[str, Any] = {f"all.{key}": Cases() for key in STATEMENTS}
     lines = []
     for model, mine in shown(rows).items():
-        found |= {f"{model}.{key}": getattr(mine[-1], key) for key in ("run", "epoch", "length", "images")}
-        for key, words in STATEMENTS.items():
+        found |= {f"{model}.epoch": mine[-1].epoch, f"{model}.length": mine[-1].length}
+        for key, (text, condition, _) in STATEMENTS.items():
             per_epoch = {row.epoch: row.measured.get(key, Cases()) for row in mine}
-            trained = sum((some for epoch, some in per_epoch.items() if epoch), Cases())
-            everywhere[key] += trained
-            first, last = per_epoch.get(0, Cases()), per_epoch[mine[-1].epoch]
-            found |= facts(f"{model}.{key}", trained) | {f"{model}.{key}.last": fmean(last.values or [math.nan])}
-            held = f"{sum(trained.held)} of {len(trained.held)}" if trained.held else None
-            lines += [[model, *words, _range(first), _range(last), held]] if first.values or last.values else []
-    for key, some in everywhere.items():
-        found |= facts(f"all.{key}", some)
-    held, count = found["all.cosine.held"], found["all.cosine.count"]  # the claim: JFB descends on every batch
-    found["claim"] = Claim.always(held, count, count)
+            first, last = per_epoch.pop(0, Cases()), mine[-1].measured.get(key, Cases())
+            trained = sum(per_epoch.values(), Cases())
+            found[f"all.{key}"] += trained
+            found |= {f"{model}.{key}": trained, f"{model}.{key}.last": last.mean}
+            held = f"{trained.holding} of {trained.count}" if trained.held else None
+            shown_cases = (some if some.values else None for some in (first, last))
+            lines += [[model, text, condition, *shown_cases, held]] if first.values or last.values else []
+    descends = found["all.cosine"]  # the claim: JFB descends on every batch
+    found["claim"] = Claim.always(descends.holding, descends.count, descends.count)
     return found | {"table": table(lines, "network|statement|condition|epoch 0|last epoch|holds after training")}
-
-
-def facts(name: str, trained: Cases) -> dict[str, float]:
-    """Return the range of the values on trained snapshots, how many cases hold and how many there are."""
-    low, high = (f(trained.values, default=math.nan) for f in (min, max))
-    values = {"low": low, "high": high, "held": sum(trained.held), "count": len(trained.held)}
-    return {f"{name}.{key}": value for key, value in values.items()}
-
-
-def _range(cases: Cases) -> str | None:
-    if not cases.values:
-        return None
-    mean, low, high = (f"{f(cases.values):.3g}" for f in (fmean, min, max))
-    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:

@@ -36,8 +36,7 @@ class Row:
 
 def run(options: Options) -> list[Row]:
     """Check all statements; seconds on a CPU."""
-    rows = statements()
-    store(options.records / RECORDS, rows, torch.device("cpu"))
+    store(options.records / RECORDS, rows := statements(), torch.device("cpu"))
     return rows
 
 

@@ -9,8 +9,10 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from banach.data import Images
 from banach.provenance import write_json
@@ -63,8 +65,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train until the end or until time is over; return True if the job is finished."""
-        tar = None if self.options.unpack is None else self.options.unpack / f"{self.job.name}.tar"
-        if tar is not None and tar.exists():
+        if self.options.unpack and (tar := self.options.unpack / f"{self.job.name}.tar").exists():
             unpack(tar, self.options.runs)
         if (self.folder / rundir.FINAL).exists():
             self.options.say(f"{self.job.name}: is finished")
@@ -78,18 +79,16 @@ class Trainer:
         with warnings.catch_warnings(record=True) as self.said:
             warnings.simplefilter("always")
             stopped = self._fit(run, train)
-        done = _epochs_done(run)
-        self._update(done, stopped)
-        for text, count in self.segments[-1]["warnings"].items():
+        self._update(stopped=stopped)
+        mine = self.segments[-1]
+        for text, count in mine["warnings"].items():
             self.options.say(f"warning ({count} times): {text}")
         self._pack()
-        self.options.say(f"{self.job.name}: {stopped} after epoch {done}, {self.segments[-1]['seconds']:.0f} s")
+        self.options.say(f"{self.job.name}: {stopped} after epoch {mine['last_epoch']}, {mine['seconds']:.0f} s")
         return stopped == FINISHED
 
     def _take_weights(self) -> None:
         """Start with the weights of the job that this one goes on from, which is trained first if need be."""
-        from safetensors.torch import load_file
-
         before = self.job.after
         if before is None or newest(self.folder):
             return
@@ -105,10 +104,10 @@ class Trainer:
         """Return the run, a new one if there is none, with its records cut at its newest checkpoint."""
         is_new = not (self.folder / "settings.json").exists()
         run = Run.create(self.folder, self.settings) if is_new else Run.open(self.folder)
-        done = _epochs_done(run)
-        rundir.forget_after(self.folder, done)
-        self.segments = rundir.segments(self.folder, done, self.settings.torch_device)
-        self._update(done)
+        latest = run.latest()
+        done = 0 if latest is None else int(latest.state["epoch"])
+        self.segments = rundir.resume(self.folder, done, self.settings.torch_device)
+        self._update()
         name = self.segments[-1]["device"]
         self.options.say(f"{self.job.name}: {done} of {self.settings.epochs} epochs are done; {name}")
         return run
@@ -133,7 +132,7 @@ class Trainer:
         now = time.monotonic()
         self.epochs.append(now - self.last)  # with its measurements, and the checkpoint and the tar before it
         self.last = now
-        self._update(number)
+        self._update(last_epoch=number)
         if number == self.settings.epochs:
             return
         warm = self.epochs[1:] or self.epochs  # the first one includes starting up
@@ -157,12 +156,10 @@ class Trainer:
         if job.monitors(number) and (found := self.measure.contraction(number)) is not None:
             write_lines(self.folder / rundir.CONTRACTION, [found], append=True)
 
-    def _update(self, epoch: int, stopped: str | None = None) -> None:
+    def _update(self, **changes: Any) -> None:
         """Write what this process has done until now."""
         report = getattr(getattr(self.net, "backward", None), "report", None)
-        self.segments[-1] |= {
-            "last_epoch": epoch,
-            "stopped": stopped,
+        self.segments[-1] |= changes | {
             "seconds": round(time.monotonic() - self.begun, 3),
             "warnings": Counter(str(warning.message)[:300] for warning in self.said),
             "counts": dict(report) if isinstance(report, Counter) else {},  # how adjoint equations ended
@@ -175,8 +172,3 @@ class Trainer:
         files = pack(self.folder, self.options.pack)
         self.packed_at = time.monotonic()
         self.options.say("packed " + ", ".join(f"{f.name} ({f.stat().st_size / 2**20:.1f} MiB)" for f in files))
-
-
-def _epochs_done(run: Run) -> int:
-    latest = run.latest()
-    return 0 if latest is None else int(latest.state["epoch"])

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from banach import data
 from banach.provenance import unsigned
 from banach.train import Epoch, RunError
-from reproduction.intervals import percent
 from reproduction.jobs import Job
 from reproduction.rundir import CONTRACTION, FINAL, SEGMENTS, TEST
-from reproduction.study import Options, draw_band, panels, read, read_lines, table, write_lines
+from reproduction.study import Options, draw_band, panels, percent, read, read_lines, table, write_lines
 from reproduction.train import train
 
 FILES = ("table2", "neumann")  # studies with a file of their own
+Label = TypeVar("Label")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class Totals:
 class Point:
     """The test set after one epoch, in the precision of the training."""
 
-    epoch: int
+    epoch: int = 0
     clean: Totals
     released: Totals | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Final:
+class Final(Point):
     """After the last epoch, in fp32: the clean protocol at the settings' tolerance and at 1e-4 (`fine`).
 
     `parts`: parameters of Q, R and S. `macs`: multiplications of one test image that torch counts.
@@ -53,7 +53,6 @@ class Final:
 
     test: str
     parameters: int
-    clean: Totals
     fine: Totals | None = None
     parts: dict[str, int] | None = None
     macs: float | None = None
@@ -91,7 +90,7 @@ class Training:
     @property
     def scores(self) -> Totals:
         """The test set by the clean protocol: eval mode, clean images, last epoch, fp32 once it is finished."""
-        return self.test[-1].clean if self.final is None else self.final.clean
+        return (self.final or self.test[-1]).clean
 
     @property
     def clean(self) -> float:
@@ -103,6 +102,11 @@ class Training:
         """Test accuracy in percent as the released code reports it: training mode, best evaluated epoch."""
         found = [100 * point.released.accuracy for point in self.test if point.released is not None]
         return max(found, default=None)
+
+    @property
+    def protocols(self) -> float | None:
+        """The released accuracy minus the clean one."""
+        return None if self.released is None else self.released - self.clean
 
     @property
     def images(self) -> int:
@@ -132,8 +136,10 @@ class Training:
         return counts["adjoint CONVERGED"] / ended if ended else None
 
 
-def of_group(rows: Sequence[Training], name: str) -> list[Training]:
-    return [row for row in rows if row.group == name]
+def of_groups(rows: Sequence[Training], names: Mapping[Label, str]) -> dict[Label, list[Training]]:
+    """Return by label the runs of the named groups that have some."""
+    found = {label: [row for row in rows if row.group == name] for label, name in names.items()}
+    return {label: runs for label, runs in found.items() if runs}
 
 
 def runs_table(rows: Sequence[Training]) -> str:
@@ -150,14 +156,18 @@ def runs_table(rows: Sequence[Training]) -> str:
     return table(lines, columns + "|device|torch|commit|processes")
 
 
-def draw_curve(axes: Any, runs: Sequence[Training], label: str, *, time: bool = False, **style: Any) -> None:
-    """Draw clean test accuracy against epochs, or seconds: the mean over runs, and the band of their range."""
+def accuracies(runs: Sequence[Training]) -> dict[int, list[float]]:
+    """Return the clean test accuracies in percent by epoch, for epochs that all runs evaluated."""
     curves = [{point.epoch: 100 * point.clean.accuracy for point in run.test} for run in runs]
-    values = {}
-    for epoch in sorted(set.intersection(*(set(curve) for curve in curves))):
-        x = fmean(run.elapsed[epoch - 1] for run in runs) if time else epoch
-        values[x] = [curve[epoch] for curve in curves]
-    draw_band(axes, values, label, linewidth=1.2, marker="." if len(values) < 25 else "", **style)
+    return {epoch: [curve[epoch] for curve in curves] for epoch in sorted(set.intersection(*map(set, curves)))}
+
+
+def draw_curve(axes: Any, runs: Sequence[Training], label: str, *, time: bool = False) -> None:
+    """Draw clean test accuracy against epochs, or seconds: the mean over runs, and the band of their range."""
+    values: dict[float, list[float]] = {}
+    for epoch, scores in accuracies(runs).items():
+        values[fmean(run.elapsed[epoch - 1] for run in runs) if time else epoch] = scores
+    draw_band(axes, values, label, linewidth=1.2, marker="." if len(values) < 25 else "")
 
 
 def learning_curves(shown: Mapping[str, Mapping[str, Sequence[Training]]], times: Sequence[bool] = (True,)) -> Any:
@@ -176,22 +186,18 @@ def learning_curves(shown: Mapping[str, Mapping[str, Sequence[Training]]], times
 def trained(full: Sequence[Job], quick: Sequence[Job], options: Options) -> list[Training]:
     """Return the records of the jobs of a study; train those that have none, and add them to the records."""
     jobs = quick if options.quick else full
-    known = _known(jobs, options.records)
+    path = options.records / file_of(jobs[0].name)
+    known = {row.job: row for row in read(Training, path) if row.final is not None}
     if missing := [job for job in jobs if job.name not in known]:
         if not train(missing, options):
             raise RunError("a training stopped before its end; run the same command again to resume it")
         collect(options.runs, options.records, only={job.name for job in missing})
-        known = _known(jobs, options.records)
+        known = {row.job: row for row in read(Training, path)}
     return [known[job.name] for job in jobs]
 
 
-def _known(jobs: Sequence[Job], folder: Path) -> dict[str, Training]:
-    files = {file_of(job.name) for job in jobs}
-    rows = [row for name in sorted(files) for row in read(Training, folder / name)]
-    return {row.job: row for row in rows if row.final is not None}
-
-
 def file_of(job: str) -> str:
+    """Return the file of a job's record; all jobs of a study have the same."""
     study = job.partition("-")[0]
     return f"{study if study in FILES else 'trainings'}.jsonl"
 
@@ -204,21 +210,16 @@ def collect(runs: Path, folder: Path, only: set[str] | None = None) -> list[str]
     is another sample, so give it another name.
     """
     found = [line for line in _recorded(runs) if only is None or line["job"] in only]
-    for name in sorted({file_of(line["job"]) for line in found}):
-        out = folder / name
+    for out in sorted({folder / file_of(line["job"]) for line in found}):
         kept = {line["job"]: line for line in read_lines(out)}
-        for line in (line for line in found if file_of(line["job"]) == name):
-            _check_same(kept.get(line["job"], line), line, out)
+        for line in (line for line in found if folder / file_of(line["job"]) == out):
+            before = kept.get(line["job"], line)
+            earlier = len(line["epochs"]) < len(before["epochs"])
+            if before["segments"] != line["segments"] if before["final"] else earlier:
+                raise RunError(f"{out} has another run of the name {line['job']}; rename the folder of this one")
             kept[line["job"]] = line
         write_lines(out, (kept[job] for job in sorted(kept)))
     return [line["job"] for line in found if line["final"]]
-
-
-def _check_same(before: dict[str, Any], line: dict[str, Any], out: Path) -> None:
-    """Refuse to replace a finished run by another one, or a run in work by one that has not come as far."""
-    earlier = len(line["epochs"]) < len(before["epochs"])
-    if before["segments"] != line["segments"] if before["final"] else earlier:
-        raise RunError(f"{out} has another run of the name {line['job']}; rename the folder of the new one")
 
 
 def _recorded(runs: Path) -> Iterator[dict[str, Any]]:

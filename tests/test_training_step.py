@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fast.simulated import simulate_gpu
 
 CPU = torch.device("cpu")
-TIGHT = Point("tiny", "digits", 4, 1e-11, 400, "fp32")
+TIGHT = Point("digits", 4, 1e-11, 400, "fp32")
 LOOSE = replace(TIGHT, eps=1e-1, max_steps=50)
 QUICK: Settings = BENCHMARKS["training-step"].quick
 needs_torchdeq = pytest.mark.skipif(not libraries.has_torchdeq(), reason="torchdeq is not installed")

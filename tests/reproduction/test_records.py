@@ -12,8 +12,7 @@ from scipy.stats import ttest_ind
 from banach.provenance import plain
 from banach.train import RunError
 from reproduction import report, study
-from reproduction.intervals import Interval, verdict
-from reproduction.study import origins, store, table
+from reproduction.study import Interval, origins, store, table, verdict
 
 
 @dataclass(frozen=True)

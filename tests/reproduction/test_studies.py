@@ -13,8 +13,7 @@ from banach import Neumann, models
 from banach.train import Epoch
 from reproduction import accelerate, contraction, jobs, neumann, rivals, rundir, study, table1, table2, train
 from reproduction.__main__ import _modules, main
-from reproduction.intervals import percent
-from reproduction.study import Options
+from reproduction.study import Options, percent
 from reproduction.trainings import Final, Point, Totals, Training, trained
 
 ROOT = Path(__file__).parents[2]

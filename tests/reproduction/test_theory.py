@@ -15,7 +15,7 @@ from banach import ImplicitNetwork, Tolerance
 from banach.models.blocks import LatentResNet
 from reproduction import theory
 from reproduction.study import Options
-from reproduction.theory import Cases, Image, below, conditioning, lemma, measure, positive
+from reproduction.theory import Cases, Image, conditioning, lemma, measure
 
 
 def images(number: int) -> Tensor:
@@ -186,16 +186,17 @@ def test_the_printed_bound_fails_and_the_corrected_one_holds() -> None:
         assert inner > 0
 
 
-def row(epoch: int, model: str = "svhn", run: str = "net", **changes: Cases) -> theory.Row:
-    plain = {"sigma": below((0.8, 1.2), 1), "rate": below((0.7, 0.9), 1), "cosine": positive([0.9])}
-    return theory.Row(run, model, epoch, 10, 2, plain | changes)
+def row(epoch: int, model: str = "svhn", run: str = "net", **changes: list[float]) -> theory.Row:
+    plain = {"sigma": [0.8, 1.2], "rate": [0.7, 0.9], "cosine": [0.9]} | changes
+    return theory.Row(run, model, epoch, 10, 2, {key: Cases.of(key, values) for key, values in plain.items()})
 
 
 def test_verdicts_are_counted_over_trained_snapshots() -> None:
-    found = theory.values([row(0), row(2, sigma=below((1.5, 0.9), 1)), row(4, cosine=positive([-0.1]))])
-    assert [found[f"svhn.sigma.{key}"] for key in ("held", "count", "high")] == [2, 4, 1.5]
-    assert [found[f"svhn.cosine.{key}"] for key in ("held", "count", "last")] == [1, 2, -0.1]
-    assert found["all.rate.held"] == 4
+    found = theory.values([row(0), row(2, sigma=[1.5, 0.9]), row(4, cosine=[-0.1])])
+    sigma, cosine = found["svhn.sigma"], found["svhn.cosine"]
+    assert (sigma.holding, sigma.count, sigma.high) == (2, 4, 1.5)
+    assert (cosine.holding, cosine.count, found["svhn.cosine.last"]) == (1, 2, -0.1)
+    assert found["all.rate"].holding == 4
     assert str(found["claim"]) == "always | 1 of 2 | 2 | over training | not reproduced"
     line = "| svhn | sigma_max(dT/du), eval mode | < 1 | 1 (0.8 to 1.2) | 1 (0.8 to 1.2) | 2 of 4 |"
     assert line in found["table"]
@@ -211,9 +212,9 @@ def test_quick_study_measures_once(tmp_path: Path) -> None:
     rows = theory.run(options)
     assert [(r.run, r.epoch) for r in rows] == [(theory.QUICK, epoch) for epoch in (0, 4)]
     found = theory.values(rows)
-    assert found["digits.image.cosine.held"] == found["digits.image.cosine.count"] == 1
-    assert found["digits.training.rank.low"] == 1
-    assert found["digits.kappa.held"] == 0
+    assert found["digits.image.cosine"].holding == found["digits.image.cosine"].count == 1
+    assert found["digits.training.rank"].low == 1
+    assert found["digits.kappa"].holding == 0
     said.clear()
     assert theory.run(options) == rows
     assert not any("measuring" in line for line in said)
