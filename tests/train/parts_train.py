@@ -81,7 +81,7 @@ def settings(**changes: Any) -> Settings:
 STATE: dict[str, Any] = {
     **dict.fromkeys(("epoch", "step", "products", "seconds", "rewinds"), 0),
     "warned": False,
-    "tensors": None,
+    "tensors": 0,
     "done": [],
     "identity": {},
 }

@@ -17,7 +17,6 @@ from banach.latent import Space
 from banach.network import ImplicitNetwork
 from banach.solve import Picard
 from banach.solve.tolerance import Norm
-from banach.train.checkpoint import is_sharded
 from banach.train.metrics import MetricSums
 from banach.train.run import RunError
 from banach.train.settings import Settings
@@ -214,12 +213,29 @@ def can_shard(device: torch.device) -> bool:
     return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
 
 
+def is_sharded(value: Any) -> bool:
+    """Return True if a tensor is a DTensor, sharded over ranks."""
+    return hasattr(value, "full_tensor")
+
+
+def local(value: Any) -> Tensor:
+    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
+    found: Any = value.detach()
+    return found.to_local() if is_sharded(found) else found  # type: ignore[no-any-return]
+
+
+def whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors, those that are sharded gathered on the CPU; all ranks call this together."""
+    named = sorted(tensors.items())  # each one is a collective, and a resumed state has another order on every rank
+    return {name: value.full_tensor().cpu() if is_sharded(value) else value for name, value in named}
+
+
 def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, sharded like those of the state; all ranks call this together."""
     found = dict(tensors)
-    for name in sorted(tensors):  # each one is a collective, and a file may be read in another order on every rank
+    for name in sorted(tensors):  # as in `whole`
         like, value = likes.get(name), tensors[name]
-        if like is not None and is_sharded(like) and value.shape == like.shape:
+        if is_sharded(like) and value.shape == like.shape:
             from torch.distributed.tensor import distribute_tensor
 
             found[name] = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
