@@ -19,13 +19,9 @@ from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF = "epoch-", ".half-"
-_STATE: dict[str, tuple[type, ...]] = {  # the keys of a complete state
-    **dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), (int,)),
-    "seconds": (float, int),
-    "warned": (bool,),
-    "done": (list,),
-    "identity": (dict,),
-}
+# The keys of a complete state.
+_STATE: dict[str, type[Any]] = dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), int)
+_STATE |= {"seconds": float, "warned": bool, "done": list, "identity": dict}
 
 
 class CheckpointError(RuntimeError):
@@ -75,6 +71,8 @@ def write_checkpoint(
 
     The last `keep` up to this position and that of `best` are kept; later ones were refused when training resumed.
     """
+    from safetensors.torch import save
+
     target = folder / position.name
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
         return read_finite(target).path
@@ -82,9 +80,10 @@ def write_checkpoint(
     half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
     try:
         with naming(target):
-            checksum = _write_tensors(half / TENSORS, tensors)
-            content = {"tensors": checksum, "sha256": digest(state), "state": state}
-            write_bytes(half / STATE, json.dumps(content, indent=1).encode())
+            # Copies: safetensors refuses tensors that share memory, as tied weights do.
+            data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+            write_bytes(half / TENSORS, data)
+            write_bytes(half / STATE, json.dumps({**_checksums(state, data), "state": state}, indent=1).encode())
         sync(half)
         half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
         if target.exists():
@@ -123,9 +122,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: if it is damaged, or does not hold the state of a run.
     """
     try:
-        content = json.loads((path / STATE).read_bytes())
-        _compare(STATE, digest(content["state"]), content["sha256"])
-        return Checkpoint(path, _read_tensors(path / TENSORS, content["tensors"]), _checked(content["state"]))
+        from safetensors.torch import load
+
+        content, data = json.loads((path / STATE).read_bytes()), (path / TENSORS).read_bytes()
+        for key, found in _checksums(content["state"], data).items():
+            if found != content[key]:
+                name = TENSORS if key == "tensors" else STATE
+                raise ValueError(f"{name} has the SHA-256 {found}, expected {content[key]!r:.70}")
+        return Checkpoint(path, load(data), _checked(content["state"]))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {said}") from None
@@ -147,46 +151,20 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for name in watched if not bool(tensors[name].isfinite().all())), None)
 
 
-def short(value: Any) -> str:
-    """Return the repr of a value, at most 60 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
 def _checked(state: Any) -> dict[str, Any]:
     """Return the state of a checkpoint with all keys, each of its type."""
-    if missing := [key for key in _STATE if key not in state]:
-        raise ValueError(f"state.json has no {', '.join(missing)}")
-    if unknown := sorted({*state} - {*_STATE}):
-        raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
-    for key, kinds in _STATE.items():
-        counts = type(value := state[key]) in (int, float)
-        if type(value) not in kinds or (counts and not 0 <= value < math.inf):
-            raise ValueError(f"{key} must be a {kinds[0].__name__}, at least 0 if a number, got {short(value)}")
+    if wrong := sorted({*state} ^ {*_STATE}):
+        raise ValueError(f"{STATE} must have the keys {', '.join(_STATE)}; missing or unknown: {wrong!r:.60}")
+    for key, kind in _STATE.items():
+        value, counts = state[key], kind in (int, float)
+        if type(value) is not kind or (counts and not 0 <= value < math.inf):
+            raise ValueError(f"{key} must be a {kind.__name__}, at least 0 if a number, got {value!r:.60}")
     numbers = [Epoch.from_dict(values).epoch for values in state["done"]]
     if len(numbers) != state["epoch"] or numbers != list(range(1, len(numbers) + 1)):
-        raise ValueError(f"done must hold the epochs 1 to {short(state['epoch'])}, got {short(numbers)}")
+        raise ValueError(f"done must hold the epochs 1 to {state['epoch']!r:.60}, got {numbers!r:.60}")
     return state
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a safetensors file and return its checksum."""
-    from safetensors.torch import save
-
-    # Copies: safetensors refuses tensors that share memory, as tied weights do.
-    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
-    write_bytes(path, data)
-    return hashlib.sha256(data).hexdigest()
-
-
-def _read_tensors(path: Path, checksum: str) -> dict[str, Tensor]:
-    from safetensors.torch import load
-
-    data = path.read_bytes()
-    _compare(TENSORS, hashlib.sha256(data).hexdigest(), checksum)
-    return load(data)
-
-
-def _compare(name: str, got: str, expected: str) -> None:
-    if got != expected:
-        raise ValueError(f"{name} has the SHA-256 {got}, expected {expected}")
+def _checksums(state: Any, data: bytes) -> dict[str, str]:
+    """Return the SHA-256 of both files of a checkpoint."""
+    return {"tensors": hashlib.sha256(data).hexdigest(), "sha256": digest(state)}
