@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from banach import GMRES, JFB, ContractionMonitor, Implicit, Neumann, Tolerance, Unroll, data, models

@@ -46,11 +46,6 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """The part of every batch that this rank takes, for `Batches`."""
-        return self.rank, self.count
-
     def check(self, net: nn.Module, images: int, settings: Settings) -> None:
         """Refuse what several ranks cannot train, by a ValueError."""
         if self.count == 1:
@@ -59,8 +54,6 @@ class Ranks:
             raise ValueError(f"tune needs one process, got {self.count} ranks; pass --no-tune")
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
-        if settings.sharded and not can_shard(settings.torch_device):
-            raise ValueError(f"PyTorch {torch.__version__} shards on GPUs only; update it, or leave out sharded")
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
             _check_batch(size, self.count, settings.accumulate)
         own: Any = net
@@ -208,37 +201,29 @@ def shard(net: nn.Module) -> None:
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
 
 
-def can_shard(device: torch.device) -> bool:
-    """Return True if FSDP2 works on the device: on a CPU, older versions such as 2.6 lack what it needs."""
-    return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
-
-
-def is_sharded(value: Any) -> bool:
-    """Return True if a tensor is a DTensor, sharded over ranks."""
-    return hasattr(value, "full_tensor")
-
-
-def local(value: Any) -> Tensor:
+def local(value: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
     found: Any = value.detach()
-    return found.to_local() if is_sharded(found) else found  # type: ignore[no-any-return]
+    return found.to_local() if hasattr(found, "to_local") else found
 
 
 def whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors, those that are sharded gathered on the CPU; all ranks call this together."""
-    named = sorted(tensors.items())  # each one is a collective, and a resumed state has another order on every rank
-    return {name: value.full_tensor().cpu() if is_sharded(value) else value for name, value in named}
+    named = sorted(
+        tensors.items()
+    )  # each one is a collective, and a resumed state has another order on every rank
+    return {name: value.full_tensor().cpu() if hasattr(value, "full_tensor") else value for name, value in named}
 
 
-def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Any]) -> dict[str, Tensor]:
+def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, sharded like those of the state; all ranks call this together."""
     found = dict(tensors)
     for name in sorted(tensors):  # as in `whole`
-        like, value = likes.get(name), tensors[name]
-        if is_sharded(like) and value.shape == like.shape:
+        like: Any = likes.get(name)
+        if hasattr(like, "placements") and tensors[name].shape == like.shape:
             from torch.distributed.tensor import distribute_tensor
 
-            found[name] = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+            found[name] = distribute_tensor(tensors[name].to(like.device), like.device_mesh, like.placements)
     return found
 
 

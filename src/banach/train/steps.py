@@ -12,8 +12,9 @@ from torch import Tensor
 from banach.backward import Neumann, Unroll
 from banach.data import Batches, counter
 from banach.data.loader import Batch, Loader
+from banach.fast import align_state, channels_last
 from banach.fast.capture import unchanged
-from banach.fast.plan import Plan, plan
+from banach.fast.plan import plan
 from banach.fast.step import Extras, TrainStep, at_least_fp32
 from banach.latent import leaves
 from banach.models import ODENet, unrolled
@@ -62,7 +63,7 @@ class Feed:
 
     @property
     def fits(self) -> bool:
-        return _kinds(self.given) == _kinds(self.kept)
+        return [(one.shape, one.dtype) for one in self.given] == [(one.shape, one.dtype) for one in self.kept]
 
     def count(self) -> int:
         """Return the number of samples of the next batch, on all ranks."""
@@ -115,10 +116,6 @@ def _drawn(batches: Batches | Loader, epoch: int) -> Iterator[Batch]:
         yield order.new_full((), batches.key(epoch, k)), batches.index(order, k)
 
 
-def _kinds(tensors: Batch) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(one.shape, one.dtype) for one in tensors]
-
-
 @dataclass(frozen=True)
 class Penalties:
     """What settings add to the loss: a penalty on dT/du, and losses on iterates; a part of a `TrainStep`."""
@@ -165,12 +162,10 @@ class Penalties:
 
 
 class Stepper:
-    """`take()` is the next training step of the state; `show` gets the plan of how it runs, when that changes."""
+    """`take()` is the next training step of the state."""
 
-    def __init__(self, state: TrainState, show: Callable[[Plan], None] = lambda plan: None) -> None:
-        self.state, self.show = state, show
-        self.feed = Feed(state)
-        self._shown: Plan | None = None
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.feed = state, Feed(state)
         self.watch = NonfiniteWatch(state, self.feed.step_number)
         self._make()
 
@@ -181,12 +176,11 @@ class Stepper:
         self.penalties = None if self._pretrains else Penalties.of(settings)
         if (ranks := state.ranks.count) > 1:
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
+            state.parallel.total = self.feed.count  # of this feed, also after a rewind
         options: Any = {"compile": settings.compile, "observed": self.penalties is not None}
         with self._phase():
             how = plan(net, state.device, settings.precision, refused=self._refused(), **options)
         if how.graph and how.channels_last:
-            from banach.fast import align_state, channels_last
-
             channels_last(net)
             align_state(state.optimizer)
         extras = Extras(
@@ -238,9 +232,6 @@ class Stepper:
             if not self.step.prepared:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
-        if self.step.plan is not self._shown and self.step.plan != self._shown:
-            self.show(self.step.plan)
-        self._shown = self.step.plan
 
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
@@ -266,7 +257,8 @@ class Stepper:
             except ODE_FAILURES as error:
                 if not isinstance(state.net, ODENet) or state.ranks.count > 1:
                     raise
-                self.watch.failed(error)
+                where = f"in step {state.step + 1} of epoch {state.epoch + 1}"
+                self.watch.failure = f"the solver failed ({error}) {where}"
                 return
         own = state.batches.own(self.feed.count())
         samples = own.stop - own.start
