@@ -21,13 +21,13 @@ from banach.cli.app import main
 from banach.data import Augmentation, Images
 from banach.models import Cosine
 from banach.train import DivergenceError, Run, Settings, distributed, fit, steps
-from banach.train.distributed import whole
+from banach.train.checkpoint import is_sharded
 from banach.train.words import augment
 from train import parts_train
 
 # Imported once, in the process from which all others are forked.
 SERVER = (
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo"),
     *("banach.cli.train", "banach.fast.step", "sklearn.datasets", "matplotlib.pyplot"),
 )
 DEADLINE = 120.0
@@ -68,6 +68,11 @@ def _work(rank: int, count: int, folder: str, job: str, given: tuple[Any, ...]) 
         traceback.print_exc()
         code = 1
     os._exit(code or 0)  # no threads of the group are joined: that has been seen to hang
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return sharded tensors gathered from all ranks."""
+    return {name: value.full_tensor() if is_sharded(value) else value for name, value in tensors.items()}
 
 
 def images(count: int) -> Images:

@@ -1,6 +1,8 @@
 """Several ranks train what one process trains: same gradients, same curve, one run directory."""
 
+import hashlib
 import json
+import pickle
 import shutil
 import socket
 import time
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 
 from banach import JFB, Anderson, Implicit, Neumann, Picard, Tolerance, Unroll
 from banach.data import Batches
-from banach.train import Run, RunError, fit
+from banach.train import CheckpointError, Run, RunError, fit, read_checkpoint
 from banach.train.distributed import Ranks, joined
 from train import parts_train
 from train.ranks_train import changes, coupled_network, images, one_step, run_settings, start
@@ -34,6 +36,7 @@ MODES: list[tuple[Any, dict[str, Any]]] = [
     (EXACT, {"sharded": True}),
     (JFB(), {"sharded": True, "correction": 0.5, "clip": 0.1}),
 ]
+SHARDS = (".metadata", "__0_0.distcp", "__1_0.distcp")
 SIZE = 14  # parts of 7 and 7 on two ranks, and of 3, 4, 3 and 4 on four
 
 
@@ -77,7 +80,7 @@ def test_a_run_stops_on_all_ranks_and_resumes_on_another_number(sharded: bool, t
     assert stopped[0][2] == stopped[1][2]
     shutil.copytree(tmp_path / "run", tmp_path / "on-one")
     files = {path.name for path in (tmp_path / "run/checkpoints").glob("*/*")}
-    assert files == {"state.json", "tensors.safetensors"}
+    assert files == {"state.json", *SHARDS} if sharded else files == {"state.json", "tensors.safetensors"}
     run = Run.open(tmp_path / "on-one")
     one = parts_train.plain_network()
     again = fit(one, images(53), parts_train.images(31, "validation"), run.settings, run=run)
@@ -130,6 +133,16 @@ def test_solves_end_together_where_ranks_share_statistics(tmp_path: Path) -> Non
         torch.testing.assert_close(found[0][2][name], weight.grad, rtol=1e-5, atol=1e-7)
 
 
+class Forged:
+    """A pickle that calls a function when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
 @pytest.mark.gpu
 def test_batch_norm_is_synchronised_on_a_gpu(tmp_path: Path) -> None:
     """Two ranks share the GPU by gloo; the parts of the batch have other statistics than the whole."""
@@ -141,6 +154,34 @@ def test_batch_norm_is_synchronised_on_a_gpu(tmp_path: Path) -> None:
         assert is_synchronised
         for name, value in alone.items():
             torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@needs_shards
+def test_damaged_and_forged_shards_are_refused(tmp_path: Path) -> None:
+    """PyTorch unpickles the metadata of a sharded checkpoint, which can run anything."""
+    assert start("training", 2, tmp_path, "run", 5, {"sharded": True}) == [0, 0]
+    folder = sorted((tmp_path / "run/checkpoints").iterdir())[-1]
+    sound = read_checkpoint(folder)
+    assert sound.tensors["net.R.inner.weight"].shape == (12, 12)
+    for name, data in (
+        ("__1_0.distcp", b"x" + (folder / "__1_0.distcp").read_bytes()[1:]),
+        (".metadata", pickle.dumps(Forged(tmp_path / "was-run"))),
+        (".metadata", pickle.dumps({"state_dict_metadata": 1})),
+    ):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(data)
+        with pytest.raises(CheckpointError, match="SHA-256"):
+            read_checkpoint(folder)
+        content = json.loads((folder / "state.json").read_text())
+        content["tensors"][name] = hashlib.sha256(data).hexdigest()
+        (folder / "state.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            read_checkpoint(folder)
+        (folder / name).write_bytes(before)
+        content["tensors"][name] = hashlib.sha256(before).hexdigest()
+        (folder / "state.json").write_text(json.dumps(content))
+    assert not (tmp_path / "was-run").exists()
+    assert read_checkpoint(folder).position == sound.position
 
 
 COMMAND = ["train", "--epochs", "2", "--subset", "160", "--no-tensorboard", "--no-batch-norm", "--device", "cpu"]

@@ -1,9 +1,10 @@
-"""A checkpoint on disk: tensors as safetensors, the rest as JSON, both with a checksum; nothing can run code."""
+"""A checkpoint on disk: tensors as safetensors or shards, the rest as JSON, checksums; nothing can run code."""
 
 import hashlib
 import json
 import math
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -12,16 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from banach.provenance import digest, naming, sync, write_bytes
 from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
-_PREFIX, _HALF = "epoch-", ".half-"
+_PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
 # The keys of a complete state.
 _STATE: dict[str, type[Any]] = dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), int)
 _STATE |= {"seconds": float, "warned": bool, "done": list, "identity": dict}
+_IN = "torch.distributed.checkpoint."
+_RECORDS = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata ChunkStorageMetadata"
+_ALLOWED = {  # classes that the metadata of shards may name
+    *("pathlib.PosixPath", "pathlib.WindowsPath", "torch.Size", "torch.serialization._get_layout"),
+    *(_IN + "filesystem._StorageInfo", _IN + "metadata._MEM_FORMAT_ENCODING"),
+    *(f"{_IN}metadata.{name}" for name in _RECORDS.split()),
+}
 
 
 class CheckpointError(RuntimeError):
@@ -71,19 +81,17 @@ def write_checkpoint(
 
     The last `keep` up to this position and that of `best` are kept; later ones were refused when training resumed.
     """
-    from safetensors.torch import save
-
-    target = folder / position.name
+    target, sharded = folder / position.name, is_sharded(*tensors.values())
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
-        return read_finite(target).path
+        if not sharded:
+            return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
     half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
     try:
         with naming(target):
-            # Copies: safetensors refuses tensors that share memory, as tied weights do.
-            data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
-            write_bytes(half / TENSORS, data)
-            write_bytes(half / STATE, json.dumps({**_checksums(state, data), "state": state}, indent=1).encode())
+            written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
+            content = {"tensors": written, "sha256": digest(state), "state": state}
+            write_bytes(half / STATE, json.dumps(content, indent=1).encode())
         sync(half)
         half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
         if target.exists():
@@ -122,14 +130,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: if it is damaged, or does not hold the state of a run.
     """
     try:
-        from safetensors.torch import load
-
-        content, data = json.loads((path / STATE).read_bytes()), (path / TENSORS).read_bytes()
-        for key, found in _checksums(content["state"], data).items():
-            if found != content[key]:
-                name = TENSORS if key == "tensors" else STATE
-                raise ValueError(f"{name} has the SHA-256 {found}, expected {content[key]!r:.70}")
-        return Checkpoint(path, load(data), _checked(content["state"]))
+        content = json.loads((path / STATE).read_bytes())
+        state, written = content["state"], content["tensors"]
+        _compare(STATE, digest(state), content["sha256"])
+        read = _read_shards if isinstance(written, dict) else _read_tensors
+        return Checkpoint(path, read(path, written), _checked(state))
     except Exception as error:  # damage may raise anything, and safetensors has its own types
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {said}") from None
@@ -147,8 +152,8 @@ def read_finite(path: Path) -> Checkpoint:
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of a weight, buffer or optimizer state that is NaN or infinite, None if all are finite."""
-    watched = (name for name in tensors if not name.startswith("tally."))
-    return next((name for name in watched if not bool(tensors[name].isfinite().all())), None)
+    watched = ((name, local(tensor)) for name, tensor in tensors.items() if not name.startswith("tally."))
+    return next((name for name, tensor in watched if not bool(tensor.isfinite().all())), None)
 
 
 def _checked(state: Any) -> dict[str, Any]:
@@ -165,6 +170,89 @@ def _checked(state: Any) -> dict[str, Any]:
     return state
 
 
-def _checksums(state: Any, data: bytes) -> dict[str, str]:
-    """Return the SHA-256 of both files of a checkpoint."""
-    return {"tensors": hashlib.sha256(data).hexdigest(), "sha256": digest(state)}
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file and return its checksum."""
+    from safetensors.torch import save
+
+    # Copies: safetensors refuses tensors that share memory, as tied weights do.
+    data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+    write_bytes(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
+    from safetensors.torch import load
+
+    data = (folder / TENSORS).read_bytes()
+    _compare(TENSORS, hashlib.sha256(data).hexdigest(), checksum)
+    return load(data)
+
+
+def local(value: Any) -> Tensor:
+    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
+    found: Tensor = value.detach()
+    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
+
+
+def is_sharded(*values: Any) -> bool:
+    """Return True if a value is a DTensor, sharded over ranks."""
+    return any(hasattr(value, "full_tensor") for value in values)
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path | None = None) -> dict[str, str]:
+    """Write the part of each rank; all call this together. The first one gives the folder and gets checksums."""
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    given = [folder]
+    dist.broadcast_object_list(given)
+    place = Path(str(given[0]))
+    save(dict(tensors), storage_writer=FileSystemWriter(place))
+    return {path.name: _file_digest(path) for path in sorted(place.iterdir())} if folder else {}
+
+
+def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return all tensors, whole, on the CPU; no other rank takes part."""
+    from torch.distributed import checkpoint as dcp
+
+    for name, expected in files.items():
+        if Path(name).name != name:
+            raise ValueError(f"a shard must be a file in the folder, got {name!r:.60}")
+        _compare(name, _file_digest(folder / name), expected)
+    with (folder / _METADATA).open("rb") as file:
+        metadata = _Unpickler(file).load()
+    entries = metadata.state_dict_metadata
+    kinds = {type(entry) for entry in entries.values()}
+    read_from = {info.relative_path for info in metadata.storage_data.values()}
+    if kinds != {dcp.metadata.TensorStorageMetadata} or not read_from <= {*files}:
+        raise ValueError(f"{_METADATA} must describe tensors in {', '.join(sorted(files))}, got something else")
+    size = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values())
+    if size > (held := sum((folder / name).stat().st_size for name in files)):
+        raise ValueError(f"{_METADATA} describes {size:,} bytes of tensors, but the files have {held:,}")
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    reader: Any = dcp.FileSystemReader(folder)
+    reader.read_metadata = lambda *args, **options: metadata  # PyTorch would unpickle it
+    try:  # `load` would wait for other ranks in the versions of PyTorch without no_dist
+        dcp.state_dict_loader._load_state_dict(tensors, reader, no_dist=True)
+    except dcp.api.CheckpointException as error:  # a BaseException
+        raise ValueError(f"its shards cannot be read: {list(error.failures.values())}") from None
+    return tensors
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds the records of a checkpoint's metadata and nothing else, so that a forged file runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if f"{module}.{name}" not in _ALLOWED and not is_type:
+            raise ValueError(f"{_METADATA} names {module}.{name}, which tensors do not need")
+        return super().find_class(module, name)
+
+
+def _compare(name: str, got: str, expected: str) -> None:
+    if got != expected:
+        raise ValueError(f"{name} has the SHA-256 {got}, expected {expected}")
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:  # a block at a time: a shard may be as large as the memory of a GPU
+        return hashlib.file_digest(file, "sha256").hexdigest()

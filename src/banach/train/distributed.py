@@ -201,24 +201,10 @@ def shard(net: nn.Module) -> None:
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
 
 
-def local(value: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
-    found: Any = value.detach()
-    return found.to_local() if hasattr(found, "to_local") else found
-
-
-def whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors, those that are sharded gathered on the CPU; all ranks call this together."""
-    named = sorted(
-        tensors.items()
-    )  # each one is a collective, and a resumed state has another order on every rank
-    return {name: value.full_tensor().cpu() if hasattr(value, "full_tensor") else value for name, value in named}
-
-
 def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, sharded like those of the state; all ranks call this together."""
     found = dict(tensors)
-    for name in sorted(tensors):  # as in `whole`
+    for name in sorted(tensors):  # each one is a collective, and a file may be read in another order on every rank
         like: Any = likes.get(name)
         if hasattr(like, "placements") and tensors[name].shape == like.shape:
             from torch.distributed.tensor import distribute_tensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.train.distributed import local
+from banach.train.checkpoint import local
 from banach.train.run import DivergenceError, Run
 from banach.train.state import LOWER, TrainState
 

@@ -16,8 +16,8 @@ from banach.fast.plan import Plan
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
 from banach.solve.warning import warn_user
-from banach.train.checkpoint import Position
-from banach.train.distributed import Ranks, whole
+from banach.train.checkpoint import Position, is_sharded, write_shards
+from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
 from banach.train.finite import Divergence
 from banach.train.metrics import Compared, Epoch, History, Objective, cross_entropy
@@ -228,15 +228,17 @@ class _Training:
             self.on_plan(plan)
 
     def _save(self) -> None:
-        """Write a checkpoint, if there is a run: all ranks give their shards, the first one alone writes."""
+        """Write a checkpoint, if there is a run: the first rank alone, or all of them their shards."""
         state, ranks = self.state, self.ranks
         if self.run is None:
             return
         if state.step:
             ranks.pool(state)
-        tensors = whole(state.tensors())
+        tensors = state.tensors()
         if ranks.first:
             self.run.save(state.position, tensors, state.plain_values())
+        elif is_sharded(*tensors.values()):
+            write_shards(tensors)
         ranks.go_on(state)
 
 
