@@ -79,9 +79,9 @@ def settings(**changes: Any) -> Settings:
 
 # The plain values of a checkpoint before the first epoch is done.
 STATE: dict[str, Any] = {
-    **dict.fromkeys(("epoch", "step", "products", "seconds", "rewinds"), 0),
+    **dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), 0),
+    "seconds": 0.0,
     "warned": False,
-    "tensors": None,
     "done": [],
     "identity": {},
 }

@@ -138,7 +138,7 @@ def test_a_scorer_of_something_else_is_refused() -> None:
     net = network()
     with pytest.raises(ValueError, match="another network"):
         evaluate(net, images(9), scorer=Scorer(network()))
-    with pytest.raises(ValueError, match=r"in fp32, expected this one in bf16; make a Scorer\(net, 'bf16'\)"):
+    with pytest.raises(ValueError, match=r"expected a Scorer\(net, 'bf16'\) .*of this network in fp32"):
         evaluate(net, images(9), precision="bf16", scorer=Scorer(net))
 
 

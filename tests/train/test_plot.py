@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from banach.train import Epoch
-from banach.train.plot import LEARNING, SOLVES, Chart, board, curves, draw, histogram, line_chart, tag, ticks
+from banach.train.plot import LEARNING, SOLVES, Chart, board, curves, draw, histogram, line_chart, ticks
 from train.parts_train import NO_FIXED_POINT, epoch
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
@@ -160,6 +160,12 @@ def test_without_matplotlib_a_sentence_says_so(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match=r"a plot needs matplotlib, which is missing; run: pip install"):
         draw(charts, tmp_path / "plot.png")
     assert not list(tmp_path.iterdir())
+
+
+def tag(field: str) -> str:
+    """The name of a figure in TensorBoard, by group."""
+    kind, _, group = field.rpartition("_")
+    return f"{group}/{kind or 'train'}"
 
 
 FIRST = epoch(1, loss=1.5, residual=2.0**-14, max_residual=2.0**-12, converged=0.75, sigma=0.375, memory=2**30)

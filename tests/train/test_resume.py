@@ -12,7 +12,7 @@ from torch import nn
 from banach.data import Crop, Flip
 from banach.data.augment import Chain
 from banach.diagnose import ContractionWarning
-from banach.train import Epoch, History, Position, Run, Settings, fit, state
+from banach.train import Epoch, History, Position, Run, Settings, fit
 from banach.train.state import described
 from train.parts_train import expanding_network, figures, images, network, same_weights, settings
 
@@ -110,25 +110,6 @@ def test_a_finished_run_is_read_again(tmp_path: Path, whole: Any) -> None:
     assert seen == []
     assert same_weights(again, whole["adam"][0])
     assert figures(history) == figures(whole["adam"][1])
-
-
-def test_a_run_from_before_a_setting_goes_on_with_its_default(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = settings(**KINDS["adam"])
-    run, net = Run.create(tmp_path / "run", made), network()
-    interrupt(net, STEPS + 3, fail)
-    with monkeypatch.context() as patch:
-        patch.setattr(state, "described", lambda *given: _without(described(*given), "setting whole"))
-        with pytest.raises(Interrupted):
-            train(run, made, net)
-    again = network(seed=9)
-    train(run, made, again)
-    assert same_weights(again, whole["adam"][0])
-
-
-def _without(values: dict[str, str], key: str) -> dict[str, str]:
-    return {name: value for name, value in values.items() if name != key}
 
 
 def test_the_monitor_warns_once_also_over_a_resume(tmp_path: Path) -> None:

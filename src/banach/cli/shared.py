@@ -20,8 +20,7 @@ from banach import data, models
 from banach.cli.console import console
 from banach.data import DataSet, Images
 from banach.data.own import own
-from banach.train import Position, Run, RunError, Settings
-from banach.train.evaluate import scores
+from banach.train import Position, Run, RunError, Scorer, Settings
 from banach.train.plot import Chart, draw
 from banach.train.precision import arithmetic
 from banach.train.state import check_identity, described, load_weights
@@ -140,10 +139,11 @@ class Opened:
         The network runs in the precision of the run; the results are float64, on the CPU.
         """
         chances, ends, images = [], [], images.to(self.device)
+        scorer = Scorer(self.net, self.settings.precision, fast=False)
         with arithmetic(self.settings.precision, self.device), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the commands say which solves did not converge
             for part in images.pixels.split(SCORED):
-                output, found = scores(self.net, images.normalise(part), self.settings.precision)
+                output, found = scorer(images.normalise(part))
                 chances.append(output.double().softmax(1).cpu())
                 none = torch.zeros(len(part))
                 solves = (none, none, none) if found is None else (found.steps, found.residual, found.converged)
@@ -168,7 +168,7 @@ def open_run(path: Path, device: str = "auto") -> Opened:
         command = f"banach train --resume {shlex.quote(str(path))}"
         raise RunError(f"{path} has no checkpoint yet; train it first: {command}")
     net = settings.build()
-    load_weights(net, checkpoint, averaged=True)
+    load_weights(net, checkpoint)
     now = described(net, run.settings)
     check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
     dataset = data.get(str(run.settings.data))

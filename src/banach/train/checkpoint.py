@@ -22,15 +22,9 @@ from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
-_STATE: dict[str, tuple[type, ...]] = {  # the keys of a complete state
-    **dict.fromkeys(("epoch", "step", "products", "rewinds"), (int,)),
-    "tensors": (int, type(None)),
-    "seconds": (float, int),
-    "warned": (bool,),
-    "done": (list,),
-    "identity": (dict,),
-}
-_LATER = {"rewinds": 0, "tensors": None}  # keys that older checkpoints do not have, and what they mean without
+# The keys of a complete state.
+_STATE: dict[str, type[Any]] = dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), int)
+_STATE |= {"seconds": float, "warned": bool, "done": list, "identity": dict}
 _IN = "torch.distributed.checkpoint."
 _RECORDS = "Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata ChunkStorageMetadata"
 _ALLOWED = {  # classes that the metadata of shards may name
@@ -162,26 +156,17 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for name, tensor in watched if not bool(tensor.isfinite().all())), None)
 
 
-def short(value: Any) -> str:
-    """Return the repr of a value, at most 60 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
 def _checked(state: Any) -> dict[str, Any]:
     """Return the state of a checkpoint with all keys, each of its type."""
-    state = {**_LATER, **state}
-    if missing := [key for key in _STATE if key not in state]:
-        raise ValueError(f"state.json has no {', '.join(missing)}")
-    if unknown := sorted({*state} - {*_STATE}):
-        raise ValueError(f"state.json has an unknown key {short(unknown[0])}")
-    for key, kinds in _STATE.items():
-        counts = type(value := state[key]) in (int, float)
-        if type(value) not in kinds or (counts and not 0 <= value < math.inf):
-            raise ValueError(f"{key} must be a {kinds[0].__name__}, at least 0 if a number, got {short(value)}")
+    if wrong := sorted({*state} ^ {*_STATE}):
+        raise ValueError(f"{STATE} must have the keys {', '.join(_STATE)}; missing or unknown: {wrong!r:.60}")
+    for key, kind in _STATE.items():
+        value, counts = state[key], kind in (int, float)
+        if type(value) is not kind or (counts and not 0 <= value < math.inf):
+            raise ValueError(f"{key} must be a {kind.__name__}, at least 0 if a number, got {value!r:.60}")
     numbers = [Epoch.from_dict(values).epoch for values in state["done"]]
     if len(numbers) != state["epoch"] or numbers != list(range(1, len(numbers) + 1)):
-        raise ValueError(f"done must hold the epochs 1 to {short(state['epoch'])}, got {short(numbers)}")
+        raise ValueError(f"done must hold the epochs 1 to {state['epoch']!r:.60}, got {numbers!r:.60}")
     return state
 
 
@@ -231,7 +216,7 @@ def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
 
     for name, expected in files.items():
         if Path(name).name != name:
-            raise ValueError(f"a shard must be a file in the folder, got {short(name)}")
+            raise ValueError(f"a shard must be a file in the folder, got {name!r:.60}")
         _compare(name, _file_digest(folder / name), expected)
     with (folder / _METADATA).open("rb") as file:
         metadata = _Unpickler(file).load()

@@ -17,7 +17,6 @@ from banach.latent import Space
 from banach.network import ImplicitNetwork
 from banach.solve import Picard
 from banach.solve.tolerance import Norm
-from banach.train.checkpoint import is_sharded
 from banach.train.metrics import MetricSums
 from banach.train.run import RunError
 from banach.train.settings import Settings
@@ -47,11 +46,6 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """The part of every batch that this rank takes, for `Batches`."""
-        return self.rank, self.count
-
     def check(self, net: nn.Module, images: int, settings: Settings) -> None:
         """Refuse what several ranks cannot train, by a ValueError."""
         if self.count == 1:
@@ -60,8 +54,6 @@ class Ranks:
             raise ValueError(f"tune needs one process, got {self.count} ranks; pass --no-tune")
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
-        if settings.sharded and not can_shard(settings.torch_device):
-            raise ValueError(f"PyTorch {torch.__version__} shards on GPUs only; update it, or leave out sharded")
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
             _check_batch(size, self.count, settings.accumulate)
         own: Any = net
@@ -209,20 +201,15 @@ def shard(net: nn.Module) -> None:
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
 
 
-def can_shard(device: torch.device) -> bool:
-    """Return True if FSDP2 works on the device: on a CPU, older versions such as 2.6 lack what it needs."""
-    return device.type != "cpu" or hasattr(torch.cpu.Stream, "record_event")
-
-
-def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Any]) -> dict[str, Tensor]:
+def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, sharded like those of the state; all ranks call this together."""
     found = dict(tensors)
     for name in sorted(tensors):  # each one is a collective, and a file may be read in another order on every rank
-        like, value = likes.get(name), tensors[name]
-        if like is not None and is_sharded(like) and value.shape == like.shape:
+        like: Any = likes.get(name)
+        if hasattr(like, "placements") and tensors[name].shape == like.shape:
             from torch.distributed.tensor import distribute_tensor
 
-            found[name] = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+            found[name] = distribute_tensor(tensors[name].to(like.device), like.device_mesh, like.placements)
     return found
 
 

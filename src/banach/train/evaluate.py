@@ -13,14 +13,13 @@ from banach.fast.capture import reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
-from banach.network import ImplicitNetwork, as_inputs
+from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
 from banach.train.distributed import Ranks
 from banach.train.metrics import Compared, MetricSums, Objective, Totals
 from banach.train.precision import arithmetic, autocast
 
-Scores = tuple[Tensor, Solution | None]
 AT_A_TIME = 512  # images per captured batch; batches are powers of two
 
 
@@ -38,8 +37,8 @@ class Scorer:
         self._made: tuple[Any, CompiledNetwork | None] = None, None  # for which state of the network
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, *more: Tensor) -> Scores:
-        predict = None if more else self._compiled(x.device)
+    def __call__(self, x: Tensor, *more: Tensor) -> tuple[Tensor, Solution | None]:
+        predict = None if more else self.captured(x.device)
         if predict is not None:
             try:
                 output, found = predict(x, solution=True)
@@ -48,17 +47,12 @@ class Scorer:
                 self.reason, self._made = reason_of(error), (None, None)
                 text = "the evaluation could not be captured as a CUDA graph and runs eagerly"
                 warn_user(f"{text}: {self.reason}", UserWarning)
-        return scores(self.net, (x, *more), self.precision)
+        with autocast(self.precision, x.device):
+            output, found = run_network(self.net, (x, *more))
+        return at_least_fp32(output), found
 
-    def captures(self, device: torch.device) -> bool:
-        """Return True if images are scored by CUDA graphs, in the mode that the network is in."""
-        return self._compiled(device) is not None
-
-    def batch_size(self, asked: int, device: torch.device) -> int:
-        """Return how many images to score at a time; without gradients there is room for more."""
-        return min(AT_A_TIME, 1 << (8 * asked - 1).bit_length()) if self.captures(device) else asked
-
-    def _compiled(self, device: torch.device) -> CompiledNetwork | None:
+    def captured(self, device: torch.device) -> CompiledNetwork | None:
+        """Return what scores images by CUDA graphs, in the mode that the network is in, or None."""
         net = self.net
         if self.reason or net.training or not runs_graphs(device) or not isinstance(net, ImplicitNetwork):
             return None
@@ -68,14 +62,6 @@ class Scorer:
             made = CompiledNetwork(net, bf16=self.precision == "bf16") if how.graph and how.own_loop else None
             self._made = now, made
         return self._made[1]
-
-
-def scores(net: Any, x: Tensor | tuple[Tensor, ...], precision: str = "fp32") -> Scores:
-    """Return the network's output in at least fp32 and the Solution, None for one without fixed point."""
-    d = as_inputs(x)
-    with autocast(precision, d[0].device):
-        output, found = run_network(net, d)
-    return at_least_fp32(output), found
 
 
 def evaluate(
@@ -105,8 +91,7 @@ def evaluate(
     scorer = Scorer(net, precision, fast=False) if scorer is None else scorer
     if scorer.net is not net or scorer.precision != precision:
         got = f"{'this' if scorer.net is net else 'another'} network in {scorer.precision}"
-        expected = f"this one in {precision}; make a Scorer(net, {precision!r})"
-        raise ValueError(f"the scorer is of {got}, expected {expected}")
+        raise ValueError(f"expected a Scorer(net, {precision!r}) of this network, got one of {got}")
     device = next((weight.device for weight in net.parameters()), torch.device("cpu"))
     held = data if isinstance(data, Images) else Loader(data, device)
     training = net.training
@@ -123,7 +108,9 @@ def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: O
     device = data.device
 
     def once(scorer: Scorer) -> MetricSums:
-        sums, size = MetricSums(device, objective.metrics), scorer.batch_size(batch_size, device)
+        sums, size = MetricSums(device, objective.metrics), batch_size
+        if scorer.captured(device):  # without gradients there is room for more
+            size = min(AT_A_TIME, 1 << (8 * size - 1).bit_length())
         with arithmetic(scorer.precision, device):
             for *d, targets in _batches(data, size, scorer.ranks):
                 output, found = scorer(*d)
@@ -136,7 +123,7 @@ def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: O
 
     sums = once(scorer)
     totals = sums.read()
-    if not scorer.captures(device):
+    if not scorer.captured(device):
         return totals  # the network itself has warned of samples that did not converge
     if sums.nonfinite or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
@@ -155,7 +142,7 @@ def _batches(data: Images | Loader, size: int, ranks: Ranks) -> Iterator[Batch]:
     if len(data) < ranks.count:
         raise ValueError(f"{ranks.count} ranks cannot share {len(data)} images; start fewer processes")
     fits = (n for n in range(size, 0, -1) if (len(data) % n or n) >= ranks.count)
-    batches = Batches(data, next(fits, len(data)), shuffle=False, part=ranks.part)
+    batches = Batches(data, next(fits, len(data)), shuffle=False, part=(ranks.rank, ranks.count))
     yield from batches.epoch()
 
 

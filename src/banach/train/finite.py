@@ -2,11 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from banach.train.checkpoint import local
 from banach.train.run import DivergenceError, Run
@@ -29,11 +29,7 @@ class NonfiniteWatch:
         # The first bad step (0: none), their count, and the number in `_watched` of what was bad in the first.
         self.first = torch.zeros(3, dtype=torch.float64, device=state.device)
         self._before: dict[int, Tensor] = {}
-        self.failure: str | None = None  # of a step that raised an error
-
-    def failed(self, error: Exception) -> None:
-        """Record that a solver raised an error in the next step of the state."""
-        self.failure = self._sentence(f"the solver failed ({error})", self.state.step + 1)
+        self.failure: str | None = None  # what happened in a step that raised an error
 
     def begin(self) -> None:
         """Keep what the step will change, if it may have to be undone."""
@@ -60,30 +56,27 @@ class NonfiniteWatch:
             return None
         names = dict(enumerate(["the loss", *(name for name, _ in self._watched())]))
         step, _, number = map(int, self.first.tolist())
-        return self._sentence(f"{names.get(number, 'a tensor')} became NaN or infinite", step)
-
-    def _sentence(self, cause: str, step: int) -> str:
-        return f"{cause} in step {step} of epoch {self.state.epoch + 1}"
+        name = names.get(number, "a tensor")
+        return f"{name} became NaN or infinite in step {step} of epoch {self.state.epoch + 1}"
 
     def _watched(self) -> list[tuple[str, Tensor]]:
         """Return tensors by name, causes before consequences."""
-        weights = list(self.state.net.named_parameters())
+        weights = self.state.net.named_parameters()
         named = [(f"the gradient of {name}", p.grad) for name, p in weights if p.grad is not None]
-        named += [(name, value) for name, value in self._trained(weights) if not name.endswith("'s step")]
+        named += [(name, value) for name, value in self._trained() if not name.endswith("'s step")]
         return [(name, t) for name, t in named if t.is_floating_point() and t.numel()]
 
-    def _trained(self, weights: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all that training changes besides the metrics, by name."""
         net, average = self.state.net, self.state.average
-        yield from ((f"the weight {name}", p) for name, p in weights)
+        yield from ((f"the weight {name}", p) for name, p in net.named_parameters())
         yield from ((f"the buffer {name}", b) for name, b in net.named_buffers())
         yield from (("the average of the weights", w) for w in (average.weights.values() if average else ()))
         for values in self.state.optimizer.state.values():
             yield from ((f"the optimizer's {key}", v) for key, v in values.items() if isinstance(v, Tensor))
 
     def _changing(self) -> list[Tensor]:
-        net, metrics = self.state.net, self.state.metrics
-        return [*(value for _, value in self._trained(net.named_parameters())), metrics.sums, metrics.most]
+        return [*(value for _, value in self._trained()), self.state.metrics.sums, self.state.metrics.most]
 
 
 def _largest(tensors: list[Tensor]) -> Any:

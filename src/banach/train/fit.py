@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,11 +82,10 @@ def fit(
     data = _placed(train, settings, ranks)
     held = None if validation is None else _placed(validation, settings, ranks)
     ranks.check(net, len(data), settings)
+    batches: Any = data
     if isinstance(data, Images):
-        batches: Batches | Loader = Batches(data, settings.batch_size, settings.seed, augment, part=ranks.part)
-    elif augment is None:
-        batches = data
-    else:
+        batches = Batches(data, settings.batch_size, settings.seed, augment, part=(ranks.rank, ranks.count))
+    elif augment is not None:
         raise ValueError(f"augment applies to Images, got {data}; let the data set change its samples")
     ranks.prepare(net.to(device), settings)
     state = TrainState(net, batches, held, settings, ranks, objective)
@@ -113,8 +111,7 @@ def _check(net: nn.Module, train: Any, validation: Any, settings: Settings, obje
     """Refuse the test split, and settings that do not apply to the network or the loss."""
     for name, given in (("train", train), ("validation", validation)):
         if isinstance(given, Images) and given.split == "test":
-            text = f"{name} is the test split, which chooses nothing"
-            raise ValueError(f"{text}: give {name} images of another split")
+            raise ValueError(f"{name} is the test split, which chooses nothing; give images of another split")
     if settings.label_smoothing and objective.loss is not cross_entropy:
         raise ValueError("label_smoothing applies to cross entropy, got another loss; set label_smoothing=0")
     if Penalties.of(settings) and (not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0):
@@ -144,8 +141,7 @@ class _Training:
 
     def __post_init__(self) -> None:
         self.ranks, self.divergence = self.state.ranks, Divergence(self.state, self.run)
-        # Not a method, which would be a cycle: what steps hold, such as workers of a DataLoader, is freed at once.
-        self.show = partial(_show, self.run if self.ranks.first else None, self.on_plan)
+        self.shown: Plan | None = None
 
     def resume(self, run: Run) -> None:
         """Continue from the newest checkpoint of the run, if it has one."""
@@ -167,9 +163,10 @@ class _Training:
     def train(self, signals: list[int]) -> int:
         """Train until the last epoch is done, or until a signal, which is returned; 0 if there was none."""
         state, run, ranks, settings = self.state, self.run, self.ranks, self.state.settings
-        self.steps = Stepper(state, self.show)
+        self.steps = Stepper(state)
         if state.epoch < settings.epochs:
             self.steps.prepare()
+            self._show_plan()
         # A capture that failed in training is not tried again: one warning is enough.
         fast = settings.fast and not self.steps.failed
         scorer = Scorer(state.net, settings.precision, fast=fast, ranks=ranks)
@@ -186,13 +183,14 @@ class _Training:
         state.net.train()
         for _ in range(state.step, len(state.batches)):
             self.steps.take()
+            self._show_plan()
             state.step += 1
             if self.on_step is not None:
                 self.on_step(state.position)
             stopped = self.ranks.agree(signals)
             due = every > 0 and state.step % every == 0 and state.step < len(state.batches)  # else at its end
             if self.divergence.found(self.steps.watch, now=stopped > 0 or due):
-                self.steps = Stepper(state, self.show)  # captured steps point to the old state of the optimizer
+                self.steps = Stepper(state)  # captured steps point to the old state of the optimizer
                 return stopped
             if due:
                 self._save()
@@ -217,6 +215,18 @@ class _Training:
                 self.run.write_metrics(state.done)
         state.begin_clock()  # the next epoch's time and memory do not include callbacks and files
 
+    def _show_plan(self) -> None:
+        """Log how steps run if that has changed, store it in the run, and call on_plan."""
+        plan = self.steps.step.plan
+        if plan is self.shown or plan == self.shown:
+            return
+        self.shown = plan
+        logger.info("%s", plan)
+        if self.run is not None and self.ranks.first:
+            self.run.write_plan(plan.to_dict())
+        if self.on_plan is not None:
+            self.on_plan(plan)
+
     def _save(self) -> None:
         """Write a checkpoint, if there is a run: the first rank alone, or all of them their shards."""
         state, ranks = self.state, self.ranks
@@ -230,15 +240,6 @@ class _Training:
         elif is_sharded(*tensors.values()):
             write_shards(tensors)
         ranks.go_on(state)
-
-
-def _show(run: Run | None, on_plan: Callable[[Plan], None] | None, plan: Plan) -> None:
-    """Log the plan, store it in the run, and call on_plan."""
-    logger.info("%s", plan)
-    if run is not None:
-        run.write_plan(plan.to_dict())
-    if on_plan is not None:
-        on_plan(plan)
 
 
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,26 @@ class Totals:
     converged: float | None
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the figures that `plain` wrote.
+
+        Raises:
+            TypeError: if a field is missing, unknown or of another type.
+            ValueError: if a string is not a number.
+        """
+        tables = {key: numbers(value) for key, value in values.items() if isinstance(value, dict)}
+        made = cls(**numbers(values) | tables)
+        kinds: dict[str, Any] = {one.name: one.type for one in dataclasses.fields(cls)}
+        checked = [(name, value, kinds[name]) for name, value in vars(made).items()]
+        checked += [(name, value, float) for table in tables.values() for name, value in table.items()]
+        for name, value, wanted in checked:
+            parts = wanted.__args__ if isinstance(wanted, UnionType) else (wanted,)
+            allowed = {getattr(part, "__origin__", part) for part in parts}
+            if type(value) not in allowed and not (type(value) is int and float in allowed):
+                raise TypeError(f"{name} must be {getattr(wanted, '__name__', wanted)}, got {str(value)[:60]!r}")
+        return made
+
 
 COUNTS = [0, -5, -4, -2, -1]  # counts in `MetricSums.sums`: samples, solved ones, steps, converged, not finite
 
@@ -120,17 +140,13 @@ class MetricSums:
         count, loss, *measured = figures[:-7]
         solved, depth, residual, converged, nonfinite, *most = figures[-7:]
         self.nonfinite = int(nonfinite)
-        if not count:
-            raise ValueError("cannot average over no samples; add a batch first")
         metrics = {name: total / count for name, total in zip(self.metrics, measured, strict=True)}
         means = (loss / count, metrics.pop("accuracy", None))
-        if not solved:
-            depths = (depth / count, int(most[0])) if depth else (None, None)
-            return Totals(*means, depths[0], depths[1], None, None, None, metrics)
-        if not most[0]:  # the explicit twin takes no step, so it has no residual and meets no tolerance
-            return Totals(*means, 0.0, 0, None, None, None, metrics)
-        share = converged / solved if math.isfinite(loss) else math.nan  # a NaN output is no answer
-        return Totals(*means, depth / solved, int(most[0]), residual / solved, most[1], share, metrics)
+        mean, deepest = (depth / count, int(most[0])) if solved or depth else (None, None)
+        if not solved or not most[0]:  # the explicit twin takes no step: it has no residual and meets no tolerance
+            return Totals(*means, mean, deepest, None, None, None, metrics)
+        share = converged / count if math.isfinite(loss) else math.nan  # a NaN output is no answer
+        return Totals(*means, mean, deepest, residual / count, most[1], share, metrics)
 
 
 def _total(name: str, values: Any, samples: int) -> Tensor:
@@ -168,33 +184,6 @@ class Epoch(Totals):
         values: dict[str, Any] = plain(dataclasses.asdict(self))
         return {name: value for name, value in values.items() if value != {}}
 
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> "Epoch":
-        """Return what `to_dict` wrote. Older files have no `warm_up`.
-
-        Raises:
-            TypeError: if a field is missing, unknown or of another type.
-            ValueError: if a string is not a number.
-        """
-        epoch: Epoch = read_figures(Epoch, {"warm_up": values.get("epoch") == 1, **values})
-        return epoch
-
-
-def read_figures(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Return the `Totals` or the `Epoch` that `plain` wrote, or raise as `Epoch.from_dict` does."""
-    tables = {key: numbers(value) for key, value in values.items() if isinstance(value, dict)}
-    made = kind(**numbers(values) | tables)
-    checked: list[tuple[str, Any, Any]] = [
-        (one.name, getattr(made, one.name), one.type) for one in dataclasses.fields(made)
-    ]
-    checked += [(name, value, float) for table in tables.values() for name, value in table.items()]
-    for name, value, wanted in checked:
-        parts = wanted.__args__ if isinstance(wanted, UnionType) else (wanted,)
-        allowed = {getattr(part, "__origin__", part) for part in parts}
-        if type(value) not in allowed and not (type(value) is int and float in allowed):
-            raise TypeError(f"{name} must be {getattr(wanted, '__name__', wanted)}, got {str(value)[:60]!r}")
-    return made
-
 
 @dataclass(frozen=True)
 class History:
@@ -206,6 +195,4 @@ class History:
 
     @property
     def last(self) -> Epoch:
-        if not self.epochs:
-            raise ValueError("no epoch is done yet; the history is empty")
         return self.epochs[-1]

@@ -74,9 +74,7 @@ def curves(
 
     charts = []
     for title, fields, kind in panels:
-        rule: Any = (
-            BELOW if "sigma" in fields.values() else (eps, f"eps = {eps:g}") if kind == "log" and eps else None
-        )
+        rule: Any = BELOW if "sigma" in fields.values() else (eps, f"eps = {eps}") if kind == "log" else None
         if len(runs) == 1:
             (epochs,) = runs.values()
             lines = {title: {label: points(epochs, field) for label, field in fields.items()}}
@@ -207,11 +205,11 @@ def board(folder: str | os.PathLike[str]) -> Iterator[Callable[[Epoch], None]]:
         nonlocal writer
         writer = writer or SummaryWriter(os.fspath(folder), purge_step=epoch.epoch)
         for field, value in vars(epoch).items():
-            group, kind = tag(field).split("/")
+            kind, _, group = field.rpartition("_")  # "validation_loss" becomes "loss/validation"
             figures = value if isinstance(value, dict) else {group: value}
             for name, one in figures.items():
                 if one is not None and field not in ("epoch", "warm_up"):
-                    writer.add_scalar(f"{name}/{kind}", float(one), epoch.epoch)
+                    writer.add_scalar(f"{name}/{kind or 'train'}", float(one), epoch.epoch)
         writer.flush()
 
     try:
@@ -219,9 +217,3 @@ def board(folder: str | os.PathLike[str]) -> Iterator[Callable[[Epoch], None]]:
     finally:
         if writer is not None:
             writer.close()
-
-
-def tag(field: str) -> str:
-    """Return the name of a figure in TensorBoard, by group: "validation_loss" is "loss/validation"."""
-    kind, _, group = field.rpartition("_")
-    return f"{group}/{kind or 'train'}"

@@ -18,7 +18,7 @@ from banach import checks
 from banach.provenance import provenance, signed, unsigned, whole_file, write_json
 from banach.train import checkpoint as files
 from banach.train.checkpoint import Checkpoint, CheckpointError, Position
-from banach.train.metrics import Epoch, Totals, read_figures
+from banach.train.metrics import Epoch, Totals
 from banach.train.settings import FREE, Settings
 
 SETTINGS, ENVIRONMENT, METRICS, CHECKPOINTS = "settings.json", "environment.json", "metrics.jsonl", "checkpoints"
@@ -174,7 +174,7 @@ class Run:
             return None
         with _reading(path, "delete it, and resume the run"):
             content = unsigned(json.loads(path.read_bytes()))
-            totals = vars(read_figures(Totals, content["totals"]))
+            totals = vars(Totals.from_dict(content["totals"]))
             checks.whole("count", content["count"])
             return {**content, "title": str(content["title"]), "totals": totals}
 

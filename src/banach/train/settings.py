@@ -19,6 +19,7 @@ from banach.data import Augmentation, Images
 from banach.fast import channels_last
 from banach.models import Constant, Recipe, Schedule
 from banach.network import ImplicitNetwork
+from banach.provenance import plain
 from banach.solve import Tolerance
 from banach.train import words
 
@@ -153,10 +154,9 @@ class Settings:
             "threads": 1 if dataset.shape[1] * dataset.shape[2] < _SMALL else torch.get_num_threads(),
         }
         with torch.random.fork_rng([]):
-            implicit = isinstance(_fresh(model, dataset), ImplicitNetwork)  # only the built network tells
-        if implicit:
-            solver, backward = recipe.solver or "picard", recipe.backward or "jfb"
-            defaults |= {"solver": solver, "backward": backward, "norm": words.name_of_norm(recipe.norm)}
+            net = _fresh(model, dataset)  # only the network tells whether it has a fixed point
+        if isinstance(net, ImplicitNetwork):
+            defaults |= {"solver": recipe.solver or "picard", "backward": recipe.backward or "jfb"}
             if given.get("max_steps") == 0:  # the explicit twin
                 defaults |= {"backward": "jfb", "pretrain": 0, "tune": False}
         elif wrong := [key for key in (*FIXED_POINT, *IMPLICIT) if key in given]:
@@ -164,14 +164,16 @@ class Settings:
         else:
             defaults |= dict.fromkeys(FIXED_POINT)
         settings = Settings.of_recipe(recipe, **defaults).changed(given)
-        settings._check_words()
+        settings.augmentation()  # refuses words that are not understood, before the data is read
+        if isinstance(net, ImplicitNetwork):
+            settings.configure(net)  # so does this
+            settings._check_twin()
         return settings
 
     def changed(self, given: Mapping[str, Any]) -> Settings:
         """Return these settings with those given as flags or keys of a file; None is not given."""
         readers = {"schedule": words.schedule, "correction_steps": words.integers}
-        kept = {key: value for key, value in given.items() if value is not None}
-        values = {key: readers[key](value) if key in readers else value for key, value in kept.items()}
+        values = {key: readers[key](v) if key in readers else v for key, v in given.items() if v is not None}
         if values.get("optimizer") not in (None, "sgd"):
             values.setdefault("momentum", 0.0)  # a recipe's momentum is SGD's
         if "eps" in values and self.rtol:
@@ -184,7 +186,7 @@ class Settings:
         values = dict(vars(recipe))
         del values["augment"]  # it depends on the data
         values |= {"optimizer": "adam" if recipe.momentum is None else "sgd", "momentum": recipe.momentum or 0.0}
-        return Settings(**{**values, "norm": str(recipe.norm), **others})
+        return Settings(**{**values, "norm": words.name_of_norm(recipe.norm), **others})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -268,14 +270,8 @@ class Settings:
             raise ValueError(f"there is no {device} here ({torch.cuda.device_count()} GPUs); choose --device cpu")
         return device
 
-    def _check_words(self) -> None:
-        """Refuse words that are not understood, before the data is read."""
-        self.augmentation()
-        if self.backward is None or self.solver is None:
-            return
-        words.solver(self.solver)
-        words.backward(self.backward)
-        words.norm(self.norm or "rms")
+    def _check_twin(self) -> None:
+        """Refuse what the explicit twin cannot have."""
         wrong = [name for name in ("jacobian_penalty", "correction", "pretrain", "tune") if getattr(self, name)]
         if self.backward != "jfb":
             wrong.append("backward")
@@ -293,22 +289,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _TOML_BYTES:
             raise ValueError(f"it holds {path.stat().st_size:,} bytes, expected at most {_TOML_BYTES:,}")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        if not _is_shallow(values):
-            raise ValueError("its tables are nested too deeply; only schedule is a table, of numbers and lists")
+        plain(values)  # a RecursionError, if tables are nested so deeply that no message could show them
+        return {nearest("setting", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
     except OSError as error:
         raise ValueError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, a number of 5,000 digits
         raise ValueError(f"the settings file {path} is not TOML, or not of settings: {error}") from None
-    try:
-        return {nearest("setting", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _is_shallow(value: Any, levels: int = 3) -> bool:
-    """Return True if tables and lists are nested at most `levels` deep."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels >= 0 and all(_is_shallow(one, levels - 1) for one in inner)
 
 
 def _fresh(model: str, dataset: data.DataSet, *, batch_norm: bool = True) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -15,13 +15,12 @@ from banach.data.loader import Loader
 from banach.diagnose import ContractionMonitor
 from banach.fast import unchanged
 from banach.network import ImplicitNetwork
-from banach.train.checkpoint import Checkpoint, CheckpointError, Position, short
+from banach.train.checkpoint import Checkpoint, CheckpointError, Position
 from banach.train.distributed import Ranks, placed
 from banach.train.metrics import COUNTS, Epoch, MetricSums, Objective
 from banach.train.settings import FREE, Settings
 
 LOWER = 0.1  # times the learning rate, after every rewind
-_OPTIMIZER = ("step", "exp_avg", "exp_avg_sq")
 _PLAIN = ("epoch", "step", "products", "rewinds")  # attributes that a checkpoint stores as they are
 
 
@@ -80,10 +79,8 @@ class TrainState:
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
         train = batches.images if isinstance(batches, Batches) else batches
-        parts: dict[str, Any] = {"train": train, "validation": validation, "augment": batches.augment}
-        if objective != Objective():  # older runs do not name it
-            parts |= {"loss": objective.loss, "metrics": list(objective.metrics)}
-        self.identity = _reprs(parts) | described(net, settings)
+        parts = {"train": train, "validation": validation, "augment": batches.augment, "loss": objective.loss}
+        self.identity = _reprs({**parts, "metrics": list(objective.metrics)}) | described(net, settings)
         self.epoch = self.step = self.rewinds = 0
         self.done: list[Epoch] = []
         self.warm_up, self.begun_at = True, 0
@@ -150,8 +147,7 @@ class TrainState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint; refuse one of another network, other data or other settings."""
         check_identity(checkpoint.state["identity"], self.identity)
-        own = {name: value for name, value in self.tensors().items() if not name.startswith("optimizer.")}
-        likes = own | self._optimizer_tensors(checkpoint)
+        likes = self._likes(checkpoint.tensors)
         checkpoint = replace(checkpoint, tensors=placed(checkpoint.tensors, likes))
         try:
             self._check(checkpoint, likes)
@@ -164,9 +160,9 @@ class TrainState:
         groups, state = self.optimizer.state_dict()["param_groups"], checkpoint.state
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self.net.load_state_dict(checkpoint.under("net"))  # modules may keep more than these tensors
-        for name, tensor in own.items():
-            if not name.startswith("net."):
-                tensor.copy_(checkpoint.tensors[name])
+        for name, tensor in checkpoint.tensors.items():
+            if name.startswith(("average.", "tally.")):
+                likes[name].copy_(tensor)
         for name in _PLAIN:
             setattr(self, name, state[name])
         self.counted.zero_()
@@ -177,30 +173,31 @@ class TrainState:
 
     def _check(self, checkpoint: Checkpoint, likes: Mapping[str, Tensor]) -> None:
         """Refuse a checkpoint that is not complete, before anything is restored."""
-        position, count, got = checkpoint.position, checkpoint.state["tensors"], checkpoint.tensors
+        position, got = checkpoint.position, checkpoint.tensors
         if position.step > len(self.batches) or position > Position(self.settings.epochs, 0):
             raise ValueError(f"it is at {position}, expected at most {self.settings.epochs} epochs")
         _check_tensors(got, likes)
-        if count not in (None, len(got)):
-            raise ValueError(f"it has {len(got)} tensors, expected {count}")
+        if len(got) != checkpoint.state["tensors"]:  # optimizer states may be missing
+            raise ValueError(f"it has {len(got)} tensors, expected {checkpoint.state['tensors']}")
         counts = torch.cat([got["tally.sums"][COUNTS], got["tally.most"][:1]])
         if not bool((counts.isfinite() & (counts >= 0)).all()):
             raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
 
-    def _optimizer_tensors(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Return tensors like the optimizer's state; only weights that had a gradient have one."""
-        indices = {name.partition(".")[0] for name in checkpoint.under("optimizer")}
-        keys: tuple[str, ...] = _OPTIMIZER
-        if self.settings.optimizer == "sgd":
-            keys = ("momentum_buffer",) if self.settings.momentum else ()
-        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-        found = [(index, weight) for index, weight in enumerate(weights) if str(index) in indices]
+    def _likes(self, names: Container[str]) -> dict[str, Tensor]:
+        """Return the tensors of this state, and tensors like those of the optimizer that have one of these names.
+
+        Only weights that had a gradient have a state in the optimizer.
+        """
+        own = {name: value for name, value in self.tensors().items() if not name.startswith("optimizer.")}
+        keys = ("momentum_buffer",) if self.settings.optimizer == "sgd" else ("step", "exp_avg", "exp_avg_sq")
+        weights = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
         step = torch.zeros((), dtype=torch.get_default_dtype())
-        return {f"optimizer.{index}.{key}": step if key == "step" else p for index, p in found for key in keys}
+        known = {f"optimizer.{k}.{key}": step if key == "step" else p for k, p in weights for key in keys}
+        return own | {name: like for name, like in known.items() if name in names}
 
 
-def load_weights(net: nn.Module, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
-    """Load the weights of a checkpoint; `averaged`: the averaged ones, if it has any.
+def load_weights(net: nn.Module, checkpoint: Checkpoint) -> None:
+    """Load the weights of a checkpoint, the averaged ones if it has any.
 
     Raises:
         CheckpointError: if it is of another network.
@@ -212,14 +209,14 @@ def load_weights(net: nn.Module, checkpoint: Checkpoint, *, averaged: bool = Fal
         _check_tensors(average, dict(net.named_parameters()) if has_average else {})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
-    net.load_state_dict({**weights, **(average if averaged else {})})
+    net.load_state_dict(weights | average)
 
 
 def _check_tensors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Refuse other names, shapes or dtypes than those of `wanted`."""
     for name in sorted({*got, *wanted}):
         if name not in got or name not in wanted:
-            raise ValueError(f"{short(name)} is {'missing' if name in wanted else 'not expected'}")
+            raise ValueError(f"{name!r:.60} is {'missing' if name in wanted else 'not expected'}")
         here, own = (f"{tuple(t.shape)} of {t.dtype}" for t in (got[name], wanted[name]))
         if here != own:
             raise ValueError(f"{name} has the shape {here}, expected {own}")
@@ -233,17 +230,14 @@ def described(net: Any, settings: Settings) -> dict[str, str]:
 
 
 def check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuse to resume with something else. A setting newer than the run had its default then."""
-    kept = {**{f"setting {key}": repr(value) for key, value in Settings().to_dict().items()}, **kept}
-    kept = {name: value for name, value in kept.items() if name.removeprefix("setting ") not in FREE}
+    """Refuse to resume with something else."""
     for name in sorted({*kept, *now}):
-        before, given = kept.get(name), now.get(name)
-        if before != given:
-            text = f"the run was started with {name}={before}, got {given}"
+        if kept.get(name) != now.get(name):
+            text = f"the run was started with {name}={kept.get(name)}, got {now.get(name)}"
             raise CheckpointError(f"{text}; resume with the same one")
 
 
 def _reprs(parts: Mapping[str, Any]) -> dict[str, str]:
     """Return the repr of each part, without addresses in memory and devices."""
-    found = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(part)) for name, part in parts.items()}
-    return {name: re.sub(r" on \w+(:\d+)?\)$", ")", text) for name, text in found.items()}
+    left_out = r" at 0x[0-9a-f]+| on \w+(:\d+)?(?=\)$)"
+    return {name: re.sub(left_out, "", repr(part)) for name, part in parts.items()}

@@ -12,8 +12,9 @@ from torch import Tensor
 from banach.backward import Neumann, Unroll
 from banach.data import Batches, counter
 from banach.data.loader import Batch, Loader
-from banach.fast.capture import WARM_UPS, unchanged
-from banach.fast.plan import Plan, plan
+from banach.fast import align_state, channels_last
+from banach.fast.capture import unchanged
+from banach.fast.plan import plan
 from banach.fast.step import Extras, TrainStep, at_least_fp32
 from banach.latent import leaves
 from banach.models import ODENet, unrolled
@@ -28,138 +29,91 @@ from banach.train.precision import autocast
 from banach.train.settings import Settings
 from banach.train.state import TrainState
 
+_MOST = torch.finfo(torch.float32).max
 _TUNED = 30  # the step of an epoch at which modules tune themselves, and once more in its middle
 
 
 class Feed:
-    """What both feeds of a `TrainStep` share, see `GivenBatches`: a step calls `eager` or `captured` for a batch.
+    """Batches for a `TrainStep`, see `GivenBatches`. A captured step reads copies of what a batch is made from.
 
-    Before a captured step `load` writes what it reads. `step_number` is that of the step which runs, from 1.
+    These have the shapes of the first batch. Before a captured step `load` writes them. `step_number` is that of
+    the step which runs, from 1.
     """
-
-    batch: Callable[[], Batch]
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
         self.step_number = torch.zeros(1, dtype=torch.int64, device=state.device)
+        self.at: Position | None = None  # that of `parts`
+        self.kept: Batch = ()  # what a captured step reads
 
-    def eager(self) -> Batch:
-        batch = self.batch()  # before the number of the step, which it may reset
+    @property
+    def given(self) -> Batch:
+        """What the next batch is made from, drawn once; what was seen before a resume is skipped."""
+        position = self.state.position
+        if self.at != position:
+            if self.at is None or self.at.epoch != position.epoch:
+                self.drawn = enumerate(_drawn(self.state.batches, position.epoch))
+            for k, parts in self.drawn:
+                if k == 0:
+                    self.first = parts
+                if k == position.step:
+                    break
+            self.at, self.parts = position, tuple(one.to(self.state.device, non_blocking=True) for one in parts)
+        return self.parts
+
+    @property
+    def fits(self) -> bool:
+        return [(one.shape, one.dtype) for one in self.given] == [(one.shape, one.dtype) for one in self.kept]
+
+    def count(self) -> int:
+        """Return the number of samples of the next batch, on all ranks."""
+        return len(self.given[-1])
+
+    def load(self) -> None:
+        """Write what a captured step reads."""
+        given = self.given
+        if not self.kept:  # of the first batch, though a resumed epoch may begin with its last one
+            self.kept = tuple(one.to(self.state.device, copy=True) for one in self.first)
         self.begin_step()
-        return batch
+        if self.fits:
+            for kept, one in zip(self.kept, given, strict=True):
+                kept.copy_(one)
 
     def begin_step(self) -> None:
         """Set the learning rate and the number of the next step."""
         rate = self.state.rate(self.state.step)
         self.step_number.fill_(self.state.step + 1)
         for group in self.state.optimizer.param_groups:
-            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate if rate <= _MOST else torch.inf)  # of fp32, which refuses more
+            else:
+                group["lr"] = rate
+
+    def eager(self) -> Batch:
+        self.begin_step()
+        return self.make(self.given)
+
+    def captured(self) -> Batch:
+        return self.make(self.kept)
+
+    def make(self, parts: Batch) -> Batch:
+        batches = self.state.batches
+        return parts if isinstance(batches, Loader) else batches.make(index=parts[1], key=parts[0])
 
     def changing(self) -> Iterator[Tensor]:
-        yield from (self.step_number, self.state.metrics.sums, self.state.metrics.most, self.state.counted)
+        yield from (self.state.metrics.sums, self.state.metrics.most, self.state.counted)
         if self.state.average is not None:
             yield from self.state.average.weights.values()
 
 
-class ImageFeed(Feed):
-    """Batches of images. A captured step counts its steps and reads order, keys and rates from the device."""
-
-    def __init__(self, state: TrainState) -> None:
-        super().__init__(state)
-        self.batches, device = cast(Batches, state.batches), state.device
-        count, steps = len(self.batches.images), len(self.batches)
-        self.full = count // state.settings.batch_size  # batches of full size
-        batch = min(state.settings.batch_size, count)  # without a full batch no step is captured
-        self.epoch = -1  # that of order, keys and rates
-        most = steps + WARM_UPS  # a warm-up may go on after the last step
-        self.order = torch.zeros(count + WARM_UPS * batch, dtype=torch.int64, device=device)
-        self.keys = torch.zeros(most, dtype=torch.int64, device=device)
-        self.rates = torch.zeros(most, dtype=torch.float32, device=device)
-        self.within = torch.arange(batch, device=device)
-
-    @property
-    def fits(self) -> bool:
-        return self.state.step < self.full
-
-    def count(self) -> int:
-        """Return the number of images of the next batch, on all ranks."""
-        batch = self.state.settings.batch_size
-        return min(batch, len(self.batches.images) - self.state.step * batch)
-
-    def load(self) -> None:
-        """Write what steps read, once per epoch."""
-        state = self.state
-        if self.epoch == state.epoch:
-            return
-        self.epoch, steps = state.epoch, range(len(self.batches))
-        self.order[: len(self.batches.images)] = self.batches.order(state.epoch)
-        self.keys[: len(steps)] = torch.tensor([self.batches.key(state.epoch, k) for k in steps])
-        self.rates[: len(steps)] = torch.tensor([state.rate(k) for k in steps])
-        self.step_number.fill_(state.step)
-
-    def batch(self) -> Batch:
-        epoch, k = self.state.epoch, self.state.step
-        self.load()
-        order = self.order[: len(self.batches.images)]
-        return self.batches.make(self.batches.index(order, k), self.batches.key(epoch, k))
-
-    def captured(self) -> Batch:
-        index = self.order.index_select(0, self.step_number * len(self.within) + self.within)
-        batch = self.batches.make(index, self.keys.index_select(0, self.step_number))
-        for group in self.state.optimizer.param_groups:
-            group["lr"].copy_(self.rates.index_select(0, self.step_number)[0])
-        self.step_number += 1
-        return batch
-
-
-class LoaderFeed(Feed):
-    """Batches of a `Loader`. A captured step reads copies of those that have the shapes of the first one."""
-
-    full = 1  # at least the first batch has its shapes
-
-    def __init__(self, state: TrainState) -> None:
-        super().__init__(state)
-        self.loader = cast(Loader, state.batches)
-        self.at: Position | None = None  # that of `given`
-        self.kept: Batch = ()  # what a captured step reads
-
-    @property
-    def fits(self) -> bool:
-        return _kinds(self.batch()) == _kinds(self.kept)
-
-    def count(self) -> int:
-        return len(self.batch()[-1])
-
-    def load(self) -> None:
-        """Write what a captured step reads."""
-        given = self.batch()
-        if not self.kept:  # of the first batch, though a resumed epoch may begin with its last one
-            self.kept = tuple(one.clone() for one in self.loader.placed(self.first))
-        self.begin_step()
-        if self.fits:
-            for kept, one in zip(self.kept, given, strict=True):
-                kept.copy_(one)
-
-    def batch(self) -> Batch:
-        """Return the next batch, which is loaded once; those that were seen before a resume are skipped."""
-        position = self.state.position
-        if self.at != position:
-            if self.at is None or self.at.epoch != position.epoch:
-                self.drawn = enumerate(self.loader.epoch(position.epoch))
-            for k, batch in self.drawn:
-                if k == 0:
-                    self.first = batch
-                if k == position.step:
-                    break
-            self.at, self.given = position, self.loader.placed(batch)
-        return self.given
-
-    def captured(self) -> Batch:
-        return self.kept
-
-
-def _kinds(tensors: Batch) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(one.shape, one.dtype) for one in tensors]
+def _drawn(batches: Batches | Loader, epoch: int) -> Iterator[Batch]:
+    """Yield what each batch of an epoch is made from: of images the key and the index, else the batch itself."""
+    if isinstance(batches, Loader):
+        yield from batches.epoch(epoch)
+        return
+    order = batches.order(epoch)
+    for k in range(len(batches)):
+        yield order.new_full((), batches.key(epoch, k)), batches.index(order, k)
 
 
 @dataclass(frozen=True)
@@ -208,12 +162,10 @@ class Penalties:
 
 
 class Stepper:
-    """`take()` is the next training step of the state; `show` gets the plan of how it runs, when that changes."""
+    """`take()` is the next training step of the state."""
 
-    def __init__(self, state: TrainState, show: Callable[[Plan], None] = lambda plan: None) -> None:
-        self.state, self.show = state, show
-        self.feed = LoaderFeed(state) if isinstance(state.batches, Loader) else ImageFeed(state)
-        self._shown: Plan | None = None
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.feed = state, Feed(state)
         self.watch = NonfiniteWatch(state, self.feed.step_number)
         self._make()
 
@@ -224,12 +176,11 @@ class Stepper:
         self.penalties = None if self._pretrains else Penalties.of(settings)
         if (ranks := state.ranks.count) > 1:
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
+            state.parallel.total = self.feed.count  # of this feed, also after a rewind
         options: Any = {"compile": settings.compile, "observed": self.penalties is not None}
         with self._phase():
             how = plan(net, state.device, settings.precision, refused=self._refused(), **options)
         if how.graph and how.channels_last:
-            from banach.fast import align_state, channels_last
-
             channels_last(net)
             align_state(state.optimizer)
         extras = Extras(
@@ -255,9 +206,7 @@ class Stepper:
             return "fast is off"
         if self.state.ranks.count > 1:
             return f"{self.state.ranks.count} ranks exchange gradients within a step"
-        if isinstance(self.state.net, ODENet):
-            return "the ODE solver chooses its steps on the host"
-        return None if self.feed.full else "there is no whole batch"
+        return "the ODE solver chooses its steps on the host" if isinstance(self.state.net, ODENet) else None
 
     @property
     def failed(self) -> bool:
@@ -283,16 +232,13 @@ class Stepper:
             if not self.step.prepared:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
-        if self.step.plan is not self._shown and self.step.plan != self._shown:
-            self.show(self.step.plan)
-        self._shown = self.step.plan
 
     def _tuned(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
         state, steps = self.state, len(self.state.batches)
         if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrains:
             return False
-        *d, _ = self.feed.batch()
+        *d, _ = self.feed.make(self.feed.given)
         able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
         with autocast(state.settings.precision, state.device), torch.no_grad():
             changed = [module.tune(state.net, *d) for module in able]  # all of them, before any() looks
@@ -311,7 +257,8 @@ class Stepper:
             except ODE_FAILURES as error:
                 if not isinstance(state.net, ODENet) or state.ranks.count > 1:
                     raise
-                self.watch.failed(error)
+                where = f"in step {state.step + 1} of epoch {state.epoch + 1}"
+                self.watch.failure = f"the solver failed ({error}) {where}"
                 return
         own = state.batches.own(self.feed.count())
         samples = own.stop - own.start

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
@@ -35,9 +36,8 @@ def backward(word: str) -> Mode:
 
 
 def norm(word: str) -> Norm:
-    """Return the norm of `rms`, `euclidean` or `worst-pixel`; also of `WorstPixel()`, as `of_recipe` writes it."""
-    written = {str(made()): name for name, made in _NORMS.items()}
-    return cast(Norm, _make("norm", written.get(word, word), NORMS))
+    """Return the norm of `rms`, `euclidean` or `worst-pixel`."""
+    return cast(Norm, _make("norm", word, NORMS))
 
 
 def name_of_norm(norm: Norm) -> str:
@@ -121,11 +121,9 @@ _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
 def _make(what: str, word: str, grammar: str) -> Any:
     kind, *texts = str(word).strip().lower().split(":")
     maker, *readers = _MAKERS[what][nearest(what, kind, _MAKERS[what])]
-    try:
+    with suppress(TypeError):  # an argument is missing
         if len(texts) <= len(readers):
             return maker(*(_read(word, reader, text) for reader, text in zip(readers, texts, strict=False)))
-    except TypeError:  # an argument is missing
-        pass
     raise ValueError(f"{what} {word!r} is not understood; expected {grammar}")
 
 
@@ -133,12 +131,10 @@ def _read(word: str, reader: Any, text: str) -> Any:
     """Return reader(text); a range reads one of its numbers."""
     if reader not in (int, float) and not isinstance(reader, range):
         return reader(text)
-    try:
+    with suppress(ValueError):
         number = float(text) if reader is float else int(text)
         if not isinstance(reader, range) or number in reader:
             return number
-    except ValueError:
-        pass
     kind = "a number" if reader is float else "a whole number"
     kind += f" from {reader[0]} to {reader[-1]}" if isinstance(reader, range) else ""
     raise ValueError(f"{word!r} needs {kind}, got {text!r}")
@@ -146,8 +142,8 @@ def _read(word: str, reader: Any, text: str) -> Any:
 
 def _name_of(value: Any, known: Mapping[str, type[Any]], purpose: str) -> str:
     """Return the name of an object's class."""
-    for name, made in known.items():
-        if type(value) is made:
-            return name
+    found = {made: name for name, made in known.items()}
+    if type(value) in found:
+        return found[type(value)]
     names = ", ".join(one.__name__ for one in known.values())
     raise ValueError(f"expected one of {names} to {purpose}, got {value!r}")
