@@ -60,22 +60,16 @@ class Diagnosis:
         """The verdict in sentences."""
         found, (name, own) = self.contraction.solution, next(iter(self.gradients.items()))
         steps, trained = found.steps.double(), self.gradients[IN_TRAINING]
-        enough = None if found.converged.all() else self._steps_to_converge()
+        met = (self.trace <= self.tolerance.atol).all(1).nonzero()  # the steps after which all samples do
         pace = f"with {float(steps.mean()):.1f} steps on average and {int(steps.max())} at most."
-        said = [
-            f"The tolerance of the run is met on {int(found.converged.sum())} of {len(steps)} samples, {pace}",
-            *([] if enough is None else [f"It would be met after {enough} steps: see --max-steps."]),
-            verdict(self.contraction, own).replace(str(own.backward), name),
-            f"In train mode JFB has cosine {trained.cosine:.3g}, norm ratio {trained.ratio:.3g}.",
-        ]
+        said = [f"The tolerance of the run is met on {int(found.converged.sum())} of {len(steps)} samples, {pace}"]
+        if len(met) and not found.converged.all() and not self.tolerance.rtol:
+            said.append(f"It would be met after {int(met[0]) + 1} steps: see --max-steps.")
+        said.append(verdict(self.contraction, own).replace(str(own.backward), name))
+        said.append(f"In train mode JFB has cosine {trained.cosine:.3g}, norm ratio {trained.ratio:.3g}.")
         if not self.sound:
             said.append(f"The exact gradient was not solved to {CLOSE:.0e}: the cosines are approximate.")
         return " ".join(said)
-
-    def _steps_to_converge(self) -> int | None:
-        """Return the steps after which all samples meet an absolute tolerance; None if there are none."""
-        met = (self.trace <= self.tolerance.atol).all(1).nonzero()
-        return int(met[0]) + 1 if len(met) and not self.tolerance.rtol else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
@@ -124,13 +118,8 @@ def diagnose(
     content, kind = measured.to_dict(), "training" if settings.whole else "validation"
     show(content, f"{settings.model} on {samples} {kind} images of {chosen.title}")
     given = {"samples": samples, "seed": seed, "precision": "fp32", "run": settings.to_dict()}
-    about = {
-        "run": opened.run.path,
-        "position": vars(opened.position),
-        "data": chosen.title,
-        "split": chosen.split,
-    }
-    content |= about | {"provenance": provenance(given, device=opened.device)}
+    content |= {"run": opened.run.path, "position": vars(opened.position), "data": chosen.title}
+    content |= {"split": chosen.split, "provenance": provenance(given, device=opened.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     show_plot(lambda: charts(measured), opened.run.path / "diagnose.png")
 
@@ -217,10 +206,7 @@ def charts(measured: Diagnosis) -> list[Chart]:
     order, norm = measured.contraction.sigma.argsort(), type(measured.tolerance.norm).__name__
     factors = {"sigma_max(dT/du)": measured.contraction.sigma, "observed rate": measured.contraction.rate}
     ranked = {name: list(enumerate(values[order].tolist(), 1)) for name, values in factors.items()}
-    drawn = [
-        line_chart(
-            f"Residual, {norm}", "step", residuals, "log", (measured.tolerance.atol, "tolerance of the run")
-        ),
-        line_chart("Factor per step", "sample, by sigma_max", ranked, "", BELOW),
-    ]
-    return [chart for chart in drawn if chart is not None]
+    tolerance = measured.tolerance.atol, "tolerance of the run"
+    first = line_chart(f"Residual, {norm}", "step", residuals, "log", tolerance)
+    second = line_chart("Factor per step", "sample, by sigma_max", ranked, "", BELOW)
+    return [chart for chart in (first, second) if chart is not None]

@@ -178,9 +178,8 @@ def render(reported: Sequence[Reported]) -> str:
     pages.filters |= {"percent": percent, "commas": lambda count: f"{int(count):,}"}
     eps, runs = {one.run.settings.eps for one in reported}, {one.name: one.epochs for one in reported}
     own = dict.fromkeys(name for one in reported for epoch in one.epochs for name in epoch.metrics)
-    metrics = [
-        (name, {"train": f"metrics.{name}", "validation": f"validation_metrics.{name}"}, "") for name in own
-    ]
+    tables = {"train": "metrics", "validation": "validation_metrics"}
+    metrics = [(name, {kind: f"{table}.{name}" for kind, table in tables.items()}, "") for name in own]
     return pages.get_template(PAGE).render(
         runs=reported,
         settings=[one.run.settings.to_dict() for one in reported],

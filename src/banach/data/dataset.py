@@ -93,9 +93,7 @@ class DataSet:
     @property
     def remedy(self) -> str:
         """What to do about a damaged or missing file."""
-        if self.downloads:
-            return f"run `banach data fetch {self.name}`"
-        return f"provide a good copy of {self.name}"
+        return f"run `banach data fetch {self.name}`" if self.downloads else f"provide a good copy of {self.name}"
 
 
 _registry: dict[str, DataSet] = {}
