@@ -91,7 +91,7 @@ def test_hostile_variables_are_refused(tmp_path: Path, content: tuple) -> None:
         X + matrix("\x1b[2J" * 10, (1, 1), b"\1"): "it holds ?[2J?",
         X + matrix("n" * 2000, (1, 1), b"\1"): "it holds nnn",
         X + matrix("y", (), b"\1"): "1 images and 1 labels, expected 40",
-        X + compressed(b""): "unpack_from requires",
+        X + compressed(b""): "not enough values to unpack",
         X + struct.pack("<II", 15, 50) + b"not compressed": "incorrect header check",
         X + element(3, bytes(8)): "an element of type 3, expected 14",
     }.items():

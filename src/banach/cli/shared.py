@@ -153,8 +153,7 @@ def open_run(path: Path, device: str = "auto") -> Opened:
     settings = replace(run.settings, device=device)
     where, checkpoint = settings.usable_device(), run.latest()
     if checkpoint is None:
-        command = f"banach train --resume {shlex.quote(str(path))}"
-        raise RunError(f"{path} has no checkpoint yet; train it first: {command}")
+        raise RunError(f"{path} has no checkpoint yet; train it: banach train --resume {shlex.quote(str(path))}")
     net = settings.build()
     load_weights(net, checkpoint, averaged=True)
     now = described(net, run.settings)

@@ -110,8 +110,7 @@ def register(dataset: DataSet, *, replace: bool = False) -> DataSet:
         DataError: if the name is taken and `replace` is False.
     """
     if dataset.name in _registry and not replace:
-        said = f"data set {dataset.name!r} is registered already"
-        raise DataError(f"{said}; choose another name or pass replace=True")
+        raise DataError(f"data set {dataset.name!r} is registered; choose another name or pass replace=True")
     _registry[dataset.name] = dataset
     return dataset
 

@@ -104,8 +104,7 @@ class Batches:
     def __post_init__(self) -> None:
         checks.whole("the batch size", self.size, 1)
         if len(self) == 0:
-            got = f"{len(self.images)} images make no batch of {self.size}"
-            raise ValueError(f"{got}; choose a smaller batch size")
+            raise ValueError(f"{len(self.images)} images make no batch of {self.size}; choose a smaller size")
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

@@ -35,18 +35,17 @@ def read_svhn(part: str, paths: tuple[Path, ...]) -> Arrays:
 
 
 def _variables(file: BinaryIO) -> Iterator[memoryview]:
-    """Yield the content of each variable, at most LIMIT bytes of it."""
-    if file.read(128)[126:] != b"IM":
+    """Yield the content of each variable of the first LIMIT bytes, at most LIMIT bytes of it."""
+    content = memoryview(file.read(LIMIT))
+    if content[126:128] != b"IM":
         raise ValueError("it does not start with a header of 128 bytes, little-endian")
-    while tag := file.read(8):
-        kind, size = struct.unpack("<II", tag)
-        content = memoryview(file.read(min(size, LIMIT)))
+    for kind, variable in _elements(content[128:]):
         if kind == COMPRESSED:
-            content = memoryview(zlib.decompressobj().decompress(content, LIMIT))
-            kind, content = struct.unpack_from("<II", content)[0], content[8:]
+            packed = zlib.decompressobj().decompress(variable, LIMIT)
+            ((kind, variable),) = islice(_elements(memoryview(packed)), 1)
         if kind != MATRIX:
             raise ValueError(f"it has an element of type {kind}, expected {MATRIX}")
-        yield content
+        yield variable
 
 
 def _array(content: memoryview) -> tuple[str, np.ndarray]:
@@ -61,7 +60,7 @@ def _array(content: memoryview) -> tuple[str, np.ndarray]:
 
 
 def _elements(content: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield type and content of each element; four bytes or fewer are inside its tag."""
+    """Yield type and content of each element; four bytes or fewer are inside its tag, others padded to eight."""
     place = 0
     while place < len(content):
         kind, size = struct.unpack_from("<II", content, place)
@@ -70,7 +69,7 @@ def _elements(content: memoryview) -> Iterator[tuple[int, memoryview]]:
             place += 8
         else:
             yield kind, content[place + 8 : place + 8 + size]
-            place += 8 + size + -size % 8
+            place += 8 + size + (-size % 8 if kind != COMPRESSED else 0)
 
 
 SVHN = DataSet(
