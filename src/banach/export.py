@@ -125,7 +125,7 @@ def _to_onnx(net: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     return program
 
 
-def _eliminate(A: Any, B: Any, **_: Any) -> tuple[Any, ...]:
+def _eliminate(A: Any, B: Any, **options: Any) -> tuple[Any, ...]:
     """Solve A X = B by Gauss-Jordan elimination in ONNX operations. Anderson's A is a Gram matrix: no pivoting."""
     from onnxscript import opset18
 

@@ -71,12 +71,12 @@ def test_a_terminal_has_a_bar_and_keeps_the_lines() -> None:
         shown.step(Position(0, 1))
         clock.now += 30.0
         shown.step(Position(0, 11))
-        shown._bars.refresh()
+        shown.refresh()
         assert "epoch 1/3" in visible(file.getvalue())[-1]
         # 10 steps in 30 s, and 109 of the 120 are to come.
         assert visible(file.getvalue())[-1].endswith("11/40 0:00:30 elapsed, 0:05:27 left")
         shown.epoch(first)
-        shown._bars.refresh()
+        shown.refresh()
         assert "epoch 2/3" in visible(file.getvalue())[-1]
         assert " 0/40 " in visible(file.getvalue())[-1]
     drawn = visible(file.getvalue())
@@ -91,6 +91,6 @@ def test_a_resumed_run_does_not_count_what_was_done_before() -> None:
         shown.step(Position(5, 51))  # the checkpoint was in the middle of the epoch
         clock.now += 10.0
         shown.step(Position(5, 61))
-        shown._bars.refresh()
+        shown.refresh()
         # One second a step: 39 of this epoch and 400 after it are left.
         assert visible(file.getvalue())[-1].endswith("0:00:10 elapsed, 0:07:19 left")
