@@ -43,14 +43,7 @@ __all__ = [
     "contraction_factor", "descent_check", "export", "fixed_point", "solve",
 ]  # fmt: skip
 
-_ROOMS = {
-    "backward": ("GMRES", "JFB", "Implicit", "Mode", "Neumann", "NormalCG", "Unroll"),
-    "diagnose": ("ContractionMonitor", "ContractionWarning", "contraction_factor", "descent_check"),
-    "export": ("export",),
-    "fast": ("compile",),
-    "network": ("ImplicitNetwork", "fixed_point"),
-}
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+_ROOMS = ("solve", "backward", "network", "diagnose", "export", "fast")  # the first that has a name is its room
 _MODULES = ("data", "diagnose", "fast", "kernels", "models", "nn", "train")
 
 
@@ -66,7 +59,8 @@ class _Lazy(ModuleType):
             return importlib.import_module(f"banach.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'banach' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"banach.{_ROOM_OF.get(name, 'solve')}"), name)
+        rooms = (importlib.import_module(f"banach.{room}") for room in _ROOMS)
+        value = next(getattr(room, name) for room in rooms if hasattr(room, name))
         setattr(self, name, value)
         return value
 

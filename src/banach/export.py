@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import io
 import logging
 import os
 import warnings
@@ -126,28 +125,25 @@ def _to_onnx(net: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     return program
 
 
-def _eliminate(A: Any, B: Any, **_: Any) -> tuple[Any, ...]:
-    """Solve A X = B by Gaussian elimination in ONNX operations. Anderson's A is a Gram matrix: no pivoting."""
+def _eliminate(A: Any, B: Any, **options: Any) -> tuple[Any, ...]:
+    """Solve A X = B by Gauss-Jordan elimination in ONNX operations. Anderson's A is a Gram matrix: no pivoting."""
     from onnxscript import opset18
 
     op: Any = opset18
 
-    def part(M: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
-        starts, ends = zip(rows, columns, strict=True)
-        return op.Slice(M, list(starts), list(ends), [1, 2])
+    def split(M: Any, axis: int) -> Any:
+        """Return the first row (axis 1) or column (axis 2) of the matrices, and the others."""
+        return op.Slice(M, [0], [1], [axis]), op.Slice(M, [1], [2**31], [axis])
 
-    size, first, last = A.shape[1], (0, 1), (1, 2**31)
-    rest, pivots = op.Concat(A, B, axis=2), []
-    for k in range(size):
-        row = op.Div(part(rest, first, (0, 2**31)), part(rest, first, first))
-        pivots.append(row)
-        if k + 1 < size:
-            rest = op.Sub(part(rest, last, last), op.Mul(part(rest, last, first), part(row, first, last)))
-    X = part(pivots.pop(), first, last)
-    for row in reversed(pivots):
-        known = op.MatMul(part(row, first, (1, -1)), X)
-        X = op.Concat(op.Sub(part(row, first, (-1, 2**31)), known), X, axis=1)
-    return (X,)  # the factors and the error code, which come after it, are not used
+    rest = op.Concat(A, B, axis=2)
+    for _ in range(A.shape[1]):
+        row, others = split(rest, 1)
+        pivot, row = split(row, 2)
+        column, others = split(others, 2)
+        row = op.Div(row, pivot)
+        # The row goes to the end and its column is gone: after as many steps as columns, X is left.
+        rest = op.Concat(op.Sub(others, op.Mul(column, row)), row, axis=1)
+    return (rest,)  # the factors and the error code, which come after it, are not used
 
 
 def _names(inputs: tuple[Tensor, ...]) -> list[str]:
@@ -172,13 +168,9 @@ def _describe(net: nn.Module, inputs: tuple[Tensor, ...], format: str, file: str
 
 def _write(path: Path, program: Any, card: dict[str, Any]) -> None:
     """Write the file, then the card with its checksum; each is complete or absent."""
-    if isinstance(program, torch.export.ExportedProgram):
-        buffer = io.BytesIO()
-        with warnings.catch_warnings(action="ignore"):
-            torch.export.save(program, buffer)
-        content = buffer.getvalue()
-    else:
-        content = program.model_proto.SerializeToString()
-    with whole_file(path, binary=True) as file:
-        file.write(content)
-    write_json(f"{path}.json", {**card, "sha256": hashlib.sha256(content).hexdigest()})
+    with whole_file(path, binary=True) as file, warnings.catch_warnings(action="ignore"):
+        if isinstance(program, torch.export.ExportedProgram):
+            torch.export.save(program, file)
+        else:
+            file.write(program.model_proto.SerializeToString())
+    write_json(f"{path}.json", {**card, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})

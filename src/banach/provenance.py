@@ -134,17 +134,16 @@ def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterato
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with naming(path), open(handle, "wb" if binary else "w", encoding=None if binary else "utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp's files are readable by their owner only
-        os.replace(name, path)
-        sync(path.parent)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        try:
+            with open(handle, "wb" if binary else "w", encoding=None if binary else "utf-8") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)  # mkstemp's files are readable by their owner only
+            os.replace(name, path)
+            sync(path.parent)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def test_a_warning_is_one_line_once_a_command(capsys: Any, monkeypatch: pytest.M
     def complain(*_: Any) -> None:
         warnings.warn("the sky\nis low", RuntimeWarning, stacklevel=1)
 
-    monkeypatch.setattr(command_line.Session, "finish", complain)
+    monkeypatch.setattr(command_line, "finish", complain)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main([*SMALL, "--epochs", "0"]) == 0

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from banach.cli import progress
 from banach.cli.progress import HEADER, Progress, line
 from banach.train import Position
 from train.parts_train import NO_FIXED_POINT, epoch
@@ -30,19 +29,13 @@ def visible(text: str) -> list[str]:
     return [part.rstrip() for part in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", text)) if part]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+class Clock:
     """A clock that the test moves."""
 
-    class Clock:
-        now = 1000.0
+    now = 1000.0
 
-        def perf_counter(self) -> float:
-            return self.now
-
-    made = Clock()
-    monkeypatch.setattr(progress, "time", made)
-    return made
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.mark.parametrize(
@@ -71,19 +64,19 @@ def test_a_log_has_one_line_per_epoch_and_no_control_characters(options: dict[st
     assert file.getvalue().split("\n") == [*HEADER.split("\n"), *(line(one, 15) for one in epochs), ""]
 
 
-def test_a_terminal_has_a_bar_and_keeps_the_lines(clock: Any) -> None:
-    file = Terminal()
+def test_a_terminal_has_a_bar_and_keeps_the_lines() -> None:
+    file, clock = Terminal(), Clock()
     first = epoch(1)
-    with Progress(3, 40, console=on(file)) as shown:
+    with Progress(3, 40, console=on(file, get_time=clock)) as shown:
         shown.step(Position(0, 1))
         clock.now += 30.0
         shown.step(Position(0, 11))
-        shown._bars.refresh()
+        shown.refresh()
         assert "epoch 1/3" in visible(file.getvalue())[-1]
         # 10 steps in 30 s, and 109 of the 120 are to come.
         assert visible(file.getvalue())[-1].endswith("11/40 0:00:30 elapsed, 0:05:27 left")
         shown.epoch(first)
-        shown._bars.refresh()
+        shown.refresh()
         assert "epoch 2/3" in visible(file.getvalue())[-1]
         assert " 0/40 " in visible(file.getvalue())[-1]
     drawn = visible(file.getvalue())
@@ -92,12 +85,12 @@ def test_a_terminal_has_a_bar_and_keeps_the_lines(clock: Any) -> None:
     assert "\x1b[?25h" in file.getvalue(), "the cursor is shown again"
 
 
-def test_a_resumed_run_does_not_count_what_was_done_before(clock: Any) -> None:
-    file = Terminal()
-    with Progress(10, 100, console=on(file)) as shown:
+def test_a_resumed_run_does_not_count_what_was_done_before() -> None:
+    file, clock = Terminal(), Clock()
+    with Progress(10, 100, console=on(file, get_time=clock)) as shown:
         shown.step(Position(5, 51))  # the checkpoint was in the middle of the epoch
         clock.now += 10.0
         shown.step(Position(5, 61))
-        shown._bars.refresh()
+        shown.refresh()
         # One second a step: 39 of this epoch and 400 after it are left.
         assert visible(file.getvalue())[-1].endswith("0:00:10 elapsed, 0:07:19 left")

@@ -32,44 +32,34 @@ class _Command(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx):
-            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+            if record := parameter.get_help_record(ctx):
+                panel = getattr(parameter, "rich_help_panel", None) or f"{parameter.param_type_name.title()}s"
+                groups.setdefault(panel, []).append(record)
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
 
 
 class _Commands(TyperGroup):
-    """The sub-commands, each imported when it is called, so that `banach --help` does not import torch."""
-
-    completing = False
+    """The sub-commands. Each is imported when it is called: --help and shells see names only, without torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_SHORT)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _SHORT:
-            return None
-        if self.completing:
-            return TyperCommand(cmd_name, help=_SHORT[cmd_name])
-        part = import_module(f"banach.cli.{cmd_name}")
+        return TyperCommand(cmd_name, short_help=_SHORT[cmd_name]) if cmd_name in _SHORT else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is None:  # a shell completes an unknown name
+            return name, command, rest
+        part = import_module(f"banach.cli.{name}")
         import_module("banach.cli.shared").load_entry_points()
-        if cmd_name == "data":
-            return typer.main.get_command(part.data_app)
+        if name == "data":
+            return name, typer.main.get_command(part.data_app), rest
         alone = typer.Typer(**PLAIN)
-        alone.command(cmd_name, cls=_Command, epilog=part.EPILOG)(getattr(part, cmd_name))
-        return typer.main.get_command(alone)
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Complete the name of a command, without importing it."""
-        self.completing = True
-        return super().shell_complete(ctx, incomplete)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_SHORT.items()))
+        alone.command(name, cls=_Command, epilog=part.EPILOG)(getattr(part, name))
+        return name, typer.main.get_command(alone), rest
 
 
 app = typer.Typer(

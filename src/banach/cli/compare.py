@@ -62,17 +62,16 @@ def _settings(runs: Iterable[Run]) -> list[list[Any]]:
 
 def _figures(run: Run, epochs: Sequence[Epoch], test: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the figures of a run by name, None for those that it does not have."""
-    last = epochs[-1] if epochs else None
-    total = {name: sum(getattr(epoch, name) for epoch in epochs) for name in ("products", "seconds") if epochs}
-    pace = total["seconds"] / len(epochs) if epochs else None
+    last, products = vars(epochs[-1]) if epochs else {}, sum(epoch.products for epoch in epochs)
+    seconds = sum(epoch.seconds for epoch in epochs)
     figures = {
         "epochs done": ("{}", f"{len(epochs)}/{run.settings.epochs}"),
-        "validation accuracy": ("{:.2%}", getattr(last, "validation_accuracy", None)),
+        "validation accuracy": ("{:.2%}", last.get("validation_accuracy")),
         "test accuracy": ("{:.2%}", test.get("totals", {}).get("accuracy")),
-        "mean solver steps": ("{:.1f}", getattr(last, "depth", None)),
-        "mean residual": ("{:.1e}", getattr(last, "residual", None)),
-        "J-products": ("{:,}", total.get("products")),
-        "seconds": ("{:,.1f}", total.get("seconds")),
-        "seconds per epoch": ("{:,.2f}", pace),
+        "mean solver steps": ("{:.1f}", last.get("depth")),
+        "mean residual": ("{:.1e}", last.get("residual")),
+        "J-products": ("{:,}", products if epochs else None),
+        "seconds": ("{:,.1f}", seconds if epochs else None),
+        "seconds per epoch": ("{:,.2f}", seconds / len(epochs) if epochs else None),
     }
     return {name: None if value is None else how.format(value) for name, (how, value) in figures.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from banach import checks
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann
 from banach.cli.console import console, table, wrapped
-from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, show_plot
+from banach.cli.shared import DataDir, Device, Imports, RunDir, open_run, option, show_plot
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
@@ -60,22 +60,16 @@ class Diagnosis:
         """The verdict in sentences."""
         found, (name, own) = self.contraction.solution, next(iter(self.gradients.items()))
         steps, trained = found.steps.double(), self.gradients[IN_TRAINING]
-        enough = None if found.converged.all() else self._steps_to_converge()
+        met = (self.trace <= self.tolerance.atol).all(1).nonzero()  # the steps after which all samples do
         pace = f"with {float(steps.mean()):.1f} steps on average and {int(steps.max())} at most."
-        said = [
-            f"The tolerance of the run is met on {int(found.converged.sum())} of {len(steps)} samples, {pace}",
-            *([] if enough is None else [f"It would be met after {enough} steps: see --max-steps."]),
-            verdict(self.contraction, own).replace(str(own.backward), name),
-            f"In train mode JFB has cosine {trained.cosine:.3g}, norm ratio {trained.ratio:.3g}.",
-        ]
+        said = [f"The tolerance of the run is met on {int(found.converged.sum())} of {len(steps)} samples, {pace}"]
+        if len(met) and not found.converged.all() and not self.tolerance.rtol:
+            said.append(f"It would be met after {int(met[0]) + 1} steps: see --max-steps.")
+        said.append(verdict(self.contraction, own).replace(str(own.backward), name))
+        said.append(f"In train mode JFB has cosine {trained.cosine:.3g}, norm ratio {trained.ratio:.3g}.")
         if not self.sound:
             said.append(f"The exact gradient was not solved to {CLOSE:.0e}: the cosines are approximate.")
         return " ".join(said)
-
-    def _steps_to_converge(self) -> int | None:
-        """Return the steps after which all samples meet an absolute tolerance; None if there are none."""
-        met = (self.trace <= self.tolerance.atol).all(1).nonzero()
-        return int(met[0]) + 1 if len(met) and not self.tolerance.rtol else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
@@ -101,10 +95,10 @@ class Diagnosis:
 
 def diagnose(
     run: RunDir,
-    samples: Annotated[int | None, number(int, "Validation images to measure on.  [32, or all]")] = None,
+    samples: Annotated[int | None, option("Validation images to measure on.  [32, or all]", metavar="N")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
-    seed: Annotated[int, number(int, "For dropout masks and power iterations.  [0]")] = 0,
+    seed: Annotated[int, option("For dropout masks and power iterations.  [0]", metavar="N")] = 0,
     modules: Imports = None,
 ) -> None:
     """Measure a trained network on validation images: contraction, convergence, gradients.
@@ -124,13 +118,8 @@ def diagnose(
     content, kind = measured.to_dict(), "training" if settings.whole else "validation"
     show(content, f"{settings.model} on {samples} {kind} images of {chosen.title}")
     given = {"samples": samples, "seed": seed, "precision": "fp32", "run": settings.to_dict()}
-    about = {
-        "run": opened.run.path,
-        "position": vars(opened.position),
-        "data": chosen.title,
-        "split": chosen.split,
-    }
-    content |= about | {"provenance": provenance(given, device=opened.device)}
+    content |= {"run": opened.run.path, "position": vars(opened.position), "data": chosen.title}
+    content |= {"split": chosen.split, "provenance": provenance(given, device=opened.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     show_plot(lambda: charts(measured), opened.run.path / "diagnose.png")
 
@@ -217,10 +206,7 @@ def charts(measured: Diagnosis) -> list[Chart]:
     order, norm = measured.contraction.sigma.argsort(), type(measured.tolerance.norm).__name__
     factors = {"sigma_max(dT/du)": measured.contraction.sigma, "observed rate": measured.contraction.rate}
     ranked = {name: list(enumerate(values[order].tolist(), 1)) for name, values in factors.items()}
-    drawn = [
-        line_chart(
-            f"Residual, {norm}", "step", residuals, "log", (measured.tolerance.atol, "tolerance of the run")
-        ),
-        line_chart("Factor per step", "sample, by sigma_max", ranked, "", BELOW),
-    ]
-    return [chart for chart in drawn if chart is not None]
+    tolerance = measured.tolerance.atol, "tolerance of the run"
+    first = line_chart(f"Residual, {norm}", "step", residuals, "log", tolerance)
+    second = line_chart("Factor per step", "sample, by sigma_max", ranked, "", BELOW)
+    return [chart for chart in (first, second) if chart is not None]

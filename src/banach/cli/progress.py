@@ -1,17 +1,14 @@
 """Progress of training: a live bar over the run on a terminal, and one permanent line per epoch everywhere."""
 
 import math
-import time
-from typing import Self
 
+import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
 from banach.cli.console import console as standard
 from banach.train import Epoch, Position
 
-_EVERY = 0.1  # seconds between two updates of the bar
 # Field of an Epoch: the two lines of its header, its format and its width. All columns fit into 80 characters.
 _COLUMNS = {
     "loss": (("train", "loss"), ".4f", 7),
@@ -29,54 +26,37 @@ HEADER = "\n".join(
 )
 
 
-class Progress:
+class Progress(rich.progress.Progress):
     """Shows `epochs` epochs of `steps` steps each; use it in a `with`.
 
     Pass `step` and `epoch` to the training loop. If the console is not a terminal there is no bar.
     """
 
     def __init__(self, epochs: int, steps: int, *, console: Console = standard) -> None:
-        self._console, self._epochs, self._steps = console, epochs, steps
-        self._next = 0.0 if is_terminal(console) else math.inf  # when to update the bar again
-        self._shown_header = False
-        self._bars = Bars(
+        super().__init__(
             *(TextColumn("epoch {task.description}"), BarColumn(), TextColumn("{task.fields[place]}")),
             *(TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")),
             console=console,
             refresh_per_second=4,
             speed_estimate_period=math.inf,  # rich would give no estimate for steps of more than 30 seconds
             transient=True,  # the bar disappears when training ends, and the lines stay
-            get_time=lambda: time.perf_counter(),
-            disable=self._next == math.inf,
+            disable=not is_terminal(console),
         )
+        self._epochs, self._steps, self._header = epochs, steps, f"{HEADER}\n"
         # The first step sets where a resumed run begins: rich measures the speed from there on.
-        self._task = self._bars.add_task("", total=epochs * steps, place="")
+        self._task = self.add_task("", total=epochs * steps, place="")
 
     def step(self, position: Position) -> None:
-        """Update the bar after a step of training. Most calls only compare times."""
-        if self._next < math.inf and time.perf_counter() >= self._next:
-            self._next = time.perf_counter() + _EVERY
-            self._show(position)
-
-    def epoch(self, epoch: Epoch) -> None:
-        """Print the line of an epoch."""
-        if not self._shown_header:
-            self._shown_header = True
-            self._console.print(HEADER, soft_wrap=True)
-        self._console.print(line(epoch, self._epochs), soft_wrap=True)
-        self._show(Position(epoch.epoch, 0))
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def _show(self, position: Position) -> None:
+        """Update the bar after a step of training; another thread draws it."""
         done = position.epoch * self._steps + position.step
         name = f"{min(position.epoch + 1, self._epochs)}/{self._epochs}"
-        self._bars.update(self._task, description=name, completed=done, place=f"{position.step}/{self._steps}")
+        self.update(self._task, description=name, completed=done, place=f"{position.step}/{self._steps}")
+
+    def epoch(self, epoch: Epoch) -> None:
+        """Print the line of an epoch, the first one below the header."""
+        self.console.print(self._header + line(epoch, self._epochs), soft_wrap=True)
+        self._header = ""
+        self.step(Position(epoch.epoch, 0))
 
 
 def line(epoch: Epoch, epochs: int) -> str:

@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from banach import data as registry
 from banach.cli.console import console, table
 from banach.cli.progress import Progress
-from banach.cli.shared import DataDir, Imports, number, option, own_run, recorded, show_plot
+from banach.cli.shared import DataDir, Imports, option, own_run, recorded, show_plot
 from banach.data import Images
 from banach.data.dataset import find, roots
 from banach.provenance import numbers, plain, provenance
@@ -39,22 +38,17 @@ Examples:
   banach train --data cifar10 --backward implicit:anderson --device cuda
   banach train --resume runs/digits-1    continue where it stopped"""
 
-NUMBERS = {"int": int, "float": float}
+KINDS = {"int": (int, "N"), "float": (float, "X"), "bool": (bool, None)}  # type and metavar of a flag
 
 
 def with_flags(command: Callable[..., int]) -> Callable[..., int]:
     """Replace **flags in the signature, which typer reads, by one option per setting."""
     *parameters, _ = inspect.signature(command, eval_str=True).parameters.values()
-    group = ""
+    group, keyword = "", inspect.Parameter.KEYWORD_ONLY
     for field in dataclasses.fields(Settings):
-        group, kind = GROUPS.get(field.name, group), str(field.type).removesuffix(" | None")
-        help, metavar = field.metadata["help"], field.metadata["metavar"]
-        if kind in NUMBERS:
-            made: Any = Annotated[str | None, number(NUMBERS[kind], help, rich_help_panel=group)]
-        else:
-            given = bool if kind == "bool" else str
-            made = Annotated[given | None, option(help, metavar=metavar, rich_help_panel=group)]
-        keyword = inspect.Parameter.KEYWORD_ONLY
+        group, about = GROUPS.get(field.name, group), field.metadata
+        kind, metavar = KINDS.get(str(field.type).removesuffix(" | None"), (str, about["metavar"]))
+        made: Any = Annotated[kind | None, option(about["help"], metavar=metavar, rich_help_panel=group)]
         parameters.append(inspect.Parameter(field.name, keyword, default=None, annotation=made))
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -88,11 +82,19 @@ def train(
         made.check(settings)  # only a few settings may differ
     with joined(settings) as ranks:
         console.quiet = not ranks.first
-        parts = _parts(settings, data_dir)  # before the directory is made: a refused command leaves nothing
-        ranks.check(parts[0], len(parts[1]), settings)
+        # Before the directory is made: a refused command leaves nothing.
+        net, images, validation = _parts(settings, data_dir)
+        ranks.check(net, len(images), settings)
         name = str(settings.data)
         path = made.path if made else ranks.from_first(lambda: Run.create(out or _next_free(name), settings).path)
-        return Session(Run(path, settings), *parts, data_dir, ranks).train(tensorboard=tensorboard)
+        run = Run(path, settings)
+        history = _fit(run, net, images, validation, run.path / BOARD if tensorboard and ranks.first else None)
+        if history.stopped_by is None:
+            finish(run, net, images.title, history, data_dir, ranks)
+            return 0
+        if ranks.first:
+            _say_stopped(run, data_dir)
+        return 128 + history.stopped_by
 
 
 def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images, Images | None]:
@@ -117,96 +119,75 @@ def _next_free(data: str) -> Path:
             number += 1
 
 
-@dataclass(frozen=True, eq=False)
-class Session:
-    """One process that trains a run: the network and its images."""
+def _fit(run: Run, net: nn.Module, images: Images, validation: Images | None, folder: Path | None) -> History:
+    """Train the run to its end, or until a signal; show its progress, also to TensorBoard if there is a folder."""
+    settings, weights = run.settings, sum(p.numel() for p in net.parameters())
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    how = f", {settings.solver}, {settings.backward}" if settings.backward else ""
+    data = f"{len(images):,} images of {images.title}, {settings.torch_device}, seed {settings.seed}"
+    console.print(f"{settings.model} ({weights:,} parameters{how}) on {data}\nrun: {run.path}")
+    progress = Progress(settings.epochs, math.ceil(len(images) / settings.batch_size))
+    shown: list[Callable[[Epoch], None]] = [progress.epoch]
 
-    run: Run
-    net: nn.Module
-    train_images: Images
-    validation: Images | None
-    data_dir: Path | None
-    ranks: Ranks = Ranks()
+    def on_epoch(epoch: Epoch) -> None:
+        for show in shown:
+            show(epoch)
 
-    def train(self, *, tensorboard: bool) -> int:
-        """Train the run to its end, or until a signal; return the exit code."""
-        settings, weights = self.run.settings, sum(p.numel() for p in self.net.parameters())
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        how = f", {settings.solver}, {settings.backward}" if settings.backward else ""
-        images = f"{len(self.train_images):,} images of {self.train_images.title}"
-        where = f"{settings.torch_device}, seed {settings.seed}"
-        console.print(f"{settings.model} ({weights:,} parameters{how}) on {images}, {where}\nrun: {self.run.path}")
-        history = self._fit(tensorboard)
-        if history.stopped_by is None:
-            self.finish(history)
-            return 0
-        if self.ranks.first:
-            self._say_stopped()
-        return 128 + history.stopped_by
+    with progress, ExitStack() as stack:
+        if folder is not None:
+            try:
+                shown.append(stack.enter_context(board(folder)))
+            except ValueError as error:
+                console.print(str(error))
+        return fit(
+            net,
+            images,
+            validation,
+            settings,
+            augment=settings.augmentation(),
+            run=run,
+            on_epoch=on_epoch,
+            on_step=progress.step,
+            on_plan=lambda plan: console.print(str(plan)),
+        )
 
-    def _fit(self, tensorboard: bool) -> History:
-        """Call fit() with a progress bar and TensorBoard."""
-        settings = self.run.settings
-        progress = Progress(settings.epochs, math.ceil(len(self.train_images) / settings.batch_size))
-        shown: list[Callable[[Epoch], None]] = [progress.epoch]
 
-        def on_epoch(epoch: Epoch) -> None:
-            for show in shown:
-                show(epoch)
+def _say_stopped(run: Run, data_dir: Path | None) -> None:
+    """Print where the run stopped, and the command that resumes it."""
+    command = ["banach", "train", "--resume", str(run.path)]
+    command += [] if data_dir is None else ["--data-dir", str(data_dir)]
+    checkpoint = run.latest()
+    at = Position(0, 0) if checkpoint is None else checkpoint.position
+    steps = f" and {at.step} steps" if at.step else ""
+    said = f"stopped after epoch {at.epoch} of {run.settings.epochs}{steps}"
+    console.print(f"{said}; resume with: {shlex.join(command)}")
 
-        with progress, ExitStack() as stack:
-            if tensorboard and self.ranks.first:
-                try:
-                    shown.append(stack.enter_context(board(self.run.path / BOARD)))
-                except ValueError as error:
-                    console.print(str(error))
-            return fit(
-                self.net,
-                self.train_images,
-                self.validation,
-                settings,
-                augment=settings.augmentation(),
-                run=self.run,
-                on_epoch=on_epoch,
-                on_step=progress.step,
-                on_plan=lambda plan: console.print(str(plan), highlight=False),
-            )
 
-    def _say_stopped(self) -> None:
-        """Print where the run stopped, and the command that resumes it."""
-        command = ["banach", "train", "--resume", str(self.run.path)]
-        command += [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
-        checkpoint = self.run.latest()
-        at = Position(0, 0) if checkpoint is None else checkpoint.position
-        said = f"stopped after epoch {at.epoch} of {self.run.settings.epochs}"
-        said += f" and {at.step} steps" if at.step else ""
-        console.print(f"{said}; resume with: {shlex.join(command)}")
-
-    def finish(self, history: History) -> None:
-        """Evaluate the test set, once in the life of a run; print a table, write a plot."""
-        settings, content = self.run.settings, self.run.test()
-        if content is None:
-            images = settings.load("test", self.data_dir).to(settings.torch_device)
-            scorer = Scorer(self.net, settings.precision, fast=False, ranks=self.ranks)
-            totals = evaluate(self.net, images, precision=settings.precision, scorer=scorer)
-            content = record(totals, images, "test", settings)
-            if self.ranks.first:
-                self.run.write_test(content)
-        if not self.ranks.first:
-            return
-        rows = figures(Totals(**numbers(content["totals"])), "test")
-        if history.epochs and history.last.validation_accuracy is not None:
-            rows.insert(0, ("validation accuracy", f"{history.last.validation_accuracy:.2%}"))
-        rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))
-        rows.append(("seconds of training", f"{sum(epoch.seconds for epoch in history.epochs):.1f}"))
-        console.print()
-        console.print(table(f"{content['title']}: {content['count']:,} test images", ("figure", "value"), rows))
-        title = f"{settings.model} on {self.train_images.title}, {settings.backward or 'explicit'}"
-        if settings.label_smoothing:  # the validation loss has none
-            title += f", training loss with label smoothing {settings.label_smoothing:g}"
-        panels, path = (*LEARNING, *SOLVES), self.run.path / PLOT
-        show_plot(lambda: curves({"": history.epochs}, panels, eps=settings.eps), path, title=title)
+def finish(run: Run, net: nn.Module, title: str, history: History, data_dir: Path | None, ranks: Ranks) -> None:
+    """Evaluate the test set, once in the life of a run; print a table, write a plot."""
+    settings, content = run.settings, run.test()
+    if content is None:
+        images = settings.load("test", data_dir).to(settings.torch_device)
+        scorer = Scorer(net, settings.precision, fast=False, ranks=ranks)
+        totals = evaluate(net, images, precision=settings.precision, scorer=scorer)
+        content = record(totals, images, "test", settings)
+        if ranks.first:
+            run.write_test(content)
+    if not ranks.first:
+        return
+    rows = figures(Totals(**numbers(content["totals"])), "test")
+    if history.epochs and history.last.validation_accuracy is not None:
+        rows.insert(0, ("validation accuracy", f"{history.last.validation_accuracy:.2%}"))
+    rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))
+    rows.append(("seconds of training", f"{sum(epoch.seconds for epoch in history.epochs):.1f}"))
+    console.print()
+    console.print(table(f"{content['title']}: {content['count']:,} test images", ("figure", "value"), rows))
+    title = f"{settings.model} on {title}, {settings.backward or 'explicit'}"
+    if settings.label_smoothing:  # the validation loss has none
+        title += f", training loss with label smoothing {settings.label_smoothing:g}"
+    panels, path = (*LEARNING, *SOLVES), run.path / PLOT
+    show_plot(lambda: curves({"": history.epochs}, panels, eps=settings.eps), path, title=title)
 
 
 def record(totals: Totals, images: Images, split: str, settings: Settings) -> dict[str, Any]:

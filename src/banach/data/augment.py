@@ -21,11 +21,9 @@ class Augmentation(Protocol):
     @property
     def draws(self) -> int:
         """Random numbers per image."""
-        ...
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
         """Return x (n, C, H, W) changed by u (n, draws), uniform in [0, 1)."""
-        ...
 
 
 @dataclass(frozen=True, init=False)
@@ -108,22 +106,17 @@ class Erase:
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
         height, width = x.shape[2:]
-        h, w, erased = self._rectangle(u.double(), height, width)
-        rows, columns = _span(u[:, 1], h, height), _span(u[:, 2], w, width)
-        hit = rows[:, :, None] & columns[:, None, :] & erased[:, None, None]
-        return torch.where(hit[:, None], self.fill, x)
-
-    def _rectangle(self, u: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return height, width, and whether to erase. In float64, so that all devices round to the same pixels."""
-        area, ratio = u[:, 3:].split(self.attempts, 1)
+        # In float64, so that all devices round to the same pixels.
+        area, ratio = u[:, 3:].double().split(self.attempts, 1)
         area = height * width * _stretch(area, self.area)
         ratio = _stretch(ratio, (math.log(self.ratio[0]), math.log(self.ratio[1]))).exp()
         h, w = (area * ratio).sqrt().round().long(), (area / ratio).sqrt().round().long()
         fits = (h < height) & (w < width)
         first = fits.to(torch.uint8).argmax(1, keepdim=True)
-        erased = fits.any(1) & (u[:, 0] < self.p)
-        # Where nothing fits the size is not used, but it must not exceed the image.
-        return h.gather(1, first)[:, 0].clamp(max=height), w.gather(1, first)[:, 0].clamp(max=width), erased
+        h, w = ((side * fits).gather(1, first)[:, 0] for side in (h, w))  # 0 if none fits
+        rows, columns = _span(u[:, 1], h, height), _span(u[:, 2], w, width)
+        hit = rows[:, :, None] & columns[:, None, :] & (u[:, 0].double() < self.p)[:, None, None]
+        return torch.where(hit[:, None], self.fill, x)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,14 @@ operations. So the numbers are the same on every device and need no host sync. W
 graph draws new numbers at every replay, which a seeded torch.Generator cannot do.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 WORD = 1 << 64
+# As signed numbers, since torch has no arithmetic of unsigned ones.
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15 - WORD, 0xBF58476D1CE4E5B9 - WORD, 0x94D049BB133111EB - WORD
 # Streams, the second number of every key: the order of images, their augmentation, what a network draws (dropout),
 # what samplers and data sets of a DataLoader draw.
 ORDER, AUGMENT, NETWORK, LOADER = range(4)
@@ -19,16 +22,13 @@ def key(*numbers: int) -> int:
     """Return one signed 64-bit key for several integers, such as a seed, an epoch and a batch."""
     word = 0
     for number in numbers:
-        word = _mix((word + (number + 1) * GOLDEN) % WORD)
-    return _signed(word)
+        word = _mix(word + (number + 1) * GOLDEN)
+    return (word + WORD // 2) % WORD - WORD // 2
 
 
 def bits(key: int | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Return (count,) int64, every bit random. `key`: an int, or a 0-d int64 tensor on the device."""
-    z = torch.arange(1, count + 1, device=device) * _signed(GOLDEN) + key
-    z = (z ^ _shift(z, 30)) * _signed(FIRST)
-    z = (z ^ _shift(z, 27)) * _signed(SECOND)
-    return z ^ _shift(z, 31)
+    return _mix(torch.arange(1, count + 1, device=device) * GOLDEN + key)
 
 
 def uniform(key: int | Tensor, rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:
@@ -41,16 +41,13 @@ def permutation(key: int | Tensor, count: int, device: torch.device | str = "cpu
     return torch.argsort(bits(key, count, device), stable=True)
 
 
-def _mix(z: int) -> int:
-    z = (z ^ (z >> 30)) * FIRST % WORD
-    z = (z ^ (z >> 27)) * SECOND % WORD
-    return z ^ (z >> 31)
+def _mix(z: Any) -> Any:
+    """Return the mixed bits of a tensor or an int; of an int only the lower 64 bits count, in and out."""
+    z = (z ^ _shift(z, 30)) * FIRST
+    z = (z ^ _shift(z, 27)) * SECOND
+    return z ^ _shift(z, 31)
 
 
-def _shift(z: Tensor, by: int) -> Tensor:
-    """Return z >> by with zeros shifted in: torch's shift repeats the sign."""
+def _shift(z: Any, by: int) -> Any:
+    """Return z >> by with zeros shifted in: Python's and torch's shift repeats the sign."""
     return (z >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - WORD if word >= WORD // 2 else word

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from banach import checks
-from banach.data.images import SPLITS, Images, held_out, rest
+from banach.data.images import SPLITS, Images, parted
 
 Folder = str | os.PathLike[str]
 PARTS = ("train", "test")
@@ -84,9 +84,6 @@ class DataSet:
         if set(self.counts) != {*PARTS}:
             raise ValueError(f"counts must be given for 'train' and 'test', got {sorted(self.counts)}")
         checks.whole("validation", self.validation, 1, self.counts["train"] - 1)
-        if not len(self.mean) == len(self.std) == self.shape[0] or not all(value > 0 for value in self.std):
-            got = f"{self.mean} and {self.std}"
-            raise ValueError(f"mean and std need {self.shape[0]} numbers each, those of std positive, got {got}")
 
     def images(self, pixels: Tensor, labels: Tensor, *, split: str, title: str | None = None) -> Images:
         """Return tensors as images of this data set."""
@@ -96,9 +93,7 @@ class DataSet:
     @property
     def remedy(self) -> str:
         """What to do about a damaged or missing file."""
-        if self.downloads:
-            return f"run `banach data fetch {self.name}`"
-        return f"provide a good copy of {self.name}"
+        return f"run `banach data fetch {self.name}`" if self.downloads else f"provide a good copy of {self.name}"
 
 
 _registry: dict[str, DataSet] = {}
@@ -115,8 +110,7 @@ def register(dataset: DataSet, *, replace: bool = False) -> DataSet:
         DataError: if the name is taken and `replace` is False.
     """
     if dataset.name in _registry and not replace:
-        said = f"data set {dataset.name!r} is registered already"
-        raise DataError(f"{said}; choose another name or pass replace=True")
+        raise DataError(f"data set {dataset.name!r} is registered; choose another name or pass replace=True")
     _registry[dataset.name] = dataset
     return dataset
 
@@ -178,8 +172,7 @@ def load(
     part = "test" if split == "test" else "train"
     (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)))
     if split in ("train", "validation"):
-        index = held_out(labels, dataset.validation)
-        index = rest(len(labels), index) if split == "train" else index
+        index = parted(labels, dataset.validation)[split == "validation"]
         pixels, labels = pixels[index], labels[index]
     tensors = torch.from_numpy(pixels).to(device), torch.from_numpy(labels.astype(np.int64)).to(device)
     return dataset.images(*tensors, split=split, title=title)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from banach.data.dataset import Arrays, Damaged, DataSet, need
-from banach.data.images import held_out, rest
+from banach.data.images import parted
 
 TEST = 360  # images of scikit-learn's digits that we hold out
 LIMIT = 2**26  # bytes: an IDX header that asks for more is damaged; MNIST's has 47 million
@@ -20,8 +20,7 @@ def read_digits(part: str, paths: tuple[Path, ...]) -> Arrays:
     """Read scikit-learn's images. Values 0 to 16 become 0 to 240, without loss; the test part is stratified."""
     both = need("sklearn.datasets", "digits").load_digits()
     pixels, labels = (both.images * 15).astype(np.uint8)[:, None], both.target.astype(np.uint8)
-    test = held_out(labels, TEST)
-    index = test if part == "test" else rest(len(labels), test)
+    index = parted(labels, TEST)[part == "test"]
     return Arrays(pixels[index], labels[index])
 
 
@@ -32,30 +31,25 @@ def read_mnist(part: str, paths: tuple[Path, ...]) -> Arrays:
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
     """Read an IDX file: two zero bytes, the type 8 (uint8), the number of sizes, the sizes, the values."""
+    first = struct.pack(">HBB", 0, 8, dimensions)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            sizes = _idx_sizes(path, file.read(4 + 4 * dimensions), dimensions)
-            values = np.empty(sizes, np.uint8)
-            count = file.readinto(values.data.cast("B"))
-            count += len(file.read(1))  # one more byte, to see whether the file ends there
+            head = file.read(4 + 4 * dimensions)
+            if head[:4] != first or len(head) < 4 + 4 * dimensions:
+                wanted = f"expected {first.hex()} and {dimensions} sizes"
+                raise Damaged(path, f"it starts with {head.hex() or 'nothing'}, {wanted}")
+            sizes = struct.unpack(f">{dimensions}I", head[4:])
+            size = math.prod(sizes)
+            asks = f"its header {sizes} asks for {size:,} bytes"
+            if not 0 < size <= LIMIT:
+                raise Damaged(path, f"{asks}, expected 1 to {LIMIT:,}")
+            values = bytearray(file.read(size + 1))  # one more, to see whether the file ends there
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Damaged(path, f"it cannot be decompressed ({error})") from error
-    if count != values.size:
-        there = "there are more" if count > values.size else f"there are {count:,}"
-        raise Damaged(path, f"its header {sizes} asks for {values.size:,} bytes, and {there}")
-    return values
-
-
-def _idx_sizes(path: Path, head: bytes, dimensions: int) -> tuple[int, ...]:
-    magic = struct.pack(">HBB", 0, 8, dimensions)
-    if head[:4] != magic:
-        raise Damaged(path, f"it starts with {head[:4].hex() or 'nothing'}, expected {magic.hex()}")
-    if len(head) < 4 + 4 * dimensions:
-        raise Damaged(path, f"it ends inside its header, after {len(head)} bytes")
-    sizes = struct.unpack(f">{dimensions}I", head[4:])
-    if not 0 < math.prod(sizes) <= LIMIT:
-        raise Damaged(path, f"its header {sizes} asks for {math.prod(sizes):,} bytes, expected 1 to {LIMIT:,}")
-    return sizes
+    if len(values) != size:
+        there = "more" if len(values) > size else f"{len(values):,}"
+        raise Damaged(path, f"{asks}, and there are {there}")
+    return np.frombuffer(values, np.uint8).reshape(sizes)
 
 
 DIGITS = DataSet(

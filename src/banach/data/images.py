@@ -36,15 +36,13 @@ class Images:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if self.pixels.dtype != torch.uint8 or self.pixels.dim() != 4:
-            got = f"{self.pixels.dtype} {tuple(self.pixels.shape)}"
-            raise TypeError(f"pixels must be uint8 of shape (N, C, H, W), got {got}")
-        if self.labels.dtype != torch.int64 or self.labels.shape != self.pixels.shape[:1]:
-            got = f"{self.labels.dtype} {tuple(self.labels.shape)}"
-            raise TypeError(f"labels must be int64 of shape ({len(self.pixels)},), got {got}")
-        if not len(self.mean) == len(self.std) == self.pixels.shape[1]:  # others would be broadcast
+        x, y = self.pixels, self.labels
+        if (x.dtype, x.dim(), y.dtype, y.shape) != (torch.uint8, 4, torch.int64, x.shape[:1]):
+            got = f"{x.dtype} {tuple(x.shape)} and {y.dtype} {tuple(y.shape)}"
+            raise TypeError(f"pixels must be uint8 (N, C, H, W) and labels int64 (N,), got {got}")
+        if not len(self.mean) == len(self.std) == x.shape[1] or min(self.std) <= 0:  # they would be broadcast
             got = f"{self.mean} and {self.std}"
-            raise ValueError(f"mean and std need {self.pixels.shape[1]} numbers each, one per channel, got {got}")
+            raise ValueError(f"mean and std need a number per channel, those of std positive, got {got}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -106,8 +104,7 @@ class Batches:
     def __post_init__(self) -> None:
         checks.whole("the batch size", self.size, 1)
         if len(self) == 0:
-            got = f"{len(self.images)} images make no batch of {self.size}"
-            raise ValueError(f"{got}; choose a smaller batch size")
+            raise ValueError(f"{len(self.images)} images make no batch of {self.size}; choose a smaller size")
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -148,14 +145,14 @@ class Batches:
         return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
-def held_out(labels: np.ndarray, count: int, key: int = KEY) -> np.ndarray:
-    """Return `count` indices, ascending: the first of each class in the order of `Philox(key).random_raw`.
+def held_out(labels: np.ndarray, count: int) -> np.ndarray:
+    """Return `count` indices, ascending: the first of each class in the order of `Philox.random_raw`.
 
     Every class gives its share of `count`, rounded by largest remainder. The same on every machine.
     """
     if not 0 <= count <= len(labels):
         raise ValueError(f"cannot hold out {count} of {len(labels)} images; choose 0 to {len(labels)}")
-    order = np.argsort(np.random.Philox(key=key).random_raw(len(labels)), kind="stable")
+    order = np.argsort(np.random.Philox(key=KEY).random_raw(len(labels)), kind="stable")
     classes, sizes = np.unique(labels, return_counts=True)
     # Integers throughout: a quotient in floating point could round differently on another machine.
     total = max(int(sizes.sum()), 1)
@@ -165,6 +162,7 @@ def held_out(labels: np.ndarray, count: int, key: int = KEY) -> np.ndarray:
     return np.sort(np.concatenate([*chosen, np.empty(0, order.dtype)]))
 
 
-def rest(total: int, index: np.ndarray) -> np.ndarray:
-    """Return the indices below `total` that are not in `index`, ascending."""
-    return np.setdiff1d(np.arange(total), index)
+def parted(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices that are not held out and those that are, ascending."""
+    held = held_out(labels, count)
+    return np.setdiff1d(np.arange(len(labels)), held), held

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from banach.data.dataset import Arrays, DataError, DataSet, printable
-from banach.data.images import held_out, rest
+from banach.data.images import parted
 from banach.data.pictures import images_in, read_image
 
 LIMIT = 2**31  # bytes of all pixels, checked before they are read
@@ -140,10 +140,9 @@ def _dataset(
     name: str, title: str, shape: Any, classes: tuple[str, ...], labels: Sequence[np.ndarray], read: Read
 ) -> DataSet:
     """Return the data set of one array of labels, a tenth of which is the test part, or of two."""
-    chosen: list[Any] = [slice(None), slice(None)]
+    chosen: Any = slice(None), slice(None)
     if len(labels) == 1:
-        held = held_out(labels[0], len(labels[0]) // TENTH)
-        chosen = [rest(len(labels[0]), held), held]
+        chosen = parted(labels[0], len(labels[0]) // TENTH)
     train, test = len(labels[0][chosen[0]]), len(labels[-1][chosen[1]])
     if train < TENTH or test < 1 or not 2 <= len(classes) <= CLASSES:
         got = f"{train:,} training images, {test:,} test images and {len(classes)} classes"
