@@ -23,9 +23,6 @@ class Buffers:
         own = dict(R.named_buffers()) if changing else {}
         self.R = R
         self.norms = _batch_norms(special, own)
-        names = {id(part): name for name, part in own.items()}
-        parts = [(norm, *item) for norm in self.norms for item in norm._buffers.items() if item[1] is not None]
-        self.places = [(norm, key, names[id(part)]) for norm, key, part in parts]  # key in norm, name in R
         self.snapshot = {name: part.detach().clone() for name, part in own.items()}
         self.latest: Named | None = None
 
@@ -34,22 +31,10 @@ class Buffers:
         if not self.snapshot:
             return self.R(u, v)
         buffers = self.fresh()
-        direct = self.norms and not torch.compiler.is_compiling()
-        value = self._call_on(buffers, u, v) if direct else torch.func.functional_call(self.R, buffers, (u, v))
+        value = torch.func.functional_call(self.R, buffers, (u, v), tie_weights=False)  # see `on_copies`
         if last:
             self.latest = buffers
         return value
-
-    def _call_on(self, buffers: Named, u: Latent, v: Latent) -> Latent:
-        """Return R(u, v) with other buffers of its batch norms: faster than functional_call."""
-        held = [(norm, key, getattr(norm, key)) for norm, key, _ in self.places]
-        try:
-            for norm, key, name in self.places:
-                setattr(norm, key, buffers[name])
-            return self.R(u, v)
-        finally:
-            for norm, key, part in held:
-                setattr(norm, key, part)
 
     def fresh(self) -> Named:
         """Return the snapshot again, as a copy: the graph of an evaluation may hold it."""
@@ -83,11 +68,14 @@ class Buffers:
 
 
 def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:
-    """Return part(*arguments); a module runs on copies of its buffers, which stay as they are."""
+    """Return part(*arguments); a module runs on copies of its buffers, which stay as they are.
+
+    With `tie_weights` a module of two names would keep the copies.
+    """
     if not isinstance(part, nn.Module):
         return part(*arguments)
     buffers = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
-    return torch.func.functional_call(part, buffers, arguments)
+    return torch.func.functional_call(part, buffers, arguments, tie_weights=False)
 
 
 def _batch_norms(modules: list[nn.Module], buffers: Named) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.buffers import Buffers
-from banach.nn.layers import draws_masks, in_modes, is_hooked, modules_of, special_layers, watched
+from banach.nn.layers import draws_masks, in_modes, modules_of, special_layers, watched
 
 Result = TypeVar("Result")
 
@@ -64,6 +64,8 @@ class Pass:
         self.index: Tensor | None = None
         self.open = False
         self.outer: Any = None
+        if known and self.masks is None and self.remembered is None and not self.buffers.snapshot:
+            self.evaluate = self.iterate = R  # nothing has to be kept
 
     def __enter__(self) -> Self:
         self.open, self.outer, _current.running = True, _running(), self
@@ -124,37 +126,6 @@ class Pass:
             yield
         finally:
             _current.running, self.index = before, None
-
-
-class PlainPass:
-    """A pass of an R without masks and buffers: nothing has to be kept, and R is called directly."""
-
-    masks = None
-
-    def __init__(self, R: Any) -> None:
-        self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-
-def _calls_forward(R: nn.Module) -> bool:
-    """Return True if R(u, v) is R.forward(u, v): nothing hooks it or compiles it."""
-    plain = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None
-    return plain and not torch.compiler.is_compiling() and not is_hooked(R)
-
-
-def forward_pass(
-    R: Any, modules: list[nn.Module], special: list[nn.Module], *, evaluates_later: bool
-) -> Pass | PlainPass:
-    """Return the pass that R, with these modules and special layers, needs."""
-    plain = len(modules) > 0 and not special and not evaluates_later
-    if plain and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
-        return PlainPass(R)
-    return Pass(R, modules, special, evaluates_later=evaluates_later)
 
 
 class Remembered:
