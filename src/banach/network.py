@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics, watch_over
+from banach.nn.layers import check_sharded, modules_of, uses_batch_statistics, watch_over
 from banach.nn.passes import Pass
 from banach.solve import (
     ConvergenceWarning,
@@ -156,14 +156,12 @@ class ImplicitNetwork(nn.Module):
         R, mode, coupled = self.R, self.backward, self.coupled
         _check_mode(mode)
         modules = modules_of(R)
-        special = special_layers(modules)
-        if special:
-            check_sharded(special, fixed_depth=not self.tolerance.checks)
-            check_dropout(R, special)
+        check_sharded(modules, fixed_depth=not self.tolerance.checks)
+        check_dropout(R, modules)
         v = self.Q(*d)
         if coupled is None:
-            coupled = uses_batch_statistics(R, special)
-        this_pass = Pass(R, modules, special, evaluates_later=_evaluates_later(mode))
+            coupled = uses_batch_statistics(R, modules)
+        this_pass = Pass(R, modules, evaluates_later=_evaluates_later(mode))
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)

@@ -151,16 +151,6 @@ def test_a_network_contracts_while_adam_moves_its_weights(size: int | None) -> N
         optimizer.step()
 
 
-def test_weights_of_earlier_versions_are_loaded() -> None:
-    """Those have one direction."""
-    layer, fresh = linear(), Lipschitz(nn.Linear(6, 6).double())
-    weights = layer.state_dict()
-    weights["direction"] = weights.pop("directions")[:1]
-    fresh.load_state_dict(weights)
-    x = normal(3, 6)
-    assert torch.allclose(fresh.eval()(x), layer.eval()(x), atol=1e-12)
-
-
 class Bounded(nn.Module):
     """R(u, v) = 0.8 tanh(A u) + v with |A| <= 1."""
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,9 +87,8 @@ class Resample(nn.Module):
             steps: list[nn.Module] = [nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(GROUPS, outputs)]
         else:
             steps = []
-            for k in range(halvings):
-                width = outputs if k == halvings - 1 else inputs
-                steps += [conv3x3(inputs, width, stride=2, bias=False), nn.GroupNorm(GROUPS, width), nn.ReLU()]
+            for a, b in pairwise([inputs] * halvings + [outputs]):
+                steps += [conv3x3(a, b, stride=2, bias=False), nn.GroupNorm(GROUPS, b), nn.ReLU()]
             steps.pop()
         self.steps, self.halvings = nn.Sequential(*steps), halvings
 
@@ -104,11 +104,8 @@ class MultiscaleMap(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Residual(c, dropout) for c in channels)
         self.fuse = nn.ModuleList(
-            nn.ModuleList(
-                nn.Identity() if i == j else Resample(channels[j], channels[i], i - j)
-                for j in range(len(channels))
-            )
-            for i in range(len(channels))
+            nn.ModuleList(nn.Identity() if i == j else Resample(b, a, i - j) for j, b in enumerate(channels))
+            for i, a in enumerate(channels)
         )
         self.last = nn.ModuleList(
             nn.Sequential(nn.ReLU(), WeightNormConv(c, c, 1), nn.GroupNorm(LAST_GROUPS, c)) for c in channels
@@ -116,18 +113,12 @@ class MultiscaleMap(nn.Module):
 
     def forward(self, z: Branches, x: Branches) -> Branches:
         # x is zero but in the finest branch, where its other tensors only say how large the latent is.
-        y = [
-            block(branch, None if i else x[0])
-            for i, (block, branch) in enumerate(zip(self.blocks, z, strict=True))
-        ]
-        return tuple(self.last[i](self._fused(i, y)) for i in range(len(y)))
+        y = [block(z[i], None if i else x[0]) for i, block in enumerate(self.blocks)]
+        return tuple(last(self._fused(i, y)) for i, last in enumerate(self.last))
 
     def _fused(self, i: int, y: list[Tensor]) -> Tensor:
-        total = y[i]
-        for j, other in enumerate(y):
-            if j != i:
-                total = total + self.fuse[i][j](other, y[i])  # type: ignore[index]
-        return total
+        to_i: Any = self.fuse[i]
+        return sum((to_i[j](other, y[i]) for j, other in enumerate(y) if j != i), start=y[i])
 
 
 def _conv_norm(inputs: int, outputs: int, size: int, *, affine: bool = True) -> list[nn.Module]:

@@ -18,11 +18,11 @@ class Buffers:
     its statistics then.
     """
 
-    def __init__(self, R: Any, modules: list[nn.Module], special: list[nn.Module]) -> None:
+    def __init__(self, R: Any, modules: list[nn.Module]) -> None:
         changing = any(module._buffers for module in modules) and any(module.training for module in modules)
         own = dict(R.named_buffers()) if changing else {}
         self.R = R
-        self.norms = _batch_norms(special, own)
+        self.norms = _batch_norms(modules, own)
         self.snapshot = {name: part.detach().clone() for name, part in own.items()}
         self.latest: Named | None = None
 

@@ -225,7 +225,7 @@ _RANDOM: tuple[tuple[type, str, str], ...] = (
 
 def _advice(module: nn.Module) -> str | None:
     """Return what to use instead of a module that draws at random, None if it does not."""
-    if getattr(module, "one_mask_per_pass", False):
+    if hasattr(type(module), "one_mask_per_pass"):
         return None
     if isinstance(module, nn.RReLU) and module.lower < module.upper:
         return "use nn.LeakyReLU"

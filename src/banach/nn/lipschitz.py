@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +70,6 @@ class Lipschitz(nn.Module):
         self.directions.copy_(operator.followed(torch.cat([first, self.directions[1:].to(first)]), 10))
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        if (one := state_dict.pop(prefix + "direction", None)) is not None:  # earlier versions followed one alone
-            state_dict[prefix + "directions"] = _orthonormal(torch.cat([one, self.directions[1:].to(one)]))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
     def extra_repr(self) -> str:
         size = self.shape[2:]
         return f"bound={self.bound}" + (f", size={size}" if size else "") + f", steps={self.steps}"
@@ -86,12 +81,8 @@ class Lipschitz(nn.Module):
         return weight / excess.to(weight.dtype), directions
 
 
-_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_OTHERS = (
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
-)
-_FORWARDS = {kind.forward for kind in _KINDS}
+_OTHERS = (nn.modules.conv._ConvTransposeNd, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+_FORWARDS = {kind.forward for kind in get_args(AffineLayer)}
 
 
 def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, steps: int = 2) -> nn.Module:
@@ -133,7 +124,7 @@ def _layers(module: nn.Module) -> dict[Any, str]:
     layers: dict[Any, str] = {}
     for name, part in module.named_modules(remove_duplicate=False):  # a layer may have several holders
         holder = module.get_submodule(name.rpartition(".")[0])
-        if isinstance(part, (*_KINDS, *_OTHERS)) and not isinstance(holder, Lipschitz):
+        if isinstance(part, (AffineLayer, *_OTHERS)) and not isinstance(holder, Lipschitz):
             layers.setdefault(part, name)
     refused = [f"{name or 'the module'} ({_fault(layer)})" for layer, name in layers.items() if _fault(layer)]
     if refused:
@@ -263,7 +254,7 @@ def _input_shape(layer: AffineLayer, size: int | Sequence[int] | None = None) ->
         if size is not None:
             raise ValueError(f"a linear layer has no spatial size, got size={size}; leave it out")
         return (1, layer.in_features)
-    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if not isinstance(layer, AffineLayer):
         raise TypeError(f"expected nn.Linear or nn.Conv1d, 2d or 3d, got {type(layer).__name__}")
     axes = len(layer.kernel_size)
     grid = (size,) * axes if isinstance(size, int) else tuple(size or ())

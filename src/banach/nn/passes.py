@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.buffers import Buffers
-from banach.nn.layers import draws_masks, in_modes, modules_of, special_layers, watched
+from banach.nn.layers import draws_masks, in_modes, modules_of, watched
 
 Result = TypeVar("Result")
 
@@ -42,21 +42,13 @@ class Pass:
     its own, in the mode it was in. (R may not checkpoint itself: it would recompute outside the pass.)
     """
 
-    def __init__(
-        self,
-        R: Any,
-        modules: list[nn.Module] | None = None,
-        special: list[nn.Module] | None = None,
-        *,
-        evaluates_later: bool = False,
-    ) -> None:
+    def __init__(self, R: Any, modules: list[nn.Module] | None = None, *, evaluates_later: bool = False) -> None:
         known = isinstance(R, nn.Module)
         modules = modules_of(R) if modules is None else modules
-        special = special_layers(modules) if special is None else special
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
-        self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
-        self.buffers = Buffers(R if known else watched(R), modules, special)
+        self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, modules)) else None
+        self.buffers = Buffers(R if known else watched(R), modules)
         recorded = evaluates_later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.remembered = Remembered(R, modules) if recorded else None
         self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`
@@ -65,7 +57,7 @@ class Pass:
         self.open = False
         self.outer: Any = None
         if known and self.masks is None and self.remembered is None and not self.buffers.snapshot:
-            self.evaluate = self.iterate = R  # nothing has to be kept
+            self.evaluate = self.iterate = R  # type: ignore[method-assign]  # nothing has to be kept
 
     def __enter__(self) -> Self:
         self.open, self.outer, _current.running = True, _running(), self
