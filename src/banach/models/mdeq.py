@@ -16,6 +16,7 @@ from banach.models.mon import COMMON
 from banach.models.registry import Cosine, Recipe, register
 from banach.network import ImplicitNetwork
 from banach.nn import Dropout2d
+from banach.nn.layers import assigned
 from banach.solve import Picard
 
 Branches = tuple[Tensor, ...]
@@ -221,13 +222,10 @@ def unrolled(net: ImplicitNetwork, steps: int = 10) -> Iterator[None]:
 
     The authors' first 20,000 training steps (TINY: 3,000) are of this kind. The damping is that of the solver.
     """
-    tolerance, backward = net.tolerance, net.backward
-    net.tolerance = replace(tolerance, max_steps=0)
-    net.backward = Unroll(steps, damping=getattr(net.solver, "damping", 0.0))
-    try:
+    tolerance = replace(net.tolerance, max_steps=0)
+    backward = Unroll(steps, damping=getattr(net.solver, "damping", 0.0))
+    with assigned([(net, "tolerance", tolerance), (net, "backward", backward)]):
         yield
-    finally:
-        net.tolerance, net.backward = tolerance, backward
 
 
 # The authors' caps on evaluations, 18 forward and 20 backward; the tolerance is in effect never met.

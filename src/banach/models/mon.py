@@ -26,13 +26,11 @@ class Injection(nn.Module):
 
     def forward(self, d: Tensor) -> Any:
         v = self.conv(d)
-        if len(self.channels) == 1:
-            return v
         tiers, size = [v], v.shape[-2:]
         for width in self.channels[1:]:
             size = [n // 2 + 1 for n in size]
             tiers.append(v.new_zeros(len(v), width, *size))
-        return tuple(tiers)
+        return tuple(tiers) if len(tiers) > 1 else v
 
 
 class LastTier(nn.Module):

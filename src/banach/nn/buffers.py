@@ -40,11 +40,6 @@ class Buffers:
         """Return the snapshot again, as a copy: the graph of an evaluation may hold it."""
         return {name: buffer.clone() for name, buffer in self.snapshot.items()}
 
-    @property
-    def skips_updates(self) -> bool:
-        """True if an evaluation that is not recorded can run on R itself, without updating its buffers."""
-        return len(self.norms) > 0 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
     def untracked(self, u: Latent, v: Latent) -> Latent:
         """Return R(u, v); batch norm does not update its statistics."""
         try:
@@ -58,12 +53,10 @@ class Buffers:
     def finish(self, *, failed: bool) -> None:
         """End the pass: write back what the last evaluation left."""
         if self.latest is not None and not failed:
-            # By `data`: a batch norm that Q has too may have saved its buffers, which its backward pass does not
-            # read.
-            own, latest = {name: buffer.data for name, buffer in self.R.named_buffers()}, self.latest
-            for dtype in {tensor.dtype: None for tensor in latest.values()}:  # one kernel per type, not per buffer
-                names = [name for name, tensor in latest.items() if tensor.dtype == dtype]
-                torch._foreach_copy_([own[name] for name in names], [latest[name] for name in names])
+            own = dict(self.R.named_buffers())
+            for name, buffer in self.latest.items():
+                # By `data`: a batch norm that Q has too may have saved it, and its backward pass does not read it.
+                own[name].data.copy_(buffer)
         self.latest = None
 
 

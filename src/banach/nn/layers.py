@@ -54,24 +54,21 @@ def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> boo
 
 def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks of this module, or hooks of all modules, are called with it."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    of_all = nn.modules.module
-    forward = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
-    return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
+    kinds, of_all = ("forward", "forward_pre", "backward", "backward_pre"), nn.modules.module
+    return any(getattr(module, f"_{kind}_hooks") or getattr(of_all, f"_global_{kind}_hooks") for kind in kinds)
 
 
 @contextmanager
-def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set each module to train (True) or eval mode inside the block."""
-    before = [(module, module.training) for module, _ in modes]
+def assigned(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes inside the block, given as (object, name, value)."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
-        for module, mode in modes:
-            module.training = mode
+        for change in changes:
+            setattr(*change)
         yield
     finally:
-        for module, mode in before:
-            module.training = mode
+        for change in before:
+            setattr(*change)
 
 
 # Every module R whose first pass in train mode drew nothing by a function. Later passes are not watched: that

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach import checks
-from banach.nn.layers import in_modes
+from banach.nn.layers import assigned
 from banach.nn.passes import once_per_pass
 from banach.solve.context import without_autocast
 
@@ -152,7 +152,7 @@ def _grids(module: nn.Module, layers: dict[Any, str], example: Any) -> dict[nn.M
 
     hooks = [layer.register_forward_pre_hook(note) for layer in seen]
     try:
-        with in_modes([(part, False) for part in module.modules()]):
+        with assigned([(part, "training", False) for part in module.modules()]):
             if example is not None:
                 module(*(example if isinstance(example, tuple) else (example,)))
     finally:

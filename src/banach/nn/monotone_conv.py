@@ -1,7 +1,7 @@
 """MonotoneConv2d: monotone convolutions on one grid or on several tiers, with exact inverses by FFT."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -60,11 +60,8 @@ class MonotoneConv2d(nn.Module):
         return self.product(self.matrices(), u)
 
     def matrices(self) -> Kernels:
-        scales = F.softplus(self.scale)
-        a, b, d = scales.split([len(self.A), len(self.B), len(self.D)])
-        A = [_scaled(kernel, g.sqrt()) for kernel, g in zip(self.A, a, strict=True)]
-        B = [_scaled(kernel, g) for kernel, g in zip(self.B, b, strict=True)]
-        D = [_scaled(kernel, g.sqrt()) for kernel, g in zip(self.D, d, strict=True)]
+        a, b, d = F.softplus(self.scale).split([len(self.A), len(self.B), len(self.D)])
+        A, B, D = _scaled(self.A, a.sqrt()), _scaled(self.B, b), _scaled(self.D, d.sqrt())
         below = [-2 * _transposed(kernel) for kernel in A[1:]]
         return Kernels([_diagonal(*pair, self.m) for pair in zip(A, B, strict=True)], D, below)
 
@@ -82,13 +79,10 @@ class MonotoneConv2d(nn.Module):
         return rebuild(z, found)
 
     def inverse(self, matrices: Kernels, alpha: float, like: Latent) -> tuple[Kernels, float, list[Tier]]:
-        inverses = []
         matrices = Kernels(*([at_least_float32(kernel) for kernel in kernels] for kernels in matrices))
+        tiers = zip(matrices.diagonal, [*matrices.down, None], leaves(like), strict=True)
         with torch.autocast(self.scale.device.type, enabled=False):
-            for i, x in enumerate(leaves(like)):
-                down = matrices.down[i] if i < len(matrices.down) else None
-                inverses.append(_inverse_tier(matrices.diagonal[i], down, alpha, x.shape[-1]))
-        return matrices, alpha, inverses
+            return matrices, alpha, [_inverse_tier(W, down, alpha, x.shape[-1]) for W, down, x in tiers]
 
     def invert(self, inverse: tuple[Kernels, float, list[Tier]], h: Latent) -> Latent:
         """Return V h by forward substitution over the tiers. FFTs run in at least float32."""
@@ -122,8 +116,8 @@ def _kernel(inputs: int, outputs: int) -> nn.Parameter:
     return kernel
 
 
-def _scaled(kernel: Tensor, factor: Tensor) -> Tensor:
-    return kernel * (factor / torch.linalg.vector_norm(kernel))
+def _scaled(kernels: Iterable[Tensor], lengths: Tensor) -> list[Tensor]:
+    return [kernel * (g / torch.linalg.vector_norm(kernel)) for kernel, g in zip(kernels, lengths, strict=True)]
 
 
 def _transposed(kernel: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.buffers import Buffers
-from banach.nn.layers import draws_masks, in_modes, modules_of, watched
+from banach.nn.layers import assigned, draws_masks, modules_of, watched
 
 Result = TypeVar("Result")
 
@@ -81,17 +81,21 @@ class Pass:
 
     def iterate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """Return R(u, v), not recorded and not the last of the pass: if possible without an update of buffers."""
-        if not self.buffers.skips_updates:
+        if not self.buffers.norms or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.evaluate(u, v, index)
         with self._masks_of(index):
             return self.buffers.untracked(u, v)
 
-    def mask(self, layer: nn.Module, shape: torch.Size, keep: float, device: torch.device) -> Tensor:
-        """Return the mask of this layer, for the samples that are here. Called twice, a layer uses it twice."""
+    def dropped(self, x: Tensor, layer: Any, shape: torch.Size | None = None) -> Tensor:
+        """Return x * m / (1 - p), m the layer's mask for the samples that are here, by default shaped like x.
+
+        Called twice, a layer uses its mask twice.
+        """
         assert self.masks is not None
+        shape = x.shape if shape is None else shape
         key = (id(layer), shape[1:])
         if key not in self.masks:
-            self.masks[key] = torch.rand(shape, device=device) < keep
+            self.masks[key] = torch.rand(shape, device=x.device) < 1 - layer.p
         mask: Tensor = self.masks[key]
         for rows in self.present():
             mask = mask.index_select(0, rows)
@@ -100,7 +104,8 @@ class Pass:
                 f"dropout in R has a mask for a batch of {mask.shape[0]} and got a batch of {shape[0]}: one pass "
                 "is one batch; where R drops, axis 0 must be the batch, or leave out compact=True"
             )
-        return mask
+        # At p = 1 nothing is kept and the scale would be infinite.
+        return torch.where(mask, x / (1 - layer.p) if layer.p < 1 else x, x.new_zeros(()))
 
     def present(self) -> list[Tensor]:
         """Return the selections that lead from the whole batch to the samples that are here."""
@@ -145,7 +150,7 @@ class Remembered:
 
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
         """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
-        with in_modes(self.training):
+        with assigned([(module, "training", mode) for module, mode in self.training]):
             return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v))
 
 
@@ -165,13 +170,6 @@ def pass_of(layer: Any) -> Pass | None:
     if not compiling:
         _inside.add(layer)
     return now
-
-
-def masked(x: Tensor, layer: Any, now: Pass, shape: torch.Size | None = None) -> Tensor:
-    """Return x * m / (1 - p), m the layer's mask in this pass, of this shape (None: that of x)."""
-    mask = now.mask(layer, x.shape if shape is None else shape, 1 - layer.p, x.device)
-    # At p = 1 nothing is kept and the scale would be infinite.
-    return torch.where(mask, x / (1 - layer.p) if layer.p < 1 else x, x.new_zeros(()))
 
 
 def once_per_pass(owner: nn.Module, source: Tensor, make: Callable[[], Result]) -> Result:
