@@ -46,15 +46,11 @@ class WeightNormConv(nn.Module):
     def __init__(self, inputs: int, outputs: int, size: int) -> None:
         super().__init__()
         self.v = nn.Parameter(nn.Conv2d(inputs, outputs, size).weight.detach())
-        self.gain = nn.Parameter(_length(self.v).detach())
+        self.gain = nn.Parameter(torch.linalg.vector_norm(self.v.detach(), dim=(1, 2, 3), keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.v * (self.gain / _length(self.v))
+        weight = self.v * (self.gain / torch.linalg.vector_norm(self.v, dim=(1, 2, 3), keepdim=True))
         return F.conv2d(x, weight, padding=weight.shape[-1] // 2)
-
-
-def _length(v: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(v, dim=(1, 2, 3), keepdim=True)
 
 
 class Residual(nn.Module):

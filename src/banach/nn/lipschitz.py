@@ -7,6 +7,7 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn import grad
 
 from banach import checks
 from banach.nn.layers import assigned
@@ -126,20 +127,17 @@ def _layers(module: nn.Module) -> dict[Any, str]:
         holder = module.get_submodule(name.rpartition(".")[0])
         if isinstance(part, (AffineLayer, *_OTHERS)) and not isinstance(holder, Lipschitz):
             layers.setdefault(part, name)
-    refused = [f"{name or 'the module'} ({_fault(layer)})" for layer, name in layers.items() if _fault(layer)]
+    refused = []
+    for layer, name in layers.items():
+        hooks = " with forward hooks" if layer._forward_hooks or layer._forward_pre_hooks else ""
+        if hooks or type(layer).forward not in _FORWARDS:
+            refused.append(f"{name or 'the module'} ({type(layer).__name__}{hooks})")
     if refused:
         raise TypeError(
             f"expected nn.Linear and nn.Conv1d, 2d or 3d without hooks, got {', '.join(refused)}; replace them, "
             "or call lipschitz_ on the parts of the module that do not hold them"
         )
     return layers
-
-
-def _fault(layer: Any) -> str | None:
-    kind = type(layer).__name__
-    if type(layer).forward not in _FORWARDS:
-        return kind
-    return f"{kind} with forward hooks" if layer._forward_hooks or layer._forward_pre_hooks else None
 
 
 @torch.no_grad()
@@ -189,11 +187,9 @@ class _Operator:
             return y @ self.weight
         around = layer._reversed_padding_repeated_twice  # before and after, the last axis first
         pads = list(zip(around[-2::-2], around[::-2], strict=True))
-        padded = [n + sum(pair) for n, pair in zip(grid, pads, strict=True)]
-        like, zeros = y.new_empty(1).expand(len(y), self.shape[1], *padded), [0] * len(grid)
-        options = (list(layer.stride), zeros, list(layer.dilation), False, zeros, layer.groups)
-        wanted = [True, False, False]  # the derivative in the input, which is A' y
-        x = torch.ops.aten.convolution_backward(y, like, self.weight, None, *options, wanted)[0]
+        padded = (len(y), self.shape[1], *(n + sum(pair) for n, pair in zip(grid, pads, strict=True)))
+        derivative = getattr(grad, f"conv{len(grid)}d_input")  # in the input, which is A' y
+        x = derivative(padded, self.weight, y, layer.stride, 0, layer.dilation, layer.groups)
         for axis, (n, pair) in enumerate(zip(grid, pads, strict=True), start=2):
             x = _fold(x, axis, n, pair, layer.padding_mode)
         return x

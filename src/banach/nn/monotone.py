@@ -141,9 +141,8 @@ class Splitting(nn.Module):
         destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        if prefix + "alpha" in state_dict:
-            state_dict = dict(state_dict)
-            self.alpha = float(state_dict.pop(prefix + "alpha"))
+        state_dict = dict(state_dict)
+        self.alpha = float(state_dict.pop(prefix + "alpha", self.alpha))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
