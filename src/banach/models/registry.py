@@ -177,7 +177,8 @@ def register(
     recipes = dict(recipes or {"default": Recipe(lr=1e-3, epochs=20, batch_size=100)})
     classes = checks.whole("classes", classes, 1)
     if image is None:
-        image = getattr(inspect.signature(builder).parameters.get("image"), "default", None)
+        own = inspect.signature(builder).parameters.get("image")
+        image = None if own is None or own.default is own.empty else own.default
     if description is None:
         description = (inspect.getdoc(builder) or "").partition("\n")[0].removeprefix("Return ").rstrip(".")
     _MODELS[name] = Model(name, builder, description, _shape(image), classes, recipes, channels_last)
