@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from banach import ImplicitNetwork
+from banach import Implicit, ImplicitNetwork
 from banach.data import load
 from banach.nn import Lipschitz, lipschitz_, operator_norm
 from banach.nn.lipschitz import KEPT, gram_schmidt
@@ -350,3 +350,13 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_bad_input_gets_one_sentence(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_layer_of_two_names_keeps_its_own_directions_after_an_implicit_pass() -> None:
+    """functional_call left its copies in the layer, a tensor of torch.func, when it tied them to both names."""
+    R = Bounded()
+    R.again = R.affine
+    own = R.affine.directions
+    net = ImplicitNetwork(nn.Linear(4, 6).double(), R, nn.Identity(), backward=Implicit())
+    net(normal(5, 4)).sum().backward()
+    assert R.affine.directions is own
