@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from banach import ImplicitNetwork
+from banach import Implicit, ImplicitNetwork
 from banach.data import load
 from banach.nn import Lipschitz, lipschitz_, operator_norm
 from banach.nn.lipschitz import KEPT, gram_schmidt
@@ -149,16 +149,6 @@ def test_a_network_contracts_while_adam_moves_its_weights(size: int | None) -> N
         scale = max(float(layer.norm().detach()) / 0.8, 1.0)  # that of this pass
         assert float(operator_norm(layer.layer, size)) / scale < 0.95
         optimizer.step()
-
-
-def test_weights_of_earlier_versions_are_loaded() -> None:
-    """Those have one direction."""
-    layer, fresh = linear(), Lipschitz(nn.Linear(6, 6).double())
-    weights = layer.state_dict()
-    weights["direction"] = weights.pop("directions")[:1]
-    fresh.load_state_dict(weights)
-    x = normal(3, 6)
-    assert torch.allclose(fresh.eval()(x), layer.eval()(x), atol=1e-12)
 
 
 class Bounded(nn.Module):
@@ -360,3 +350,13 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_bad_input_gets_one_sentence(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_layer_of_two_names_keeps_its_own_directions_after_an_implicit_pass() -> None:
+    """functional_call left its copies in the layer, a tensor of torch.func, when it tied them to both names."""
+    R = Bounded()
+    R.again = R.affine
+    own = R.affine.directions
+    net = ImplicitNetwork(nn.Linear(4, 6).double(), R, nn.Identity(), backward=Implicit())
+    net(normal(5, 4)).sum().backward()
+    assert R.affine.directions is own

@@ -113,9 +113,7 @@ class Shortcut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
             x = x[:, :, :: self.stride, :: self.stride]
-        if not self.before and not self.after:
-            return x
-        return F.pad(x, (0, 0, 0, 0, self.before, self.after))
+        return F.pad(x, (0, 0, 0, 0, self.before, self.after)) if self.before or self.after else x
 
 
 class ResidualBlock(nn.Module):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from banach.models.mon import COMMON
 from banach.models.registry import Cosine, Recipe, register
 from banach.network import ImplicitNetwork
 from banach.nn import Dropout2d
+from banach.nn.layers import assigned
 from banach.solve import Picard
 
 Branches = tuple[Tensor, ...]
@@ -44,15 +46,11 @@ class WeightNormConv(nn.Module):
     def __init__(self, inputs: int, outputs: int, size: int) -> None:
         super().__init__()
         self.v = nn.Parameter(nn.Conv2d(inputs, outputs, size).weight.detach())
-        self.gain = nn.Parameter(_length(self.v).detach())
+        self.gain = nn.Parameter(torch.linalg.vector_norm(self.v.detach(), dim=(1, 2, 3), keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.v * (self.gain / _length(self.v))
+        weight = self.v * (self.gain / torch.linalg.vector_norm(self.v, dim=(1, 2, 3), keepdim=True))
         return F.conv2d(x, weight, padding=weight.shape[-1] // 2)
-
-
-def _length(v: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(v, dim=(1, 2, 3), keepdim=True)
 
 
 class Residual(nn.Module):
@@ -86,9 +84,8 @@ class Resample(nn.Module):
             steps: list[nn.Module] = [nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(GROUPS, outputs)]
         else:
             steps = []
-            for k in range(halvings):
-                width = outputs if k == halvings - 1 else inputs
-                steps += [conv3x3(inputs, width, stride=2, bias=False), nn.GroupNorm(GROUPS, width), nn.ReLU()]
+            for a, b in pairwise([inputs] * halvings + [outputs]):
+                steps += [conv3x3(a, b, stride=2, bias=False), nn.GroupNorm(GROUPS, b), nn.ReLU()]
             steps.pop()
         self.steps, self.halvings = nn.Sequential(*steps), halvings
 
@@ -104,11 +101,8 @@ class MultiscaleMap(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Residual(c, dropout) for c in channels)
         self.fuse = nn.ModuleList(
-            nn.ModuleList(
-                nn.Identity() if i == j else Resample(channels[j], channels[i], i - j)
-                for j in range(len(channels))
-            )
-            for i in range(len(channels))
+            nn.ModuleList(nn.Identity() if i == j else Resample(b, a, i - j) for j, b in enumerate(channels))
+            for i, a in enumerate(channels)
         )
         self.last = nn.ModuleList(
             nn.Sequential(nn.ReLU(), WeightNormConv(c, c, 1), nn.GroupNorm(LAST_GROUPS, c)) for c in channels
@@ -116,18 +110,12 @@ class MultiscaleMap(nn.Module):
 
     def forward(self, z: Branches, x: Branches) -> Branches:
         # x is zero but in the finest branch, where its other tensors only say how large the latent is.
-        y = [
-            block(branch, None if i else x[0])
-            for i, (block, branch) in enumerate(zip(self.blocks, z, strict=True))
-        ]
-        return tuple(self.last[i](self._fused(i, y)) for i in range(len(y)))
+        y = [block(z[i], None if i else x[0]) for i, block in enumerate(self.blocks)]
+        return tuple(last(self._fused(i, y)) for i, last in enumerate(self.last))
 
     def _fused(self, i: int, y: list[Tensor]) -> Tensor:
-        total = y[i]
-        for j, other in enumerate(y):
-            if j != i:
-                total = total + self.fuse[i][j](other, y[i])  # type: ignore[index]
-        return total
+        to_i: Any = self.fuse[i]
+        return sum((to_i[j](other, y[i]) for j, other in enumerate(y) if j != i), start=y[i])
 
 
 def _conv_norm(inputs: int, outputs: int, size: int, *, affine: bool = True) -> list[nn.Module]:
@@ -230,13 +218,10 @@ def unrolled(net: ImplicitNetwork, steps: int = 10) -> Iterator[None]:
 
     The authors' first 20,000 training steps (TINY: 3,000) are of this kind. The damping is that of the solver.
     """
-    tolerance, backward = net.tolerance, net.backward
-    net.tolerance = replace(tolerance, max_steps=0)
-    net.backward = Unroll(steps, damping=getattr(net.solver, "damping", 0.0))
-    try:
+    tolerance = replace(net.tolerance, max_steps=0)
+    backward = Unroll(steps, damping=getattr(net.solver, "damping", 0.0))
+    with assigned([(net, "tolerance", tolerance), (net, "backward", backward)]):
         yield
-    finally:
-        net.tolerance, net.backward = tolerance, backward
 
 
 # The authors' caps on evaluations, 18 forward and 20 backward; the tolerance is in effect never met.

@@ -1,9 +1,7 @@
 """Monotone operator networks (Winston and Kolter 2020): fully connected, one convolution, several tiers."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +26,11 @@ class Injection(nn.Module):
 
     def forward(self, d: Tensor) -> Any:
         v = self.conv(d)
-        if len(self.channels) == 1:
-            return v
         tiers, size = [v], v.shape[-2:]
         for width in self.channels[1:]:
             size = [n // 2 + 1 for n in size]
             tiers.append(v.new_zeros(len(v), width, *size))
-        return tuple(tiers)
+        return tuple(tiers) if len(tiers) > 1 else v
 
 
 class LastTier(nn.Module):
@@ -61,31 +57,19 @@ def mon_fc(
     )
 
 
-def mon(
-    image: Image = (1, 28, 28),
-    classes: int = 10,
-    *,
-    channels: int | None = None,
-    splitting: type[Splitting] = PeacemanRachford,
-    alpha: float = 1.0,
-) -> Parts:
+def mon(image: Image = (1, 28, 28), classes: int = 10, *, channels: int | None = None, **options: Any) -> Parts:
     """Return the monotone operator network of one convolution: 84,460 parameters on MNIST.
 
     On SVHN and CIFAR-10 it has 172,218. Without `channels`: 56 for grey images, else 81. (The paper prints 54 and
-    84K for MNIST; 84,460 needs 56.) The authors stop a batch as one: ImplicitNetwork(*mon(), coupled=True,
-    tolerance=Tolerance(atol=0, rtol=1e-2)).
+    84K for MNIST; 84,460 needs 56.) Options are `splitting` and `alpha`, as for `mon_fc`. The authors stop a batch
+    as one: ImplicitNetwork(*mon(), coupled=True, tolerance=Tolerance(atol=0, rtol=1e-2)).
     """
     width = channels or (56 if image[0] == 1 else 81)
-    return _convolutional(image, classes, (width,), nn.AvgPool2d(4), partial(splitting, alpha=alpha))
+    return _convolutional(image, classes, (width,), nn.AvgPool2d(4), **options)
 
 
 def mon_tiers(
-    image: Image = (3, 32, 32),
-    classes: int = 10,
-    *,
-    channels: tuple[int, ...] | None = None,
-    splitting: type[Splitting] = PeacemanRachford,
-    alpha: float = 1.0,
+    image: Image = (3, 32, 32), classes: int = 10, *, channels: tuple[int, ...] | None = None, **options: Any
 ) -> Parts:
     """Return the monotone operator network of three tiers: 170,194 parameters on SVHN.
 
@@ -95,7 +79,7 @@ def mon_tiers(
     cosine of .9 or more at fresh weights.
     """
     widths = channels or ((16, 32, 32) if image[0] == 1 else (16, 32, 60))
-    return _convolutional(image, classes, widths, nn.Identity(), partial(splitting, alpha=alpha))
+    return _convolutional(image, classes, widths, nn.Identity(), **options)
 
 
 def mon_large(image: Image = (3, 32, 32), classes: int = 10, **options: Any) -> Parts:
@@ -104,7 +88,13 @@ def mon_large(image: Image = (3, 32, 32), classes: int = 10, **options: Any) -> 
 
 
 def _convolutional(
-    image: Image, classes: int, widths: tuple[int, ...], pool: nn.Module, splitting: Callable[..., Splitting]
+    image: Image,
+    classes: int,
+    widths: tuple[int, ...],
+    pool: nn.Module,
+    *,
+    splitting: type[Splitting] = PeacemanRachford,
+    alpha: float = 1.0,
 ) -> Parts:
     """Return a network of one tier per width, whose S pools the last one."""
     size = [n + 2 for n in image[1:]]
@@ -116,7 +106,9 @@ def _convolutional(
         size = [n // 2 + 1 for n in size]
     entries = pool(torch.empty(1, widths[-1], *size)).numel()
     head = OrderedDict(act=LastTier(), pool=pool, flat=nn.Flatten(), linear=nn.Linear(entries, classes))
-    return Parts(Q=Injection(image[0], widths), R=splitting(MonotoneConv2d(widths, M)), S=nn.Sequential(head))
+    return Parts(
+        Q=Injection(image[0], widths), R=splitting(MonotoneConv2d(widths, M), alpha), S=nn.Sequential(head)
+    )
 
 
 # One recipe for the comparison of all models at equal epochs.

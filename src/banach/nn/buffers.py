@@ -18,14 +18,11 @@ class Buffers:
     its statistics then.
     """
 
-    def __init__(self, R: Any, modules: list[nn.Module], special: list[nn.Module]) -> None:
+    def __init__(self, R: Any, modules: list[nn.Module]) -> None:
         changing = any(module._buffers for module in modules) and any(module.training for module in modules)
         own = dict(R.named_buffers()) if changing else {}
         self.R = R
-        self.norms = _batch_norms(special, own)
-        names = {id(part): name for name, part in own.items()}
-        parts = [(norm, *item) for norm in self.norms for item in norm._buffers.items() if item[1] is not None]
-        self.places = [(norm, key, names[id(part)]) for norm, key, part in parts]  # key in norm, name in R
+        self.norms = _batch_norms(modules, own)
         self.snapshot = {name: part.detach().clone() for name, part in own.items()}
         self.latest: Named | None = None
 
@@ -34,31 +31,14 @@ class Buffers:
         if not self.snapshot:
             return self.R(u, v)
         buffers = self.fresh()
-        direct = self.norms and not torch.compiler.is_compiling()
-        value = self._call_on(buffers, u, v) if direct else torch.func.functional_call(self.R, buffers, (u, v))
+        value = torch.func.functional_call(self.R, buffers, (u, v), tie_weights=False)  # see `on_copies`
         if last:
             self.latest = buffers
         return value
 
-    def _call_on(self, buffers: Named, u: Latent, v: Latent) -> Latent:
-        """Return R(u, v) with other buffers of its batch norms: faster than functional_call."""
-        held = [(norm, key, getattr(norm, key)) for norm, key, _ in self.places]
-        try:
-            for norm, key, name in self.places:
-                setattr(norm, key, buffers[name])
-            return self.R(u, v)
-        finally:
-            for norm, key, part in held:
-                setattr(norm, key, part)
-
     def fresh(self) -> Named:
         """Return the snapshot again, as a copy: the graph of an evaluation may hold it."""
         return {name: buffer.clone() for name, buffer in self.snapshot.items()}
-
-    @property
-    def skips_updates(self) -> bool:
-        """True if an evaluation that is not recorded can run on R itself, without updating its buffers."""
-        return len(self.norms) > 0 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def untracked(self, u: Latent, v: Latent) -> Latent:
         """Return R(u, v); batch norm does not update its statistics."""
@@ -73,21 +53,22 @@ class Buffers:
     def finish(self, *, failed: bool) -> None:
         """End the pass: write back what the last evaluation left."""
         if self.latest is not None and not failed:
-            # By `data`: a batch norm that Q has too may have saved its buffers, which its backward pass does not
-            # read.
-            own, latest = {name: buffer.data for name, buffer in self.R.named_buffers()}, self.latest
-            for dtype in {tensor.dtype: None for tensor in latest.values()}:  # one kernel per type, not per buffer
-                names = [name for name, tensor in latest.items() if tensor.dtype == dtype]
-                torch._foreach_copy_([own[name] for name in names], [latest[name] for name in names])
+            own = dict(self.R.named_buffers())
+            for name, buffer in self.latest.items():
+                # By `data`: a batch norm that Q has too may have saved it, and its backward pass does not read it.
+                own[name].data.copy_(buffer)
         self.latest = None
 
 
 def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:
-    """Return part(*arguments); a module runs on copies of its buffers, which stay as they are."""
+    """Return part(*arguments); a module runs on copies of its buffers, which stay as they are.
+
+    With `tie_weights` a module of two names would keep the copies.
+    """
     if not isinstance(part, nn.Module):
         return part(*arguments)
     buffers = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
-    return torch.func.functional_call(part, buffers, arguments)
+    return torch.func.functional_call(part, buffers, arguments, tie_weights=False)
 
 
 def _batch_norms(modules: list[nn.Module], buffers: Named) -> list[nn.Module]:

@@ -69,7 +69,7 @@ class TwoStream(nn.Module):
         def affine(features: int, bound: float) -> nn.Module:
             return Lipschitz(nn.Linear(features, width), bound)
 
-        return _assemble(affine, (width, data_width or width), layers, ell, activation, gamma)
+        return TwoStream(*_streams(affine, (width, data_width or width), layers, ell, activation), gamma=gamma)
 
     @staticmethod
     def conv(
@@ -88,7 +88,8 @@ class TwoStream(nn.Module):
         def affine(features: int, bound: float) -> nn.Module:
             return Lipschitz(nn.Conv2d(features, channels, kernel, padding="same"), bound, size=size)
 
-        return _assemble(affine, (channels, data_channels or channels), layers, ell, activation, gamma)
+        features = channels, data_channels or channels
+        return TwoStream(*_streams(affine, features, layers, ell, activation), gamma=gamma)
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         return self.final(torch.add(self.data(v), self.latent(u), alpha=self.gamma))
@@ -97,14 +98,9 @@ class TwoStream(nn.Module):
         return f"gamma={self.gamma}"
 
 
-def _assemble(
-    affine: Affine,
-    features: tuple[int, int],
-    layers: tuple[int, int, int],
-    ell: float,
-    activation: Activation,
-    gamma: float,
-) -> TwoStream:
+def _streams(
+    affine: Affine, features: tuple[int, int], layers: tuple[int, int, int], ell: float, activation: Activation
+) -> list[nn.Sequential]:
     """Build the three streams: as many affine maps as `layers` says, each with an activation after it."""
     width, source = features
     if len(layers) != 3 or min(layers) < 0 or (layers[1] == 0 and source != width):
@@ -113,9 +109,8 @@ def _assemble(
             f"a data stream that turns {source} features into {width} needs at least one"
         )
 
-    def stream(count: int, first: int, bound: float) -> nn.Sequential:
+    streams = []
+    for count, first, bound in zip(layers, (width, source, width), (1.0, ell, 1.0), strict=True):
         widths = [first, *[width] * count][:count]
-        return nn.Sequential(*[part for n in widths for part in (affine(n, bound), activation())])
-
-    latent, data, final = layers
-    return TwoStream(stream(latent, width, 1.0), stream(data, source, ell), stream(final, width, 1.0), gamma=gamma)
+        streams.append(nn.Sequential(*[part for n in widths for part in (affine(n, bound), activation())]))
+    return streams

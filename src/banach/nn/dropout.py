@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from banach.nn.passes import masked, pass_of
+from banach.nn.passes import pass_of
 
 
 class _OneMask:
@@ -27,7 +27,7 @@ class _OneMask:
         if self.spatial and x.dim() != self.spatial + 2:
             expected = f"{type(self).__name__} inside R takes a batch of {self.spatial + 2} axes"
             raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
-        return masked(x, self, now, x.shape[:2] + (1,) * self.spatial if self.spatial else x.shape)
+        return now.dropped(x, self, x.shape[:2] + (1,) * self.spatial if self.spatial else x.shape)
 
 
 class Dropout(_OneMask, nn.Dropout):
@@ -123,7 +123,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         given = (query, key, value) if query.dim() == 3 else (x.unsqueeze(1) for x in (query, key, value))
         q, k, v = self._projected(*(x.movedim(axis, 0) for x in given))
         added = self._mask(attn_mask, key_padding_mask, k.shape[2], q.dtype)
-        weights = masked(_weights(q, k, added), self, now)
+        weights = now.dropped(_weights(q, k, added), self)
         output = F.linear((weights @ v).transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
         output = output.movedim(0, axis)
         shown = weights.mean(1) if average_attn_weights and need_weights else weights
@@ -225,7 +225,7 @@ _RANDOM: tuple[tuple[type, str, str], ...] = (
 
 def _advice(module: nn.Module) -> str | None:
     """Return what to use instead of a module that draws at random, None if it does not."""
-    if getattr(module, "one_mask_per_pass", False):
+    if hasattr(type(module), "one_mask_per_pass"):
         return None
     if isinstance(module, nn.RReLU) and module.lower < module.upper:
         return "use nn.LeakyReLU"

@@ -1,9 +1,8 @@
 """What a module holds: layers that a pass has to care for, functions that R may not call, replaced parts."""
 
 import copy
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -23,26 +22,9 @@ def modules_of(R: Any) -> list[nn.Module]:
     return list(R.modules()) if isinstance(R, nn.Module) else []
 
 
-_SPECIAL = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
-
-
-@functools.cache
-def _is_special(kind: type) -> bool:
-    """Return True if modules of this class normalise by the batch, draw at random, or are sharded by FSDP2."""
-    marks = ("one_mask_per_pass", "set_reshard_after_forward")
-    return issubclass(kind, _SPECIAL) or any(hasattr(kind, mark) for mark in marks)
-
-
-def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules that normalise by the batch, draw at random or are sharded. Most networks have none."""
-    if torch.compiler.is_compiling():
-        return modules
-    return [module for module in modules if _is_special(type(module))]  # type: ignore[arg-type]
-
-
-def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> None:
+def check_sharded(modules: list[nn.Module], *, fixed_depth: bool) -> None:
     """Refuse a part of R that gathers its weights at every evaluation, if the depth may differ by rank."""
-    if any(_gathers_often(module) for module in special) and not fixed_depth:
+    if not fixed_depth and any(map(_gathers_often, modules)):
         raise RuntimeError(
             "fully_shard makes a part of R gather its weights from all ranks at every evaluation, and ranks may "
             "need different numbers of steps, so they would wait forever: pass reshard_after_forward=False for R"
@@ -51,7 +33,7 @@ def check_sharded(special: list[nn.Module], *, fixed_depth: bool) -> None:
 
 def _gathers_often(module: Any) -> bool:
     """Return True if FSDP2 frees the weights of a module after each call. PyTorch has no public way to ask."""
-    if not hasattr(module, "set_reshard_after_forward") or torch.compiler.is_compiling():
+    if not hasattr(type(module), "set_reshard_after_forward") or torch.compiler.is_compiling():
         return False
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -61,7 +43,7 @@ def _gathers_often(module: Any) -> bool:
 
 def draws_masks(module: nn.Module) -> bool:
     """Return True if this module, in the mode it is in, drops by one mask per pass."""
-    return module.training and bool(getattr(module, "one_mask_per_pass", False)) and bool(getattr(module, "p", 0))
+    return module.training and hasattr(type(module), "one_mask_per_pass") and bool(getattr(module, "p", 0))
 
 
 def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> bool:
@@ -72,30 +54,21 @@ def uses_batch_statistics(R: Any, modules: list[nn.Module] | None = None) -> boo
 
 def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks of this module, or hooks of all modules, are called with it."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    of_all = nn.modules.module
-    forward = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
-    return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
-
-
-def is_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Return True if Dynamo compiles one of these modules, or the code that calls this."""
-    compiled = (type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) for m in modules)
-    return any(compiled) or is_compiling()
+    kinds, of_all = ("forward", "forward_pre", "backward", "backward_pre"), nn.modules.module
+    return any(getattr(module, f"_{kind}_hooks") or getattr(of_all, f"_global_{kind}_hooks") for kind in kinds)
 
 
 @contextmanager
-def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set each module to train (True) or eval mode inside the block."""
-    before = [(module, module.training) for module, _ in modes]
+def assigned(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes inside the block, given as (object, name, value)."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
-        for module, mode in modes:
-            module.training = mode
+        for change in changes:
+            setattr(*change)
         yield
     finally:
-        for module, mode in before:
-            module.training = mode
+        for change in before:
+            setattr(*change)
 
 
 # Every module R whose first pass in train mode drew nothing by a function. Later passes are not watched: that
@@ -160,9 +133,11 @@ def watch_over(R: Any) -> AbstractContextManager[Any]:
 
     Nothing is watched later, in eval mode, or if Dynamo compiles some of R: it would compile the watch too.
     """
-    if torch.compiler.is_compiling() or not isinstance(R, nn.Module) or not R.training or R in _quiet:
+    if is_compiling() or not isinstance(R, nn.Module) or not R.training or R in _quiet:
         return nullcontext()
-    return nullcontext() if is_compiled(R.modules()) else Watch(R)
+    modules: list[Any] = list(R.modules())
+    compiled = any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in modules)
+    return nullcontext() if compiled else Watch(R)
 
 
 def watched(R: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn import grad
 
 from banach import checks
-from banach.nn.layers import in_modes
+from banach.nn.layers import assigned
 from banach.nn.passes import once_per_pass
 from banach.solve.context import without_autocast
 
@@ -70,11 +71,6 @@ class Lipschitz(nn.Module):
         self.directions.copy_(operator.followed(torch.cat([first, self.directions[1:].to(first)]), 10))
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        if (one := state_dict.pop(prefix + "direction", None)) is not None:  # earlier versions followed one alone
-            state_dict[prefix + "directions"] = _orthonormal(torch.cat([one, self.directions[1:].to(one)]))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
     def extra_repr(self) -> str:
         size = self.shape[2:]
         return f"bound={self.bound}" + (f", size={size}" if size else "") + f", steps={self.steps}"
@@ -86,12 +82,8 @@ class Lipschitz(nn.Module):
         return weight / excess.to(weight.dtype), directions
 
 
-_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_OTHERS = (
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
-)
-_FORWARDS = {kind.forward for kind in _KINDS}
+_OTHERS = (nn.modules.conv._ConvTransposeNd, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+_FORWARDS = {kind.forward for kind in get_args(AffineLayer)}
 
 
 def lipschitz_(module: nn.Module, bound: float = 1.0, *, example: Any = None, steps: int = 2) -> nn.Module:
@@ -133,22 +125,19 @@ def _layers(module: nn.Module) -> dict[Any, str]:
     layers: dict[Any, str] = {}
     for name, part in module.named_modules(remove_duplicate=False):  # a layer may have several holders
         holder = module.get_submodule(name.rpartition(".")[0])
-        if isinstance(part, (*_KINDS, *_OTHERS)) and not isinstance(holder, Lipschitz):
+        if isinstance(part, (AffineLayer, *_OTHERS)) and not isinstance(holder, Lipschitz):
             layers.setdefault(part, name)
-    refused = [f"{name or 'the module'} ({_fault(layer)})" for layer, name in layers.items() if _fault(layer)]
+    refused = []
+    for layer, name in layers.items():
+        hooks = " with forward hooks" if layer._forward_hooks or layer._forward_pre_hooks else ""
+        if hooks or type(layer).forward not in _FORWARDS:
+            refused.append(f"{name or 'the module'} ({type(layer).__name__}{hooks})")
     if refused:
         raise TypeError(
             f"expected nn.Linear and nn.Conv1d, 2d or 3d without hooks, got {', '.join(refused)}; replace them, "
             "or call lipschitz_ on the parts of the module that do not hold them"
         )
     return layers
-
-
-def _fault(layer: Any) -> str | None:
-    kind = type(layer).__name__
-    if type(layer).forward not in _FORWARDS:
-        return kind
-    return f"{kind} with forward hooks" if layer._forward_hooks or layer._forward_pre_hooks else None
 
 
 @torch.no_grad()
@@ -161,7 +150,7 @@ def _grids(module: nn.Module, layers: dict[Any, str], example: Any) -> dict[nn.M
 
     hooks = [layer.register_forward_pre_hook(note) for layer in seen]
     try:
-        with in_modes([(part, False) for part in module.modules()]):
+        with assigned([(part, "training", False) for part in module.modules()]):
             if example is not None:
                 module(*(example if isinstance(example, tuple) else (example,)))
     finally:
@@ -198,11 +187,9 @@ class _Operator:
             return y @ self.weight
         around = layer._reversed_padding_repeated_twice  # before and after, the last axis first
         pads = list(zip(around[-2::-2], around[::-2], strict=True))
-        padded = [n + sum(pair) for n, pair in zip(grid, pads, strict=True)]
-        like, zeros = y.new_empty(1).expand(len(y), self.shape[1], *padded), [0] * len(grid)
-        options = (list(layer.stride), zeros, list(layer.dilation), False, zeros, layer.groups)
-        wanted = [True, False, False]  # the derivative in the input, which is A' y
-        x = torch.ops.aten.convolution_backward(y, like, self.weight, None, *options, wanted)[0]
+        padded = (len(y), self.shape[1], *(n + sum(pair) for n, pair in zip(grid, pads, strict=True)))
+        derivative = getattr(grad, f"conv{len(grid)}d_input")  # in the input, which is A' y
+        x = derivative(padded, self.weight, y, layer.stride, 0, layer.dilation, layer.groups)
         for axis, (n, pair) in enumerate(zip(grid, pads, strict=True), start=2):
             x = _fold(x, axis, n, pair, layer.padding_mode)
         return x
@@ -263,7 +250,7 @@ def _input_shape(layer: AffineLayer, size: int | Sequence[int] | None = None) ->
         if size is not None:
             raise ValueError(f"a linear layer has no spatial size, got size={size}; leave it out")
         return (1, layer.in_features)
-    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    if not isinstance(layer, AffineLayer):
         raise TypeError(f"expected nn.Linear or nn.Conv1d, 2d or 3d, got {type(layer).__name__}")
     axes = len(layer.kernel_size)
     grid = (size,) * axes if isinstance(size, int) else tuple(size or ())

@@ -118,7 +118,9 @@ class Splitting(nn.Module):
         first = leaves(v)[0]
         try:
             weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
-            known = (_place(first), first.shape[1:], self.alpha, weights, _arithmetic(first.device.type))
+            kind, inference = first.device.type, torch.is_inference_mode_enabled()  # autograd refuses its tensors
+            autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            known = (_place(first), first.shape[1:], self.alpha, weights, autocast, inference)
             key = None if torch.compiler.is_compiling() else known
         except RuntimeError:  # tensors of torch.func have no address
             key = None
@@ -139,9 +141,8 @@ class Splitting(nn.Module):
         destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        if prefix + "alpha" in state_dict:
-            state_dict = dict(state_dict)
-            self.alpha = float(state_dict.pop(prefix + "alpha"))
+        state_dict = dict(state_dict)
+        self.alpha = float(state_dict.pop(prefix + "alpha", self.alpha))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
@@ -196,11 +197,6 @@ def _place(v: Tensor) -> Any:
     captured = v.is_cuda and torch.cuda.is_current_stream_capturing()
     recording = getattr(device_loop(), "__self__", None) if captured else None
     return (v.data_ptr(), v.shape[0], captured) if recording is None else weakref.ref(recording)
-
-
-def _arithmetic(kind: str) -> Any:
-    """Return what a product of weights depends on besides them: autocast rounds it, and autograd refuses some."""
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), torch.is_inference_mode_enabled()
 
 
 def _step(z: Latent, Wz: Latent, v: Latent, alpha: float) -> Latent:

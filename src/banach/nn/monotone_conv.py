@@ -1,15 +1,15 @@
 """MonotoneConv2d: monotone convolutions on one grid or on several tiers, with exact inverses by FFT."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from banach.latent import Latent
+from banach.latent import Latent, leaves, map_leaves, rebuild
 from banach.nn.monotone import above_zero, at_least_float32, inverse_of
 
 _ONE = math.log(math.e - 1)  # softplus of this is 1
@@ -60,16 +60,13 @@ class MonotoneConv2d(nn.Module):
         return self.product(self.matrices(), u)
 
     def matrices(self) -> Kernels:
-        scales = F.softplus(self.scale)
-        a, b, d = scales.split([len(self.A), len(self.B), len(self.D)])
-        A = [_scaled(kernel, g.sqrt()) for kernel, g in zip(self.A, a, strict=True)]
-        B = [_scaled(kernel, g) for kernel, g in zip(self.B, b, strict=True)]
-        D = [_scaled(kernel, g.sqrt()) for kernel, g in zip(self.D, d, strict=True)]
+        a, b, d = F.softplus(self.scale).split([len(self.A), len(self.B), len(self.D)])
+        A, B, D = _scaled(self.A, a.sqrt()), _scaled(self.B, b), _scaled(self.D, d.sqrt())
         below = [-2 * _transposed(kernel) for kernel in A[1:]]
         return Kernels([_diagonal(*pair, self.m) for pair in zip(A, B, strict=True)], D, below)
 
     def product(self, matrices: Kernels, z: Latent, *, border: bool = True) -> Latent:
-        tiers, found = _tiers(z), list[Tensor]()
+        tiers, found = leaves(z), list[Tensor]()
         above: Tensor | None = None
         for i, x in enumerate(tiers):
             y = _conv(x, matrices.diagonal[i], wrap=border)
@@ -79,32 +76,29 @@ class MonotoneConv2d(nn.Module):
                 above = _down(x, matrices.down[i])
                 y = y - _up(above, matrices.down[i])
             found.append(y)
-        return _like(z, found)
+        return rebuild(z, found)
 
     def inverse(self, matrices: Kernels, alpha: float, like: Latent) -> tuple[Kernels, float, list[Tier]]:
-        inverses = []
         matrices = Kernels(*([at_least_float32(kernel) for kernel in kernels] for kernels in matrices))
+        tiers = zip(matrices.diagonal, [*matrices.down, None], leaves(like), strict=True)
         with torch.autocast(self.scale.device.type, enabled=False):
-            for i, x in enumerate(_tiers(like)):
-                down = matrices.down[i] if i < len(matrices.down) else None
-                inverses.append(_inverse_tier(matrices.diagonal[i], down, alpha, x.shape[-1]))
-        return matrices, alpha, inverses
+            return matrices, alpha, [_inverse_tier(W, down, alpha, x.shape[-1]) for W, down, x in tiers]
 
     def invert(self, inverse: tuple[Kernels, float, list[Tier]], h: Latent) -> Latent:
         """Return V h by forward substitution over the tiers. FFTs run in at least float32."""
         matrices, alpha, inverses = inverse
         found: list[Tensor] = []
         with torch.autocast(self.scale.device.type, enabled=False):
-            for i, x in enumerate(_tiers(h)):
+            for i, x in enumerate(leaves(h)):
                 x = at_least_float32(x)
                 if i:
                     above = _down(found[-1], matrices.down[i - 1])
                     x = x + alpha * _conv(above, matrices.below[i - 1])
                 found.append(_invert_tier(inverses[i], x))
-        return _like(h, [y.to(x.dtype) for y, x in zip(found, _tiers(h), strict=True)])
+        return rebuild(h, [y.to(x.dtype) for y, x in zip(found, leaves(h), strict=True)])
 
     def activate(self, u: Latent) -> Latent:
-        return _like(u, [zero_border(torch.relu(x)) for x in _tiers(u)])
+        return map_leaves(lambda x: zero_border(torch.relu(x)), u)
 
     def extra_repr(self) -> str:
         return f"channels={tuple(len(kernel) for kernel in self.A)}, m={self.m}"
@@ -122,8 +116,8 @@ def _kernel(inputs: int, outputs: int) -> nn.Parameter:
     return kernel
 
 
-def _scaled(kernel: Tensor, factor: Tensor) -> Tensor:
-    return kernel * (factor / torch.linalg.vector_norm(kernel))
+def _scaled(kernels: Iterable[Tensor], lengths: Tensor) -> list[Tensor]:
+    return [kernel * (g / torch.linalg.vector_norm(kernel)) for kernel, g in zip(kernels, lengths, strict=True)]
 
 
 def _transposed(kernel: Tensor) -> Tensor:
@@ -202,11 +196,3 @@ def _invert_tier(tier: Tier, x: Tensor) -> Tensor:
 
 def _apply(response: Tensor, y: Tensor) -> Tensor:
     return torch.einsum("pqoc,bcpq->bopq", response, y)
-
-
-def _tiers(z: Latent) -> Sequence[Tensor]:
-    return (z,) if isinstance(z, Tensor) else z
-
-
-def _like(z: Latent, parts: list[Tensor]) -> Any:
-    return parts[0] if isinstance(z, Tensor) else tuple(parts)

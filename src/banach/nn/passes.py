@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.buffers import Buffers
-from banach.nn.layers import draws_masks, in_modes, is_hooked, modules_of, special_layers, watched
+from banach.nn.layers import assigned, draws_masks, modules_of, watched
 
 Result = TypeVar("Result")
 
@@ -42,21 +42,13 @@ class Pass:
     its own, in the mode it was in. (R may not checkpoint itself: it would recompute outside the pass.)
     """
 
-    def __init__(
-        self,
-        R: Any,
-        modules: list[nn.Module] | None = None,
-        special: list[nn.Module] | None = None,
-        *,
-        evaluates_later: bool = False,
-    ) -> None:
+    def __init__(self, R: Any, modules: list[nn.Module] | None = None, *, evaluates_later: bool = False) -> None:
         known = isinstance(R, nn.Module)
         modules = modules_of(R) if modules is None else modules
-        special = special_layers(modules) if special is None else special
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
-        self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, special)) else None
-        self.buffers = Buffers(R if known else watched(R), modules, special)
+        self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, modules)) else None
+        self.buffers = Buffers(R if known else watched(R), modules)
         recorded = evaluates_later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.remembered = Remembered(R, modules) if recorded else None
         self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`
@@ -64,6 +56,8 @@ class Pass:
         self.index: Tensor | None = None
         self.open = False
         self.outer: Any = None
+        if known and self.masks is None and self.remembered is None and not self.buffers.snapshot:
+            self.evaluate = self.iterate = R  # type: ignore[method-assign]  # nothing has to be kept
 
     def __enter__(self) -> Self:
         self.open, self.outer, _current.running = True, _running(), self
@@ -87,17 +81,21 @@ class Pass:
 
     def iterate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """Return R(u, v), not recorded and not the last of the pass: if possible without an update of buffers."""
-        if not self.buffers.skips_updates:
+        if not self.buffers.norms or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.evaluate(u, v, index)
         with self._masks_of(index):
             return self.buffers.untracked(u, v)
 
-    def mask(self, layer: nn.Module, shape: torch.Size, keep: float, device: torch.device) -> Tensor:
-        """Return the mask of this layer, for the samples that are here. Called twice, a layer uses it twice."""
+    def dropped(self, x: Tensor, layer: Any, shape: torch.Size | None = None) -> Tensor:
+        """Return x * m / (1 - p), m the layer's mask for the samples that are here, by default shaped like x.
+
+        Called twice, a layer uses its mask twice.
+        """
         assert self.masks is not None
+        shape = x.shape if shape is None else shape
         key = (id(layer), shape[1:])
         if key not in self.masks:
-            self.masks[key] = torch.rand(shape, device=device) < keep
+            self.masks[key] = torch.rand(shape, device=x.device) < 1 - layer.p
         mask: Tensor = self.masks[key]
         for rows in self.present():
             mask = mask.index_select(0, rows)
@@ -106,7 +104,8 @@ class Pass:
                 f"dropout in R has a mask for a batch of {mask.shape[0]} and got a batch of {shape[0]}: one pass "
                 "is one batch; where R drops, axis 0 must be the batch, or leave out compact=True"
             )
-        return mask
+        # At p = 1 nothing is kept and the scale would be infinite.
+        return torch.where(mask, x / (1 - layer.p) if layer.p < 1 else x, x.new_zeros(()))
 
     def present(self) -> list[Tensor]:
         """Return the selections that lead from the whole batch to the samples that are here."""
@@ -124,37 +123,6 @@ class Pass:
             yield
         finally:
             _current.running, self.index = before, None
-
-
-class PlainPass:
-    """A pass of an R without masks and buffers: nothing has to be kept, and R is called directly."""
-
-    masks = None
-
-    def __init__(self, R: Any) -> None:
-        self.iterate = self.evaluate = R.forward if _calls_forward(R) else R
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-
-def _calls_forward(R: nn.Module) -> bool:
-    """Return True if R(u, v) is R.forward(u, v): nothing hooks it or compiles it."""
-    plain = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None
-    return plain and not torch.compiler.is_compiling() and not is_hooked(R)
-
-
-def forward_pass(
-    R: Any, modules: list[nn.Module], special: list[nn.Module], *, evaluates_later: bool
-) -> Pass | PlainPass:
-    """Return the pass that R, with these modules and special layers, needs."""
-    plain = len(modules) > 0 and not special and not evaluates_later
-    if plain and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
-        return PlainPass(R)
-    return Pass(R, modules, special, evaluates_later=evaluates_later)
 
 
 class Remembered:
@@ -182,7 +150,7 @@ class Remembered:
 
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
         """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
-        with in_modes(self.training):
+        with assigned([(module, "training", mode) for module, mode in self.training]):
             return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v))
 
 
@@ -202,13 +170,6 @@ def pass_of(layer: Any) -> Pass | None:
     if not compiling:
         _inside.add(layer)
     return now
-
-
-def masked(x: Tensor, layer: Any, now: Pass, shape: torch.Size | None = None) -> Tensor:
-    """Return x * m / (1 - p), m the layer's mask in this pass, of this shape (None: that of x)."""
-    mask = now.mask(layer, x.shape if shape is None else shape, 1 - layer.p, x.device)
-    # At p = 1 nothing is kept and the scale would be infinite.
-    return torch.where(mask, x / (1 - layer.p) if layer.p < 1 else x, x.new_zeros(()))
 
 
 def once_per_pass(owner: nn.Module, source: Tensor, make: Callable[[], Result]) -> Result:

@@ -12,6 +12,7 @@ from banach import checks
 from banach.backward import Mode
 from banach.latent import Latent, Space, detach, leaves
 from banach.nn.buffers import on_copies
+from banach.nn.layers import assigned
 from banach.solve import Map, Solver
 from banach.solve.context import rounding
 from banach.solve.solver import Memory, Point
@@ -64,15 +65,10 @@ def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
         checks.whole("every step", step, 1)
     if steps and net.compact:
         raise ValueError("expected a network whose batch stays whole, got compact=True; set net.compact = False")
-    solver, backward = net.solver, net.backward
     seen = Observed(net.S, steps)
-    net.backward = _Shown(backward, seen)
-    if steps:
-        net.solver = _Recorded(solver, seen)
-    try:
+    solver = _Recorded(net.solver, seen) if steps else net.solver
+    with assigned([(net, "solver", solver), (net, "backward", _Shown(net.backward, seen))]):
         yield seen
-    finally:
-        net.solver, net.backward = solver, backward
 
 
 def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gamma: float = 0.8) -> Tensor:
