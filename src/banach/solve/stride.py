@@ -36,18 +36,6 @@ def stride(run: SolveRun, state: State, k: int) -> int:
     while usual and state.count and k < most:
         iterates, residual, excess = _steps(run, state.z, k, min(ahead, most - k, room))
         before, above = state.active, excess > atol
-        taken = _as_one(above, residual, excess, least) if state.count == len(before) else 0
-        if taken:  # the usual case, in less time
-            k, now, test = k + taken, residual[taken - 1], excess[taken - 1]
-            least, least_at, state.z = now, np.full_like(least_at, k), iterates[taken].clone()
-            run.lasts = run.lasts[1], now
-            if above[taken - 1, 0]:
-                state.best_z = iterates[taken - 1].clone()
-                ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol, k)
-                earlier = now
-            else:
-                state.record(k, now, test, above[taken - 1])
-            continue
         active, moving, idle, lowest, lowest_at = _histories(k, before, above, residual, (least, least_at))
         finite = ~moving | ((residual < np.inf) & (excess > -np.inf))
         taken = _usual_steps(run, finite, idle, active, residual, iterates)
@@ -204,19 +192,6 @@ def _by_leaves(run: SolveRun, z: Tensor, k: int) -> Callable[..., None]:
     if k:
         keep(space.parts(z))
     return evaluate
-
-
-def _as_one(above: Array, residual: Array, excess: Array, least: Array) -> int:
-    """Return how many steps all samples take together, 0 if they do not: all go on, or all meet the tolerance.
-
-    Every residual is below the one before it, the first below `least`, and none rises above the tolerance later.
-    """
-    everyone = above.all(1)
-    first = len(above) if everyone.all() else int(everyone.argmin())
-    taken = min(first + 1, len(above))
-    together = taken == first or not (above[first:].any() or (excess[first] == -np.inf).any())
-    fell = together and (residual[0] < least).all() and (residual[1:taken] < residual[: taken - 1]).all()
-    return taken if fell else 0
 
 
 def _steps_ahead(before: Array, residual: Array, excess: Array, atol: Array, k: int) -> int:
