@@ -21,9 +21,9 @@ from banach.solve.context import (
 from banach.solve.device import run_exported, run_on_device
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
-from banach.solve.run import Map, SolveRun
+from banach.solve.run import SolveRun
 from banach.solve.solution import NotConverged, Solution, Status
-from banach.solve.solver import Solver
+from banach.solve.solver import Map, Solver
 from banach.solve.state import on_device, to_numpy
 from banach.solve.stride import stride
 from banach.solve.tolerance import Tolerance, measure

@@ -4,7 +4,6 @@ The numbers are NumPy arrays if the host sees every residual, else tensors on th
 numbers, and on a GPU it saves the launch of several small kernels per step. The arithmetic is the same.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,8 @@ class State:
     def __post_init__(self) -> None:
         self.on_host = isinstance(self.stats, np.ndarray)
         self.reached, self.best, self.now = self.stats[REACHED], self.stats[BEST], self.stats[NOW]
-        self.residual, self.least, self.least_at = self.reached[RESIDUAL], self.best[RESIDUAL], self.best[STEP]
+        self.residual, self.steps = self.reached[RESIDUAL], self.reached[STEP]
+        self.least, self.least_at = self.best[RESIDUAL], self.best[STEP]
         self.tested = EXCESS if self.stats.shape[1] > EXCESS else RESIDUAL
         self.test, self.limit = self.reached[self.tested], self.stats[LIMIT, RESIDUAL]
         self.pending: tuple[Tensor, Tensor] | None = None  # T(z) - z and its norm, if T is known at z already
@@ -60,11 +60,18 @@ class State:
     def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> "State":
         shape = (4, 3 if relative else 2, z.shape[0])  # not len(z), which export takes for a constant
         if on_host:
-            unknown, everyone = _at_start(shape, limit, np.float64 if z.dtype == torch.float64 else np.float32)
-            return State(z, z, everyone.copy(), unknown.copy(), memory)
-        stats = z.new_full(shape, torch.inf)
+            stats: Array = np.full(shape, np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
+        else:
+            stats = z.new_full(shape, torch.inf)
         stats[:, STEP], stats[LIMIT] = 0, limit
-        return State(z, z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
+        return State(z, z if on_host else z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
+
+    def read(self) -> "State":
+        """Return the state with its numbers on the host: itself, if they are there already."""
+        if self.on_host:
+            return self
+        stats = to_numpy(self.stats)
+        return State(self.z, self.best_z, stats[REACHED, self.tested] > stats[LIMIT, RESIDUAL], stats, ())
 
     @property
     def nonfinite(self) -> Array:
@@ -84,9 +91,9 @@ class State:
         """Return a mask of samples as (samples, 1) on the device. Do not write to an array after that."""
         return (on_device(chosen, self.z) if self.on_host else chosen).unsqueeze(1)
 
-    def observe(self, step: int | Tensor, residual: Array, relative: tuple[Tensor, float] | None) -> None:
+    def observe(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         """Record the residual of z at this step for the active samples. Keep z where it is their least."""
-        (self._write_on_host if self.on_host else self._write_on_device)(step, residual, relative)
+        self._write(step, residual, relative)
         if self.on_host and self.count == len(self.z):
             self.reached[:] = self.now
         else:
@@ -103,22 +110,20 @@ class State:
         self.active = active
         self._recount()
 
-    def _write_on_host(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
+    def _write(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
+        """Write the numbers of this evaluation to `now`."""
         now = self.now
-        if relative is None:
-            now[RESIDUAL] = to_numpy(residual)
-        else:
-            excess = torch.sub(residual, relative[0], alpha=relative[1])
-            now[RESIDUAL], now[EXCESS] = to_numpy(torch.stack((residual, excess)))
+        if not self.on_host:
+            torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[RESIDUAL])
+            now[STEP].fill_(step)
+            if relative is not None:
+                torch.sub(now[RESIDUAL], relative[0], alpha=relative[1], out=now[EXCESS])
+            return
+        if relative is not None:
+            residual = torch.stack((residual, torch.sub(residual, relative[0], alpha=relative[1])))
+        now[RESIDUAL : EXCESS + 1 : EXCESS] = to_numpy(residual)
         now[STEP] = step
         np.copyto(now, np.nan, where=now == np.inf)
-
-    def _write_on_device(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
-        now = self.now
-        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[RESIDUAL])
-        now[STEP].fill_(step)
-        if relative is not None:
-            torch.sub(now[RESIDUAL], relative[0], alpha=relative[1], out=now[EXCESS])
 
     def _keep_best(self, better: Array) -> None:
         """By reference where it can be: samples that froze at a finite residual do not need their best iterate."""
@@ -196,14 +201,6 @@ class State:
         best_z, active, *remembered = (part.detach().clone() for part in (best_z, active, *memory))
         stats = stats.detach().permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
         return State(z.detach(), best_z, active, stats, tuple(remembered))
-
-
-@functools.lru_cache(maxsize=64)
-def _at_start(shape: tuple[int, ...], limit: float, kind: type) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
-    stats: np.ndarray = np.full(shape, np.inf, kind)
-    stats[:, STEP], stats[LIMIT] = 0, limit
-    return stats, np.ones(shape[2], bool)
 
 
 def _put(target: Array, source: Array, where: Array) -> None:

@@ -27,7 +27,7 @@ def stride(run: SolveRun, state: State, k: int) -> int:
     """
     first, most = k, run.tolerance.max_steps
     atol = np.array(run.atol, state.least.dtype)
-    least, least_at = run.least_of(state)
+    least, least_at = np.where(state.active, state.least, np.inf), state.least_at
     now = test = earlier = least
     usual, risen, ahead, room = True, False, FIRST_CHECK, max(1, ROOM // max(2 * state.z.nbytes, 1))
     while usual and state.count and k < most:
