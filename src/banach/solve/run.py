@@ -129,8 +129,9 @@ class SolveRun:
         self.seen, self.busy = state, bool(state.count)
         if state.count == len(state.z):
             state.record(k, *last, state.active)
-        np.copyto(state.least, best[0], where=state.active)
-        np.copyto(state.least_at, best[1], where=state.active)
+        if self.busy:
+            np.copyto(state.least, best[0], where=state.active)
+            np.copyto(state.least_at, best[1], where=state.active)
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -141,8 +142,12 @@ class SolveRun:
         r, residual = self._measured(state, first=turn == 1)
         Tz = cast(Tensor, state.Tz)
         state.observe(k, residual, (self.measure(Tz, self.space).to(residual.dtype), rtol) if rtol else None)
-        point = Point(turn, state.z, Tz, r, *state.numbers(), k)
-        proposal, state.memory = self.solver.step(state.memory, point)
+        if type(self.solver) is Picard:  # without the numbers of samples, which take longer than a small T
+            damping = self.solver.damping
+            proposal = torch.lerp(Tz, state.z, damping) if damping else Tz
+        else:
+            point = Point(turn, state.z, Tz, r, *state.numbers(), k)
+            proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal)
         state.freeze()
 
@@ -263,7 +268,7 @@ class SolveRun:
         found: dict[str, Any] = {"solver": self.solver, "tolerance": self.tolerance}
         if trace is not None:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
-        met = (state.test <= self.atol) & ~state.nonfinite
+        met = (state.test <= self.atol) & ((state.test > -np.inf) if state.tested else True)
         if self.on_host and count_nonzero(met) == len(met):  # most passes
             value, columns = state.z.clone() if shown else state.z, (state.residual, state.steps, met)
         else:

@@ -4,6 +4,7 @@ The numbers are NumPy arrays if the host sees every residual, else tensors on th
 numbers, and on a GPU it saves the launch of several small kernels per step. The arithmetic is the same.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,11 @@ class State:
     def start(z: Tensor, memory: Memory, limit: float, *, relative: bool, on_host: bool) -> "State":
         shape = (4, 3 if relative else 2, z.shape[0])  # not len(z), which export takes for a constant
         if on_host:
-            stats: Array = np.full(shape, np.inf, np.float64 if z.dtype == torch.float64 else np.float32)
-        else:
-            stats = z.new_full(shape, torch.inf)
+            unknown, everyone = _at_start(shape, limit, np.float64 if z.dtype == torch.float64 else np.float32)
+            return State(z, z, everyone.copy(), unknown.copy(), memory)
+        stats = z.new_full(shape, torch.inf)
         stats[:, STEP], stats[LIMIT] = 0, limit
-        return State(z, z if on_host else z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
+        return State(z, z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
 
     def read(self) -> "State":
         """Return the state with its numbers on the host: itself, if they are there already."""
@@ -201,6 +202,14 @@ class State:
         best_z, active, *remembered = (part.detach().clone() for part in (best_z, active, *memory))
         stats = stats.detach().permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
         return State(z.detach(), best_z, active, stats, tuple(remembered))
+
+
+@functools.lru_cache(maxsize=64)
+def _at_start(shape: tuple[int, ...], limit: float, kind: type) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a state before the first evaluation, and which samples are active: copy both."""
+    stats: np.ndarray = np.full(shape, np.inf, kind)
+    stats[:, STEP], stats[LIMIT] = 0, limit
+    return stats, np.ones(shape[2], bool)
 
 
 def _put(target: Array, source: Array, where: Array) -> None:
