@@ -1,6 +1,5 @@
 """fixed_point() and ImplicitNetwork: Q, then solve, then attach, then S."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +11,8 @@ from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics, watch_over
 from banach.nn.passes import Pass, PlainPass, forward_pass
-from banach.solve import (
-    ConvergenceWarning,
-    Fault,
-    Map,
-    NotConverged,
-    Picard,
-    Solution,
-    Solver,
-    Status,
-    Tolerance,
-    solve,
-)
-from banach.solve.mixing import probe
-from banach.solve.warning import warn_user
+from banach.solve import Map, NotConverged, Picard, Solution, Solver, Tolerance, solve
+from banach.solve.warning import warn_unconverged
 
 # Words of errors about shapes: such an error of the first evaluation may come from z0.
 _SHAPE_WORDS = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
@@ -226,42 +213,3 @@ def _check_mode(backward: Mode) -> None:
 def _evaluates_later(backward: Mode) -> bool:
     """May R be evaluated in the backward pass? Not by those that record it now."""
     return not (type(backward) in (JFB, Neumann) or (type(backward) is Unroll and not backward.checkpoint))
-
-
-# R and T that were probed after a failed solve, and do not mix samples: they are not probed again.
-_independent: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def warn_unconverged(
-    found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
-) -> Solution:
-    """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
-
-    Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
-    fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
-
-    Returns:
-        The solution, with the fault that the probe found.
-    """
-    if not found.failures:
-        return found
-    fault = found.fault
-    if fault is None and not coupled and type(found.solver) is not Picard:
-        fault = _probed_once(T, found.value, inputs, T if owner is None else owner)
-        found = found if fault is None else found.with_fault(fault)
-    causes = "; ".join(status.value for status in Status if status in found.failures)
-    text = fault.value if fault is not None else f"{causes}; print Solution.summary() (solution=True) for advice"
-    warn_user(f"the fixed point was not found for all samples: {text}", ConvergenceWarning)
-    return found
-
-
-def _probed_once(T: Map, z: Latent, inputs: tuple[Any, ...], owner: Any) -> Fault | None:
-    try:
-        if owner in _independent:
-            return None
-        fault = probe(T, z, inputs)
-        if fault is None:
-            _independent.add(owner)
-        return fault
-    except TypeError:  # an owner that cannot be referenced weakly
-        return probe(T, z, inputs)

@@ -12,7 +12,7 @@ from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, u
 from banach.latent import Latent, Space
 from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
 from banach.solve.context import rounding, with_autocast_of, without_autocast
-from banach.solve.tolerance import residual_of
+from banach.solve.tolerance import measure
 
 VECTORS = 24  # kept of each sample before the iteration starts again from their best combination
 QUIET = 5  # steps in a row without growth after which sigma is known
@@ -208,7 +208,7 @@ def measure_contraction(
         )
         space = Space.of(held.u, coupled=held.coupled)
         moved = held.T(held.u, *held.inputs)
-        residual = space.spread(residual_of(space, net.tolerance, held.u, moved))
+        residual = space.spread(measure(space, net.tolerance, held.u, moved)[0])
         rate = _rate(held, space, net.tolerance.norm, steps)
     return Contraction(sigma, rate, residual, error_bound(residual, sigma), held.coupled, held.solution)
 
