@@ -208,11 +208,6 @@ class Space:
                 f"{what} must keep the dtype of its input: {_name(self.dtype)} became {_name(leaf.dtype)}; "
                 f"give z0 in {_name(leaf.dtype)}"
             )
-        if leaf.device != self.device:
-            raise ValueError(
-                f"{what} must keep the device of its input: {self.device} became {leaf.device}; "
-                f"put z0 on {leaf.device}"
-            )
 
 
 def _dense(leaf: Tensor, last: bool) -> Tensor:
@@ -244,8 +239,6 @@ def _space(
 def _check_leaf(leaf: Tensor, like: Tensor, first: Space) -> None:
     if leaf.dtype != like.dtype:
         raise TypeError(f"the tensors of z0 must share one dtype, got {_name(like.dtype)} and {_name(leaf.dtype)}")
-    if leaf.device != first.device:
-        raise ValueError(f"the tensors of z0 must share one device, got {first.device} and {leaf.device}")
     if not first.coupled and leaf.shape[0] != first.batch:
         raise ValueError(
             f"the tensors of z0 must share their first (batch) axis, got {first.batch} and {leaf.shape[0]} rows"

@@ -165,9 +165,10 @@ class ImplicitNetwork(nn.Module):
         try:
             if z0 is None:
                 z0 = zeros(v) if default_start else self._start(v)
-            elif isinstance(v, Tensor):
-                for leaf in leaves(z0):
-                    _check_start(leaf, v)
+            elif isinstance(v, Tensor) and any(leaf.shape[:1] != v.shape[:1] for leaf in leaves(z0)):
+                shapes = [tuple(leaf.shape) for leaf in leaves(z0)]
+                given = f"Q(d) of shape {tuple(v.shape)} and z0 of {shapes}"
+                raise ValueError(f"z0 must hold one latent for each sample of Q(d), got {given}")
             inputs: tuple[Any, ...] = (v,)
             if compact and this_pass.masks is not None:  # they are cut with the batch, by the samples' numbers
                 first = leaves(z0)[0]
@@ -189,20 +190,6 @@ class ImplicitNetwork(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
-
-
-def _check_start(leaf: Tensor, v: Tensor) -> None:
-    if leaf.shape[:1] != v.shape[:1]:
-        raise ValueError(
-            f"z0 must hold one latent for each sample of Q(d): got shape {tuple(leaf.shape)}, "
-            f"expected {v.shape[0]} along the first axis"
-        )
-    autocast = torch.is_autocast_enabled(v.device.type)
-    if (leaf.dtype != v.dtype or leaf.device != v.device) and not autocast:
-        raise TypeError(
-            f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "
-            f"{v.dtype} on {v.device}; write z0.to(dtype, device)"
-        )
 
 
 def _check_mode(backward: Mode) -> None:

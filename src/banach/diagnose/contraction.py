@@ -47,17 +47,12 @@ def contraction_factor(
         (batch,): one value per sample; NaN where J is not finite.
     """
     with undisturbed():
-        J = _jacobian(T, z, inputs, coupled=coupled)
-        return J.space.spread(_largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
-
-
-def _jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool) -> Jacobian:
-    """Return dT/dz at z, where T keeps the shape of z. T is evaluated once, a module on copies of its buffers."""
-    z, fixed = plain(z), plain(inputs)
-    space = Space.of(z, coupled=coupled)
-    under = with_autocast_of(space, unchanging(T) if isinstance(T, nn.Module) else T)
-    with without_autocast(space.device):
-        return Jacobian(lambda x: under(x, *fixed), z, space)
+        z, fixed = plain(z), plain(inputs)
+        space = Space.of(z, coupled=coupled)
+        under = with_autocast_of(space, unchanging(T) if isinstance(T, nn.Module) else T)
+        with without_autocast(space.device):
+            J = Jacobian(lambda x: under(x, *fixed), z, space)
+            return space.spread(_largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
 
 
 @torch.no_grad()
@@ -74,17 +69,16 @@ def _largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: i
     krylov = _Krylov(J, _unit(_random_rows(J.space, seed)))
     history = [torch.zeros(J.space.samples, dtype=torch.float64)] * 2
     quiet = torch.zeros(J.space.samples, dtype=torch.long)
-    with without_autocast(J.space.device):
-        for step in range(1, max_steps + 1):
-            history.append(krylov.sigma())
-            grew = _to_come(history[-3:]) > rtol * history[-1]
-            quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
-            if bool((quiet >= QUIET).all()):
-                break
-            if step % VECTORS:
-                krylov.extend()
-            else:
-                krylov = _Krylov(J, krylov.best())
+    for step in range(1, max_steps + 1):
+        history.append(krylov.sigma())
+        grew = _to_come(history[-3:]) > rtol * history[-1]
+        quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
+        if bool((quiet >= QUIET).all()):
+            break
+        if step % VECTORS:
+            krylov.extend()
+        else:
+            krylov = _Krylov(J, krylov.best())
     return history[-1].to(J.space.device, J.space.rows_dtype)
 
 

@@ -154,9 +154,7 @@ def _check(solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> Non
         raise TypeError(f"tolerance must be a Tolerance, got {tolerance!r}; write Tolerance(atol=...)")
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(f"inputs must be a tuple of tensors, got {type(inputs).__name__}; write inputs=(x,)")
-    for one in inputs:
-        if not isinstance(one, Tensor):
-            leaves(one, "each of `inputs`")
+    leaves(inputs, "each of `inputs`")
 
 
 def _check_compact(space: Space, inputs: tuple[Any, ...]) -> None:

@@ -1,6 +1,7 @@
 """One solve: what stays the same from step to step, the step, the host check, and the end."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,35 +18,29 @@ from banach.solve.state import DIVERGED, IDLE, RESIDUAL, Array, State, count_non
 from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
 
 
+@dataclass
 class SolveRun:
     """A solve in progress, and the samples that have left its batch."""
 
-    def __init__(
-        self,
-        T: Map,
-        solver: Solver,
-        tolerance: Tolerance,
-        space: Space,
-        inputs: tuple[Any, ...],
-        *,
-        on_host: bool = False,
-    ) -> None:
-        self.T, self.solver, self.tolerance = with_autocast_of(space, T), solver, tolerance
-        self.space = self.space_of_all = space
-        self.inputs, self.on_host = inputs, on_host
-        self.plain = space.is_matrix  # a latent that is its own rows
+    T: Map
+    solver: Solver
+    tolerance: Tolerance
+    space: Space
+    inputs: tuple[Any, ...]
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        self.T, self.space_of_all = with_autocast_of(self.space, self.T), self.space
         self.busy = True  # some sample is active, as far as the host knows
-        self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
+        norm = self.tolerance.norm
+        self.measure, self.scale = norm.measure, float(norm.scale(self.space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
-        self.atol = float(tolerance.atol / self.scale)
-        if self.atol > 1e30:
-            self.atol = min(self.atol, torch.finfo(space.rows_dtype).max)
+        self.atol = min(float(self.tolerance.atol / self.scale), torch.finfo(self.space.rows_dtype).max)
         self.whole: State | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
-        # What host checks have seen: all numbers at the last one, how many samples were nonfinite, and which ones
-        # rose above the tolerance after they froze.
+        # What host checks have seen: all numbers at the last one, and which samples rose above the tolerance after
+        # they froze.
         self.seen: State | None = None
-        self.nonfinite = 0
         self.risen: Array | None = None
         self.lasts: tuple[Array, Array] = (np.nan, np.nan)  # residuals at the last two host checks
 
@@ -168,7 +163,7 @@ class SolveRun:
         """Return the rows of T(z). The first evaluation also looks for mistakes that a T may make."""
         if first:
             return self._evaluate_first(z)
-        if not self.plain:
+        if not self.space.is_matrix:
             return self.space.rows(self.T(self.space.nest(z), *self.inputs))
         value = self.T(z, *self.inputs)
         if type(value) is Tensor and value.shape == z.shape and value.dtype == z.dtype:
@@ -209,9 +204,7 @@ class SolveRun:
         self.busy = bool(seen.count)
         if seen.count < len(seen.active):
             self.lasts = self.lasts[1], seen.now[RESIDUAL].copy()
-            nonfinite = count_nonzero(seen.nonfinite)
-            if nonfinite > self.nonfinite:
-                self.nonfinite = nonfinite
+            if count_nonzero(seen.nonfinite):
                 state.scrub()
         return self._without(state, ~seen.active) if compact and self.busy else state
 
@@ -251,7 +244,6 @@ class SolveRun:
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite = 0
         left = state.take(stay)
         self.whole.memory = ()
         return left

@@ -95,10 +95,7 @@ class State:
     def observe(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         """Record the residual of z at this step for the active samples. Keep z where it is their least."""
         self._write(step, residual, relative)
-        if self.on_host and self.count == len(self.z):
-            self.reached[:] = self.now
-        else:
-            _put(self.reached, self.now, self.active)
+        _put(self.reached, self.now, self.active)
         better = self.residual < self.least
         _put(self.best, self.reached, better)
         self._keep_best(better)
