@@ -1,7 +1,7 @@
 """Inside of torch.func: the axes of vmap as plain axes, and tensors of a transform that is not running."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from banach.latent import Latent
 from banach.solve import Map
-from banach.solve.context import functorch, is_functorch_wrapped_tensor
+from banach.solve.context import functorch, is_functorch_wrapped_tensor, without_derivative
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Axes:
         if not self.levels:
             return rows
         for level, size in reversed(tuple(zip(self.levels, self.sizes, strict=True))):
-            rows = functorch._remove_batch_dim(_without_derivative(rows), level, size, 0)
-        return _without_derivative(rows).flatten(0, len(self.levels))
+            rows = functorch._remove_batch_dim(without_derivative(rows), level, size, 0)
+        return without_derivative(rows).flatten(0, len(self.levels))
 
     def mapped(self, rows: Tensor) -> Tensor:
         """What `plain` was given."""
         if not self.levels:
             return rows
         rows = rows.reshape(*self.sizes, len(rows) // self.count, *rows.shape[1:])
-        rows = _without_derivative(rows)  # an operation inside of grad wraps what it gives, derivative or not
+        rows = without_derivative(rows)  # an operation inside of grad wraps what it gives, derivative or not
         for level in self.levels:
             rows = functorch._add_batch_dim(rows, 0, level)
         return rows
@@ -62,15 +62,6 @@ def _wrappers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         while is_functorch_wrapped_tensor(tensor):
             yield tensor
             tensor = functorch.get_unwrapped(tensor)
-
-
-def _without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
-    """Return the tensor inside the wrappers of grad, vjp and jvp of these levels, down to the next one of vmap."""
-    while is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
-        if not of(functorch.maybe_get_level(tensor)):
-            break
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
 
 
 _ENDED = -2  # torch's number for a transform that has ended
@@ -114,4 +105,4 @@ class Present(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def see(self, tensor: Tensor) -> Tensor:
-        return _without_derivative(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)
+        return without_derivative(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)

@@ -36,9 +36,16 @@ def is_exporting() -> bool:
 
 def is_vmapped(tensor: Tensor) -> bool:
     """Return True if torch.func.vmap maps over this tensor."""
+    return bool(functorch.is_batchedtensor(without_derivative(tensor)))
+
+
+def without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
+    """Return the tensor inside the wrappers of grad, vjp and jvp of these levels, down to the next one of vmap."""
     while is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)  # of torch.func.grad
-    return bool(functorch.is_batchedtensor(tensor))
+        if not of(functorch.maybe_get_level(tensor)):
+            break
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def without_derivatives(function: F) -> F:

@@ -97,7 +97,7 @@ class SolveRun:
                 least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
                 best_z = torch.where(state.column(better), z, best_z) if fell else best_z
             if left < count:
-                z = torch.where(state.mask, torch.lerp(Tz, z, damping) if damping else Tz, z)
+                z = torch.where(state.column(state.active), torch.lerp(Tz, z, damping) if damping else Tz, z)
             else:  # a copy of T(z), since T may write its next value into the same memory
                 z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
             if here < count:

@@ -53,7 +53,6 @@ class State:
         self.tested = EXCESS if self.stats.shape[1] > EXCESS else RESIDUAL
         self.test, self.limit = self.reached[self.tested], self.stats[LIMIT, RESIDUAL]
         self.pending: tuple[Tensor, Tensor] | None = None  # T(z) - z and its norm, if T is known at z already
-        self._mask: Tensor | None = None
         # The number of active samples, if the host knows it.
         self.count = count_nonzero(self.active) if self.on_host else -1
 
@@ -79,17 +78,8 @@ class State:
         """(samples,): the residual was not finite (NaN), or the norm of T(z) was not (minus infinity)."""
         return ~(self.test > -np.inf)
 
-    @property
-    def mask(self) -> Tensor:
-        """(samples, 1): `active` on the device."""
-        if not self.on_host:
-            return self.active.unsqueeze(1)
-        if self._mask is None:
-            self._mask = self.column(self.active.copy())
-        return self._mask
-
     def column(self, chosen: Array) -> Tensor:
-        """Return a mask of samples as (samples, 1) on the device. Do not write to an array after that."""
+        """Return a mask of samples as (samples, 1) on the device. On a CPU it shares the memory of an array."""
         return (on_device(chosen, self.z) if self.on_host else chosen).unsqueeze(1)
 
     def observe(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
@@ -105,8 +95,7 @@ class State:
         now = self.now
         now[self.tested], now[RESIDUAL], now[STEP] = test, residual, step
         np.copyto(self.reached, now, where=self.active)
-        self.active = active
-        self._recount()
+        self.active, self.count = active, count_nonzero(active)
 
     def _write(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         """Write the numbers of this evaluation to `now`."""
@@ -147,22 +136,17 @@ class State:
             # A copy of T(z): T may write its next value into the same memory.
             self.z = proposal.clone() if proposal is self.Tz else proposal
         else:
-            self.z = torch.where(self.mask, proposal, self.z)
+            self.z = torch.where(self.column(self.active), proposal, self.z)
 
     def freeze(self) -> None:
         """Deactivate samples that met the tolerance, stalled, or whose residual is not finite."""
         (np.greater if self.on_host else torch.gt)(self.test, self.limit, out=self.active)
-        self._recount()
+        self.count = count_nonzero(self.active) if self.on_host else -1
 
     def stall(self, flat: np.ndarray) -> None:
         """Freeze these samples where they are, above the tolerance."""
         self.limit[flat if self.on_host else on_device(flat, self.z)] = np.inf
         self.freeze()
-
-    def _recount(self) -> None:
-        count = count_nonzero(self.active) if self.on_host else -1
-        if count != self.count:  # a sample never becomes active again
-            self.count, self._mask = count, None
 
     def scrub(self) -> None:
         """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
