@@ -156,11 +156,8 @@ class Space:
             self._check_same(nest, self.shapes[0], what)
             flat = self._flatten(nest, self.last[0])
             return flat if flat.dtype == self.rows_dtype else flat.to(self.rows_dtype)
-        return torch.cat(self.columns(self.check(nest, what)), 1).to(self.rows_dtype)
-
-    def columns(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return each leaf as the columns that it takes in the matrix."""
-        return list(map(self._flatten, parts, self.last))
+        columns = map(self._flatten, self.check(nest, what), self.last)
+        return torch.cat(list(columns), 1).to(self.rows_dtype)
 
     def check(self, nest: Latent, what: str = "T") -> list[Tensor]:
         """Return the tensors of a nest; refuse another structure, shape, dtype or device."""
@@ -182,15 +179,6 @@ class Space:
             return self._unflatten(rows, self.shapes[0], self.last[0])
         # Convolutions would copy columns of a matrix at every use.
         return rebuild(self.template, [_dense(*pair) for pair in zip(self.parts(rows), self.last, strict=True)])
-
-    def empty(self) -> list[Tensor]:
-        """Return leaves of this layout, without gaps in memory and without values."""
-
-        def one(shape: tuple[int, ...], last: bool) -> Tensor:
-            memory = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
-            return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=memory)
-
-        return list(map(one, self.shapes, self.last))
 
     def resized(self, batch: int) -> "Space":
         """Return the same layout with another number of samples."""
@@ -219,11 +207,6 @@ class Space:
             raise TypeError(
                 f"{what} must keep the dtype of its input: {_name(self.dtype)} became {_name(leaf.dtype)}; "
                 f"give z0 in {_name(leaf.dtype)}"
-            )
-        if leaf.device != self.device:
-            raise ValueError(
-                f"{what} must keep the device of its input: {self.device} became {leaf.device}; "
-                f"put z0 on {leaf.device}"
             )
 
 
@@ -256,8 +239,6 @@ def _space(
 def _check_leaf(leaf: Tensor, like: Tensor, first: Space) -> None:
     if leaf.dtype != like.dtype:
         raise TypeError(f"the tensors of z0 must share one dtype, got {_name(like.dtype)} and {_name(leaf.dtype)}")
-    if leaf.device != first.device:
-        raise ValueError(f"the tensors of z0 must share one device, got {first.device} and {leaf.device}")
     if not first.coupled and leaf.shape[0] != first.batch:
         raise ValueError(
             f"the tensors of z0 must share their first (batch) axis, got {first.batch} and {leaf.shape[0]} rows"

@@ -1,6 +1,5 @@
 """fixed_point() and ImplicitNetwork: Q, then solve, then attach, then S."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +11,8 @@ from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import check_sharded, modules_of, uses_batch_statistics, watch_over
 from banach.nn.passes import Pass
-from banach.solve import (
-    ConvergenceWarning,
-    Fault,
-    Map,
-    NotConverged,
-    Picard,
-    Solution,
-    Solver,
-    Status,
-    Tolerance,
-    solve,
-)
-from banach.solve.mixing import probe
-from banach.solve.warning import warn_user
+from banach.solve import Map, NotConverged, Picard, Solution, Solver, Tolerance, solve
+from banach.solve.warning import warn_unconverged
 
 # Words of errors about shapes: such an error of the first evaluation may come from z0.
 _SHAPE_WORDS = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
@@ -128,9 +115,6 @@ class ImplicitNetwork(nn.Module):
         compact: bool = False,
     ) -> None:
         super().__init__()
-        for name, part in (("Q", Q), ("R", R), ("S", S), ("start", start)):
-            if not callable(part):
-                raise TypeError(f"{name} must be a module or a function, got {type(part).__name__}")
         self.Q, self.R, self.S, self.start = Q, R, S, start
         self.solver, self.tolerance, self.backward = solver, tolerance, backward
         self.coupled, self.compact = coupled, compact
@@ -174,9 +158,10 @@ class ImplicitNetwork(nn.Module):
         try:
             if z0 is None:
                 z0 = zeros(v) if default_start else self._start(v)
-            elif isinstance(v, Tensor):
-                for leaf in leaves(z0):
-                    _check_start(leaf, v)
+            elif isinstance(v, Tensor) and any(leaf.shape[:1] != v.shape[:1] for leaf in leaves(z0)):
+                shapes = [tuple(leaf.shape) for leaf in leaves(z0)]
+                given = f"Q(d) of shape {tuple(v.shape)} and z0 of {shapes}"
+                raise ValueError(f"z0 must hold one latent for each sample of Q(d), got {given}")
             inputs: tuple[Any, ...] = (v,)
             if compact and this_pass.masks is not None:  # they are cut with the batch, by the samples' numbers
                 first = leaves(z0)[0]
@@ -200,20 +185,6 @@ class ImplicitNetwork(nn.Module):
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
 
 
-def _check_start(leaf: Tensor, v: Tensor) -> None:
-    if leaf.shape[:1] != v.shape[:1]:
-        raise ValueError(
-            f"z0 must hold one latent for each sample of Q(d): got shape {tuple(leaf.shape)}, "
-            f"expected {v.shape[0]} along the first axis"
-        )
-    autocast = torch.is_autocast_enabled(v.device.type)
-    if (leaf.dtype != v.dtype or leaf.device != v.device) and not autocast:
-        raise TypeError(
-            f"z0 must have the dtype and device of Q(d): got {leaf.dtype} on {leaf.device}, expected "
-            f"{v.dtype} on {v.device}; write z0.to(dtype, device)"
-        )
-
-
 def _check_mode(backward: Mode) -> None:
     if isinstance(backward, type) or not hasattr(backward, "attach"):
         raise TypeError(f"backward must be a mode such as JFB() or Neumann(5), got {backward!r}")
@@ -222,42 +193,3 @@ def _check_mode(backward: Mode) -> None:
 def _evaluates_later(backward: Mode) -> bool:
     """May R be evaluated in the backward pass? Not by those that record it now."""
     return not (type(backward) in (JFB, Neumann) or (type(backward) is Unroll and not backward.checkpoint))
-
-
-# R and T that were probed after a failed solve, and do not mix samples: they are not probed again.
-_independent: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def warn_unconverged(
-    found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
-) -> Solution:
-    """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
-
-    Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
-    fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
-
-    Returns:
-        The solution, with the fault that the probe found.
-    """
-    if not found.failures:
-        return found
-    fault = found.fault
-    if fault is None and not coupled and type(found.solver) is not Picard:
-        fault = _probed_once(T, found.value, inputs, T if owner is None else owner)
-        found = found if fault is None else found.with_fault(fault)
-    causes = "; ".join(status.value for status in Status if status in found.failures)
-    text = fault.value if fault is not None else f"{causes}; print Solution.summary() (solution=True) for advice"
-    warn_user(f"the fixed point was not found for all samples: {text}", ConvergenceWarning)
-    return found
-
-
-def _probed_once(T: Map, z: Latent, inputs: tuple[Any, ...], owner: Any) -> Fault | None:
-    try:
-        if owner in _independent:
-            return None
-        fault = probe(T, z, inputs)
-        if fault is None:
-            _independent.add(owner)
-        return fault
-    except TypeError:  # an owner that cannot be referenced weakly
-        return probe(T, z, inputs)

@@ -9,8 +9,8 @@ from benchmarks.counting import Calls
 from torch import Tensor
 
 from banach import RMS, Anderson, ImplicitNetwork, Picard, Solver, Status, Tolerance, WorstPixel, solve
-from banach.solve import Norm
-from banach.solve.state import State
+from banach.solve import Norm, state
+from banach.solve.run import SolveRun
 from contracts import solvers
 from problems import affine, distance
 
@@ -85,7 +85,8 @@ def test_a_compiled_network_with_host_checks(solver: Solver, mode: Any, monkeypa
     R = lambda u, v: torch.tanh(0.3 * inner(u) + v)  # noqa: E731
     net = ImplicitNetwork(torch.nn.Linear(4, 8), R, torch.nn.Linear(8, 2), solver=solver)
     expected = net(d).detach()
-    monkeypatch.setattr(State, "_write_on_host", None)
+    monkeypatch.setattr(state, "on_device", None)
+    monkeypatch.setattr(SolveRun, "sprint", None)
     torch._dynamo.reset()
     with mode():
         torch.testing.assert_close(torch.compile(net, backend="eager")(d), expected)

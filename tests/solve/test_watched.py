@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from banach import RMS, Anderson, Broyden, Picard, Solution, Solver, Status, Tolerance, WorstPixel, solve
-from banach.solve import Norm, loop
+from banach.solve import Norm, context
 from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
 from contracts import same
@@ -55,7 +55,7 @@ def test_every_way_to_end(
         return solve(kinds, z0, solver, on_step=lambda k, z: seen.append(z.clone()), **given), seen
 
     host, seen = once()
-    monkeypatch.setattr(loop, "is_compiling", lambda: True)  # so the device keeps the numbers
+    monkeypatch.setattr(context, "is_compiling", lambda: True)  # so the device keeps the numbers
     monkeypatch.setattr(torch.compiler, "disable", lambda function: function)
     device, seen_there = once()
     same(host, device)
@@ -97,7 +97,7 @@ def in_place(body: Any, active: Tensor, steps: Tensor, **limits: int) -> None:
 def test_a_solve_that_is_captured_is_the_same_solve(solver: Solver, rtol: float, max_steps: int) -> None:
     v, tolerance = data(), Tolerance(atol=1e-4, rtol=rtol, max_steps=max_steps)
     found = []
-    for context in (nullcontext(), loops_by(in_place)):
-        with context:
+    for around in (nullcontext(), loops_by(in_place)):
+        with around:
             found.append(solve(slow, torch.zeros_like(v), solver, inputs=(v,), tolerance=tolerance))
     same(*found)

@@ -1,7 +1,7 @@
 """The linear problem of `Implicit` at z*: (I - J') w = g by the chosen method, safeguarded and reported."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -79,7 +79,7 @@ class Problem:
 
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""
-        limits, kind = self.tolerance, self.space.device.type
+        limits = self.tolerance
         # The loop has one tolerance for all rows, so every row is measured in units of its own threshold. One of
         # zero becomes one that rounding cannot reach, except by an exact hit.
         least = torch.finfo(equation.g.dtype).eps ** 2 * equation.size(equation.g)
@@ -94,9 +94,7 @@ class Problem:
                 equation.observe(w, Tw - w, first=equation.start is None)
                 return Tw
 
-        # The loop calls a sample stalled by the rounding of T, and sees a short type by autocast alone.
-        short = self.computed_in in _SHORT
-        with torch.autocast(kind, dtype=self.computed_in) if short else nullcontext():
+        with self._short_type():  # by which the loop calls a sample stalled
             return solve(step, equation.g, method, tolerance=tolerance).value
 
     def _tell(self, equation: "Adjoint", w: Tensor, finite: Tensor) -> None:
@@ -120,19 +118,20 @@ class Problem:
         if set(missed) == {Status.STALLED}:
             return "the rounding of T allows no better, so loosen rtol or compute T in higher precision"
         single = self.space.coupled or equation.jacobian.axes.levels  # what vmap maps over cannot be looked at
-        if not single and self._mixes_samples():
-            return "T mixes samples: pass coupled=True"
+        # Under autocast the value of T may be of a shorter type than z*, which the probe takes there only.
+        with self._short_type() if self.space.autocast else nullcontext():
+            if not single and mixes_samples(self.T, self.z_star, self.inputs):
+                return "T mixes samples: pass coupled=True"
         if Status.NONFINITE in missed:
             return "check that T and its derivative are finite at z*"
         if hasattr(self.mode.method, "solve"):
             return "allow more max_steps, loosen rtol, or check that T contracts (banach.contraction_factor)"
         return "allow more max_steps, or use GMRES() or NormalCG(), which do not need a T that contracts"
 
-    def _mixes_samples(self) -> bool:
-        """Probe T. Under autocast its value may be of a shorter type than z*, which the probe takes there only."""
-        short = self.space.autocast and self.computed_in in _SHORT
-        with torch.autocast(self.space.device.type, self.computed_in) if short else nullcontext():
-            return mixes_samples(self.T, self.z_star, self.inputs)
+    def _short_type(self) -> AbstractContextManager[Any]:
+        """Turn autocast on where T computes in a short type: `solve` sees that by autocast alone."""
+        short = self.computed_in in _SHORT
+        return torch.autocast(self.space.device.type, self.computed_in) if short else nullcontext()
 
 
 @dataclass

@@ -1,30 +1,19 @@
 """Inside of torch.func: the axes of vmap as plain axes, and tensors of a transform that is not running."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from banach.latent import Latent
 from banach.solve import Map
-from banach.solve.context import is_functorch_wrapped_tensor
-
-with suppress(ImportError):  # not public: where a version of torch lacks them, it refuses what follows the data
-    from torch._C._functorch import (
-        _add_batch_dim,
-        _remove_batch_dim,
-        get_unwrapped,
-        is_batchedtensor,
-        maybe_get_bdim,
-        maybe_get_level,
-        peek_interpreter_stack,
-    )
-    from torch._functorch.eager_transforms import grad_increment_nesting
+from banach.solve.context import functorch, is_functorch_wrapped_tensor, without_derivative
 
 
 @dataclass(frozen=True)
@@ -38,8 +27,9 @@ class Axes:
     def of(tensors: Iterable[Tensor]) -> "Axes":
         found: dict[int, int] = {}
         for wrapper in _wrappers(tensors):
-            if is_batchedtensor(wrapper):
-                found[maybe_get_level(wrapper)] = get_unwrapped(wrapper).shape[maybe_get_bdim(wrapper)]
+            if functorch.is_batchedtensor(wrapper):
+                axis = functorch.maybe_get_bdim(wrapper)
+                found[functorch.maybe_get_level(wrapper)] = functorch.get_unwrapped(wrapper).shape[axis]
         levels = tuple(sorted(found))
         return Axes(levels, tuple(found[level] for level in levels))
 
@@ -52,17 +42,17 @@ class Axes:
         if not self.levels:
             return rows
         for level, size in reversed(tuple(zip(self.levels, self.sizes, strict=True))):
-            rows = _remove_batch_dim(_without_derivative(rows), level, size, 0)
-        return _without_derivative(rows).flatten(0, len(self.levels))
+            rows = functorch._remove_batch_dim(without_derivative(rows), level, size, 0)
+        return without_derivative(rows).flatten(0, len(self.levels))
 
     def mapped(self, rows: Tensor) -> Tensor:
         """What `plain` was given."""
         if not self.levels:
             return rows
         rows = rows.reshape(*self.sizes, len(rows) // self.count, *rows.shape[1:])
-        rows = _without_derivative(rows)  # an operation inside of grad wraps what it gives, derivative or not
+        rows = without_derivative(rows)  # an operation inside of grad wraps what it gives, derivative or not
         for level in self.levels:
-            rows = _add_batch_dim(rows, 0, level)
+            rows = functorch._add_batch_dim(rows, 0, level)
         return rows
 
 
@@ -71,14 +61,7 @@ def _wrappers(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         while is_functorch_wrapped_tensor(tensor):
             yield tensor
-            tensor = get_unwrapped(tensor)
-
-
-def _without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
-    """Return the tensor inside the wrappers of grad, vjp and jvp of these levels, down to the next one of vmap."""
-    while is_functorch_wrapped_tensor(tensor) and not is_batchedtensor(tensor) and of(maybe_get_level(tensor)):
-        tensor = get_unwrapped(tensor)
-    return tensor
+            tensor = functorch.get_unwrapped(tensor)
 
 
 _ENDED = -2  # torch's number for a transform that has ended
@@ -91,13 +74,13 @@ def present(tensors: Iterable[Tensor]) -> "Iterator[Present]":
     The derivative of an outer transform is computed while an inner one is set aside, or after it has ended: what T
     closes over is then seen without the inner one.
     """
-    levels = [maybe_get_level(wrapper) for wrapper in _wrappers(tensors)]
-    running = peek_interpreter_stack() if levels else None
+    levels = [functorch.maybe_get_level(wrapper) for wrapper in _wrappers(tensors)]
+    running = functorch.peek_interpreter_stack() if levels else None
     now = 0 if running is None else running.level()
     highest = max((now, *levels))
     with ExitStack() as stack:
         for _ in range(now, highest):  # so that levels made from here on have other numbers
-            stack.enter_context(grad_increment_nesting())
+            stack.enter_context(eager_transforms.grad_increment_nesting())
         yield Present(now, highest, needed=highest > now or _ENDED in levels)
 
 
@@ -122,4 +105,4 @@ class Present(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def see(self, tensor: Tensor) -> Tensor:
-        return _without_derivative(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)
+        return without_derivative(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)

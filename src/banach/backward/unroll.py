@@ -34,20 +34,17 @@ class Unroll:
         keep = self.checkpoint and torch.is_grad_enabled()
         unchanged = Unchanged(parameters_of(T) if keep else {}, "call backward() before the optimizer's step()")
 
-        def step(T: Map, z: Latent, *inputs: Any) -> Latent:
+        def step(z: Latent, *inputs: Any) -> Latent:
             unchanged.check()  # a checkpointed step runs again in the backward pass
-            return self._step(T, z, *inputs)
+            value = T(z, *inputs)
+            if not self.damping:
+                return value
+            return map_leaves(lambda a, b: torch.lerp(b.to(a.dtype), a, self.damping), z, value)
 
         for _ in range(self.steps):
-            given = (T, _typed(z, z_star), *inputs)
-            z = checkpoint(step, *given, use_reentrant=False) if keep else self._step(*given)
+            given = (_typed(z, z_star), *inputs)
+            z = checkpoint(step, *given, use_reentrant=False) if keep else step(*given)
         return z
-
-    def _step(self, T: Map, z: Latent, *inputs: Any) -> Latent:
-        value = T(z, *inputs)
-        if not self.damping:
-            return value
-        return map_leaves(lambda a, b: torch.lerp(b.to(a.dtype), a, self.damping), z, value)
 
 
 def _typed(z: Latent, like: Latent) -> Latent:

@@ -12,7 +12,7 @@ from banach.diagnose.frozen import NetworkMap, network_map, plain, unchanging, u
 from banach.latent import Latent, Space
 from banach.solve import Map, Norm, Picard, Solution, Tolerance, solve
 from banach.solve.context import rounding, with_autocast_of, without_autocast
-from banach.solve.tolerance import residual_of
+from banach.solve.tolerance import measure
 
 VECTORS = 24  # kept of each sample before the iteration starts again from their best combination
 QUIET = 5  # steps in a row without growth after which sigma is known
@@ -47,17 +47,12 @@ def contraction_factor(
         (batch,): one value per sample; NaN where J is not finite.
     """
     with undisturbed():
-        J = _jacobian(T, z, inputs, coupled=coupled)
-        return J.space.spread(_largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
-
-
-def _jacobian(T: Map, z: Latent, inputs: tuple[Any, ...], *, coupled: bool) -> Jacobian:
-    """Return dT/dz at z, where T keeps the shape of z. T is evaluated once, a module on copies of its buffers."""
-    z, fixed = plain(z), plain(inputs)
-    space = Space.of(z, coupled=coupled)
-    under = with_autocast_of(space, unchanging(T) if isinstance(T, nn.Module) else T)
-    with without_autocast(space.device):
-        return Jacobian(lambda x: under(x, *fixed), z, space)
+        z, fixed = plain(z), plain(inputs)
+        space = Space.of(z, coupled=coupled)
+        under = with_autocast_of(space, unchanging(T) if isinstance(T, nn.Module) else T)
+        with without_autocast(space.device):
+            J = Jacobian(lambda x: under(x, *fixed), z, space)
+            return space.spread(_largest_singular_value(J, max_steps=max_steps, rtol=rtol, seed=seed))
 
 
 @torch.no_grad()
@@ -74,17 +69,16 @@ def _largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: i
     krylov = _Krylov(J, _unit(_random_rows(J.space, seed)))
     history = [torch.zeros(J.space.samples, dtype=torch.float64)] * 2
     quiet = torch.zeros(J.space.samples, dtype=torch.long)
-    with without_autocast(J.space.device):
-        for step in range(1, max_steps + 1):
-            history.append(krylov.sigma())
-            grew = _to_come(history[-3:]) > rtol * history[-1]
-            quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
-            if bool((quiet >= QUIET).all()):
-                break
-            if step % VECTORS:
-                krylov.extend()
-            else:
-                krylov = _Krylov(J, krylov.best())
+    for step in range(1, max_steps + 1):
+        history.append(krylov.sigma())
+        grew = _to_come(history[-3:]) > rtol * history[-1]
+        quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
+        if bool((quiet >= QUIET).all()):
+            break
+        if step % VECTORS:
+            krylov.extend()
+        else:
+            krylov = _Krylov(J, krylov.best())
     return history[-1].to(J.space.device, J.space.rows_dtype)
 
 
@@ -208,7 +202,7 @@ def measure_contraction(
         )
         space = Space.of(held.u, coupled=held.coupled)
         moved = held.T(held.u, *held.inputs)
-        residual = space.spread(residual_of(space, net.tolerance, held.u, moved))
+        residual = space.spread(measure(space, net.tolerance, held.u, moved)[0])
         rate = _rate(held, space, net.tolerance.norm, steps)
     return Contraction(sigma, rate, residual, error_bound(residual, sigma), held.coupled, held.solution)
 

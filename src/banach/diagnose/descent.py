@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from banach.backward import Implicit, Mode
-from banach.diagnose.frozen import held, unchanging, undisturbed
+from banach.diagnose.frozen import network_map, unchanging, undisturbed
 from banach.latent import Latent, Space, detach
 from banach.solve import Solution, Tolerance, solve
 from banach.solve.context import rounding
@@ -94,7 +94,7 @@ def descent_checks(
         One Descent per mode.
     """
     with undisturbed(), torch.enable_grad():
-        at, weights, S = held(net, d, z0), _trained_weights(net), unchanging(net.S)
+        at, weights, S = network_map(net, d, z0, gradient=True), _trained_weights(net), unchanging(net.S)
         rtol = max(1e-10, 8 * rounding(Space.of(at.u, coupled=at.coupled)))
         tight = tolerance or Tolerance(atol=0.0, rtol=rtol, max_steps=500, norm=net.tolerance.norm)
         final = solve(at.T, at.u, net.solver, inputs=at.inputs, tolerance=tight, coupled=at.coupled)

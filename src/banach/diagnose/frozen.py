@@ -34,35 +34,29 @@ class NetworkMap:
     solution: Solution = field(repr=False)
 
 
-def network_map(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
+def network_map(net: Any, d: Any, z0: Latent | None = None, *, gradient: bool = False) -> NetworkMap:
     """Return the map that `net(d, z0=z0)` iterates, and where it ends. The network is not changed.
+
+    Q and start run on copies of their buffers and from the same random state at every call; R runs in a pass that
+    is never entered, so nothing is written back. Buffers that a plain function closes over are out of reach.
 
     Args:
         net: the ImplicitNetwork.
         d: data; a tuple holds several inputs of Q.
         z0: where the solve starts; None: at `net.start`.
-    """
-    with torch.no_grad():
-        return held(net, d, z0)
-
-
-def held(net: Any, d: Any, z0: Latent | None = None) -> NetworkMap:
-    """Return the same map; with grad mode on, Q(d) has a gradient.
-
-    Q and start run on copies of their buffers and from the same random state at every call; R runs in a pass that
-    is never entered, so nothing is written back. Buffers that a plain function closes over are out of reach.
+        gradient: Q(d) has a gradient.
     """
     check_network(net)
     check_dropout(net.R)
-    with undisturbed():
-        v = unchanging(net.Q)(*plain(as_inputs(d)))
+    with undisturbed(), torch.no_grad():
+        with torch.set_grad_enabled(gradient):
+            v = unchanging(net.Q)(*plain(as_inputs(d)))
         T: Map = Pass(net.R).evaluate
-        with torch.no_grad():
-            z0 = unchanging(net.start)(detach(v)) if z0 is None else plain(z0)
-            how: Any = {"inputs": (v,), "tolerance": net.tolerance, "coupled": is_coupled(net)}
-            found = solve(T, z0, net.solver, **how)
-            T(found.value, v)  # draws the masks, had the solve evaluated nothing
-    return NetworkMap(T, found.value, (v,), how["coupled"], z0, found)
+        z0 = unchanging(net.start)(detach(v)) if z0 is None else plain(z0)
+        coupled = is_coupled(net)
+        found = solve(T, z0, net.solver, inputs=(v,), tolerance=net.tolerance, coupled=coupled)
+        T(found.value, v)  # draws the masks, had the solve evaluated nothing
+    return NetworkMap(T, found.value, (v,), coupled, z0, found)
 
 
 def unchanging(part: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,10 +11,11 @@ from banach.fast.capture import CapturedCalls
 from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
-from banach.network import ImplicitNetwork, warn_unconverged
+from banach.network import ImplicitNetwork
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples
 from banach.solve.solution import DEFERRED
+from banach.solve.warning import warn_unconverged
 
 
 class CompiledNetwork:

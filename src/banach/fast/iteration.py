@@ -13,7 +13,6 @@ from banach.solve.context import device_loop
 from banach.solve.device import loop_eagerly, steps_before_loop
 from banach.solve.solution import DEFERRED
 from banach.solve.state import DIVERGED
-from banach.solve.tolerance import are_finite
 
 # Numbers in a latent. In a larger one a step costs more than a test, and a batch twice as much as its half.
 LARGE = 1 << 20
@@ -131,7 +130,7 @@ class Iteration:
         residual, least, allowed, steps = samples.residual, samples.least, samples.allowed, samples.steps
 
         def numbers() -> dict[str, Tensor]:
-            finite = are_finite(residual, allowed)
+            finite = residual.isfinite() & allowed.isfinite()
             met, none = finite & (residual <= allowed), torch.zeros_like(finite)
             diverged = finite & ~met & (residual > DIVERGED * least)
             parts = residual, met, steps.long(), none, ~finite & (steps > 0), diverged

@@ -152,7 +152,7 @@ class TrainStep:
             self._body(captured=False)
         loss, found = self._results[captured]
         # Another object for every step: numbers of a Solution are kept once they have been read.
-        self.reached = found.without_value() if captured and found is not None else found
+        self.reached = found.changed(value=()) if captured and found is not None else found
         return loss
 
     def _capture(self) -> Any:
@@ -226,7 +226,7 @@ class TrainStep:
         with torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext():
             output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
             if captured and found is not None:  # the graph would otherwise keep the latent
-                found = found.without_value()
+                found = found.changed(value=())
         return at_least_fp32(output), found
 
     @contextmanager

@@ -5,9 +5,8 @@ from banach.solve.broyden import Broyden
 from banach.solve.loop import solve
 from banach.solve.mixing import Fault, mixes_samples
 from banach.solve.picard import Picard
-from banach.solve.run import Map
 from banach.solve.solution import NotConverged, Solution, Status
-from banach.solve.solver import Memory, Point, Solver
+from banach.solve.solver import Map, Memory, Point, Solver
 from banach.solve.tolerance import RMS, Euclidean, Norm, Tolerance, WorstPixel
 from banach.solve.warning import AdjointWarning, ConvergenceWarning
 

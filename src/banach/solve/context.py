@@ -20,8 +20,8 @@ _CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2
 _exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 is_transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dynamo_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
-_functorch: Any = torch._C._functorch
-is_functorch_wrapped_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+functorch: Any = torch._C._functorch
+is_functorch_wrapped_tensor: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
 
 
 def is_compiling() -> bool:
@@ -36,9 +36,16 @@ def is_exporting() -> bool:
 
 def is_vmapped(tensor: Tensor) -> bool:
     """Return True if torch.func.vmap maps over this tensor."""
-    while is_functorch_wrapped_tensor(tensor) and not _functorch.is_batchedtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)  # of torch.func.grad
-    return bool(_functorch.is_batchedtensor(tensor))
+    return bool(functorch.is_batchedtensor(without_derivative(tensor)))
+
+
+def without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
+    """Return the tensor inside the wrappers of grad, vjp and jvp of these levels, down to the next one of vmap."""
+    while is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
+        if not of(functorch.maybe_get_level(tensor)):
+            break
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def without_derivatives(function: F) -> F:

@@ -9,21 +9,13 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach, leaves, select
-from banach.solve.context import (
-    device_loop,
-    is_compiling,
-    is_exporting,
-    is_transformed,
-    is_vmapped,
-    without_autocast,
-    without_derivatives,
-)
+from banach.solve import context
 from banach.solve.device import run_exported, run_on_device
 from banach.solve.mixing import probe
 from banach.solve.picard import Picard
-from banach.solve.run import Map, SolveRun
+from banach.solve.run import SolveRun
 from banach.solve.solution import NotConverged, Solution, Status
-from banach.solve.solver import Solver
+from banach.solve.solver import Map, Solver
 from banach.solve.state import on_device, to_numpy
 from banach.solve.stride import stride
 from banach.solve.tolerance import Tolerance, measure
@@ -35,7 +27,7 @@ _VMAPPED = (
 )
 
 
-@without_derivatives
+@context.without_derivatives
 def solve(
     T: Map,
     z0: Latent,
@@ -76,14 +68,15 @@ def solve(
     Raises:
         NotConverged: if `throw` is True and a sample did not converge.
     """
-    _check(T, solver, inputs, tolerance)
-    space, compiling = Space.of(z0, coupled=coupled), is_compiling()
-    if tolerance.max_steps and not compiling and is_transformed() and any(map(is_vmapped, leaves(z0))):
+    _check(solver, inputs, tolerance)
+    space, compiling = Space.of(z0, coupled=coupled), context.is_compiling()
+    transformed = not compiling and context.is_transformed()
+    if tolerance.max_steps and transformed and any(map(context.is_vmapped, leaves(z0))):
         raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)
     inputs = detach(tuple(inputs))
-    loop = device_loop() if tolerance.checks and not compiling else None
+    loop = context.device_loop() if tolerance.checks and not compiling else None
     every = 0 if loop else tolerance.checks  # in a capture the device decides when to stop
     run = SolveRun(T, solver, tolerance, space, inputs, on_host=every == 1 and not compiling)
     state = run.start(detach(z0))
@@ -91,8 +84,8 @@ def solve(
     if compiling and every:
         check, finish = map(torch.compiler.disable, (check, finish))  # what the host decides is not traced
     trace: list[Tensor] | None = [] if record else None
-    with without_autocast(space.device):
-        if is_exporting():
+    with context.without_autocast(space.device):
+        if context.is_exporting():
             state = run_exported(run, state)
         elif loop and trace is None and on_step is None:
             state = run_on_device(run, state, loop)
@@ -150,22 +143,18 @@ def _risen_in_other_company(run: SolveRun, found: Solution, inputs: tuple[Any, .
 
 def _residual(run: SolveRun, space: Space, z: Latent, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Return the residual at z, and what is allowed of it, per sample."""
-    with without_autocast(space.device):
+    with context.without_autocast(space.device):
         return measure(space, run.tolerance, z, run.T(z, *inputs))
 
 
-def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:
-    if not callable(T):
-        raise TypeError(f"T must be callable, got {type(T).__name__}")
+def _check(solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:
     if isinstance(solver, type) or not hasattr(solver, "step"):
         raise TypeError(f"solver must be a solver object such as Picard() or Anderson(), got {solver!r}")
     if not isinstance(tolerance, Tolerance):
         raise TypeError(f"tolerance must be a Tolerance, got {tolerance!r}; write Tolerance(atol=...)")
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(f"inputs must be a tuple of tensors, got {type(inputs).__name__}; write inputs=(x,)")
-    for one in inputs:
-        if not isinstance(one, Tensor):
-            leaves(one, "each of `inputs`")
+    leaves(inputs, "each of `inputs`")
 
 
 def _check_compact(space: Space, inputs: tuple[Any, ...]) -> None:

@@ -1,16 +1,14 @@
 """Does T mix the samples of a batch, or draw at random? A probe of a few evaluations."""
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach
 from banach.solve.context import rounding, without_derivatives
-
-if TYPE_CHECKING:
-    from banach.solve.run import Map
+from banach.solve.solver import Map
 
 
 class Fault(enum.Enum):
@@ -23,7 +21,7 @@ class Fault(enum.Enum):
     )
 
 
-def mixes_samples(T: "Map", z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
+def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
     """Return True if the value of T at one sample depends on another sample of z.
 
     At most three evaluations without autograd: every second row of z is moved up, then down, since T may be flat
@@ -39,7 +37,7 @@ def mixes_samples(T: "Map", z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
 
 
 @without_derivatives
-def probe(T: "Map", z: Latent, inputs: tuple[Any, ...] = (), row: int | None = None) -> Fault | None:
+def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = None) -> Fault | None:
     """Return what keeps the samples of T from being independent, None if nothing was found.
 
     With `row`, all other rows are moved, and this one must not change. If it does, one more evaluation tells

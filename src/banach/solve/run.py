@@ -1,6 +1,7 @@
 """One solve: what stays the same from step to step, the step, the host check, and the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -12,63 +13,41 @@ from banach.latent import Latent, Space, leaves, select
 from banach.solve.context import is_transformed, rounding, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
-from banach.solve.solver import Point, Solver
-from banach.solve.state import (
-    BEST,
-    DIVERGED,
-    IDLE,
-    LIMIT,
-    NOW,
-    REACHED,
-    RESIDUAL,
-    STEP,
-    Array,
-    State,
-    count_nonzero,
-    on_device,
-    to_numpy,
-)
+from banach.solve.solver import Map, Point, Solver
+from banach.solve.state import DIVERGED, IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
 
-Map = Callable[..., Latent]
 
-
+@dataclass
 class SolveRun:
     """A solve in progress, and the samples that have left its batch."""
 
-    def __init__(
-        self,
-        T: Map,
-        solver: Solver,
-        tolerance: Tolerance,
-        space: Space,
-        inputs: tuple[Any, ...],
-        *,
-        on_host: bool = False,
-    ) -> None:
-        self.T, self.solver, self.tolerance = with_autocast_of(space, T), solver, tolerance
-        self.space = self.space_of_all = space
-        self.inputs, self.on_host = inputs, on_host
-        self.plain = space.is_matrix  # a latent that is its own rows
+    T: Map
+    solver: Solver
+    tolerance: Tolerance
+    space: Space
+    inputs: tuple[Any, ...]
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        self.T, self.space_of_all = with_autocast_of(self.space, self.T), self.space
         self.busy = True  # some sample is active, as far as the host knows
-        self.measure, self.scale = tolerance.norm.measure, float(tolerance.norm.scale(space))
+        norm = self.tolerance.norm
+        self.measure, self.scale = norm.measure, float(norm.scale(self.space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
-        self.atol = float(tolerance.atol / self.scale)
-        if self.atol > 1e30:
-            self.atol = min(self.atol, torch.finfo(space.rows_dtype).max)
+        self.atol = min(float(self.tolerance.atol / self.scale), torch.finfo(self.space.rows_dtype).max)
         self.whole: State | None = None  # the whole batch, once some samples have left it
         self.index: np.ndarray | None = None  # which samples of the whole batch are still here
-        # What host checks have seen: all numbers at the last one, how many samples were nonfinite, and which ones
-        # rose above the tolerance after they froze.
-        self.seen: np.ndarray | None = None
-        self.nonfinite = 0
+        # What host checks have seen: all numbers at the last one, and which samples rose above the tolerance after
+        # they froze.
+        self.seen: State | None = None
         self.risen: Array | None = None
         self.lasts: tuple[Array, Array] = (np.nan, np.nan)  # residuals at the last two host checks
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
-        memory = () if type(self.solver) is Picard else self.solver.start(rows)
-        return State.start(rows, memory, self.atol, relative=self.tolerance.rtol > 0, on_host=self.on_host)
+        memory, relative = self.solver.start(rows), self.tolerance.rtol > 0
+        return State.start(rows, memory, self.atol, relative=relative, on_host=self.on_host)
 
     def can_sprint(self) -> bool:
         """Return True for Picard and norms that give new memory in the type of the rows, outside torch.func."""
@@ -88,7 +67,7 @@ class SolveRun:
         read = Tensor.numpy if z.is_cpu else to_numpy
         damping, first = cast(Picard, self.solver).damping, k
         rtol, most = self.tolerance.rtol, self.tolerance.max_steps
-        least, least_at = self.least_of(state)
+        least, least_at = np.where(state.active, state.least, np.inf), state.least_at
         before = now = test = least
         while left and k < most:
             Tz = evaluate(z, first=not k)
@@ -118,7 +97,7 @@ class SolveRun:
                 least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
                 best_z = torch.where(state.column(better), z, best_z) if fell else best_z
             if left < count:
-                z = torch.where(state.mask, torch.lerp(Tz, z, damping) if damping else Tz, z)
+                z = torch.where(state.column(state.active), torch.lerp(Tz, z, damping) if damping else Tz, z)
             else:  # a copy of T(z), since T may write its next value into the same memory
                 z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
             if here < count:
@@ -132,11 +111,6 @@ class SolveRun:
             self.note_last(state, k, (now, test), (least, least_at))
         return k
 
-    def least_of(self, state: State) -> tuple[Array, Array]:
-        """Return the least residuals and their steps; frozen samples do not need theirs, which are infinite."""
-        least = state.least if state.count == len(state.z) else np.where(state.active, state.least, np.inf)
-        return least, state.least_at
-
     def flat(self, idle: np.ndarray, residual: np.ndarray, Tz: Tensor) -> np.ndarray:
         """Return which idle samples have a residual of rounding alone: they stall."""
         if not count_nonzero(idle):
@@ -147,17 +121,12 @@ class SolveRun:
 
     def note_last(self, state: State, k: int, last: tuple[Array, Array], best: tuple[Array, Array]) -> None:
         """Note what a check would see after the k-th evaluation."""
-        stats = self.seen = state.stats
-        self.busy = bool(state.count)
+        self.seen, self.busy = state, bool(state.count)
         if state.count == len(state.z):
-            stats[:LIMIT, RESIDUAL], stats[:LIMIT, STEP] = last[0], k
-            if state.tested:
-                stats[:LIMIT, state.tested] = last[1]
-            if best[0] is not last[0]:
-                stats[BEST, RESIDUAL], stats[BEST, STEP] = best
-        elif self.busy:
-            for row, value in zip((RESIDUAL, STEP), best, strict=True):
-                np.copyto(stats[BEST, row], value, where=state.active)
+            state.record(k, *last, state.active)
+        if self.busy:
+            np.copyto(state.least, best[0], where=state.active)
+            np.copyto(state.least_at, best[1], where=state.active)
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -168,7 +137,7 @@ class SolveRun:
         r, residual = self._measured(state, first=turn == 1)
         Tz = cast(Tensor, state.Tz)
         state.observe(k, residual, (self.measure(Tz, self.space).to(residual.dtype), rtol) if rtol else None)
-        if type(self.solver) is Picard:
+        if type(self.solver) is Picard:  # without the numbers of samples, which take longer than a small T
             damping = self.solver.damping
             proposal = torch.lerp(Tz, state.z, damping) if damping else Tz
         else:
@@ -194,7 +163,7 @@ class SolveRun:
         """Return the rows of T(z). The first evaluation also looks for mistakes that a T may make."""
         if first:
             return self._evaluate_first(z)
-        if not self.plain:
+        if not self.space.is_matrix:
             return self.space.rows(self.T(self.space.nest(z), *self.inputs))
         value = self.T(z, *self.inputs)
         if type(value) is Tensor and value.shape == z.shape and value.dtype == z.dtype:
@@ -226,38 +195,33 @@ class SolveRun:
 
     def check(self, state: State, k: int, *, compact: bool) -> State:
         """Find which samples are done; judge stalling; let done samples leave the batch. Syncs with the host."""
-        stats = self.seen = to_numpy(state.stats)
-        test, limit = stats[REACHED, state.tested], stats[LIMIT, RESIDUAL]
+        seen = self.seen = state.read()
         if k > IDLE:
-            idle = (test > limit) & (stats[BEST, STEP] <= k - IDLE)
-            flat = self.flat(idle, stats[REACHED, RESIDUAL], cast(Tensor, state.Tz))
+            flat = self.flat(seen.active & (seen.least_at <= k - IDLE), seen.residual, cast(Tensor, state.Tz))
             if flat.any():
-                limit[flat] = np.inf
                 state.stall(flat)
-        active = test > limit
-        count = count_nonzero(active)
-        self.busy = bool(count)
-        if count < len(active):
-            self.lasts = self.lasts[1], stats[NOW, RESIDUAL].copy()
-            nonfinite = int(count_nonzero(~(test > -np.inf)))
-            if nonfinite > self.nonfinite:
-                self.nonfinite = nonfinite
+                seen.stall(flat)
+        self.busy = bool(seen.count)
+        if seen.count < len(seen.active):
+            self.lasts = self.lasts[1], seen.now[RESIDUAL].copy()
+            if count_nonzero(seen.nonfinite):
                 state.scrub()
-        return self._without(state, ~active) if compact and self.busy else state
+        return self._without(state, ~seen.active) if compact and self.busy else state
 
-    def _risen_since_frozen(self, state: State) -> np.ndarray | None:
+    def _risen_since_frozen(self) -> np.ndarray | None:
         """Return the numbers of samples that converged and froze, but are above the tolerance now; None if none.
 
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
         raise its residual a little, to a value that is then equal at every evaluation, while other samples move.
         """
-        if self.seen is None or self.whole is not None:
+        seen = self.seen
+        if seen is None or self.whole is not None:
             return None
-        now, now_test = self.seen[NOW, RESIDUAL], self.seen[NOW, state.tested]
+        now, now_test = seen.now[RESIDUAL], seen.now[seen.tested]
         met_now = now_test <= self.atol
         if count_nonzero(met_now) == len(met_now):
             return None
-        risen = ~met_now & (self.seen[REACHED, state.tested] <= self.atol)
+        risen = ~met_now & (seen.test <= self.atol)
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
             # Equal, not close: other samples may move, and raise it, slowly. 10 times what the tolerance allows.
             alone = (now == self.lasts[0]) & (now <= 10 * (now - now_test + self.atol))
@@ -280,7 +244,6 @@ class SolveRun:
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        self.nonfinite = 0
         left = state.take(stay)
         self.whole.memory = ()
         return left
@@ -292,14 +255,14 @@ class SolveRun:
 
     def finish(self, state: State, trace: list[Tensor] | None, *, shown: bool = False) -> Solution:
         """Return the solution. `shown`: `on_step` may hold the iterates, so the value needs memory of its own."""
-        self.risen = self._risen_since_frozen(state)
+        self.risen = self._risen_since_frozen()
         state, space = self.everyone(state), self.space_of_all
         found: dict[str, Any] = {"solver": self.solver, "tolerance": self.tolerance}
         if trace is not None:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
         met = (state.test <= self.atol) & ((state.test > -np.inf) if state.tested else True)
         if self.on_host and count_nonzero(met) == len(met):  # most passes
-            value, columns = state.z.clone() if shown else state.z, (state.residual, state.reached[STEP], met)
+            value, columns = state.z.clone() if shown else state.z, (state.residual, state.steps, met)
         else:
             value, columns = self._judge(state)
             found["failures"] = self._failures(state)
@@ -308,30 +271,25 @@ class SolveRun:
         numbers = partial(_numbers, space, self.scale, columns)
         return Solution.deferred(value, numbers, found) if self.on_host else Solution(value, **numbers(), **found)
 
-    def _ends(self, stats: Array, tested: int) -> tuple[Array, Array, Array]:
+    def _ends(self, state: State) -> tuple[Array, Array, Array]:
         """Return which samples converged, stalled (only checks judge that) and are nonfinite."""
-        test = stats[REACHED, tested]
-        nonfinite = ~(test > -np.inf)
-        met = (test <= self.atol) & ~nonfinite
-        above = test > self.atol
-        stalled = above & ~above if self.seen is None else above & ~(test > stats[LIMIT, RESIDUAL])
-        return met, stalled, nonfinite
+        met, above = state.test <= self.atol, state.test > self.atol
+        return met & ~state.nonfinite, above & ~(state.test > state.limit), state.nonfinite
 
     def _judge(self, state: State) -> tuple[Tensor, tuple[Array, ...]]:
         """Return the last iterate or the best one, sample by sample, and the columns of `_numbers`."""
-        met, stalled, nonfinite = self._ends(state.stats, state.tested)
+        met, stalled, nonfinite = self._ends(state)
         diverged = (state.residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
         best = nonfinite | diverged
         residual = (np.where if self.on_host else torch.where)(best, state.least, state.residual)
         value = torch.where(state.column(best), state.best_z, state.z).detach()
-        return value, (residual, state.reached[STEP], met, stalled, nonfinite, diverged)
+        return value, (residual, state.steps, met, stalled, nonfinite, diverged)
 
     def _failures(self, state: State) -> frozenset[Status]:
         """Return how samples failed, from what the last check has seen, for warnings that need no host sync."""
         if self.seen is None:
             return frozenset()
-        seen = self.seen if self.whole is None else to_numpy(state.stats)
-        met, stalled, nonfinite = self._ends(seen, state.tested)
+        met, stalled, nonfinite = self._ends(self.seen if self.whole is None else state.read())
         masks = (~(met | stalled | nonfinite), stalled, nonfinite)
         kinds = (Status.MAX_STEPS, Status.STALLED, Status.NONFINITE)
         return frozenset(kind for kind, mask in zip(kinds, masks, strict=True) if mask.any())

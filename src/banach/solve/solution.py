@@ -69,16 +69,10 @@ class Solution:
         made.__dict__.update(known, value=value, _numbers=numbers)
         return made
 
-    def without_value(self) -> "Solution":
-        """Return the same numbers without the latent, which may be large."""
+    def changed(self, **known: Any) -> "Solution":
+        """Return the same numbers, still to be made if they have not been read, with other values of the rest."""
         made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, value=())
-        return made
-
-    def with_fault(self, fault: Fault) -> "Solution":
-        """Return the same solution with a fault of T that was found after the solve."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, fault=fault)
+        made.__dict__.update(self.__dict__, **known)
         return made
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,13 @@
 """The two methods a solver has. A solver never evaluates T: it sees z and T(z) and proposes the next z."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from banach.latent import Latent
+
+Map = Callable[..., Latent]  # T: called as T(z, *inputs)
 
 # What a solver remembers: tensors whose first axis is the sample, so that samples can leave the batch.
 Memory = tuple[Tensor, ...]

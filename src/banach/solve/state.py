@@ -48,11 +48,11 @@ class State:
     def __post_init__(self) -> None:
         self.on_host = isinstance(self.stats, np.ndarray)
         self.reached, self.best, self.now = self.stats[REACHED], self.stats[BEST], self.stats[NOW]
-        self.residual, self.least, self.least_at = self.reached[RESIDUAL], self.best[RESIDUAL], self.best[STEP]
+        self.residual, self.steps = self.reached[RESIDUAL], self.reached[STEP]
+        self.least, self.least_at = self.best[RESIDUAL], self.best[STEP]
         self.tested = EXCESS if self.stats.shape[1] > EXCESS else RESIDUAL
         self.test, self.limit = self.reached[self.tested], self.stats[LIMIT, RESIDUAL]
         self.pending: tuple[Tensor, Tensor] | None = None  # T(z) - z and its norm, if T is known at z already
-        self._mask: Tensor | None = None
         # The number of active samples, if the host knows it.
         self.count = count_nonzero(self.active) if self.on_host else -1
 
@@ -66,31 +66,26 @@ class State:
         stats[:, STEP], stats[LIMIT] = 0, limit
         return State(z, z.clone(), stats[BEST, RESIDUAL] > 0, stats, memory)
 
+    def read(self) -> "State":
+        """Return the state with its numbers on the host: itself, if they are there already."""
+        if self.on_host:
+            return self
+        stats = to_numpy(self.stats)
+        return State(self.z, self.best_z, stats[REACHED, self.tested] > stats[LIMIT, RESIDUAL], stats, ())
+
     @property
     def nonfinite(self) -> Array:
         """(samples,): the residual was not finite (NaN), or the norm of T(z) was not (minus infinity)."""
         return ~(self.test > -np.inf)
 
-    @property
-    def mask(self) -> Tensor:
-        """(samples, 1): `active` on the device."""
-        if not self.on_host:
-            return self.active.unsqueeze(1)
-        if self._mask is None:
-            self._mask = self.column(self.active.copy())
-        return self._mask
-
     def column(self, chosen: Array) -> Tensor:
-        """Return a mask of samples as (samples, 1) on the device. Do not write to an array after that."""
+        """Return a mask of samples as (samples, 1) on the device. On a CPU it shares the memory of an array."""
         return (on_device(chosen, self.z) if self.on_host else chosen).unsqueeze(1)
 
-    def observe(self, step: int | Tensor, residual: Array, relative: tuple[Tensor, float] | None) -> None:
+    def observe(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
         """Record the residual of z at this step for the active samples. Keep z where it is their least."""
-        (self._write_on_host if self.on_host else self._write_on_device)(step, residual, relative)
-        if self.on_host and self.count == len(self.z):
-            self.reached[:] = self.now
-        else:
-            _put(self.reached, self.now, self.active)
+        self._write(step, residual, relative)
+        _put(self.reached, self.now, self.active)
         better = self.residual < self.least
         _put(self.best, self.reached, better)
         self._keep_best(better)
@@ -100,25 +95,22 @@ class State:
         now = self.now
         now[self.tested], now[RESIDUAL], now[STEP] = test, residual, step
         np.copyto(self.reached, now, where=self.active)
-        self.active = active
-        self._recount()
+        self.active, self.count = active, count_nonzero(active)
 
-    def _write_on_host(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
+    def _write(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
+        """Write the numbers of this evaluation to `now`."""
         now = self.now
-        if relative is None:
-            now[RESIDUAL] = to_numpy(residual)
-        else:
-            excess = torch.sub(residual, relative[0], alpha=relative[1])
-            now[RESIDUAL], now[EXCESS] = to_numpy(torch.stack((residual, excess)))
+        if not self.on_host:
+            torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[RESIDUAL])
+            now[STEP].fill_(step)
+            if relative is not None:
+                torch.sub(now[RESIDUAL], relative[0], alpha=relative[1], out=now[EXCESS])
+            return
+        if relative is not None:
+            residual = torch.stack((residual, torch.sub(residual, relative[0], alpha=relative[1])))
+        now[RESIDUAL : EXCESS + 1 : EXCESS] = to_numpy(residual)
         now[STEP] = step
         np.copyto(now, np.nan, where=now == np.inf)
-
-    def _write_on_device(self, step: Any, residual: Array, relative: tuple[Tensor, float] | None) -> None:
-        now = self.now
-        torch.nan_to_num(residual, nan=torch.nan, posinf=torch.nan, out=now[RESIDUAL])
-        now[STEP].fill_(step)
-        if relative is not None:
-            torch.sub(now[RESIDUAL], relative[0], alpha=relative[1], out=now[EXCESS])
 
     def _keep_best(self, better: Array) -> None:
         """By reference where it can be: samples that froze at a finite residual do not need their best iterate."""
@@ -144,22 +136,17 @@ class State:
             # A copy of T(z): T may write its next value into the same memory.
             self.z = proposal.clone() if proposal is self.Tz else proposal
         else:
-            self.z = torch.where(self.mask, proposal, self.z)
+            self.z = torch.where(self.column(self.active), proposal, self.z)
 
     def freeze(self) -> None:
         """Deactivate samples that met the tolerance, stalled, or whose residual is not finite."""
         (np.greater if self.on_host else torch.gt)(self.test, self.limit, out=self.active)
-        self._recount()
+        self.count = count_nonzero(self.active) if self.on_host else -1
 
     def stall(self, flat: np.ndarray) -> None:
         """Freeze these samples where they are, above the tolerance."""
         self.limit[flat if self.on_host else on_device(flat, self.z)] = np.inf
         self.freeze()
-
-    def _recount(self) -> None:
-        count = count_nonzero(self.active) if self.on_host else -1
-        if count != self.count:  # a sample never becomes active again
-            self.count, self._mask = count, None
 
     def scrub(self) -> None:
         """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""

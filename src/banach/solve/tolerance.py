@@ -96,27 +96,14 @@ class Tolerance:
         return 1 if self.check_every is None else self.check_every
 
 
-def measure(
-    space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def measure(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent) -> tuple[Tensor, Tensor]:
     """Return the residual of every sample and the largest one that counts as converged.
 
-    `Tz` is T(z), or the next iterate of a damped Picard step. The second number is NaN where the norm of T(z) is
-    infinite, so that `residual <= allowed` is False there.
+    The second number is NaN where the norm of T(z) is infinite, so that `residual <= allowed` is False there.
     """
-    residual = residual_of(space, tolerance, z, Tz, damping)
+    norm, rows = tolerance.norm, space.rows(Tz)
+    residual = norm.measure(rows - space.rows(z), space) * norm.scale(space)
     if not tolerance.rtol:
         return residual, torch.full_like(residual, tolerance.atol)
-    size = tolerance.norm.scale(space) * tolerance.norm.measure(space.rows(Tz), space)
-    return residual, torch.nan_to_num(tolerance.atol + tolerance.rtol * size, nan=torch.nan, posinf=torch.nan)
-
-
-def residual_of(space: Space, tolerance: Tolerance, z: Latent, Tz: Latent, damping: float = 0.0) -> Tensor:
-    """Return the norm of T(z) - z per sample. A damped step is 1 - damping of it."""
-    size = tolerance.norm.measure(space.rows(Tz) - space.rows(z), space)
-    return size * (tolerance.norm.scale(space) / (1 - damping))
-
-
-def are_finite(residual: Tensor, allowed: Tensor) -> Tensor:
-    """Return True per sample if the residual and the norm of T(z) are finite; the two come from `measure`."""
-    return residual.isfinite() & allowed.isfinite()
+    allowed = tolerance.atol + tolerance.rtol * (norm.scale(space) * norm.measure(rows, space))
+    return residual, torch.nan_to_num(allowed, nan=torch.nan, posinf=torch.nan)

@@ -2,9 +2,17 @@
 
 import sys
 import warnings
+import weakref
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from banach.solve.mixing import probe
+from banach.solve.picard import Picard
+from banach.solve.solution import Solution, Status
+from banach.solve.solver import Map
 
 _INSIDE = tuple(str(Path(file).parent) for file in (str(Path(__file__).parent), torch.__file__))
 
@@ -27,3 +35,32 @@ def warn_user(text: str, category: type[Warning]) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
+
+
+# R and T that were probed after a failed solve, and do not mix samples: they are not probed again.
+_independent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def warn_unconverged(
+    found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
+) -> Solution:
+    """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
+
+    Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
+    fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
+
+    Returns:
+        The solution, with the fault that the probe found.
+    """
+    if not found.failures:
+        return found
+    owner = T if owner is None else owner
+    if not (found.fault or coupled or type(found.solver) is Picard or id(owner) in _independent):
+        found = found.changed(fault=probe(T, found.value, inputs))
+        with suppress(TypeError):  # an owner that cannot be referenced weakly
+            if found.fault is None:
+                _independent[id(owner)] = owner
+    causes = "; ".join(status.value for status in Status if status in found.failures)
+    text = found.fault.value if found.fault else f"{causes}; print Solution.summary() (solution=True) for advice"
+    warn_user(f"the fixed point was not found for all samples: {text}", ConvergenceWarning)
+    return found
