@@ -81,8 +81,7 @@ class CompiledNetwork:
         y, found = self._run(d, z0, solution=solution)
         if solution:
             return y, found
-        if found.failures:  # samples are independent: R is not probed
-            warn_unconverged(found, self.fast.R, (), coupled=True)
+        warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
         return y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, solution: bool) -> tuple[Any, Solution]:
@@ -161,14 +160,10 @@ compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net
 
 def _batch_of(d: tuple[Any, ...]) -> int:
     """Return the number of samples that all inputs have a row for."""
-    if not d:
-        raise TypeError("a compiled network takes the inputs of Q, got none")
-    for one in d:
-        if not isinstance(one, Tensor):
-            got = type(one).__name__
-            raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
-    if not d[0].dim():
-        raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
+    others = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
+    if others or not d:
+        got = ", ".join(others) or "none"
+        raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
     _check_rows("d", d, len(d[0]))
     return len(d[0])
 
@@ -176,10 +171,7 @@ def _batch_of(d: tuple[Any, ...]) -> int:
 def _check_rows(name: str, value: Latent, count: int) -> Latent:
     """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
     name = f"{name} of a compiled network"
-    parts = leaves(value, name)
-    if not parts:
-        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
-    for leaf in parts:
+    for leaf in leaves(value, name):
         if leaf.shape[:1] != (count,):
             raise ValueError(
                 f"{name} must have a row for each of {count} samples, got a tensor of shape {tuple(leaf.shape)}; "

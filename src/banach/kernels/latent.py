@@ -74,7 +74,8 @@ class Constants:
     relative: bool = False
     late: bool = False
     from_zero: bool = False
-    alone: bool = False  # each program has a single tile and keeps its values during a batch norm
+    alone: bool = False  # coupled, each program has a single tile and keeps its values during a batch norm
+    lazy: bool = False  # coupled otherwise: what a block gave stays as it is, and the next one normalises it
     spins: int = SPINS
 
 
@@ -130,7 +131,8 @@ def launch_of(v: Tensor, coupled: bool, dtype: torch.dtype) -> tuple[Constants, 
     held = images if coupled else programs
     if max(3 * held * height * width * K.pitch, 2 * held * K.area) >= 2**31:
         raise ValueError(f"a batch of {images} images is too large for one launch; use a smaller one")
-    return replace(K, coupled=coupled, alone=coupled and pixels <= K.rows), programs
+    alone = coupled and pixels <= K.rows
+    return replace(K, coupled=coupled, alone=alone, lazy=coupled and not alone), programs
 
 
 @functools.cache

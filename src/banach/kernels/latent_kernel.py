@@ -169,27 +169,6 @@ def _join(y, x, shift, slope, K: tl.constexpr):
 
 
 @triton.jit
-def _join_all(
-    hidden, stream, w, bias, x_mean, x_rstd, pivot, begin, end, low, groups, slope, K: tl.constexpr
-):  # fmt: skip
-    """Replace a block's input in `stream` by its output before batch norm; sum that minus `pivot`, and squares."""
-    shift = tl.load(bias + tl.arange(0, K.columns))
-    first = tl.zeros([K.rows, K.columns], tl.float32)
-    second = tl.zeros([K.rows, K.columns], tl.float32)
-    w0, w1, w2 = _kept_weights(w, K)
-    for tile in tl.range(begin, end, K.rows, num_stages=1):
-        m = tile + tl.arange(0, K.rows)
-        at, here = _tile(m, end, K)
-        y = _convolve(hidden, w, w0, w1, w2, _window(tl.minimum(m, end - 1), K), low, groups, K)
-        x = (tl.load(stream + at, mask=here, other=0.0) - x_mean[None, :]) * x_rstd[None, :]
-        y = _join(y, x, shift, slope, K)
-        tl.store(stream + at, y, mask=here)
-        y = tl.where(here, y - pivot[None, :], 0.0)
-        first, second = first + y, second + y * y
-    return tl.sum(first, axis=0), tl.sum(second, axis=0)
-
-
-@triton.jit
 def _square(value, here, K: tl.constexpr):
     """Return the squared norm of a tile: of its worst pixel, or of all. Infinite if a number is not finite."""
     value = tl.where(here, value, 0.0)
@@ -206,12 +185,11 @@ def _both(a, b, K: tl.constexpr):
 
 @triton.jit
 def _normalise(
-    y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, LAZY: tl.constexpr,
-    K: tl.constexpr,
+    y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, K: tl.constexpr
 ):  # fmt: skip
     """Normalise what a block gave, the next block's input or iterate; return squared norms of residual and T(z).
 
-    LAZY: `stream` keeps what the block gave, except after the last block.
+    K.lazy: `stream` keeps what the block gave, except after the last block.
     """
     at, here = _tile(m, end, K)
     x = (y - mean[None, :]) * rstd[None, :]
@@ -223,9 +201,9 @@ def _normalise(
             size = _square(z, here, K)
         tl.store(after + at, z, mask=here)
         x = tl.load(held + at, mask=here, other=0.0) + inner * z
-        if LAZY:
+        if K.lazy:
             tl.store(stream + at, x, mask=here)
-    if not LAZY:
+    if not K.lazy:
         tl.store(stream + at, x, mask=here)
     _store_pixels(operand, _window(m, K), low, x, here, K)
     return moved, size
@@ -235,15 +213,13 @@ def _normalise(
 def _normalise_all(
     mean, rstd, last, inner, outer, before, after, held, stream, operand, begin, end, low, K: tl.constexpr
 ):  # fmt: skip
-    """Call `_normalise` for what `_join_all` left in the stream."""
+    """Call `_normalise` for what the blocks left in the stream, K.lazy."""
     moved, size = 0.0, 0.0
     for tile in range(begin, end, K.rows):
         m = tile + tl.arange(0, K.rows)
         at, here = _tile(m, end, K)
         y = tl.load(stream + at, mask=here, other=0.0)
-        a, b = _normalise(
-            y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, True, K
-        )
+        a, b = _normalise(y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, K)
         moved, size = _both(moved, a, K), _both(size, b, K)
     return moved, size
 
@@ -412,36 +388,37 @@ def iterate(
                     else:
                         mean = tl.load(known + block * WIDTH + co)
                         rstd = tl.load(known + (K.blocks + block) * WIDTH + co)
-                    first = tl.zeros([WIDTH], tl.float32)
-                    second = tl.zeros([WIDTH], tl.float32)
+                    first = tl.zeros([K.rows, WIDTH] if K.lazy else [WIDTH], tl.float32)
+                    second = tl.zeros([K.rows, WIDTH] if K.lazy else [WIDTH], tl.float32)
                     kept = tl.zeros([K.rows if K.alone else 1, WIDTH], tl.float32)
                     second_w = w + (block * 2 + 1) * LAYER
-                    second_bias = bias + (block * 2 + 1) * WIDTH
-                    if K.coupled and not K.alone:
-                        first, second = _join_all(
-                            hidden, stream, second_w, second_bias, x_mean, x_rstd, mean, begin, end, low, groups,
-                            slope_after, K,
-                        )  # fmt: skip
-                    else:
-                        w0, w1, w2 = _kept_weights(second_w, K)
-                        second_shift = tl.load(second_bias + co)
-                        for tile in tl.range(begin, begin + 1 if K.alone else end, K.rows, num_stages=1):
-                            m = tile + tl.arange(0, K.rows)
-                            at, here = _tile(m, end, K)
-                            windows = _window(tl.minimum(m, end - 1), K)
-                            y = _convolve(hidden, second_w, w0, w1, w2, windows, low, groups, K)
-                            x = tl.load(stream + at, mask=here, other=0.0)
-                            y = _join(y, x, second_shift, slope_after, K)
-                            if K.alone:
-                                kept = y
-                                y = tl.where(here, y - mean[None, :], 0.0)
-                                first, second = tl.sum(y, axis=0), tl.sum(y * y, axis=0)
-                            else:
-                                a, b = _normalise(
-                                    y, m, end, mean, rstd, last, inner, outer, slots + old * slot,
-                                    slots + new * slot, held, stream, operand, low, False, K,
-                                )  # fmt: skip
-                                moved, size = _both(moved, a, K), _both(size, b, K)
+                    w0, w1, w2 = _kept_weights(second_w, K)
+                    second_shift = tl.load(bias + (block * 2 + 1) * WIDTH + co)
+                    for tile in tl.range(begin, begin + 1 if K.alone else end, K.rows, num_stages=1):
+                        m = tile + tl.arange(0, K.rows)
+                        at, here = _tile(m, end, K)
+                        windows = _window(tl.minimum(m, end - 1), K)
+                        y = _convolve(hidden, second_w, w0, w1, w2, windows, low, groups, K)
+                        x = tl.load(stream + at, mask=here, other=0.0)
+                        if K.lazy:
+                            x = (x - x_mean[None, :]) * x_rstd[None, :]
+                        y = _join(y, x, second_shift, slope_after, K)
+                        if K.lazy:
+                            tl.store(stream + at, y, mask=here)
+                            y = tl.where(here, y - mean[None, :], 0.0)
+                            first, second = first + y, second + y * y
+                        elif K.alone:
+                            kept = y
+                            y = tl.where(here, y - mean[None, :], 0.0)
+                            first, second = tl.sum(y, axis=0), tl.sum(y * y, axis=0)
+                        else:
+                            a, b = _normalise(
+                                y, m, end, mean, rstd, last, inner, outer, slots + old * slot, slots + new * slot,
+                                held, stream, operand, low, K,
+                            )  # fmt: skip
+                            moved, size = _both(moved, a, K), _both(size, b, K)
+                    if K.lazy:
+                        first, second = tl.sum(first, axis=0), tl.sum(second, axis=0)
                     tl.debug_barrier()
                     if K.coupled:
                         # Two buffers in turn: a program may write its next sums while others read these.
@@ -463,7 +440,7 @@ def iterate(
                                 m = begin + tl.arange(0, K.rows)
                                 moved, size = _normalise(
                                     kept, m, end, mean, rstd, last, inner, outer, slots + old * slot,
-                                    slots + new * slot, held, stream, operand, low, False, K,
+                                    slots + new * slot, held, stream, operand, low, K,
                                 )  # fmt: skip
                             else:
                                 moved, size = _normalise_all(
