@@ -148,34 +148,31 @@ def fold(
 
 @triton.jit(do_not_specialize=["programs"])
 def unfold(
-    parts, stats, dw, db, programs, NORM: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, K: tl.constexpr,
+    parts, stats, dw, db, programs, NORM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """Add the parts of a packed gradient in a fixed order, and unpack it. LAST: to channels_last."""
+    """Add the parts of a packed gradient in a fixed order, and unpack it: a tap of an input channel per program.
+
+    LAST: to channels_last.
+    """
     C: tl.constexpr = K.channels
-    PART: tl.constexpr = 3 * K.depth * K.columns
     tap = tl.program_id(0)
-    ci = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    ci = tl.program_id(1)
     co = tl.arange(0, K.columns)
     rows = parts + ((tap // 3) * K.depth + tap % 3 * K.pitch) * K.columns
-    real = (ci < C)[None, :, None] & (co < C)[None, None, :]
-    weight = tl.zeros([CHUNK, ROWS, K.columns], tl.float32)
+    weight = tl.zeros([CHUNK, K.columns], tl.float32)
     ones = tl.zeros([CHUNK, K.columns], tl.float32)
     for start in range(0, programs, CHUNK):
         part = start + tl.arange(0, CHUNK)
-        of = rows + (part * PART)[:, None, None] + (ci * K.columns)[None, :, None] + co[None, None, :]
-        weight += tl.load(of, mask=(part < programs)[:, None, None] & real, other=0.0)
-        of_ones = rows + (part * PART)[:, None] + C * K.columns + co[None, :]
-        ones += tl.load(of_ones, mask=(part < programs)[:, None] & (co < C)[None, :], other=0.0)
+        of = rows + (part * (3 * K.depth * K.columns))[:, None] + co[None, :]
+        here = (part < programs)[:, None] & (co < C)[None, :]
+        weight += tl.load(of + ci * K.columns, mask=here, other=0.0)
+        ones += tl.load(of + C * K.columns, mask=here, other=0.0)
     gradient = tl.sum(weight, axis=0)
     sums = tl.sum(ones, axis=0)
     if NORM:
-        mean = tl.load(stats + ci, mask=ci < C, other=0.0)
-        rstd = tl.load(stats + K.columns + ci, mask=ci < C, other=0.0)
-        gradient = (gradient - mean[:, None] * sums[None, :]) * rstd[:, None]
-    at = tap * C + ci if LAST else ci * 9 + tap
-    tl.store(dw + (co * C * 9)[None, :] + at[:, None], gradient, mask=(ci < C)[:, None] & (co < C)[None, :])
-    if tap == 4 and tl.program_id(1) == 0:
+        gradient = (gradient - tl.load(stats + ci) * sums) * tl.load(stats + K.columns + ci)
+    tl.store(dw + co * C * 9 + (tap * C + ci if LAST else ci * 9 + tap), gradient, mask=co < C)
+    if tap == 4 and ci == 0:
         tl.store(db + co, sums, mask=co < C)
 
 
@@ -239,10 +236,13 @@ def _finish(
 
 @triton.jit(do_not_specialize=["images"])
 def convolve(
-    x, w, out, residual, before, stats, mask, sums, images, slope, WHAT: tl.constexpr, DROP: tl.constexpr,
+    x, w, out, beside, before, stats, sums, images, slope, WHAT: tl.constexpr, DROP: tl.constexpr,
     SUMS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Convolve. A program works through many tiles, so that sums per channel are few and in a fixed order."""
+    """Convolve. A program works through many tiles, so that sums per channel are few and in a fixed order.
+
+    `beside` holds the mask of HIDDEN, and what the other epilogues call the residual.
+    """
     pid = tl.program_id(0)
     co = tl.arange(0, K.columns)
     # Copies of 16 bytes are half as many as the 8-byte ones that would go through the L1 cache.
@@ -275,7 +275,7 @@ def convolve(
             pixel = image * (K.height * K.width) + place % K.width
             real = place < images * K.width
             at = (pixel * K.pitch)[:, None] + co[None, :]
-            masked = (image * K.pitch)[:, None] + co[None, :]
+            beside_at = (image * K.pitch)[:, None] + co[None, :] if WHAT == HIDDEN else at
             above = empty
             here = empty
             for row in range(top - 1, bottom + 1):
@@ -283,10 +283,7 @@ def convolve(
                 a = _three(x + row * (K.width * K.pitch), pixel, inside, place % K.width, k, K)
                 back = (row - 1) * (K.width * K.pitch)
                 ok = (real & (row > top))[:, None] & (co < K.pitch)[None, :]
-                if WHAT == HIDDEN:
-                    early = _load_early(mask, 0, masked, ok, EARLY)
-                else:
-                    early = _load_early(residual, back, at, ok, EARLY)
+                early = _load_early(beside, 0 if WHAT == HIDDEN else back, beside_at, ok, EARLY)
                 more = _load_early(before, back, at, ok, MORE)
                 # The sum that is needed now comes last: waiting for it waits for all, and the others can move.
                 next_here = tl.dot(a, w0, empty, input_precision="ieee")
@@ -308,11 +305,9 @@ def convolve(
             real = pixel < pixels
             at = (pixel * K.pitch)[:, None] + co[None, :]
             ok = real[:, None] & (co < K.pitch)[None, :]
-            if WHAT == HIDDEN:
-                masked = (pixel // (K.height * K.width) * K.pitch)[:, None] + co[None, :]
-                early = _load_early(mask, 0, masked, ok, EARLY)
-            else:
-                early = _load_early(residual, 0, at, ok, EARLY)
+            image = pixel // (K.height * K.width)
+            beside_at = (image * K.pitch)[:, None] + co[None, :] if WHAT == HIDDEN else at
+            early = _load_early(beside, 0, beside_at, ok, EARLY)
             more = _load_early(before, 0, at, ok, MORE)
             a = _three(x, pixel - K.width, real & (row > 0), col, k, K)
             acc = tl.dot(a, w0, empty, input_precision="ieee")
