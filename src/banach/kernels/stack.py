@@ -257,8 +257,8 @@ def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     out, programs = torch.empty((N, H, W, of.pitch), dtype=STORED, device=x.device), of.programs(pixels, x.device)
     sums = torch.empty((programs if gradient else 0, 2, of.columns), device=x.device)
     _device().enter[(programs,)](
-        host.pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, ONES=not gradient,
-        SUMS=gradient, K=host.constants(of),
+        host.pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, GRADIENT=gradient,
+        K=host.constants(of),
     )  # fmt: skip
     return out, sums
 

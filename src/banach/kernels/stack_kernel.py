@@ -23,8 +23,8 @@ def _with_ones(value, co, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def enter(x, out, before, sums, M, ONES: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr):
-    """Copy pixels of C channels to their pitch. SUMS: add the values, and their products with `before`."""
+def enter(x, out, before, sums, M, GRADIENT: tl.constexpr, K: tl.constexpr):
+    """Copy pixels of C channels to their pitch. GRADIENT: no ones; sum values and products with `before`."""
     co = tl.arange(0, K.columns)
     first = tl.zeros([K.columns], tl.float32)
     second = tl.zeros([K.columns], tl.float32)
@@ -34,13 +34,13 @@ def enter(x, out, before, sums, M, ONES: tl.constexpr, SUMS: tl.constexpr, K: tl
         here = (m < M)[:, None] & (co < K.pitch)[None, :]
         at = (m * K.pitch)[:, None] + co[None, :]
         value = tl.load(x + (m * K.channels)[:, None] + co[None, :], mask=held, other=0.0).to(tl.float32)
-        if ONES:
+        if not GRADIENT:
             value = _with_ones(value, co, K)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
-        if SUMS:
+        if GRADIENT:
             first += tl.sum(value, axis=0)
             second += tl.sum(value * tl.load(before + at, mask=here, other=0.0).to(tl.float32), axis=0)
-    if SUMS:
+    if GRADIENT:
         at = sums + tl.program_id(0) * 2 * K.columns + co
         tl.store(at, first)
         tl.store(at + K.columns, second)
