@@ -10,7 +10,7 @@ from banach.backward import JFB, Implicit, Neumann
 from banach.fast.capture import CapturedCalls
 from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
-from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
+from banach.latent import Latent, leaves, map_leaves, select
 from banach.network import ImplicitNetwork, warn_unconverged
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples
@@ -89,13 +89,8 @@ class CompiledNetwork:
         elsewhere = d[0].device.type != torch.device(self.plan.device).type  # Q may move its input by itself
         if not self.plan.graph or elsewhere:
             return self._answer(d, z0, eager=True)
-        given = (d,) if z0 is None else (d, z0)
-
-        def program(*padded: Tensor) -> tuple[Any, ...]:
-            return self._flat_answer(*rebuild(given, padded))
-
-        batch, structure = len(d[0]), None if z0 is None else outline(z0)  # keys of a dict may be in any order
-        made: tuple[Any, ...] = self._calls(structure, program, leaves(given))
+        batch, given = len(d[0]), (d,) if z0 is None else (d, z0)
+        made: tuple[Any, ...] = self._calls(self._flat_answer, given)
         wanted = len(made) if solution else 1
         copied = map_leaves(lambda part: part[:batch].clone(), made[:wanted])  # before the host waits
         failures, again = self._failures(made, batch)
