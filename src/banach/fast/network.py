@@ -163,7 +163,7 @@ def _copy(to: list[Tensor], values: list[Tensor]) -> None:
     pairs = list(zip(to, values, strict=True))
     alike = [(one, value) for one, value in pairs if one.stride() == value.stride()]
     if alike:  # torch refuses empty lists
-        torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
+        torch._foreach_copy_([one for one, _ in alike], [value for _, value in alike])
     for one, value in pairs:
         if one.stride() != value.stride():
             one.copy_(value)

@@ -93,6 +93,7 @@ class TrainStep:
         self.feed: Any = GivenBatches(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
+        self._recording: Any = None
         self._network: Any = None
         self._results: dict[bool, tuple[Tensor, Solution | None]] = {}
         self._make_plan()

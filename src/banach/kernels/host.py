@@ -40,8 +40,8 @@ def multiprocessors(device: torch.device) -> int:
 
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may use; those of an H200 where there is no GPU."""
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if on_gpu else 227 * 1024
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return properties.shared_memory_per_block_optin if properties else 227 * 1024
 
 
 def ceil_div(whole: int, part: int) -> int:

@@ -32,7 +32,6 @@ COLUMNS = 16  # channels whose sums one program adds, if it does nothing else
 REDUCE = {"CHUNK": 128, "num_warps": 4}  # parts of a weight gradient that are added at a time
 POINTWISE = 64  # pixels of a tile between convolutions
 HIDDEN, JOIN, GATE, ADD = range(4)  # epilogues of a convolution, see `stack_kernel`
-Record = tuple[list[Tensor], list[Tensor]]  # inputs of the blocks and the last output; hidden values
 
 
 @dataclass(frozen=True)
@@ -165,13 +164,11 @@ class Residual(torch.autograd.Function):
     """`run` and `back` for autograd. Returns the output, and the statistics of each batch norm."""
 
     @staticmethod
-    def forward(
-        ctx: Any, stack: Stack, x: Tensor, masks: Tensor | None, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        record: Record = ([], [])
+    def forward(ctx: Any, stack: Stack, x: Tensor, masks: Tensor | None, *parameters: Tensor) -> Any:
+        record: list[Tensor] = []
         out, stats = run(stack, x, masks, record)
         ctx.stack = stack
-        ctx.save_for_backward(stats, *record[0], *record[1])
+        ctx.save_for_backward(stats, *record)
         ctx.mark_non_differentiable(stats)
         return out, stats
 
@@ -179,25 +176,28 @@ class Residual(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("the fused blocks have first derivatives only; for create_graph use the modules")
-        stats, *kept = ctx.saved_tensors
-        dx, *others = back(ctx.stack, gradients[0], stats, (kept[: len(stats)], kept[len(stats) :]))
+        stats, *record = ctx.saved_tensors
+        dx, *others = back(ctx.stack, gradients[0], stats, record)
         return None, dx, None, *others
 
 
-def run(stack: Stack, x: Tensor, masks: Tensor | None, record: Record | None) -> tuple[Tensor, Tensor]:
-    """Return the output and the statistics (layers + 1, 3, columns) of all blocks' inputs and the last output."""
+def run(stack: Stack, x: Tensor, masks: Tensor | None, record: list[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return the output and the statistics (layers + 1, 3, columns) of all blocks' inputs and the last output.
+
+    `record` gets the first input, then the hidden values and the output of every block.
+    """
     layers, batch, of = len(stack.weights) // 2, stack.known is None, stack.layout
     stats = torch.zeros((layers + 1, 3, of.columns), device=x.device)
     stats[0, 1] = 1  # the first input is used as it is
     if stack.known is not None:
         stats[1:] = stack.known
     ready = torch.cat([(stats[0] * stack.scale).expand(layers, -1, -1), stats[: 1 if batch else layers]])
-    folded = _packed(stack, 2 * layers)
+    folded = _packed(stack)
     _fold(stack, folded, ready, slice(len(ready)))
     kept = None if masks is None else F.pad(masks.to(STORED), (0, of.pitch - x.shape[1]))
     y, _ = _enter(stack, x, None)
-    if record:
-        record[0].append(y)
+    if record is not None:
+        record.append(y)
     for layer in range(layers):
         mask, after = None if kept is None else kept[layer], layers + layer + 1
         hidden, _ = _convolve(stack, HIDDEN, y, folded[after - 1], mask)
@@ -205,17 +205,16 @@ def run(stack: Stack, x: Tensor, masks: Tensor | None, record: Record | None) ->
         if batch:  # the last block is followed by no weights to pack
             following = slice(after, after + 1)
             _fold(stack, folded[following], stats[layer + 1], following, sums, x.numel() // x.shape[1])
-        if record:
-            record[0].append(y)
-            record[1].append(hidden)
+        if record is not None:
+            record += [hidden, y]
     return _leave(stack, y, stats[layers], x.dtype), stats
 
 
-def back(stack: Stack, g: Tensor, stats: Tensor, record: Record) -> list[Tensor]:
+def back(stack: Stack, g: Tensor, stats: Tensor, record: list[Tensor]) -> list[Tensor]:
     """Return gradients of x, of the weights and of the biases, in the order of `Stack`."""
-    layers, batch, (inputs, hidden) = len(stack.weights) // 2, stack.known is None, record
+    layers, batch, inputs, hidden = len(stack.weights) // 2, stack.known is None, record[::2], record[1::2]
     scaled, count, dtype = stats[0] * stack.scale, g.shape[0] * g.shape[2] * g.shape[3], g.dtype
-    turned = _packed(stack, 2 * layers)
+    turned = _packed(stack)
     scales = torch.cat([one.expand(layers, -1, -1) for one in (scaled, stats[0])])
     _fold(stack, turned, scales, slice(2 * layers), turn=True)
     made: list[Any] = [None] * (2 * layers)
@@ -274,8 +273,8 @@ def _leave(stack: Stack, x: Tensor, stats: Tensor | None, dtype: torch.dtype) ->
     return out.permute(0, 3, 1, 2)
 
 
-def _packed(stack: Stack, layers: int) -> Tensor:
-    shape = layers, 3, stack.layout.depth, stack.layout.columns
+def _packed(stack: Stack) -> Tensor:
+    shape = len(stack.weights), 3, stack.layout.depth, stack.layout.columns
     return torch.zeros(shape, dtype=STORED, device=stack.weights.device)
 
 
