@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.backward import JFB, Implicit, Neumann
 from banach.fast.capture import CapturedCalls
 from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
@@ -120,15 +119,14 @@ class CompiledNetwork:
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
     ) -> tuple[Any, Solution]:
         """Return N(d) and the Solution. `eager`: by `solve`, with host checks."""
-        fast, mode, count = self.fast, self.net.backward, len(d[0])
+        fast, count = self.fast, len(d[0])
         with self._autocast(d[0]):
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
                 z0 = _check_rows("the latent", self.net.start(v) if z0 is None else z0, count)
             found = fast.solve(v, z0, checked=eager)
             z = _check_rows("the latent", found.value, count)
-            u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
-            return _check_rows("S(u)", fast.S(u), count), found
+            return _check_rows("S(u)", fast.S(self.net.backward.attach(fast.R, z, (v,))), count), found
 
     def _flat_answer(self, *given: Any, eager: bool = False) -> tuple[Any, ...]:
         """Return the same as one nest: the output, the latent and the numbers of its samples."""
