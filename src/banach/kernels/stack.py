@@ -29,7 +29,7 @@ LARGEST = 64 - ONES  # channels
 SMALL = 256  # pixels of an image: with at most that many, marching down its columns is slower
 SUM = {"CHUNK": 256, "num_warps": 8}  # sums of programs for batch norm: how many are added at a time
 COLUMNS = 16  # channels whose sums one program adds, if it does nothing else
-REDUCE = {"CHUNK": 128, "num_warps": 4}  # parts of a weight gradient that are added at a time
+REDUCE = {"ROWS": 1, "CHUNK": 128, "num_warps": 4}  # rows and parts of a weight gradient that are added at a time
 POINTWISE = 64  # pixels of a tile between convolutions
 HIDDEN, JOIN, GATE, ADD = range(4)  # epilogues of a convolution, see `stack_kernel`
 
@@ -332,7 +332,7 @@ def _weights(stack: Stack, x: Tensor, g: Tensor, stats: Tensor | None) -> tuple[
     memory_format = torch.channels_last if stack.channels_last else torch.contiguous_format
     dw = torch.empty((of.channels, of.channels, 3, 3), device=x.device, memory_format=memory_format)
     db = torch.empty(of.channels, device=x.device)
-    _device().unfold[(9, of.channels)](
+    _device().unfold[(9, host.ceil_div(of.channels, REDUCE["ROWS"]))](
         parts, parts if stats is None else stats, dw, db, programs, NORM=stats is not None,
         LAST=stack.channels_last, K=host.constants(stack.layout), **REDUCE,
     )  # fmt: skip

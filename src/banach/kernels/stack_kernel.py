@@ -148,31 +148,34 @@ def fold(
 
 @triton.jit(do_not_specialize=["programs"])
 def unfold(
-    parts, stats, dw, db, programs, NORM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr
+    parts, stats, dw, db, programs, NORM: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a packed gradient in a fixed order, and unpack it: a tap of an input channel per program.
-
-    LAST: to channels_last.
-    """
+    """Add the parts of a packed gradient in a fixed order, and unpack it. LAST: to channels_last."""
     C: tl.constexpr = K.channels
+    PART: tl.constexpr = 3 * K.depth * K.columns
     tap = tl.program_id(0)
-    ci = tl.program_id(1)
+    ci = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     co = tl.arange(0, K.columns)
     rows = parts + ((tap // 3) * K.depth + tap % 3 * K.pitch) * K.columns
-    weight = tl.zeros([CHUNK, K.columns], tl.float32)
+    real = (ci < C)[None, :, None] & (co < C)[None, None, :]
+    weight = tl.zeros([CHUNK, ROWS, K.columns], tl.float32)
     ones = tl.zeros([CHUNK, K.columns], tl.float32)
     for start in range(0, programs, CHUNK):
         part = start + tl.arange(0, CHUNK)
-        of = rows + (part * (3 * K.depth * K.columns))[:, None] + co[None, :]
-        here = (part < programs)[:, None] & (co < C)[None, :]
-        weight += tl.load(of + ci * K.columns, mask=here, other=0.0)
-        ones += tl.load(of + C * K.columns, mask=here, other=0.0)
+        of = rows + (part * PART)[:, None, None] + (ci * K.columns)[None, :, None] + co[None, None, :]
+        weight += tl.load(of, mask=(part < programs)[:, None, None] & real, other=0.0)
+        of_ones = rows + (part * PART)[:, None] + C * K.columns + co[None, :]
+        ones += tl.load(of_ones, mask=(part < programs)[:, None] & (co < C)[None, :], other=0.0)
     gradient = tl.sum(weight, axis=0)
     sums = tl.sum(ones, axis=0)
     if NORM:
-        gradient = (gradient - tl.load(stats + ci) * sums) * tl.load(stats + K.columns + ci)
-    tl.store(dw + co * C * 9 + (tap * C + ci if LAST else ci * 9 + tap), gradient, mask=co < C)
-    if tap == 4 and ci == 0:
+        mean = tl.load(stats + ci, mask=ci < C, other=0.0)
+        rstd = tl.load(stats + K.columns + ci, mask=ci < C, other=0.0)
+        gradient = (gradient - mean[:, None] * sums[None, :]) * rstd[:, None]
+    at = tap * C + ci if LAST else ci * 9 + tap
+    tl.store(dw + (co * C * 9)[None, :] + at[:, None], gradient, mask=(ci < C)[:, None] & (co < C)[None, :])
+    if tap == 4 and tl.program_id(1) == 0:
         tl.store(db + co, sums, mask=co < C)
 
 
