@@ -74,7 +74,7 @@ def test_compile_takes_a_tuple_or_several() -> None:
     assert again.converged.all()
     with pytest.raises(ValueError, match="must have a row for each of 6 samples"):
         fast(d[0], d[1][:5])
-    with pytest.raises(TypeError, match="takes the inputs of Q, got none"):
+    with pytest.raises(TypeError, match="whose inputs are tensors, got none"):
         fast()
 
 

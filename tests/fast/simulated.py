@@ -41,7 +41,7 @@ class EagerGraphs:
 class EagerCalls(CapturedCalls):
     """In place of `CapturedCalls`: a replay runs the function of the first call and overwrites its result."""
 
-    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> Any:
+    def _capture(self, function: Callable[..., Any], buffers: tuple[Any, ...]) -> Any:
         result = function(*buffers)
         again = SimpleNamespace(replay=lambda: map_leaves(Tensor.copy_, result, function(*buffers)))
         return buffers, result, again

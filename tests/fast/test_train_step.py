@@ -75,13 +75,15 @@ def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatc
     step, (d, y) = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch), batch()
     step(d, y)
     before = copy.deepcopy(net.state_dict())
-    words = r"takes inputs of one shape and type, \(6, 1, 8, 8\) of torch.float32, got \(1, 1, 8, 8\) of"
+    words = r"of its first call, \[\(\(6, 1, 8, 8\), torch.float32\), .* got \[\(\(1, 1, 8, 8\), torch.float32\)"
     with pytest.raises(ValueError, match=words):
         step(d[:1], y[:1])
-    with pytest.raises(ValueError, match=r"got .* of torch\.float64"):
+    with pytest.raises(ValueError, match=r"got .* torch\.float64"):
         step(d.double(), y)
-    with pytest.raises(ValueError, match="targets of one shape"):
+    with pytest.raises(ValueError, match=r"got .*, \(\(1,\), torch\.int64\)\]; drop the last batch"):
         step(d, y[:1])
+    with pytest.raises(ValueError, match="of the shapes and types of its first call"):
+        step((d, d), y)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
@@ -108,7 +110,9 @@ def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for sgd.param_groups[0]["lr"] in (0.1, 0.1):
         step(d, y)
     sgd.param_groups[0]["lr"] = 0.05
-    with pytest.raises(ValueError, match=r"the learning rate 0\.1 is part of the captured step, got 0\.05; give"):
+    with pytest.raises(
+        ValueError, match=r"lr = 0\.1 of the optimizer is part of the captured step, got 0\.05; give"
+    ):
         step(d, y)
 
 

@@ -3,7 +3,7 @@
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from banach.fast.while_node import WhileNode
+from banach.latent import leaves, map_leaves, outline
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once
 
@@ -117,40 +118,40 @@ class Recording:
 
 
 class CapturedCalls:
-    """Calls of functions of tensors, each a CUDA graph that is captured at the first call with its key.
+    """Calls of a function of nests of tensors, each a CUDA graph that is captured at the first call with its key.
 
-    Keys are completed by the shapes of the inputs, whose batch is padded to the next power of two: one graph per
+    A key is the structure and shapes of the inputs, whose batch is padded to the next power of two: one graph per
     batch size would be one per call. Results belong to the graph: the next call with the same key overwrites them.
     """
 
     def __init__(self) -> None:
         self._graphs: Graphs | None = None
-        self._made: dict[Any, tuple[list[Tensor], Any, Recording]] = {}
+        self._made: dict[Any, tuple[Any, Any, Recording]] = {}
 
-    def __call__(self, key: Any, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-        """Return function(*inputs), whose rows beyond those of the inputs are to be ignored."""
+    def __call__(self, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        """Return function(*given), whose rows beyond those of the inputs are to be ignored."""
+        inputs = leaves(given)
         size = 1 << (len(inputs[0]) - 1).bit_length()
-        key = (key, size, *((x.shape[1:], x.dtype) for x in inputs))
+        key = (outline(given), size, *((x.shape[1:], x.dtype) for x in inputs))
         if key not in self._made:
-            self._made[key] = self._capture(function, [filled(x, size) for x in inputs])
+            self._made[key] = self._capture(function, map_leaves(lambda x: filled(x, size), given))
         buffers, result, recording = self._made[key]
-        for buffer, x in zip(buffers, inputs, strict=True):
+        for buffer, x in zip(leaves(buffers), inputs, strict=True):
             buffer[: len(x)].copy_(x)
         recording.replay()
         return result
 
-    def _capture(self, function: Callable[..., Any], buffers: list[Tensor]) -> tuple[list[Tensor], Any, Recording]:
+    def _capture(self, function: Callable[..., Any], buffers: tuple[Any, ...]) -> tuple[Any, Any, Recording]:
         made: list[Any] = []
-        device = buffers[0].device
-        graphs = self._graphs or Graphs(device)
+        device = leaves(buffers)[0].device
+        self._graphs = self._graphs or Graphs(device)
 
         def program() -> None:
             made[:] = [function(*buffers)]
 
         with torch.random.fork_rng([device]):
-            graphs.warm_up(program)
-            recording = graphs.capture(program)
-        self._graphs = graphs
+            self._graphs.warm_up(program)
+            recording = self._graphs.capture(program)
         return buffers, made[0], recording
 
 

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.backward import JFB, Implicit, Neumann
 from banach.fast.capture import CapturedCalls
 from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
-from banach.latent import Latent, leaves, map_leaves, outline, rebuild, select
+from banach.latent import Latent, leaves, map_leaves, select
 from banach.network import ImplicitNetwork
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import Solution, Status, mixes_samples
@@ -82,8 +81,7 @@ class CompiledNetwork:
         y, found = self._run(d, z0, solution=solution)
         if solution:
             return y, found
-        if found.failures:  # samples are independent: R is not probed
-            warn_unconverged(found, self.fast.R, (), coupled=True)
+        warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
         return y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, solution: bool) -> tuple[Any, Solution]:
@@ -91,13 +89,8 @@ class CompiledNetwork:
         elsewhere = d[0].device.type != torch.device(self.plan.device).type  # Q may move its input by itself
         if not self.plan.graph or elsewhere:
             return self._answer(d, z0, eager=True)
-        given = (d,) if z0 is None else (d, z0)
-
-        def program(*padded: Tensor) -> tuple[Any, ...]:
-            return self._flat_answer(*rebuild(given, padded))
-
-        batch, structure = len(d[0]), None if z0 is None else outline(z0)  # keys of a dict may be in any order
-        made: tuple[Any, ...] = self._calls(structure, program, leaves(given))
+        batch, given = len(d[0]), (d,) if z0 is None else (d, z0)
+        made: tuple[Any, ...] = self._calls(self._flat_answer, given)
         wanted = len(made) if solution else 1
         copied = map_leaves(lambda part: part[:batch].clone(), made[:wanted])  # before the host waits
         failures, again = self._failures(made, batch)
@@ -127,15 +120,14 @@ class CompiledNetwork:
         self, d: tuple[Tensor, ...], z0: Latent | None = None, *, eager: bool = False
     ) -> tuple[Any, Solution]:
         """Return N(d) and the Solution. `eager`: by `solve`, with host checks."""
-        fast, mode, count = self.fast, self.net.backward, len(d[0])
+        fast, count = self.fast, len(d[0])
         with self._autocast(d[0]):
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
                 z0 = _check_rows("the latent", self.net.start(v) if z0 is None else z0, count)
             found = fast.solve(v, z0, checked=eager)
             z = _check_rows("the latent", found.value, count)
-            u = fast.R(z, v) if type(mode) in (JFB, Neumann, Implicit) else mode.attach(fast.R, z, (v,))
-            return _check_rows("S(u)", fast.S(u), count), found
+            return _check_rows("S(u)", fast.S(self.net.backward.attach(fast.R, z, (v,))), count), found
 
     def _flat_answer(self, *given: Any, eager: bool = False) -> tuple[Any, ...]:
         """Return the same as one nest: the output, the latent and the numbers of its samples."""
@@ -162,14 +154,10 @@ compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net
 
 def _batch_of(d: tuple[Any, ...]) -> int:
     """Return the number of samples that all inputs have a row for."""
-    if not d:
-        raise TypeError("a compiled network takes the inputs of Q, got none")
-    for one in d:
-        if not isinstance(one, Tensor):
-            got = type(one).__name__
-            raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
-    if not d[0].dim():
-        raise ValueError("d must be a batch of inputs, got a tensor without dimensions")
+    others = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
+    if others or not d:
+        got = ", ".join(others) or "none"
+        raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
     _check_rows("d", d, len(d[0]))
     return len(d[0])
 
@@ -177,10 +165,7 @@ def _batch_of(d: tuple[Any, ...]) -> int:
 def _check_rows(name: str, value: Latent, count: int) -> Latent:
     """Return the value if its tensors have a row for each sample: samples leave the batch one by one."""
     name = f"{name} of a compiled network"
-    parts = leaves(value, name)
-    if not parts:
-        raise ValueError(f"{name} must hold at least one tensor, got an empty {type(value).__name__}")
-    for leaf in parts:
+    for leaf in leaves(value, name):
         if leaf.shape[:1] != (count,):
             raise ValueError(
                 f"{name} must have a row for each of {count} samples, got a tensor of shape {tuple(leaf.shape)}; "

@@ -37,17 +37,15 @@ class Samples:
 
     @staticmethod
     def start(z: Latent, v: Latent, samples: int, solver: Picard | Anderson) -> "Samples":
-        first = leaves(z)[0]
-        kind = torch.float64 if first.dtype == torch.float64 else torch.float32
-        numbers = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
-        active = torch.ones(samples, dtype=torch.bool, device=first.device)
-        counts = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
-        memory = None
-        if isinstance(solver, Anderson):
-            from banach.kernels import AndersonMemory
+        from banach.kernels import AndersonMemory
 
-            memory = AndersonMemory.start(z, numbers[0], solver.memory)
-        return Samples(z, v, None, active, numbers[0], numbers[1], numbers[2], counts[0], counts[1], memory)
+        first = leaves(z)[0]
+        kind = torch.promote_types(first.dtype, torch.float32)
+        residual, least, allowed = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
+        active = torch.ones(samples, dtype=torch.bool, device=first.device)
+        steps, arrived = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
+        memory = AndersonMemory.start(z, residual, solver.memory) if isinstance(solver, Anderson) else None
+        return Samples(z, v, None, active, residual, least, allowed, steps, arrived, memory)
 
     def late(self, count: int) -> "Samples":
         """Return copies of so many samples, those that are active among them."""

@@ -46,12 +46,9 @@ class FastNetwork:
         if self.plan.bf16_weights:
             self.bf16 = Bf16Weights(parts)
             parts = self.bf16.modules
-        frozen = frozen_copy(parts["R"])
-        if predicts:
-            parts["R"] = frozen
         # Not bound methods of the network: compiled parts are called in its place.
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
-        self.iterated = self.R if predicts else compiled(frozen, self.plan)
+        self.iterated = self.R if predicts else compiled(frozen_copy(parts["R"]), self.plan)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if not self.plan.own_loop:
@@ -93,11 +90,10 @@ def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
     R is not fused where its values measure the residual: fused blocks keep them in bf16, whose rounding is above a
     tolerance of 0.1 in the paper's CIFAR-10 network.
     """
-    parts: dict[str, Any] = {"Q": net.Q, "R": net.R, "S": net.S}
     measures = not plan.kernel and net.tolerance.max_steps > 0
-    fused = {name: bool(plan.fused_blocks) and not (name == "R" and measures) for name in parts}
+    stacks = {"Q": plan.fused_blocks, "R": plan.fused_blocks and not measures, "S": plan.fused_blocks}
     windows = bool(plan.windows)
-    return {name: with_kernels(part, stacks=fused[name], windows=windows) for name, part in parts.items()}
+    return {part: with_kernels(getattr(net, part), stacks=bool(stacks[part]), windows=windows) for part in stacks}
 
 
 def with_kernels(part: Any, *, stacks: bool = False, windows: bool = False) -> Any:
@@ -164,15 +160,13 @@ def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:
 
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:
     """Copy tensors, those that keep their strides in one kernel: one other pair would split it into many."""
-    alike: tuple[list[Tensor], list[Tensor]] = [], []
-    for one, value in zip(to, values, strict=True):
-        if one.stride() == value.stride():
-            alike[0].append(one)
-            alike[1].append(value)
-        else:
+    pairs = list(zip(to, values, strict=True))
+    alike = [(one, value) for one, value in pairs if one.stride() == value.stride()]
+    if alike:  # torch refuses empty lists
+        torch._foreach_copy_([one for one, _ in alike], [value for _, value in alike])
+    for one, value in pairs:
+        if one.stride() != value.stride():
             one.copy_(value)
-    if alike[0]:  # torch refuses empty lists
-        torch._foreach_copy_(*alike)
 
 
 def frozen_copy(R: Any) -> Any:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
+from banach.fast import while_node
 from banach.network import ImplicitNetwork, is_coupled
 from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
 from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
@@ -122,13 +123,11 @@ def plan(
     no_training = not training and "for training steps only"
     no_bf16 = precision != "bf16" and f"the precision is {precision}"
     no_stack = not any(map(is_stack, net.modules())) and "there is no stack of known blocks"
-    windows = _unless(
-        no_training,
-        no_kernel,
-        no_parts,
-        precision == "tf32" and "cuDNN is faster in TF32",
-        not any(map(is_window, net.modules())) and "there is no convolution of few channels",
-    )
+    no_window = not any(map(is_window, net.modules())) and "there is no convolution of few channels"
+    in_tf32 = precision == "tf32" and "cuDNN is faster in TF32"
+    windows = _unless(no_training, no_kernel, no_parts, in_tf32, no_window)
+    no_gpu = not runs_graphs(device) and "needs a CUDA GPU"
+    no_tensor_cores = precision == "fp32" and not windows and "fp32 does not use tensor cores"
     return Plan(
         task="training step" if training else "prediction",
         device=str(device),
@@ -138,7 +137,7 @@ def plan(
         bf16_weights=_unless(no_training, no_bf16, no_parts),
         fused_blocks=_unless(no_bf16, no_kernel, no_parts, no_stack),
         windows=windows,
-        channels_last=_channels_last(device, precision, windows),
+        channels_last=_unless(no_gpu, no_tensor_cores),
         compiled=_unless(not compile and "not asked for", isinstance(net, ImplicitNetwork) and no_parts),
     )
 
@@ -269,32 +268,15 @@ def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice, *,
     mode = net.backward if implicit else None
     syncs = training and isinstance(mode, Implicit) and mode.syncs_with_host
     shares = implicit and not training and (bool(net.coupled) or uses_batch_statistics(net.R))
+    missing = loop and runs_graphs(device) and while_node.missing()
+    counts_steps = loop and type(net.solver) is not Picard and not hasattr(net.solver, "memory")
     return _unless(
         not training and not implicit and _NO_FIXED_POINT,
         not runs_graphs(device) and f"the weights are on the {device.type.upper()}",
         refused,
-        loop and runs_graphs(device) and _no_while_node(net),
+        missing and f"a while node needs {missing}",
+        counts_steps and "the solver may depend on the number of the step; give it a `memory`",
         syncs and "Implicit syncs with the host for its report or its method; NormalCG and Anderson do not",
         shares and "the samples of a batch share statistics",
         not training and any(m.training for m in net.modules()) and "a part of the network is in training mode",
     )
-
-
-def _no_while_node(net: ImplicitNetwork) -> str:
-    """Return why a while node cannot iterate R, "" if it can: its turns must be the same for the solver."""
-    from banach.fast.while_node import missing
-
-    counts_steps = type(net.solver) is not Picard and not hasattr(net.solver, "memory")
-    return _unless(
-        missing() and f"a while node needs {missing()}",
-        counts_steps and "the solver may depend on the number of the step; give it a `memory`",
-    ).why
-
-
-def _channels_last(device: torch.device, precision: str, windows: Choice) -> Choice:
-    if not runs_graphs(device):
-        return Choice(False, "needs a CUDA GPU")
-    if windows:
-        return Choice(True, "window convolutions read it")
-    exact = precision == "fp32"
-    return Choice(not exact, "fp32 does not use tensor cores" if exact else "tensor cores read it")

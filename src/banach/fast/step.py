@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,8 @@ from banach.solve.warning import warn_user
 
 # Their state before the first step is zero, or as good as zero.
 _START_AT_ZERO = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.SGD)
-# Options of an optimizer that may change after a capture: rates are followed, the others change no value.
-_FREE = ("lr", "foreach", "fused", "capturable", "differentiable")
+# Options of an optimizer that may change after a capture: they change no value.
+_FREE = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +87,16 @@ class TrainStep:
     ) -> None:
         if not isinstance(net, nn.Module):
             raise TypeError(f"TrainStep takes a network, got {type(net).__name__}")
-        options: Any = {"compile": compile, "observed": extras.penalty is not None}
-        self._plan = lambda: how or plan(net, precision="bf16" if bf16 else None, **options)
+        self._how, self._compile = how, compile
         self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
         self._modules, self._parameters = list(net.modules()), list(net.parameters())
-        self.plan, self._made_for = self._plan(), self._settings()
         self.feed: Any = GivenBatches(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
         self._recording: Any = None
         self._network: Any = None
         self._results: dict[bool, tuple[Tensor, Solution | None]] = {}
-        if how is None and not self.plan.graph:
-            self.warn()
+        self._make_plan()
 
     @property
     def reason(self) -> str | None:
@@ -117,14 +115,16 @@ class TrainStep:
             if not isinstance(value, Tensor):
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
         if self.plan.graph and self._settings() != self._made_for:
-            self._plan_again()
+            self._make_plan()
         self.feed.take((*d, targets), captured=bool(self.plan.graph))
         return self.run()
 
-    def _plan_again(self) -> None:
-        """Plan for the network as it is now, and capture the step again."""
-        self.plan, self._made_for, self._recording = self._plan(), self._settings(), None
-        if not self.plan.graph:
+    def _make_plan(self) -> None:
+        """Plan for the network as it is now. The step will be captured again."""
+        options: Any = {"compile": self._compile, "observed": self.extras.penalty is not None}
+        self.plan = self._how or plan(self.net, precision="bf16" if self.bf16 else None, **options)
+        self._made_for, self._recording = self._settings(), None
+        if self._how is None and not self.plan.graph:
             self.warn()
 
     def _settings(self) -> tuple[Any, ...]:
@@ -159,9 +159,7 @@ class TrainStep:
         from banach.fast.capture import Graphs, reason_of
         from banach.fast.network import FastNetwork, compiled
 
-        def program() -> None:
-            self._body(captured=True)
-
+        program = partial(self._body, captured=True)
         try:
             self._network = FastNetwork(self.net, self.plan)
             self._captured_loss = compiled(self.loss, self.plan)
@@ -190,7 +188,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
             self._network.bf16.refresh()
-        parts, count = _parts(batch, extras.accumulate), len(batch[-1])
+        parts, count = zip(*(one.chunk(extras.accumulate) for one in batch), strict=True), len(batch[-1])
         weight = 1.0 if extras.parallel is None else extras.parallel.weight(count)
         results = [self._part(part, weight * (len(part[-1]) / count), captured=captured) for part in parts]
         if captured:
@@ -275,54 +273,34 @@ class GivenBatches:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.kept: tuple[Tensor, ...] = ()
-        self.rates: list[Any] = []
-        self.options: list[dict[str, Any]] = []
+        self.options: list[dict[str, Any]] = []  # that are part of the captured step
 
     def take(self, given: tuple[Tensor, ...], *, captured: bool) -> None:
         """Take inputs and targets. A captured step refuses what it was not captured for."""
         self.given = given
         if not captured:
             return
-        if self.kept:
-            _check(given, self.kept)
-        self._follow_rates(given[0].device)
-        self.kept = self.kept or tuple(one.clone() for one in given)
+        if not self.kept:
+            self._begin(given)
+        if (got := _kinds(given)) != (wanted := _kinds(self.kept)):
+            raise ValueError(
+                f"a captured step takes inputs and targets of the shapes and types of its first call, {wanted}, "
+                f"got {got}; drop the last batch, or make a TrainStep for it"
+            )
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            _follow(group, options)
         for value, kept in zip(given, self.kept, strict=True):
             kept.copy_(value)
 
-    def _follow_rates(self, device: torch.device) -> None:
-        """Take up learning rates that were set since the last step: a graph reads tensors at every replay."""
-        groups = self.optimizer.param_groups
-        if not self.rates:
-            adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
-            for group in groups:
-                if adam and group["capturable"] and not isinstance(group["lr"], Tensor):
-                    group["lr"] = torch.tensor(float(group["lr"]), device=device)
-            self.rates = [group["lr"] for group in groups]
-            names = [name for name in self.optimizer.defaults if name not in _FREE]
-            self.options = [{name: group[name] for name in names} for group in groups]
-        self._check_options()
-        for group, rate in zip(groups, self.rates, strict=True):
-            if group["lr"] is rate:
-                continue
-            if isinstance(rate, Tensor):
-                rate.fill_(group["lr"])
-                group["lr"] = rate
-            elif group["lr"] != rate:
-                raise ValueError(
-                    f"the learning rate {rate:g} is part of the captured step, got {group['lr']:g}; give the "
-                    "optimizer a tensor, lr=torch.tensor(...), on the GPU"
-                )
-
-    def _check_options(self) -> None:
-        """Refuse options of the optimizer, such as betas, that were changed since the capture."""
-        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
-            for name, value in options.items():
-                if group[name] is not value and group[name] != value:
-                    raise ValueError(
-                        f"{name} = {value} of the optimizer is part of the captured step, got {group[name]}; make "
-                        "a new TrainStep (OneCycleLR and CyclicLR: pass cycle_momentum=False)"
-                    )
+    def _begin(self, given: tuple[Tensor, ...]) -> None:
+        """Keep what the captured step depends on. Rates become tensors, which a graph reads at every replay."""
+        adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+        for group in self.optimizer.param_groups:
+            if adam and group["capturable"] and not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.tensor(float(group["lr"]), device=given[0].device)
+        names = [name for name in self.optimizer.defaults if name not in _FREE]
+        self.options = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
+        self.kept = tuple(one.clone() for one in given)
 
     def eager(self) -> tuple[Tensor, ...]:
         """Return the next batch."""
@@ -337,19 +315,17 @@ class GivenBatches:
         return ()
 
 
-def _check(given: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> None:
-    if len(given) != len(kept):
-        wanted, got = len(kept) - 1, len(given) - 1
-        raise ValueError(f"a captured step takes {wanted} inputs, as at its first call, got {got}")
-    names = ["inputs"] * (len(kept) - 1) + ["targets"]
-    for name, value, first in zip(names, given, kept, strict=True):
-        if (value.shape, value.dtype) != (first.shape, first.dtype):
-            raise ValueError(
-                f"a captured step takes {name} of one shape and type, {tuple(first.shape)} of {first.dtype}, "
-                f"got {tuple(value.shape)} of {value.dtype}; drop the last batch, or make a TrainStep for it"
-            )
+def _follow(group: dict[str, Any], options: dict[str, Any]) -> None:
+    """Take up a learning rate that was set since the last step. Refuse other options that were changed."""
+    if isinstance(options["lr"], Tensor) and group["lr"] is not options["lr"]:
+        group["lr"] = options["lr"].fill_(group["lr"])
+    for name, value in options.items():
+        if group[name] is not value and group[name] != value:
+            other = "make a new TrainStep (OneCycleLR and CyclicLR: pass cycle_momentum=False)"
+            advice = "give the optimizer a tensor on the GPU, lr=torch.tensor(...)" if name == "lr" else other
+            text = f"{name} = {value} of the optimizer is part of the captured step"
+            raise ValueError(f"{text}, got {group[name]}; {advice}")
 
 
-def _parts(batch: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
-    """Cut a batch into parts of nearly the same size."""
-    return list(zip(*(one.chunk(count) for one in batch), strict=True)) if count > 1 else [batch]
+def _kinds(batch: tuple[Tensor, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(one.shape), one.dtype) for one in batch]

@@ -109,15 +109,8 @@ class WhileNode:
         launch.func = _kernel(torch.cuda.current_device())
         launch.gridDimX = launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
         launch.blockDimX = _THREADS
-        values = (
-            int(handle),
-            active.data_ptr(),
-            active.numel(),
-            self.stop_at,
-            steps.data_ptr(),
-            added,
-            self.max_steps,
-        )
+        numbers = active.numel(), self.stop_at, steps.data_ptr(), added, self.max_steps
+        values = int(handle), active.data_ptr(), *numbers
         number, address = ctypes.c_int, ctypes.c_void_p
         launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
         return _done(driver.cuGraphAddKernelNode(graph, after, len(after), launch))

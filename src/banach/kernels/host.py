@@ -38,6 +38,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may use; those of an H200 where there is no GPU."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return properties.shared_memory_per_block_optin if properties else 227 * 1024
+
+
 def ceil_div(whole: int, part: int) -> int:
     """Return whole / part, rounded up."""
     return -(-whole // part)
@@ -117,14 +123,10 @@ class SideStream:
             return work(*reads)
         main = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(main)
-        try:
-            with torch.cuda.stream(self.stream):
-                made = work(*reads)
-                done = torch.cuda.Event()
-                done.record(self.stream)
-        except BaseException:
-            main.wait_stream(self.stream)
-            raise
+        with torch.cuda.stream(self.stream):
+            made = work(*reads)
+            done = torch.cuda.Event()
+            done.record(self.stream)
         self._in_flight.append((done, reads))  # keeps `reads` from being freed and overwritten
         while len(self._in_flight) > LAG:
             main.wait_event(self._in_flight.popleft()[0])

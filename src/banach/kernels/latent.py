@@ -3,7 +3,6 @@
 The device code is in `latent_kernel.py`; the reference is `banach.solve`. No host sync happens here.
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,7 +73,8 @@ class Constants:
     relative: bool = False
     late: bool = False
     from_zero: bool = False
-    alone: bool = False  # each program has a single tile and keeps its values during a batch norm
+    alone: bool = False  # coupled, each program has a single tile and keeps its values during a batch norm
+    lazy: bool = False  # coupled otherwise: what a block gave stays as it is, and the next one normalises it
     spins: int = SPINS
 
 
@@ -125,19 +125,13 @@ def launch_of(v: Tensor, coupled: bool, dtype: torch.dtype) -> tuple[Constants, 
     one_each = min(images, at_once)
     pixels = height * width * (host.ceil_div(images, one_each) if coupled else 1)
     sizes, many = sizes_of(channels, height, width), not coupled and images >= MANY * one_each
-    K = tiled(sizes, pixels, dtype, _shared_limit(v.device), coupled=coupled, many=many)
+    K = tiled(sizes, pixels, dtype, host.shared_memory(v.device), coupled=coupled, many=many)
     programs = min(images, at_once * K.per_multiprocessor)
     held = images if coupled else programs
     if max(3 * held * height * width * K.pitch, 2 * held * K.area) >= 2**31:
         raise ValueError(f"a batch of {images} images is too large for one launch; use a smaller one")
-    return replace(K, coupled=coupled, alone=coupled and pixels <= K.rows), programs
-
-
-@functools.cache
-def _shared_limit(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 227 * 1024
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024))
+    alone = coupled and pixels <= K.rows
+    return replace(K, coupled=coupled, alone=alone, lazy=coupled and not alone), programs
 
 
 def latent_solve(R: Any, v: Tensor, z0: Tensor | None = None, *, tolerance: Tolerance | None = None) -> Solution:

@@ -169,27 +169,6 @@ def _join(y, x, shift, slope, K: tl.constexpr):
 
 
 @triton.jit
-def _join_all(
-    hidden, stream, w, bias, x_mean, x_rstd, pivot, begin, end, low, groups, slope, K: tl.constexpr
-):  # fmt: skip
-    """Replace a block's input in `stream` by its output before batch norm; sum that minus `pivot`, and squares."""
-    shift = tl.load(bias + tl.arange(0, K.columns))
-    first = tl.zeros([K.rows, K.columns], tl.float32)
-    second = tl.zeros([K.rows, K.columns], tl.float32)
-    w0, w1, w2 = _kept_weights(w, K)
-    for tile in tl.range(begin, end, K.rows, num_stages=1):
-        m = tile + tl.arange(0, K.rows)
-        at, here = _tile(m, end, K)
-        y = _convolve(hidden, w, w0, w1, w2, _window(tl.minimum(m, end - 1), K), low, groups, K)
-        x = (tl.load(stream + at, mask=here, other=0.0) - x_mean[None, :]) * x_rstd[None, :]
-        y = _join(y, x, shift, slope, K)
-        tl.store(stream + at, y, mask=here)
-        y = tl.where(here, y - pivot[None, :], 0.0)
-        first, second = first + y, second + y * y
-    return tl.sum(first, axis=0), tl.sum(second, axis=0)
-
-
-@triton.jit
 def _square(value, here, K: tl.constexpr):
     """Return the squared norm of a tile: of its worst pixel, or of all. Infinite if a number is not finite."""
     value = tl.where(here, value, 0.0)
@@ -205,14 +184,12 @@ def _both(a, b, K: tl.constexpr):
 
 
 @triton.jit
-def _normalise(
-    y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, LAZY: tl.constexpr,
-    K: tl.constexpr,
-):  # fmt: skip
+def _normalise(y, m, end, mean, rstd, last, before, after, parts, K: tl.constexpr):
     """Normalise what a block gave, the next block's input or iterate; return squared norms of residual and T(z).
 
-    LAZY: `stream` keeps what the block gave, except after the last block.
+    K.lazy: `stream` keeps what the block gave, except after the last block.
     """
+    stream, operand, held, low, inner, outer = parts
     at, here = _tile(m, end, K)
     x = (y - mean[None, :]) * rstd[None, :]
     moved, size = 0.0, 0.0
@@ -223,27 +200,23 @@ def _normalise(
             size = _square(z, here, K)
         tl.store(after + at, z, mask=here)
         x = tl.load(held + at, mask=here, other=0.0) + inner * z
-        if LAZY:
+        if K.lazy:
             tl.store(stream + at, x, mask=here)
-    if not LAZY:
+    if not K.lazy:
         tl.store(stream + at, x, mask=here)
     _store_pixels(operand, _window(m, K), low, x, here, K)
     return moved, size
 
 
 @triton.jit
-def _normalise_all(
-    mean, rstd, last, inner, outer, before, after, held, stream, operand, begin, end, low, K: tl.constexpr
-):  # fmt: skip
-    """Call `_normalise` for what `_join_all` left in the stream."""
+def _normalise_all(begin, end, mean, rstd, last, before, after, parts, K: tl.constexpr):
+    """Call `_normalise` for what the blocks left in the stream, K.lazy."""
     moved, size = 0.0, 0.0
     for tile in range(begin, end, K.rows):
         m = tile + tl.arange(0, K.rows)
         at, here = _tile(m, end, K)
-        y = tl.load(stream + at, mask=here, other=0.0)
-        a, b = _normalise(
-            y, m, end, mean, rstd, last, inner, outer, before, after, held, stream, operand, low, True, K
-        )
+        y = tl.load(parts[0] + at, mask=here, other=0.0)
+        a, b = _normalise(y, m, end, mean, rstd, last, before, after, parts, K)
         moved, size = _both(moved, a, K), _both(size, b, K)
     return moved, size
 
@@ -292,17 +265,17 @@ def _gather(tests, programs, K: tl.constexpr):
 @triton.jit
 def _judge(moved, size, atol, rtol, least, old, new, best, K: tl.constexpr):
     """Return residual, code (0 continue, 1 converged, 2 not finite), least residual, slots. atol is unscaled."""
-    reached = tl.sqrt(moved)
+    norm = tl.sqrt(moved)
     allowed = atol
     finite = moved < float("inf")
     if K.relative:
         allowed = atol + rtol * tl.sqrt(size)
         finite = finite & (size < float("inf"))
-    code = tl.where(finite, tl.where(reached <= allowed, 1, 0), 2).to(tl.int32)
-    best = tl.where(reached < least, old, best)
-    least = tl.where(reached < least, reached, least)
+    code = tl.where(finite, tl.where(norm <= allowed, 1, 0), 2).to(tl.int32)
+    best = tl.where(norm < least, old, best)
+    least = tl.where(norm < least, norm, least)
     free = tl.where((best != 1) & (new != 1), 1, 2)
-    return reached, code, least, new, tl.where((best != 0) & (new != 0), 0, free), best
+    return norm, code, least, new, tl.where((best != 0) & (new != 0), 0, free), best
 
 
 @triton.jit
@@ -328,7 +301,7 @@ def _start(v, z0, held, slots, stream, operand, begin, end, shift, low, inner, K
 
 @triton.jit
 def _finish(
-    slot, value, residual, steps, flags, begin, end, shift, image, count, images, code, diverged, made, reached,
+    slot, value, residual, steps, flags, begin, end, shift, image, count, images, code, diverged, made, norm,
     K: tl.constexpr,
 ):  # fmt: skip
     """Write the result of `count` images, from `image` on. Programs that lost each other write NaN and -1."""
@@ -340,7 +313,7 @@ def _finish(
         z = tl.where(code == LOST, float("nan"), z)
         tl.store(value + ((m + shift) * K.channels)[:, None] + co[None, :], z, mask=real)
     for own in range(image, image + count):
-        tl.store(residual + own, tl.where(code == LOST, float("nan"), reached))
+        tl.store(residual + own, tl.where(code == LOST, float("nan"), norm))
         tl.store(steps + own, tl.where(code == LOST, -1, made).to(tl.int64))
         tl.store(flags + own, tl.where(code == 1, 1, 0).to(tl.int8))
         tl.store(flags + images + own, tl.where(code < 0, 1, 0).to(tl.int8))
@@ -376,6 +349,7 @@ def iterate(
         image = tl.atomic_add(counters + 1, 1)
     slot = places * (PIXELS * K.pitch)
     low = places * K.area
+    parts = (stream, operand, held, low, inner, outer)  # of the arguments, for `_normalise`
     begin = first_place * PIXELS
     end = begin + own * PIXELS
     # In train mode with several tiles `stream` holds values before batch norm, with these statistics.
@@ -393,16 +367,14 @@ def iterate(
         met = 0  # barriers so far
         code = 0  # of `_judge`, or LOST
         old, new, best = 0, 1, 0  # slots of z, of T(z), and of the iterate with the least residual
-        reached, least = float("inf"), float("inf")
+        norm, least = float("inf"), float("inf")
         moved, size = 0.0, 0.0  # squared norms of the residual and of T(z)
         while (code == 0) & (made < max_steps):
             for block in range(K.blocks):
                 if code == 0:
                     last = block == K.blocks - 1
-                    _hidden(
-                        operand, hidden, w + block * 2 * LAYER, bias + block * 2 * WIDTH, begin, end, low, groups,
-                        slope, K,
-                    )  # fmt: skip
+                    first_w, first_bias = w + block * 2 * LAYER, bias + block * 2 * WIDTH
+                    _hidden(operand, hidden, first_w, first_bias, begin, end, low, groups, slope, K)
                     if last:
                         moved, size = 0.0, 0.0
                     if K.coupled:
@@ -412,36 +384,35 @@ def iterate(
                     else:
                         mean = tl.load(known + block * WIDTH + co)
                         rstd = tl.load(known + (K.blocks + block) * WIDTH + co)
-                    first = tl.zeros([WIDTH], tl.float32)
-                    second = tl.zeros([WIDTH], tl.float32)
+                    first = tl.zeros([K.rows, WIDTH] if K.lazy else [WIDTH], tl.float32)
+                    second = tl.zeros([K.rows, WIDTH] if K.lazy else [WIDTH], tl.float32)
                     kept = tl.zeros([K.rows if K.alone else 1, WIDTH], tl.float32)
                     second_w = w + (block * 2 + 1) * LAYER
-                    second_bias = bias + (block * 2 + 1) * WIDTH
-                    if K.coupled and not K.alone:
-                        first, second = _join_all(
-                            hidden, stream, second_w, second_bias, x_mean, x_rstd, mean, begin, end, low, groups,
-                            slope_after, K,
-                        )  # fmt: skip
-                    else:
-                        w0, w1, w2 = _kept_weights(second_w, K)
-                        second_shift = tl.load(second_bias + co)
-                        for tile in tl.range(begin, begin + 1 if K.alone else end, K.rows, num_stages=1):
-                            m = tile + tl.arange(0, K.rows)
-                            at, here = _tile(m, end, K)
-                            windows = _window(tl.minimum(m, end - 1), K)
-                            y = _convolve(hidden, second_w, w0, w1, w2, windows, low, groups, K)
-                            x = tl.load(stream + at, mask=here, other=0.0)
-                            y = _join(y, x, second_shift, slope_after, K)
-                            if K.alone:
-                                kept = y
-                                y = tl.where(here, y - mean[None, :], 0.0)
-                                first, second = tl.sum(y, axis=0), tl.sum(y * y, axis=0)
-                            else:
-                                a, b = _normalise(
-                                    y, m, end, mean, rstd, last, inner, outer, slots + old * slot,
-                                    slots + new * slot, held, stream, operand, low, False, K,
-                                )  # fmt: skip
-                                moved, size = _both(moved, a, K), _both(size, b, K)
+                    w0, w1, w2 = _kept_weights(second_w, K)
+                    second_shift = tl.load(bias + (block * 2 + 1) * WIDTH + co)
+                    for tile in tl.range(begin, begin + 1 if K.alone else end, K.rows, num_stages=1):
+                        m = tile + tl.arange(0, K.rows)
+                        at, here = _tile(m, end, K)
+                        windows = _window(tl.minimum(m, end - 1), K)
+                        y = _convolve(hidden, second_w, w0, w1, w2, windows, low, groups, K)
+                        x = tl.load(stream + at, mask=here, other=0.0)
+                        if K.lazy:
+                            x = (x - x_mean[None, :]) * x_rstd[None, :]
+                        y = _join(y, x, second_shift, slope_after, K)
+                        if K.lazy:
+                            tl.store(stream + at, y, mask=here)
+                            y = tl.where(here, y - mean[None, :], 0.0)
+                            first, second = first + y, second + y * y
+                        elif K.alone:
+                            kept = y
+                            y = tl.where(here, y - mean[None, :], 0.0)
+                            first, second = tl.sum(y, axis=0), tl.sum(y * y, axis=0)
+                        else:
+                            before, after = slots + old * slot, slots + new * slot
+                            a, b = _normalise(y, m, end, mean, rstd, last, before, after, parts, K)
+                            moved, size = _both(moved, a, K), _both(size, b, K)
+                    if K.lazy:
+                        first, second = tl.sum(first, axis=0), tl.sum(second, axis=0)
                     tl.debug_barrier()
                     if K.coupled:
                         # Two buffers in turn: a program may write its next sums while others read these.
@@ -452,24 +423,17 @@ def iterate(
                         together = _barrier(counters, met * programs, K)
                         if (block == 0) & (made > 0):
                             a, b = _gather(tests + made % 2 * programs * 2, programs, K)
-                            reached, code, least, old, new, best = _judge(
-                                a, b, atol, rtol, least, old, new, best, K
-                            )
+                            norm, code, least, old, new, best = _judge(a, b, atol, rtol, least, old, new, best, K)
                         code = tl.where(together == 0, LOST, code)
                         if code == 0:
                             mean, rstd = _statistics(all_sums, mean, programs, share, eps, K)
                             tl.store(pivot, mean)
+                            before, after = slots + old * slot, slots + new * slot
                             if K.alone:
                                 m = begin + tl.arange(0, K.rows)
-                                moved, size = _normalise(
-                                    kept, m, end, mean, rstd, last, inner, outer, slots + old * slot,
-                                    slots + new * slot, held, stream, operand, low, False, K,
-                                )  # fmt: skip
+                                moved, size = _normalise(kept, m, end, mean, rstd, last, before, after, parts, K)
                             else:
-                                moved, size = _normalise_all(
-                                    mean, rstd, last, inner, outer, slots + old * slot, slots + new * slot, held,
-                                    stream, operand, begin, end, low, K,
-                                )  # fmt: skip
+                                moved, size = _normalise_all(begin, end, mean, rstd, last, before, after, parts, K)
                                 # The next block normalises its own input; the next iterate is ready.
                                 x_mean = tl.where(last, 0.0, mean)
                                 x_rstd = tl.where(last, 1.0, rstd)
@@ -481,18 +445,16 @@ def iterate(
                     tl.store(mine, moved)
                     tl.store(mine + 1, size)
                 else:
-                    reached, code, least, old, new, best = _judge(
-                        moved, size, atol, rtol, least, old, new, best, K
-                    )
+                    norm, code, least, old, new, best = _judge(moved, size, atol, rtol, least, old, new, best, K)
         if K.coupled and (code == 0) & (made > 0):
             together = _barrier(counters, (met + 1) * programs, K)
             a, b = _gather(tests + made % 2 * programs * 2, programs, K)
-            reached, code, least, old, new, best = _judge(a, b, atol, rtol, least, old, new, best, K)
+            norm, code, least, old, new, best = _judge(a, b, atol, rtol, least, old, new, best, K)
             code = tl.where(together == 0, LOST, code)
-        diverged = (code == 0) & (reached > 10.0 * least)  # as `solve` has it: then the best iterate is kept
+        diverged = (code == 0) & (norm > 10.0 * least)  # as `solve` has it: then the best iterate is kept
         worse = diverged | (code == 2)
         _finish(
             slots + tl.where(worse, best, old) * slot, value, residual, steps, flags, begin, end, shift, image,
-            own, images, code, diverged, made, tl.where(worse, least, reached) * scale, K,
+            own, images, code, diverged, made, tl.where(worse, least, norm) * scale, K,
         )  # fmt: skip
         image = images if K.coupled else tl.atomic_add(counters + 1, 1)

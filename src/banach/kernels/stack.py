@@ -32,7 +32,6 @@ COLUMNS = 16  # channels whose sums one program adds, if it does nothing else
 REDUCE = {"ROWS": 1, "CHUNK": 128, "num_warps": 4}  # rows and parts of a weight gradient that are added at a time
 POINTWISE = 64  # pixels of a tile between convolutions
 HIDDEN, JOIN, GATE, ADD = range(4)  # epilogues of a convolution, see `stack_kernel`
-Record = tuple[list[Tensor], list[Tensor]]  # inputs of the blocks and the last output; hidden values
 
 
 @dataclass(frozen=True)
@@ -86,19 +85,19 @@ class Stack:
     biases: Tensor
     known: Tensor | None  # (layers, 3, columns) mean, 1 / deviation and variance; None: those of the batch
     eps: float
+    drops: bool
     scale: float  # what dropout multiplies by where it keeps; it goes into the weights, as a batch norm's scale
     channels_last: bool  # gradients of the weights
 
     @staticmethod
-    def of(blocks: Sequence[Any], scale: float) -> "Stack":
-        """Copy the weights of the blocks, and their running statistics in eval mode."""
-        parameters, known, norm = _parameters(blocks), host.running_statistics(blocks), blocks[0].norm
-        layout = Layout.of(blocks[0].conv1.in_channels)
+    def of(blocks: Sequence[Any], parameters: Sequence[Tensor], *, drops: bool, scale: float) -> "Stack":
+        """Copy the parameters of the blocks, and their running statistics in eval mode."""
+        layout, known = Layout.of(blocks[0].conv1.in_channels), host.running_statistics(blocks)
         last = parameters[0].is_contiguous(memory_format=torch.channels_last)
         if known is not None:
             known = host.padded(known.transpose(0, 1), layout.columns)
         weights, biases = host.gather(parameters[: 2 * len(blocks)]), host.gather(parameters[2 * len(blocks) :])
-        return Stack(layout, weights, biases, known, norm.eps, scale, last)
+        return Stack(layout, weights, biases, known, blocks[0].norm.eps, drops, scale, last)
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -125,7 +124,8 @@ def residual_stack(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor) -> Te
 def fused_stack(blocks: Sequence[Any], x: Tensor, masks: Tensor | None, scale: float) -> Tensor:
     """Compute the blocks by kernels. `masks`: (blocks, N, C), zero where hidden values are dropped."""
     with torch.autocast(x.device.type, enabled=False):
-        stack, parameters = Stack.of(blocks, scale), _parameters(blocks)
+        parameters = _parameters(blocks)
+        stack = Stack.of(blocks, parameters, drops=masks is not None, scale=scale)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
             out, stats = Residual.apply(stack, x, masks, *parameters)
         else:
@@ -164,13 +164,11 @@ class Residual(torch.autograd.Function):
     """`run` and `back` for autograd. Returns the output, and the statistics of each batch norm."""
 
     @staticmethod
-    def forward(
-        ctx: Any, stack: Stack, x: Tensor, masks: Tensor | None, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        record: Record = ([], [])
+    def forward(ctx: Any, stack: Stack, x: Tensor, masks: Tensor | None, *parameters: Tensor) -> Any:
+        record: list[Tensor] = []
         out, stats = run(stack, x, masks, record)
-        ctx.stack, ctx.dropped = stack, masks is not None
-        ctx.save_for_backward(stats, *record[0], *record[1])
+        ctx.stack = stack
+        ctx.save_for_backward(stats, *record)
         ctx.mark_non_differentiable(stats)
         return out, stats
 
@@ -178,59 +176,57 @@ class Residual(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("the fused blocks have first derivatives only; for create_graph use the modules")
-        stats, *kept = ctx.saved_tensors
-        dx, *others = back(ctx.stack, gradients[0], stats, (kept[: len(stats)], kept[len(stats) :]), ctx.dropped)
+        stats, *record = ctx.saved_tensors
+        dx, *others = back(ctx.stack, gradients[0], stats, record)
         return None, dx, None, *others
 
 
-def run(stack: Stack, x: Tensor, masks: Tensor | None, record: Record | None) -> tuple[Tensor, Tensor]:
-    """Return the output and the statistics (layers + 1, 3, columns) of all blocks' inputs and the last output."""
+def run(stack: Stack, x: Tensor, masks: Tensor | None, record: list[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return the output and the statistics (layers + 1, 3, columns) of all blocks' inputs and the last output.
+
+    `record` gets the first input, then the hidden values and the output of every block.
+    """
     layers, batch, of = len(stack.weights) // 2, stack.known is None, stack.layout
-    numbers = 1.0 / (x.shape[0] * x.shape[2] * x.shape[3]), stack.eps
     stats = torch.zeros((layers + 1, 3, of.columns), device=x.device)
     stats[0, 1] = 1  # the first input is used as it is
     if stack.known is not None:
         stats[1:] = stack.known
     ready = torch.cat([(stats[0] * stack.scale).expand(layers, -1, -1), stats[: 1 if batch else layers]])
-    folded = _packed(stack, 2 * layers)
-    _fold(stack, folded, ready, (stack.weights, stack.biases), layers=len(ready))
+    folded = _packed(stack)
+    _fold(stack, folded, ready, slice(len(ready)))
     kept = None if masks is None else F.pad(masks.to(STORED), (0, of.pitch - x.shape[1]))
     y, _ = _enter(stack, x, None)
-    if record:
-        record[0].append(y)
+    if record is not None:
+        record.append(y)
     for layer in range(layers):
         mask, after = None if kept is None else kept[layer], layers + layer + 1
-        hidden, _ = _convolve(stack, HIDDEN, y, folded[after - 1], mask=mask, drop=mask is not None)
-        y, sums = _convolve(stack, JOIN, hidden, folded[layer], residual=y, stats=stats[layer], sums=batch)
-        if batch and after < 2 * layers:
-            following = stack.weights[after], stack.biases[after]
-            _fold(stack, folded[after], stats[layer + 1], following, sums, numbers)
-        elif batch:
-            _fold(stack, stats[layer + 1], stats[layer + 1], None, sums, numbers)
-        if record:
-            record[0].append(y)
-            record[1].append(hidden)
+        hidden, _ = _convolve(stack, HIDDEN, y, folded[after - 1], mask)
+        y, sums = _convolve(stack, JOIN, hidden, folded[layer], y, stats=stats[layer])
+        if batch:  # the last block is followed by no weights to pack
+            following = slice(after, after + 1)
+            _fold(stack, folded[following], stats[layer + 1], following, sums, x.numel() // x.shape[1])
+        if record is not None:
+            record += [hidden, y]
     return _leave(stack, y, stats[layers], x.dtype), stats
 
 
-def back(stack: Stack, g: Tensor, stats: Tensor, record: Record, dropped: bool) -> list[Tensor]:
+def back(stack: Stack, g: Tensor, stats: Tensor, record: list[Tensor]) -> list[Tensor]:
     """Return gradients of x, of the weights and of the biases, in the order of `Stack`."""
-    layers, batch, (inputs, hidden) = len(stack.weights) // 2, stack.known is None, record
+    layers, batch, inputs, hidden = len(stack.weights) // 2, stack.known is None, record[::2], record[1::2]
     scaled, count, dtype = stats[0] * stack.scale, g.shape[0] * g.shape[2] * g.shape[3], g.dtype
-    turned = _packed(stack, 2 * layers)
+    turned = _packed(stack)
     scales = torch.cat([one.expand(layers, -1, -1) for one in (scaled, stats[0])])
-    _fold(stack, turned, scales, (stack.weights, stack.biases), layers=2 * layers, turn=True)
+    _fold(stack, turned, scales, slice(2 * layers), turn=True)
     made: list[Any] = [None] * (2 * layers)
     g, sums = _enter(stack, g, inputs[layers])
     side = host.SideStream(g.device)
     for layer in reversed(range(layers)):
         x, y, first = inputs[layer], inputs[layer + 1], layers + layer
         s = _unnormalise(stack, g, y, stats[layer + 1], sums if batch else None, count)
-        a, _ = _convolve(stack, GATE, s, turned[layer], residual=hidden[layer], drop=dropped)
+        a, _ = _convolve(stack, GATE, s, turned[layer], hidden[layer])
         gradients = functools.partial(_block_gradients, stack, scaled, stats[layer] if layer else None)
         made[layer], made[first] = side.run(gradients, hidden[layer], s, x, a)
-        before = x if batch and layer else None
-        g, sums = _convolve(stack, ADD, a, turned[first], residual=s, before=before, sums=before is not None)
+        g, sums = _convolve(stack, ADD, a, turned[first], s, before=x if batch and layer else None)
     side.join()
     return [_leave(stack, g, None, dtype), *(dw for dw, _ in made), *(db for _, db in made)]
 
@@ -260,8 +256,8 @@ def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     out, programs = torch.empty((N, H, W, of.pitch), dtype=STORED, device=x.device), of.programs(pixels, x.device)
     sums = torch.empty((programs if gradient else 0, 2, of.columns), device=x.device)
     _device().enter[(programs,)](
-        host.pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, ONES=not gradient,
-        SUMS=gradient, K=host.constants(of),
+        host.pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, GRADIENT=gradient,
+        K=host.constants(of),
     )  # fmt: skip
     return out, sums
 
@@ -277,27 +273,19 @@ def _leave(stack: Stack, x: Tensor, stats: Tensor | None, dtype: torch.dtype) ->
     return out.permute(0, 3, 1, 2)
 
 
-def _packed(stack: Stack, layers: int) -> Tensor:
-    shape = layers, 3, stack.layout.depth, stack.layout.columns
+def _packed(stack: Stack) -> Tensor:
+    shape = len(stack.weights), 3, stack.layout.depth, stack.layout.columns
     return torch.zeros(shape, dtype=STORED, device=stack.weights.device)
 
 
 def _fold(
-    stack: Stack,
-    out: Tensor,
-    stats: Tensor,
-    layer: tuple[Tensor, Tensor] | None,
-    sums: Tensor | None = None,
-    numbers: tuple[float, float] = (1.0, 0.0),
-    *,
-    layers: int = 1,
-    turn: bool = False,
+    stack: Stack, out: Tensor, stats: Tensor, which: slice, sums: Any = None, count: int = 1, *, turn: bool = False
 ) -> None:
-    """Compute `stats` from sums of y and y^2, if given, and pack the weights of `layer`; `turn`: for gradients."""
-    w, b = (stats, stats) if layer is None else layer
-    _device().fold[(1 if layer is None else 9 * layers,)](
-        w, b, stats, stats if sums is None else sums, out, 0 if sums is None else len(sums), *numbers,
-        MEASURE=sums is not None, PACK=layer is not None, TURN=turn, K=host.constants(stack.layout), **SUM,
+    """Compute `stats` from sums of y and y^2 over pixels, if given; pack some weights; `turn`: for gradients."""
+    w, b = stack.weights[which], stack.biases[which]
+    _device().fold[(9 * len(w) or 1,)](
+        w, b, stats, stats if sums is None else sums, out, 0 if sums is None else len(sums), 1.0 / count,
+        stack.eps, MEASURE=sums is not None, PACK=len(w) > 0, TURN=turn, K=host.constants(stack.layout), **SUM,
     )  # fmt: skip
 
 
@@ -316,27 +304,18 @@ def _unnormalise(stack: Stack, g: Tensor, y: Tensor, stats: Tensor, sums: Tensor
 
 
 def _convolve(
-    stack: Stack,
-    what: int,
-    x: Tensor,
-    w: Tensor,
-    *,
-    residual: Tensor | None = None,
-    before: Tensor | None = None,
-    stats: Tensor | None = None,
-    mask: Tensor | None = None,
-    drop: bool = False,
-    sums: bool = False,
+    stack: Stack, what: int, x: Tensor, w: Tensor, beside: Tensor | None, *, stats: Any = None, before: Any = None
 ) -> tuple[Tensor, Tensor]:
     """Convolve with packed weights, apply the epilogue `what`, and return the result with its sums, if wanted."""
     N, H, W, _ = x.shape
     of, out = stack.layout.tiled("large" if H * W > SMALL else "small", H, W), torch.empty_like(x)
     programs = of.programs(N * W, x.device, H) if of.march else of.programs(N * H * W, x.device)
+    sums = before is not None or (what == JOIN and stack.known is None)
     total = torch.empty((programs if sums else 0, 2, of.columns), device=x.device)
     _device().convolve[(programs,)](
-        x, w, out, x if residual is None else residual, x if before is None else before,
-        w if stats is None else stats, w if mask is None else mask, total if sums else w, N, SLOPE,
-        WHAT=what, DROP=drop, SUMS=sums, K=host.constants(of), num_stages=of.stages, num_warps=of.warps,
+        x, w, out, x if beside is None else beside, x if before is None else before, w if stats is None else stats,
+        total if sums else w, N, SLOPE, WHAT=what, DROP=stack.drops and what in (HIDDEN, GATE), SUMS=sums,
+        K=host.constants(of), num_stages=of.stages, num_warps=of.warps,
     )  # fmt: skip
     return out, total
 

@@ -23,8 +23,8 @@ def _with_ones(value, co, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def enter(x, out, before, sums, M, ONES: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr):
-    """Copy pixels of C channels to their pitch. SUMS: add the values, and their products with `before`."""
+def enter(x, out, before, sums, M, GRADIENT: tl.constexpr, K: tl.constexpr):
+    """Copy pixels of C channels to their pitch. GRADIENT: no ones; sum values and products with `before`."""
     co = tl.arange(0, K.columns)
     first = tl.zeros([K.columns], tl.float32)
     second = tl.zeros([K.columns], tl.float32)
@@ -34,13 +34,13 @@ def enter(x, out, before, sums, M, ONES: tl.constexpr, SUMS: tl.constexpr, K: tl
         here = (m < M)[:, None] & (co < K.pitch)[None, :]
         at = (m * K.pitch)[:, None] + co[None, :]
         value = tl.load(x + (m * K.channels)[:, None] + co[None, :], mask=held, other=0.0).to(tl.float32)
-        if ONES:
+        if not GRADIENT:
             value = _with_ones(value, co, K)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
-        if SUMS:
+        if GRADIENT:
             first += tl.sum(value, axis=0)
             second += tl.sum(value * tl.load(before + at, mask=here, other=0.0).to(tl.float32), axis=0)
-    if SUMS:
+    if GRADIENT:
         at = sums + tl.program_id(0) * 2 * K.columns + co
         tl.store(at, first)
         tl.store(at + K.columns, second)
@@ -239,10 +239,13 @@ def _finish(
 
 @triton.jit(do_not_specialize=["images"])
 def convolve(
-    x, w, out, residual, before, stats, mask, sums, images, slope, WHAT: tl.constexpr, DROP: tl.constexpr,
+    x, w, out, beside, before, stats, sums, images, slope, WHAT: tl.constexpr, DROP: tl.constexpr,
     SUMS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Convolve. A program works through many tiles, so that sums per channel are few and in a fixed order."""
+    """Convolve. A program works through many tiles, so that sums per channel are few and in a fixed order.
+
+    `beside` holds the mask of HIDDEN, and what the other epilogues call the residual.
+    """
     pid = tl.program_id(0)
     co = tl.arange(0, K.columns)
     # Copies of 16 bytes are half as many as the 8-byte ones that would go through the L1 cache.
@@ -275,7 +278,7 @@ def convolve(
             pixel = image * (K.height * K.width) + place % K.width
             real = place < images * K.width
             at = (pixel * K.pitch)[:, None] + co[None, :]
-            masked = (image * K.pitch)[:, None] + co[None, :]
+            beside_at = (image * K.pitch)[:, None] + co[None, :] if WHAT == HIDDEN else at
             above = empty
             here = empty
             for row in range(top - 1, bottom + 1):
@@ -283,10 +286,7 @@ def convolve(
                 a = _three(x + row * (K.width * K.pitch), pixel, inside, place % K.width, k, K)
                 back = (row - 1) * (K.width * K.pitch)
                 ok = (real & (row > top))[:, None] & (co < K.pitch)[None, :]
-                if WHAT == HIDDEN:
-                    early = _load_early(mask, 0, masked, ok, EARLY)
-                else:
-                    early = _load_early(residual, back, at, ok, EARLY)
+                early = _load_early(beside, 0 if WHAT == HIDDEN else back, beside_at, ok, EARLY)
                 more = _load_early(before, back, at, ok, MORE)
                 # The sum that is needed now comes last: waiting for it waits for all, and the others can move.
                 next_here = tl.dot(a, w0, empty, input_precision="ieee")
@@ -308,11 +308,9 @@ def convolve(
             real = pixel < pixels
             at = (pixel * K.pitch)[:, None] + co[None, :]
             ok = real[:, None] & (co < K.pitch)[None, :]
-            if WHAT == HIDDEN:
-                masked = (pixel // (K.height * K.width) * K.pitch)[:, None] + co[None, :]
-                early = _load_early(mask, 0, masked, ok, EARLY)
-            else:
-                early = _load_early(residual, 0, at, ok, EARLY)
+            image = pixel // (K.height * K.width)
+            beside_at = (image * K.pitch)[:, None] + co[None, :] if WHAT == HIDDEN else at
+            early = _load_early(beside, 0, beside_at, ok, EARLY)
             more = _load_early(before, 0, at, ok, MORE)
             a = _three(x, pixel - K.width, real & (row > 0), col, k, K)
             acc = tl.dot(a, w0, empty, input_precision="ieee")

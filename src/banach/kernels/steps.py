@@ -37,19 +37,16 @@ def picard_step(
     splits = [min(ceil_div(size, _BLOCK) or 1, most) for size in sizes]  # programs per sample, for each tensor
     total = sum(splits)
     sums = samples.residual if total == 1 else samples.residual.new_empty(len(samples.active), total, 2)
+    index = samples.active if samples.index is None else samples.index
+    alike = {"TOTAL": total, "PADDED": power_of_two(total), "ALL": samples.index is None}
     for number, ((z, value), size, split) in enumerate(zip(parts, sizes, splits, strict=True)):
-        block = min(power_of_two(max(size, 1)), _BLOCK)
-        index = samples.active if samples.index is None else samples.index
         picard[(count, split)](
             *(z, _in_layout_of(z, value), index, *numbers, sums),
             *(size, tolerance.atol, tolerance.rtol, _scale(tolerance, sum(sizes)), damping),
             FIRST=sum(splits[:number]),
             SPLIT=split,
-            TOTAL=total,
-            PADDED=power_of_two(total),
-            ALL=samples.index is None,
-            BLOCK=block,
-            num_warps=max(1, min(16, block // 256)),
+            **alike,
+            **_block(size, _BLOCK),
         )
 
 
@@ -93,11 +90,13 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
     count, width, m = max(len(z), 1), max(z[:1].numel(), 1), solver.memory
     split = min(ceil_div(width, _MIX), max(1, 4 * multiprocessors(z.device) // count))
     sums = memory.c.new_empty(count, split, 2 * m + 2)
+    sizes = {"M": m, "SPLIT": split}
     products[(count, split)](
         *(z, Tz, samples.active, samples.steps, memory.before, memory.dR, memory.dG, sums),
         *(width, 1 - solver.damping),
-        **_shape(m, width, split, _PRODUCTS, numbers_per_thread=4),
         PADDED=power_of_two(m),
+        **sizes,
+        **_block(width, _PRODUCTS, numbers_per_thread=4),
     )
     ridge = 10 * torch.finfo(sums.dtype).eps if solver.ridge is None else solver.ridge
     bounded = not math.isinf(solver.bound)
@@ -106,23 +105,22 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
         *(memory.moves, memory.gram, memory.c, sums, tolerance.atol, tolerance.rtol, _scale(tolerance, width)),
         *(ridge, solver.bound if bounded else 1.0, solver.growth, solver.patience),
         BOUNDED=bounded,
-        M=m,
         PADDED=power_of_two(m),
-        SPLIT=split,
+        **sizes,
         PADDED_SPLIT=power_of_two(split),
         num_warps=1,
     )
     mix[(count, split)](
         *(z, Tz, memory.moves, memory.c, memory.dG, width, solver.damping),
-        **_shape(m, width, split, _MIX, numbers_per_thread=8),
         DAMPED=solver.damping > 0,
+        **sizes,
+        **_block(width, _MIX),
     )
 
 
-def _shape(memory: int, width: int, split: int, most: int, numbers_per_thread: int) -> dict[str, int]:
-    block = min(power_of_two(width), most)
-    warps = max(1, block // (32 * numbers_per_thread))
-    return {"M": memory, "BLOCK": block, "SPLIT": split, "num_warps": warps}
+def _block(width: int, most: int, numbers_per_thread: int = 8) -> dict[str, int]:
+    block = min(power_of_two(max(width, 1)), most)
+    return {"BLOCK": block, "num_warps": max(1, block // (32 * numbers_per_thread))}
 
 
 def _scale(tolerance: Tolerance, width: int) -> float:

@@ -15,15 +15,13 @@ def _source(row, col, place, BACK: tl.constexpr, K: tl.constexpr):
     if BACK:
         y = row + K.padding - place // K.side
         x = col + K.padding - place % K.side
-        ok = (y >= 0) & (x >= 0)
-        if K.stride > 1:
-            ok = ok & (y % K.stride == 0) & (x % K.stride == 0)
-            y = y // K.stride
-            x = x // K.stride
     else:
         y = row * K.stride + place // K.side - K.padding
         x = col * K.stride + place % K.side - K.padding
-        ok = (y >= 0) & (x >= 0)
+    ok = (y >= 0) & (x >= 0)
+    if BACK and K.stride > 1:
+        ok = ok & (y % K.stride == 0) & (x % K.stride == 0)
+        y, x = y // K.stride, x // K.stride
     return y, x, ok & (y < K.height) & (x < K.width)
 
 
@@ -34,9 +32,7 @@ def _load_windows(x, m, pixels, chunk, BACK: tl.constexpr, K: tl.constexpr):
     row = m // K.columns_out % K.rows_out
     col = m % K.columns_out
     if K.one_place:
-        c = tl.arange(0, K.depth)
-        if K.channels_in > K.depth:
-            c += chunk % (K.channels_in // K.depth) * K.depth
+        c = chunk % (K.channels_in // K.depth) * K.depth + tl.arange(0, K.depth)
         y, at, ok = _source(row, col, chunk // (K.channels_in // K.depth), BACK, K)
         at = ((image * K.height + y) * K.width + at) * K.channels_in
         seen = tl.load(x + at[:, None] + c[None, :], mask=((m < pixels) & ok)[:, None], other=0.0)
@@ -104,9 +100,7 @@ def input_gradient(g, w, out, images, K: tl.constexpr):
         y = top - down
         x = left - across
         seen = ok & (y >= 0) & (y < K.height) & (x >= 0) & (x < K.width)
-        c = tl.arange(0, K.depth)
-        if PER > 1:
-            c += chunk % PER * K.depth
+        c = chunk % PER * K.depth + tl.arange(0, K.depth)
         pixel = (image * K.height + y) * K.width + x
         a = tl.load(g + (pixel * K.channels_in)[:, None] + c[None, :], mask=seen[:, None], other=0.0)
         at_row, at_column = kind_y + down * K.stride, kind_x + across * K.stride
@@ -114,11 +108,8 @@ def input_gradient(g, w, out, images, K: tl.constexpr):
         b = tl.load(w + at[:, None] + (j * K.w_stride_out)[None, :], mask=(j < K.channels_out)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=K.precision)
     to = ((image * K.rows_out + row) * K.columns_out + col) * K.channels_out
-    tl.store(
-        out + to[:, None] + j[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=ok[:, None] & (j < K.channels_out)[None, :],
-    )
+    real = ok[:, None] & (j < K.channels_out)[None, :]
+    tl.store(out + to[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["pixels", "share"])
