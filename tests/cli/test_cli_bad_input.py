@@ -17,10 +17,8 @@ from cli.conftest import refused
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", "--epochs", "three"], "Invalid value for '--epochs'"),
-        (["train", "--epochs", "-1"], "epochs must be a whole number, at least 0 and at most 1000000000, got -1"),
-        (["train", "--lr", "fast"], "Invalid value for '--lr'"),
-        (["train", "--lr", "inf"], "lr must be a number, at least 0 and at most 1e+30, got inf"),
+        (["train", "--epochs", "three"], "epochs must be a whole number, at least 0 and at most 1000000000, got"),
+        (["train", "--lr", "fast"], "lr must be a number, at least 0 and at most 1e+30, got 'fast'"),
         (["train", "--data", "nowhere.npz"], "nowhere.npz cannot be read (No such file or directory)"),
         (["train", "--data", "folder:nowhere"], "nowhere is not a folder"),
         (["train", "--data", "no_such_module:mine"], "add --import no_such_module"),
@@ -70,7 +68,7 @@ def test_hostile_settings_files(content: str, capsys: Any) -> None:
 
 def test_bad_options_of_other_commands(run: Path, capsys: Any) -> None:
     refused(["evaluate", "run", "--split", "tset"], capsys, "tset")
-    refused(["evaluate", "run", "--eps", "tiny"], capsys, "Invalid value for '--eps'", "banach evaluate --help")
+    refused(["evaluate", "run", "--eps", "tiny"], capsys, "eps must be a number", "got 'tiny'")
     refused(["diagnose", "run", "--samples", "181"], capsys, "samples must be a whole number, at least 2 and at")
 
 

@@ -95,6 +95,7 @@ def test_refusals(run: Path, capsys: Any) -> None:
     for arguments, said in (
         ([good, "text.png"], "text.png is not an image that can be read: cannot identify image file"),
         ([good, "--top", "0"], "top must be a whole number, at least 1 and at most 10, got 0"),
+        ([good, "--top", "two"], "top must be a whole number, at least 1 and at most 10, got 'two'"),
     ):
         assert main(["predict", "run", *arguments]) == 2
         assert capsys.readouterr() == ("", f"banach: {said}\n")

@@ -13,7 +13,7 @@ from torch import Tensor
 from banach import checks
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann
 from banach.cli.console import console, table, wrapped
-from banach.cli.shared import DataDir, Device, Imports, RunDir, open_run, option, show_plot
+from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, show_plot
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
 from banach.diagnose.frozen import undisturbed
@@ -95,10 +95,10 @@ class Diagnosis:
 
 def diagnose(
     run: RunDir,
-    samples: Annotated[int | None, option("Validation images to measure on.  [32, or all]", metavar="N")] = None,
+    samples: Annotated[int | None, number(int, "Validation images to measure on.  [32, or all]")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
-    seed: Annotated[int, option("For dropout masks and power iterations.  [0]", metavar="N")] = 0,
+    seed: Annotated[int, number(int, "For dropout masks and power iterations.  [0]")] = 0,
     modules: Imports = None,
 ) -> None:
     """Measure a trained network on validation images: contraction, convergence, gradients.

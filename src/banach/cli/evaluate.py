@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from banach.cli.console import console, table
-from banach.cli.shared import DataDir, Device, Imports, RunDir, open_run, option
+from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, option
 from banach.cli.train import figures, record
 from banach.network import ImplicitNetwork
 from banach.provenance import write_json
@@ -24,11 +24,11 @@ def evaluate(
     split: Annotated[str, typer.Option(help="test | validation | train.")] = "test",
     data_dir: DataDir = None,
     solver: Annotated[str | None, option(words.SOLVERS + ".")] = None,
-    eps: Annotated[float | None, option("Stop at a residual of eps; alone, rtol is 0.", metavar="X")] = None,
-    rtol: Annotated[float | None, option("Or at one relative to the latent, plus eps.", metavar="X")] = None,
+    eps: Annotated[float | None, number(float, "Stop at a residual of eps; alone, rtol is 0.")] = None,
+    rtol: Annotated[float | None, number(float, "Or at one relative to the latent, plus eps.")] = None,
     norm: Annotated[str | None, option(words.NORMS + ".")] = None,
-    max_steps: Annotated[int | None, option("Steps at most.", metavar="N")] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Images at a time; changes no answer.")] = 400,
+    max_steps: Annotated[int | None, number(int, "Steps at most.")] = None,
+    batch_size: Annotated[int, number(int, "Images at a time; changes no answer.", show_default=True)] = 400,
     precision: Annotated[str | None, option("fp32 | tf32 | bf16.  [the run's]")] = None,
     device: Device = "auto",
     modules: Imports = None,

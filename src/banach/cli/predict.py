@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banach import checks
 from banach.cli.console import console, table, wrapped
-from banach.cli.shared import Device, Imports, Opened, RunDir, argument, open_run
+from banach.cli.shared import Device, Imports, Opened, RunDir, argument, number, open_run
 from banach.data import DataSet
 from banach.data.pictures import ENDINGS, images_in, read_image
 
@@ -28,7 +28,7 @@ def predict(
     run: RunDir,
     image: Annotated[list[Path], argument("Image files, or folders of them.")],
     invert: Annotated[bool, typer.Option("--invert", help="Swap dark and light.")] = False,
-    top: Annotated[int, typer.Option(metavar="N", help="How many classes to show.")] = 3,
+    top: Annotated[int, number(int, "How many classes to show.", show_default=True)] = 3,
     device: Device = "auto",
     modules: Imports = None,
 ) -> None:

@@ -17,7 +17,7 @@ from banach import checks
 from banach.cli.console import console
 from banach.cli.diagnose import Diagnosis, measure
 from banach.cli.progress import is_terminal
-from banach.cli.shared import DataDir, Device, Imports, argument, check_out, open_run, option
+from banach.cli.shared import DataDir, Device, Imports, argument, check_out, number, open_run, option
 from banach.data import DataError
 from banach.data.dataset import need
 from banach.data.images import held_out
@@ -116,7 +116,7 @@ class Reported:
 def report(
     runs: Annotated[list[Path], argument("Run directories.")],
     out: Annotated[Path | None, option("The page.  [RUN/report.html; of several: report.html]")] = None,
-    samples: Annotated[int, option("Validation images to diagnose, or 0.", metavar="N", show_default=True)] = 64,
+    samples: Annotated[int, number(int, "Validation images to diagnose, or 0.", show_default=True)] = 64,
     data_dir: DataDir = None,
     device: Device = "auto",
     modules: Imports = None,

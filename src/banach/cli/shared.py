@@ -39,6 +39,18 @@ def argument(help: str) -> Any:
     return typer.Argument(help=help, show_default=False)
 
 
+def number(kind: type[int] | type[float], help: str, **options: Any) -> Any:
+    """Return an option for a number. Other text stays as it is: the checks of the command then refuse it."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return option(help, parser=read, metavar="N" if kind is int else "X", **options)
+
+
 def import_modules(modules: Sequence[str] | None) -> list[str]:
     """Import modules, which register their models and data sets. Older versions of typer need a list back.
 

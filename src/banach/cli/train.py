@@ -17,7 +17,7 @@ from torch import nn
 from banach import data as registry
 from banach.cli.console import console, table
 from banach.cli.progress import Progress
-from banach.cli.shared import DataDir, Imports, option, own_run, recorded, show_plot
+from banach.cli.shared import DataDir, Imports, number, option, own_run, recorded, show_plot
 from banach.data import Images
 from banach.data.dataset import find, roots
 from banach.provenance import numbers, plain, provenance
@@ -38,7 +38,7 @@ Examples:
   banach train --data cifar10 --backward implicit:anderson --device cuda
   banach train --resume runs/digits-1    continue where it stopped"""
 
-KINDS = {"int": (int, "N"), "float": (float, "X"), "bool": (bool, None)}  # type and metavar of a flag
+KINDS = {"int": int, "float": float, "bool": bool}  # others are words
 
 
 def with_flags(command: Callable[..., int]) -> Callable[..., int]:
@@ -47,8 +47,11 @@ def with_flags(command: Callable[..., int]) -> Callable[..., int]:
     group, keyword = "", inspect.Parameter.KEYWORD_ONLY
     for field in dataclasses.fields(Settings):
         group, about = GROUPS.get(field.name, group), field.metadata
-        kind, metavar = KINDS.get(str(field.type).removesuffix(" | None"), (str, about["metavar"]))
-        made: Any = Annotated[kind | None, option(about["help"], metavar=metavar, rich_help_panel=group)]
+        kind = KINDS.get(str(field.type).removesuffix(" | None"), str)
+        if kind in (int, float):
+            made: Any = Annotated[str | None, number(kind, about["help"], rich_help_panel=group)]
+        else:
+            made = Annotated[kind | None, option(about["help"], metavar=about["metavar"], rich_help_panel=group)]
         parameters.append(inspect.Parameter(field.name, keyword, default=None, annotation=made))
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
