@@ -156,8 +156,11 @@ class Space:
             self._check_same(nest, self.shapes[0], what)
             flat = self._flatten(nest, self.last[0])
             return flat if flat.dtype == self.rows_dtype else flat.to(self.rows_dtype)
-        columns = map(self._flatten, self.check(nest, what), self.last)
-        return torch.cat(list(columns), 1).to(self.rows_dtype)
+        return torch.cat(self.columns(self.check(nest, what)), 1).to(self.rows_dtype)
+
+    def columns(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return each leaf as the columns that it takes in the matrix."""
+        return list(map(self._flatten, parts, self.last))
 
     def check(self, nest: Latent, what: str = "T") -> list[Tensor]:
         """Return the tensors of a nest; refuse another structure, shape, dtype or device."""
@@ -179,6 +182,15 @@ class Space:
             return self._unflatten(rows, self.shapes[0], self.last[0])
         # Convolutions would copy columns of a matrix at every use.
         return rebuild(self.template, [_dense(*pair) for pair in zip(self.parts(rows), self.last, strict=True)])
+
+    def empty(self) -> list[Tensor]:
+        """Return leaves of this layout, without gaps in memory and without values."""
+
+        def one(shape: tuple[int, ...], last: bool) -> Tensor:
+            memory = _CHANNELS_LAST[len(shape)] if last else torch.contiguous_format
+            return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=memory)
+
+        return list(map(one, self.shapes, self.last))
 
     def resized(self, batch: int) -> "Space":
         """Return the same layout with another number of samples."""

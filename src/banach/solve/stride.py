@@ -4,12 +4,15 @@ It does what `SolveRun.step` and `check` do, as long as nothing unusual happens:
 may have stalled. Otherwise the general loop takes one step, and `stride` goes on after that.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from banach.latent import rebuild
 from banach.solve.picard import Picard
 from banach.solve.run import SolveRun
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
@@ -33,6 +36,18 @@ def stride(run: SolveRun, state: State, k: int) -> int:
     while usual and state.count and k < most:
         iterates, residual, excess = _steps(run, state.z, k, min(ahead, most - k, room))
         before, above = state.active, excess > atol
+        taken = _as_one(above, residual, excess, least) if state.count == len(before) else 0
+        if taken:  # the usual case, in less time
+            k, now, test = k + taken, residual[taken - 1], excess[taken - 1]
+            least, least_at, state.z = now, np.full_like(least_at, k), iterates[taken].clone()
+            run.lasts = run.lasts[1], now
+            if above[taken - 1, 0]:
+                state.best_z = iterates[taken - 1].clone()
+                ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol, k)
+                earlier = now
+            else:
+                state.record(k, now, test, above[taken - 1])
+            continue
         active, moving, idle, lowest, lowest_at = _histories(k, before, above, residual, (least, least_at))
         finite = ~moving | ((residual < np.inf) & (excess > -np.inf))
         taken = _usual_steps(run, finite, idle, active, residual, iterates)
@@ -129,11 +144,13 @@ def _evaluate(run: SolveRun, memory: Tensor, k: int, steps: int) -> tuple[int, T
     rows, damping = memory.unbind(), cast(Picard, run.solver).damping
     values, differences, space = rows[-2 * steps : -steps], rows[-steps:], run.space
     sizes, norms = [], []
+    several = len(space.shapes) > 1 and not (space.coupled or damping) and space.dtype == memory.dtype
+    evaluate = _by_leaves(run, rows[0], k) if several else partial(_by_rows, run)
     by_pixels = type(run.tolerance.norm) is WorstPixel and space.coupled and len(space.shapes) > 1
     together = rows[0].nbytes <= LARGE and not by_pixels
     for j in range(steps):
-        try:  # a copy, since T may write its next value into the same memory
-            values[j].copy_(run.evaluate(rows[j], first=not k and not j))
+        try:
+            evaluate(rows[j], values[j], first=not k and not j)
         except Exception:  # T need not be defined where a sample is only because it has moved on
             if not j:
                 raise
@@ -156,6 +173,50 @@ def _norms(run: SolveRun, memory: Tensor, steps: int) -> Tensor:
     if type(run.tolerance.norm) is WorstPixel:  # the only norm that looks at the space
         space = space.resized(len(rows) * (space.batch if space.coupled else 1))
     return run.measure(rows, space)
+
+
+def _by_rows(run: SolveRun, z: Tensor, out: Tensor, *, first: bool) -> None:
+    """Write the rows of T(z): a copy, since T may write its next value into the same memory."""
+    out.copy_(run.evaluate(z, first=first))
+
+
+def _by_leaves(run: SolveRun, z: Tensor, k: int) -> Callable[..., None]:
+    """Return `_by_rows` for one iterate of a nest after the other, from z on.
+
+    Leaves have memory of their own, in turn one of two, so that T gets them without a copy.
+    """
+    space = run.space
+    turns = [(leaves, space.columns(leaves)) for leaves in (space.empty(), space.empty())]
+
+    def keep(parts: list[Tensor]) -> None:
+        for leaf, part in zip(turns[0][0], parts, strict=True):
+            leaf.copy_(part)
+
+    def evaluate(z: Tensor, out: Tensor, *, first: bool) -> None:
+        if first:
+            parts = space.parts(run.evaluate(z, first=True))
+        else:
+            parts = space.check(run.T(rebuild(space.template, turns[0][0]), *run.inputs))
+        turns.reverse()
+        keep(parts)
+        torch.cat(turns[0][1], 1, out=out)
+
+    if k:
+        keep(space.parts(z))
+    return evaluate
+
+
+def _as_one(above: Array, residual: Array, excess: Array, least: Array) -> int:
+    """Return how many steps all samples take together, 0 if they do not: all go on, or all meet the tolerance.
+
+    Every residual is below the one before it, the first below `least`, and none rises above the tolerance later.
+    """
+    everyone = above.all(1)
+    first = len(above) if everyone.all() else int(everyone.argmin())
+    taken = min(first + 1, len(above))
+    together = taken == first or not (above[first:].any() or (excess[first] == -np.inf).any())
+    fell = together and (residual[0] < least).all() and (residual[1:taken] < residual[: taken - 1]).all()
+    return taken if fell else 0
 
 
 def _steps_ahead(before: Array, residual: Array, excess: Array, atol: Array, k: int) -> int:
