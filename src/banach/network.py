@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from banach.backward import JFB, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import check_sharded, modules_of, uses_batch_statistics, watch_over
-from banach.nn.passes import Pass
+from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics, watch_over
+from banach.nn.passes import Pass, PlainPass, forward_pass
 from banach.solve import Map, NotConverged, Picard, Solution, Solver, Tolerance, solve
 from banach.solve.warning import warn_unconverged
 
@@ -140,12 +140,15 @@ class ImplicitNetwork(nn.Module):
         R, mode, coupled = self.R, self.backward, self.coupled
         _check_mode(mode)
         modules = modules_of(R)
-        check_sharded(modules, fixed_depth=not self.tolerance.checks)
-        check_dropout(R, modules)
+        special = special_layers(modules)
+        if special:
+            check_sharded(special, fixed_depth=not self.tolerance.checks)
+            check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:
-            coupled = uses_batch_statistics(R, modules)
-        this_pass = Pass(R, modules, evaluates_later=_evaluates_later(mode))
+            coupled = uses_batch_statistics(R, special)
+        plain = len(modules) > 0 and not special
+        this_pass = forward_pass(R, modules, plain=plain, evaluates_later=_evaluates_later(mode))
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
@@ -153,7 +156,9 @@ class ImplicitNetwork(nn.Module):
             u = mode.attach(this_pass.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
-    def _solve(self, this_pass: Pass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any) -> Solution:
+    def _solve(
+        self, this_pass: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
+    ) -> Solution:
         default_start = z0 is None and self.start is zeros
         try:
             if z0 is None:

@@ -1,6 +1,7 @@
 """What a module holds: layers that a pass has to care for, functions that R may not call, replaced parts."""
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,23 @@ M = TypeVar("M")
 def modules_of(R: Any) -> list[nn.Module]:
     """Return the modules of R, each once; none if R is a plain function."""
     return list(R.modules()) if isinstance(R, nn.Module) else []
+
+
+_SPECIAL = (_BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase, nn.RReLU)
+
+
+@functools.cache
+def _is_special(kind: type) -> bool:
+    """Return True if modules of this class normalise by the batch, draw at random, or are sharded by FSDP2."""
+    marks = ("one_mask_per_pass", "set_reshard_after_forward")
+    return issubclass(kind, _SPECIAL) or any(hasattr(kind, mark) for mark in marks)
+
+
+def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules that normalise by the batch, draw at random or are sharded. Most networks have none."""
+    if torch.compiler.is_compiling():
+        return modules
+    return [module for module in modules if _is_special(type(module))]  # type: ignore[arg-type]
 
 
 def check_sharded(modules: list[nn.Module], *, fixed_depth: bool) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.buffers import Buffers
-from banach.nn.layers import assigned, draws_masks, modules_of, watched
+from banach.nn.layers import assigned, draws_masks, is_hooked, modules_of, watched
 
 Result = TypeVar("Result")
 
@@ -56,8 +56,6 @@ class Pass:
         self.index: Tensor | None = None
         self.open = False
         self.outer: Any = None
-        if known and self.masks is None and self.remembered is None and not self.buffers.snapshot:
-            self.evaluate = self.iterate = R  # type: ignore[method-assign]  # nothing has to be kept
 
     def __enter__(self) -> Self:
         self.open, self.outer, _current.running = True, _running(), self
@@ -123,6 +121,29 @@ class Pass:
             yield
         finally:
             _current.running, self.index = before, None
+
+
+class PlainPass:
+    """A pass of an R without masks and buffers: nothing has to be kept, and R is called directly."""
+
+    masks = None
+
+    def __init__(self, R: nn.Module) -> None:
+        called = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None and not is_hooked(R)
+        self.iterate = self.evaluate = R.forward if called and not torch.compiler.is_compiling() else R
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def forward_pass(R: Any, modules: list[nn.Module], *, plain: bool, evaluates_later: bool) -> Pass | PlainPass:
+    """Return the pass that R needs. `plain`: it is a module without special layers."""
+    if plain and not evaluates_later and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
+        return PlainPass(R)
+    return Pass(R, modules, evaluates_later=evaluates_later)
 
 
 class Remembered:
