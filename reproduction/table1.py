@@ -84,7 +84,7 @@ JOBS = [
     *_pair("svhn", 3, every=5),
     *_pair("mnist", 5),
     *(_one("mnist-jfb-printed", seed, data="mnist", recipe="paper") for seed in range(5)),
-    *(_one("resnet56", seed, 5, precision="bf16", **_HE) for seed in range(3)),
+    *(_one("resnet56", seed, 5, precision="bf16", compile=True, **_HE) for seed in range(3)),
     *_pair("mnist", 3, "-decayed", recipe="decayed"),
     *_pair("svhn", 3, "-decayed", recipe="decayed", augment="crop:2"),
 ]

@@ -115,6 +115,9 @@ class ImplicitNetwork(nn.Module):
         compact: bool = False,
     ) -> None:
         super().__init__()
+        for name, part in (("Q", Q), ("R", R), ("S", S), ("start", start)):
+            if not callable(part):
+                raise TypeError(f"{name} must be a module or a function, got {type(part).__name__}")
         self.Q, self.R, self.S, self.start = Q, R, S, start
         self.solver, self.tolerance, self.backward = solver, tolerance, backward
         self.coupled, self.compact = coupled, compact

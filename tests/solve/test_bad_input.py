@@ -29,7 +29,7 @@ MAPS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda z: z.to("meta"), Z, RuntimeError, "on device cpu is not on the expected device meta"),
     (nn.Linear(3, 3).double(), Z, TypeError, "T cannot take z0 of torch.float32 on cpu .* give z0 the dtype"),
     (nn.Linear(3, 3, device="meta"), Z, TypeError, "T cannot take z0 of torch.float32 .* device of T's weights"),
-    ("tanh", Z, TypeError, "'str' object is not callable"),
+    ("tanh", Z, TypeError, "T must be callable, got str"),
     (lambda z: (z["a"], z["b"]), NEST, TypeError, r"{'a': tensor, 'b': \(tensor\)} became \(tensor, \(tensor\)\)"),
     (lambda z: {"a": z["a"]}, NEST, TypeError, "became {'a': tensor}"),
     (lambda z: {"a": Z, "b": z["b"][0]}, NEST, TypeError, "keep the structure of z0: .tensor. became tensor"),

@@ -68,7 +68,7 @@ def solve(
     Raises:
         NotConverged: if `throw` is True and a sample did not converge.
     """
-    _check(solver, inputs, tolerance)
+    _check(T, solver, inputs, tolerance)
     space, compiling = Space.of(z0, coupled=coupled), context.is_compiling()
     transformed = not compiling and context.is_transformed()
     if tolerance.max_steps and transformed and any(map(context.is_vmapped, leaves(z0))):
@@ -147,7 +147,9 @@ def _residual(run: SolveRun, space: Space, z: Latent, inputs: tuple[Any, ...]) -
         return measure(space, run.tolerance, z, run.T(z, *inputs))
 
 
-def _check(solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:
+def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance) -> None:
+    if not callable(T):
+        raise TypeError(f"T must be callable, got {type(T).__name__}")
     if isinstance(solver, type) or not hasattr(solver, "step"):
         raise TypeError(f"solver must be a solver object such as Picard() or Anderson(), got {solver!r}")
     if not isinstance(tolerance, Tolerance):
