@@ -220,6 +220,9 @@ class Space:
                 f"{what} must keep the dtype of its input: {_name(self.dtype)} became {_name(leaf.dtype)}; "
                 f"give z0 in {_name(leaf.dtype)}"
             )
+        if leaf.device != self.device:
+            text = f"{what} must keep the device of its input: {self.device} became {leaf.device}"
+            raise ValueError(f"{text}; put z0 on {leaf.device}")
 
 
 def _dense(leaf: Tensor, last: bool) -> Tensor:

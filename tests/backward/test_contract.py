@@ -103,6 +103,7 @@ BAD: list[tuple[type[Exception], Any, str]] = [
     (TypeError, lambda: Implicit("cg"), "method must be NormalCG.., GMRES.., Picard.. or Anderson.., got 'cg'"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(NormalCG), "method must be NormalCG.., .* got <class"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(tolerance=1e-6), "tolerance must be a Tolerance, got 1e-06; write Tolerance"),  # type: ignore[arg-type]
+    (TypeError, lambda: Implicit(report=3), "report must be a function of .* got 3"),  # type: ignore[arg-type]
     (ValueError, lambda: Implicit(order=0), "order must be a whole number, at least 1, got 0"),
 ]
 

@@ -267,6 +267,12 @@ def test_any_module_is_trained() -> None:
     assert step.reached is None
 
 
+def test_an_input_may_be_a_number() -> None:
+    net = ImplicitNetwork(lambda d, scale: scale * d, lambda u, v: 0.5 * torch.tanh(u) + v, torch.nn.Linear(3, 2))
+    step = eagerly(net)
+    assert step((torch.randn(6, 3), torch.tensor(2.0)), torch.zeros(6, dtype=torch.int64)).isfinite()
+
+
 def test_refusals() -> None:
     with pytest.raises(TypeError, match="TrainStep takes a network, got function"):
         TrainStep(batch, torch.optim.SGD(network().parameters(), lr=0.1), F.cross_entropy)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach import ImplicitNetwork, Mode, Tolerance, Unroll
+from banach import JFB, Implicit, ImplicitNetwork, Mode, Tolerance, Unroll
 from banach.nn.layers import uses_batch_statistics
 from nn.parts_nn import MODES, TIGHT, NormR, close, gradients, network, normal, same, state
 
@@ -163,6 +163,32 @@ def test_a_norm_of_two_names_is_updated_by_every_pass(mode: str) -> None:
     for passes in (2, 4):  # each pass calls it twice
         sum(net(normal(5, 4, seed=seed)).sum() for seed in (1, 2)).backward()
         assert int(net.R.norm.num_batches_tracked) == 2 * passes
+
+
+@pytest.mark.parametrize("mode", ["implicit", "checkpoint"])
+def test_a_backward_pass_in_another_mode_leaves_a_norm_of_two_names_alone(mode: str) -> None:
+    R = NormR()
+    R.again = R.norm
+    net = network(R, backward=Implicit() if mode == "implicit" else Unroll(2, checkpoint=True))
+    first = net(normal(5, 4)).sum()
+    net(normal(5, 4))
+    before, kept = state(net), R.norm.running_mean
+    net.eval()
+    first.backward()
+    assert same(state(net), before)
+    assert R.norm.running_mean is kept
+
+
+@pytest.mark.parametrize(
+    "mode", [JFB(), Unroll(2, checkpoint=True), Implicit()], ids=lambda mode: type(mode).__name__
+)
+def test_norms_that_share_their_statistics_update_them_once_each(mode: Any) -> None:
+    R = NormR()
+    R.linear = nn.Sequential(R.linear, nn.BatchNorm1d(R.linear.out_features).double())
+    R.linear[1]._buffers.update(R.norm._buffers)
+    net = network(R, backward=mode)
+    net(normal(5, 4)).sum().backward()
+    assert int(R.norm.num_batches_tracked) == 2
 
 
 def test_a_norm_without_statistics_stays_without_them() -> None:

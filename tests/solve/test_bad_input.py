@@ -26,7 +26,7 @@ MAPS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda z: (z, z), Z, TypeError, r"T must keep the structure of z0: tensor became \(tensor, tensor\)"),
     (lambda z: None, Z, TypeError, "T must keep the structure of z0: tensor became NoneType"),
     (lambda z: z.double(), Z, TypeError, "T must keep the dtype of its input: float32 became float64; give z0 in"),
-    (lambda z: z.to("meta"), Z, RuntimeError, "on device cpu is not on the expected device meta"),
+    (lambda z: z.to("meta"), Z, ValueError, "T must keep the device .*: cpu became meta; put z0 on meta"),
     (nn.Linear(3, 3).double(), Z, TypeError, "T cannot take z0 of torch.float32 on cpu .* give z0 the dtype"),
     (nn.Linear(3, 3, device="meta"), Z, TypeError, "T cannot take z0 of torch.float32 .* device of T's weights"),
     ("tanh", Z, TypeError, "T must be callable, got str"),

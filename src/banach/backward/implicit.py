@@ -62,6 +62,8 @@ class Implicit:
             raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or Anderson(), got {self.method!r}")
         if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):
             raise TypeError(f"tolerance must be a Tolerance, got {self.tolerance!r}; write Tolerance(rtol=...)")
+        if self.report is not None and not callable(self.report):
+            raise TypeError(f"report must be a function of (products, residual, status), got {self.report!r}")
 
     @property
     def checked(self) -> bool:

@@ -53,7 +53,9 @@ def read_image(path: Path, shape: tuple[int, int, int] | None = None) -> Picture
             return _read(pillow, path, shape)
         except DataError as error:
             raise DataError(f"{path} {error}") from None
-        except Exception as error:  # Pillow's own limit; and a damaged file makes it raise almost anything
+        except pillow.DecompressionBombError:  # before the size can be read
+            raise DataError(f"{path} has too many pixels, more than {PIXELS:,}; scale it down first") from None
+        except Exception as error:  # a damaged file makes Pillow raise almost anything
             said = printable(error).replace(f" {str(path)!r}", "") or type(error).__name__
             raise DataError(f"{path} is not an image that can be read: {said}") from None
 

@@ -188,7 +188,10 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         if captured:
             self._network.bf16.refresh()
-        parts, count = zip(*(one.chunk(extras.accumulate) for one in batch), strict=True), len(batch[-1])
+        parts: Any = [batch]
+        if extras.accumulate > 1:
+            parts = zip(*(one.chunk(extras.accumulate) for one in batch), strict=True)
+        count = len(batch[-1])
         weight = 1.0 if extras.parallel is None else extras.parallel.weight(count)
         results = [self._part(part, weight * (len(part[-1]) / count), captured=captured) for part in parts]
         if captured:

@@ -20,10 +20,10 @@ class Buffers:
 
     def __init__(self, R: Any, modules: list[nn.Module]) -> None:
         changing = any(module._buffers for module in modules) and any(module.training for module in modules)
-        own = dict(R.named_buffers()) if changing else {}
+        own = everywhere(R) if changing else {}
         self.R = R
         self.norms = _batch_norms(modules, own)
-        self.snapshot = {name: part.detach().clone() for name, part in own.items()}
+        self.snapshot = _copied(own)
         self.latest: Named | None = None
 
     def call(self, u: Latent, v: Latent, *, last: bool) -> Latent:
@@ -31,14 +31,14 @@ class Buffers:
         if not self.snapshot:
             return self.R(u, v)
         buffers = self.fresh()
-        value = torch.func.functional_call(self.R, buffers, (u, v), tie_weights=False)  # see `on_copies`
+        value = torch.func.functional_call(self.R, buffers, (u, v), tie_weights=False)  # see `everywhere`
         if last:
             self.latest = buffers
         return value
 
     def fresh(self) -> Named:
         """Return the snapshot again, as a copy: the graph of an evaluation may hold it."""
-        return {name: buffer.clone() for name, buffer in self.snapshot.items()}
+        return _copied(self.snapshot)
 
     def untracked(self, u: Latent, v: Latent) -> Latent:
         """Return R(u, v); batch norm does not update its statistics."""
@@ -53,7 +53,7 @@ class Buffers:
     def finish(self, *, failed: bool) -> None:
         """End the pass: write back what the last evaluation left."""
         if self.latest is not None and not failed:
-            own = dict(self.R.named_buffers())
+            own = everywhere(self.R)
             for name, buffer in self.latest.items():
                 # By `data`: a batch norm that Q has too may have saved it, and its backward pass does not read it.
                 own[name].data.copy_(buffer)
@@ -61,14 +61,26 @@ class Buffers:
 
 
 def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:
-    """Return part(*arguments); a module runs on copies of its buffers, which stay as they are.
-
-    With `tie_weights` a module of two names would keep the copies.
-    """
+    """Return part(*arguments); a module runs on copies of its buffers, which stay as they are."""
     if not isinstance(part, nn.Module):
         return part(*arguments)
-    buffers = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
-    return torch.func.functional_call(part, buffers, arguments, tie_weights=False)
+    return torch.func.functional_call(part, _copied(everywhere(part)), arguments, tie_weights=False)
+
+
+def everywhere(module: nn.Module, kind: str = "_buffers") -> Named:
+    """Return buffers, or `_parameters`, by name: one that two layers share has two names, for `functional_call`.
+
+    A layer of two names is listed once: `functional_call`, which ties them by itself, would leave a copy in it.
+    """
+    parts = ((prefix, getattr(part, kind)) for prefix, part in module.named_modules())
+    places = ((f"{prefix}.{key}".lstrip("."), one) for prefix, held in parts for key, one in held.items())
+    return {name: one for name, one in places if one is not None}
+
+
+def _copied(buffers: Named) -> Named:
+    """Return copies, of a tensor of two names one."""
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+    return {name: copies[id(buffer)] for name, buffer in buffers.items()}
 
 
 def _batch_norms(modules: list[nn.Module], buffers: Named) -> list[nn.Module]:

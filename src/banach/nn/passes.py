@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
-from banach.nn.buffers import Buffers
+from banach.nn.buffers import Buffers, everywhere
 from banach.nn.layers import assigned, draws_masks, is_hooked, modules_of, watched
 
 Result = TypeVar("Result")
@@ -151,7 +151,7 @@ class Remembered:
 
     def __init__(self, R: nn.Module, modules: list[nn.Module]) -> None:
         self.R = R
-        self.parameters = dict(R.named_parameters())
+        self.parameters = everywhere(R, "_parameters")
         # Not lazy ones, which are filled in the pass itself.
         kept = {f"R's parameter {name}": p for name, p in self.parameters.items() if not is_lazy(p)}
         self.unchanged = Unchanged(kept, "call backward() before the optimizer's step()")
@@ -162,7 +162,7 @@ class Remembered:
 
         False for parameters of other types, such as sharded ones: the library that shards them restores them.
         """
-        now = dict(self.R.named_parameters())
+        now = everywhere(self.R, "_parameters")
         if not all(type(p) in (Tensor, nn.Parameter) for p in (*now.values(), *self.parameters.values())):
             return False
         self.unchanged.check()
@@ -172,7 +172,8 @@ class Remembered:
     def call(self, u: Latent, v: Latent, buffers: dict[str, Tensor]) -> Latent:
         """Return R(u, v) with the parameters and modes of the pass, and these buffers."""
         with assigned([(module, "training", mode) for module, mode in self.training]):
-            return torch.func.functional_call(self.R, {**self.parameters, **buffers}, (u, v))
+            given = {**self.parameters, **buffers}
+            return torch.func.functional_call(self.R, given, (u, v), tie_weights=False)
 
 
 def pass_of(layer: Any) -> Pass | None:

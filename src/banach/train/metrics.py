@@ -195,4 +195,6 @@ class History:
 
     @property
     def last(self) -> Epoch:
+        if not self.epochs:
+            raise ValueError("no epoch is done yet; the history is empty")
         return self.epochs[-1]

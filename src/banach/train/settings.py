@@ -290,11 +290,11 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise ValueError(f"it holds {path.stat().st_size:,} bytes, expected at most {_TOML_BYTES:,}")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         plain(values)  # a RecursionError, if tables are nested so deeply that no message could show them
-        return {nearest("setting", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
     except OSError as error:
         raise ValueError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, a number of 5,000 digits
         raise ValueError(f"the settings file {path} is not TOML, or not of settings: {error}") from None
+    return {nearest(f"setting in {path}", key.replace("-", "_"), _NAMES): value for key, value in values.items()}
 
 
 def _fresh(model: str, dataset: data.DataSet, *, batch_norm: bool = True) -> nn.Module:

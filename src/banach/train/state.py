@@ -233,7 +233,9 @@ def check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuse to resume with something else."""
     for name in sorted({*kept, *now}):
         if kept.get(name) != now.get(name):
-            text = f"the run was started with {name}={kept.get(name)}, got {now.get(name)}"
+            if name not in kept:
+                raise CheckpointError(f"the run is of an older version, which stored no {name}; use that version")
+            text = f"the run was started with {name}={kept[name]}, got {now.get(name)}"
             raise CheckpointError(f"{text}; resume with the same one")
 
 
