@@ -23,7 +23,9 @@ class Buffers:
         own = everywhere(R) if changing else {}
         self.R = R
         self.norms = _batch_norms(modules, own)
-        self.snapshot = _copied(own)
+        one_of = {id(part): name for name, part in own.items()}  # of the names of a shared tensor one
+        self.names = {name: one_of[id(part)] for name, part in own.items()}
+        self.snapshot = {name: own[name].detach().clone() for name in one_of.values()}
         self.latest: Named | None = None
 
     def call(self, u: Latent, v: Latent, *, last: bool) -> Latent:
@@ -38,7 +40,8 @@ class Buffers:
 
     def fresh(self) -> Named:
         """Return the snapshot again, as a copy: the graph of an evaluation may hold it."""
-        return _copied(self.snapshot)
+        copies = {name: buffer.clone() for name, buffer in self.snapshot.items()}
+        return {name: copies[one] for name, one in self.names.items()}
 
     def untracked(self, u: Latent, v: Latent) -> Latent:
         """Return R(u, v); batch norm does not update its statistics."""
@@ -64,7 +67,10 @@ def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:
     """Return part(*arguments); a module runs on copies of its buffers, which stay as they are."""
     if not isinstance(part, nn.Module):
         return part(*arguments)
-    return torch.func.functional_call(part, _copied(everywhere(part)), arguments, tie_weights=False)
+    own = everywhere(part)
+    copies = {id(buffer): buffer.detach().clone() for buffer in own.values()}
+    buffers = {name: copies[id(buffer)] for name, buffer in own.items()}
+    return torch.func.functional_call(part, buffers, arguments, tie_weights=False)
 
 
 def everywhere(module: nn.Module, kind: str = "_buffers") -> Named:
@@ -75,12 +81,6 @@ def everywhere(module: nn.Module, kind: str = "_buffers") -> Named:
     parts = ((prefix, getattr(part, kind)) for prefix, part in module.named_modules())
     places = ((f"{prefix}.{key}".lstrip("."), one) for prefix, held in parts for key, one in held.items())
     return {name: one for name, one in places if one is not None}
-
-
-def _copied(buffers: Named) -> Named:
-    """Return copies, of a tensor of two names one."""
-    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
-    return {name: copies[id(buffer)] for name, buffer in buffers.items()}
 
 
 def _batch_norms(modules: list[nn.Module], buffers: Named) -> list[nn.Module]:
