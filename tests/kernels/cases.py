@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from banach.fast.network import frozen_copy
-from banach.kernels import conv2d
+from banach.kernels import conv2d, invert
 from banach.models.blocks import LatentResNet
 from banach.models.paper import Block, CIFARLatent, mnist, svhn
 from banach.nn.layers import uses_batch_statistics
@@ -191,3 +191,12 @@ def worst_error(case: Case, dtype: torch.dtype, images: int = 3, device: str = "
     wanted.backward(g.double())
     pairs: list[Any] = [(y, wanted), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]
     return float(torch.tensor([distance(a, b) for a, b in pairs]).max())  # NaN if one is
+
+
+def inverse_error(n: int, device: torch.device) -> float:
+    """Return the relative error of the inverses of random matrices with a positive definite Hermitian part."""
+    draw = torch.Generator().manual_seed(n)
+    A = torch.randn(3, 2, n, n, generator=draw, dtype=torch.complex128)
+    M = torch.eye(n) + A @ A.mH / n + 2 * (A - A.mH)
+    got = invert(M.to(torch.complex64).to(device)).to(M)
+    return distance(torch.view_as_real(got), torch.view_as_real(torch.linalg.inv(M)))

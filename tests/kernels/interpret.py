@@ -1,4 +1,4 @@
-"""Run as a program, `interpret.py latent | stack | steps | window`: kernels in Triton's interpreter; prints JSON.
+"""Run as a program, `interpret.py KERNEL`: the kernels of a file in Triton's interpreter; prints JSON.
 
 A separate program, since the interpreter is chosen before Triton is imported. It runs one program of a grid after
 the other, and programs that wait for each other would wait for ever. So `Together` makes each of them a process.
@@ -83,6 +83,10 @@ def windows() -> dict[str, float]:
     window.TILES |= {"fewest": 16, "few": 16, "weights": 16, "parts": 27}  # several parts of several tiles each
     dtypes = (torch.float32, torch.bfloat16)
     return {f"{case}, {dtype}": cases.worst_error(case, dtype) for dtype in dtypes for case in cases.CASES}
+
+
+def inverses() -> dict[int, float]:
+    return {n: cases.inverse_error(n, torch.device("cpu")) for n in (1, 3, 16, 20, 33)}
 
 
 class Together:
@@ -296,4 +300,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of what overflows on purpose
     repair_interpreter()
-    print(json.dumps({"latent": latents, "stack": stacks, "steps": all_steps, "window": windows}[sys.argv[1]]()))
+    named = {"inverse": inverses, "latent": latents, "stack": stacks, "steps": all_steps, "window": windows}
+    print(json.dumps(named[sys.argv[1]]()))

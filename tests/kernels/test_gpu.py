@@ -43,6 +43,11 @@ def captured(call: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
     return graph, result
 
 
+@pytest.mark.parametrize("n", [1, 16, 56, 60, 128])
+def test_inverses_agree_with_float64(n: int) -> None:
+    assert cases.inverse_error(n, torch.device("cuda")) < 1e-5
+
+
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("batch", [1, 7, 100, 300])
 @pytest.mark.parametrize("name", cases.NETWORKS)

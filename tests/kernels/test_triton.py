@@ -45,6 +45,13 @@ def test_convolutions_agree_with_float64() -> None:
 
 
 @pytest.mark.slow
+def test_inverses_agree_with_float64() -> None:
+    found = interpret("inverse")
+    assert len(found) == 5
+    assert max(found.values()) < 1e-5
+
+
+@pytest.mark.slow
 def test_a_latent_solve_agrees_with_solve() -> None:
     found = interpret("latent")
     assert found.pop("alone") == {"first": -1, "nan": 1, "ok": 0}

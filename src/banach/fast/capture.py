@@ -33,7 +33,7 @@ class Graphs:
         """Run the program on a side stream, which must precede a capture. Its loops sync with the host."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self.side), loops_by(loop_at_least_once), _in_this_thread():
+            with torch.cuda.stream(self.side), loops_by(loop_at_least_once, _inverse), _in_this_thread():
                 for _ in range(WARM_UPS):
                     program()
         finally:  # the caller may now restore what it changed
@@ -45,7 +45,8 @@ class Graphs:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         try:
-            with _no_collection(), torch.cuda.stream(self.stream), loops_by(recording.loop), _in_this_thread():
+            loops = loops_by(recording.loop, _inverse)
+            with _no_collection(), torch.cuda.stream(self.stream), loops, _in_this_thread():
                 recording.begin()
                 program()
                 recording.end()
@@ -153,6 +154,14 @@ class CapturedCalls:
             self._graphs.warm_up(program)
             recording = self._graphs.capture(program)
         return buffers, made[0], recording
+
+
+def _inverse(M: Tensor) -> Tensor | None:
+    """Return the inverses of matrices by a kernel, None for those that it does not know."""
+    from banach.kernels import LARGEST, has_triton, invert
+
+    known = M.is_cuda and M.dtype == torch.complex64 and M.shape[-1] <= LARGEST
+    return invert(M) if known and has_triton() else None
 
 
 @functools.cache  # cuBLAS keeps 32 MiB for every stream it used; in a capture it takes them from the graphs' pool

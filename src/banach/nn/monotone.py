@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from banach.latent import Latent, Space, leaves, map_leaves
 from banach.solve import solve
-from banach.solve.context import device_loop
+from banach.solve.context import device_inverse, device_loop
 from banach.solve.warning import warn_user
 
 
@@ -246,11 +246,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 def inverse_of(M: Tensor) -> Tensor:
     """Return the inverse of every matrix of a batch (..., n, n), each with a positive definite Hermitian part.
 
-    In a capture by Gauss-Jordan elimination, since the routines of LAPACK allocate memory. Such matrices need no
-    pivoting.
+    In a capture by a kernel, or by Gauss-Jordan elimination, since the routines of LAPACK allocate memory. Such
+    matrices need no pivoting.
     """
     if device_loop() is None:
         return torch.linalg.inv_ex(M).inverse
+    if (found := device_inverse(M)) is not None:
+        return found
     X = M.clone()
     for k, unit in enumerate(torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).unbind()):
         column = X[..., :, k].clone()

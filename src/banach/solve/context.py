@@ -131,15 +131,25 @@ _current = threading.local()
 
 
 @contextmanager
-def loops_by(loop: Loop) -> Iterator[None]:
-    """Run the loops of solves with host checks by `loop`, in the block and in this thread."""
-    before, _current.loop = device_loop(), loop
+def loops_by(loop: Loop, invert: Callable[[Tensor], Tensor | None] = lambda M: None) -> Iterator[None]:
+    """Run the loops of solves with host checks by `loop`, in the block and in this thread.
+
+    `invert` returns the inverses of a batch of matrices without a host sync, None if it cannot.
+    """
+    before = device_loop(), getattr(_current, "invert", None)
+    _current.loop, _current.invert = loop, invert
     try:
         yield
     finally:
-        _current.loop = before
+        _current.loop, _current.invert = before
 
 
 def device_loop() -> Loop | None:
     """Return the loop of the capture or warm-up that this thread is in, None outside of both."""
     return getattr(_current, "loop", None)
+
+
+def device_inverse(M: Tensor) -> Tensor | None:
+    """Return the inverses that the capture or warm-up of this thread computes, None if it does not."""
+    invert: Callable[[Tensor], Tensor | None] = _current.invert
+    return invert(M)

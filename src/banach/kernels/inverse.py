@@ -1,0 +1,27 @@
+"""invert: inverses of many small matrices, one program each. The reference is `torch.linalg.inv`.
+
+The device code is in `inverse_kernel.py`. Nothing is allocated but the result, so a capture may contain it.
+"""
+
+import torch
+from torch import Tensor
+
+from banach.kernels import host
+
+LARGEST = 128  # rows: a program holds its matrix in registers
+
+
+def invert(M: Tensor) -> Tensor:
+    """Return the inverse of every matrix of a batch (..., n, n), by Gauss-Jordan elimination without pivots.
+
+    Args:
+        M: complex64, n at most LARGEST; each matrix has a positive definite Hermitian part.
+    """
+    from banach.kernels.inverse_kernel import gauss_jordan
+
+    n = M.shape[-1]
+    N = max(16, host.power_of_two(n))
+    given = torch.view_as_real(M.resolve_conj().contiguous())
+    found = torch.empty_like(given)
+    gauss_jordan[(M.numel() // n**2,)](given, found, n, N=N, num_warps=max(1, N * N // 1024))
+    return torch.view_as_complex(found)
