@@ -64,7 +64,8 @@ def _job(key: tuple[str, str, str], recipe: str, seed: int, **changes: Any) -> J
     known = models.get(model).recipes
     augment = known[recipe].augment if data == "cifar10" else None
     made = settings(data, model if recipe in known else "mon", recipe, augment=augment, seed=seed, **changes)
-    return Job(name=f"{_name(*key, recipe)}-seed{seed}", settings=replace(made, model=model))
+    name = f"{_name(*key, recipe)}-seed{seed}"
+    return Job(name=name, settings=replace(made, model=model), evaluate_every=5)  # two test sets take an epoch
 
 
 QUICK = [_job(("digits", "mon", "jfb"), "common", 0, epochs=1, subset=256)]
