@@ -42,7 +42,7 @@ class Jacobian:
         count: Tensor | None = None,
     ) -> None:
         self.space, self.unit, self.axes, self.products, self.count = space, unit, axes, 0, count
-        self._f, self._x = lambda x: _typed(f(x), space), x  # no cycle by way of self
+        self._f, self._x = lambda x: typed(f(x), space), x  # no cycle by way of self
         self._vjp: Callable[..., Any] = torch.func.vjp
         self._push: Callable[..., Any] | None = None
         with explained(_EVER):
@@ -120,7 +120,7 @@ class Jacobian:
             raise RuntimeError("J, by double backward, is not implemented for an operation in T")
 
 
-def _typed(value: Latent, space: Space) -> Latent:
+def typed(value: Latent, space: Space) -> Latent:
     """Return the value in the structure and the dtype of the space: autocast may have shortened parts of it."""
     return rebuild(space.template, [part.to(space.dtype) for part in space.check(value)])
 

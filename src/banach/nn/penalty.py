@@ -10,6 +10,7 @@ from torch import Tensor
 
 from banach import checks
 from banach.backward import Mode
+from banach.backward.jacobian import plain_vjp, typed
 from banach.latent import Latent, Space, detach, leaves
 from banach.nn.buffers import on_copies
 from banach.nn.layers import assigned
@@ -165,19 +166,11 @@ def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled
         (batch,): one value per sample. Coupled samples share one value. Add `weight * penalty.mean()` to a loss.
     """
     z = detach(z)
-    space, recorded = Space.of(z, coupled=coupled), torch.is_grad_enabled()
-    with torch.enable_grad():
-        parts = [leaf.requires_grad_() for leaf in leaves(z)]
-        value = space.rows(T(z, *inputs))
-        if not value.requires_grad:  # T does not read z: J = 0
-            return space.spread(value.new_zeros(len(value)))
-        # The vector asks for a gradient too: else `once_differentiable` would be silently wrong, not refuse.
-        e = _signs(value.detach()).requires_grad_(recorded)
-        products = torch.autograd.grad(
-            value, parts, e, create_graph=recorded, allow_unused=True, materialize_grads=True
-        )
-    joined = torch.cat([part.reshape(space.samples, -1).to(value.dtype) for part in products], 1)
-    return space.spread(joined.square().mean(1))
+    space = Space.of(z, coupled=coupled)
+    value, pull = plain_vjp(lambda x: typed(T(x, *inputs), space), z)
+    # The vector asks for a gradient too: else `once_differentiable` would be silently wrong, not refuse.
+    e = _signs(space.rows(value)).requires_grad_(torch.is_grad_enabled())
+    return space.spread(space.rows(pull(space.nest(e))[0]).square().mean(1))
 
 
 def finite_difference_penalty(
