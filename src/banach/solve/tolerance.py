@@ -23,18 +23,15 @@ class Norm(Protocol):
 
     def scale(self, space: Space) -> float:
         """The factor that turns `measure` into the norm."""
-        ...
+        return 1.0
 
 
 @dataclass(frozen=True)
-class Euclidean:
+class Euclidean(Norm):
     """|x|_2 over everything a sample holds. Grows with the size of the latent."""
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
         return torch.linalg.vector_norm(rows, dim=1)
-
-    def scale(self, space: Space) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class RMS(Euclidean):
 
 
 @dataclass(frozen=True)
-class WorstPixel:
+class WorstPixel(Norm):
     """max over pixels of the 2-norm over channels (axis 1): the test in the JFB authors' code."""
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
@@ -56,9 +53,6 @@ class WorstPixel:
         pixels = [torch.linalg.vector_norm(part, dim=1) if part.dim() > 1 else part.abs() for part in parts]
         worst = [pixel.reshape(rows.shape[0], -1).amax(1) for pixel in pixels]
         return worst[0] if len(worst) == 1 else torch.stack(worst).amax(0)
-
-    def scale(self, space: Space) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
