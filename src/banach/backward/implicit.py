@@ -103,28 +103,27 @@ class Implicit:
                 computed_in=torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype,
                 unchanged=_unchanged(T, inputs),
             )
-            parts = self._corrected(T, problem, attached(self._inner(problem, 1), parts))
+            parts = self._corrected(T, problem, parts)
         return rebuild(z_star, parts)
 
-    def _corrected(self, T: Map, problem: Problem, u: Sequence[Tensor]) -> Sequence[Tensor]:
-        """u, whose first derivative is exact, with `order` exact ones.
+    def _corrected(self, T: Map, problem: Problem, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the parts of T(z*) as u, with `order` exact derivatives.
 
-        u <- z + A^-1 (T(z) - z) at z = u, the chord method, with A = I - J at z* a constant. Values stay what they
-        are, at the solution; every such step makes one derivative more exact.
+        The first one is by `attached`. Then u <- z + A^-1 (T(z) - z) at z = u, the chord method, with A = I - J at
+        z* a constant. Values stay what they are, at the solution; every such step makes one derivative more exact.
         """
         z_star = problem.z_star
+        # A backward pass meets the last correction first: those before it may only improve on that.
+        inner = replace(problem, zero=True)
+        u: Sequence[Tensor] = attached(problem if self.order == 1 else inner, parts)
         for exact in range(2, self.order + 1):
             z = carrying(z_star, rebuild(z_star, u))
             pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
             steps = [_derivative(b.to(a.dtype) - a) for a, b in pairs]
-            solved = attached(self._inner(problem, exact), steps)
+            solved = attached(problem if exact == self.order else inner, steps)
             moves = [_derivative(a) + step for (a, _), step in zip(pairs, solved, strict=True)]
             u = [old.detach() + move.to(old.dtype) for old, move in zip(u, moves, strict=True)]
         return u
-
-    def _inner(self, problem: Problem, exact: int) -> Problem:
-        """A backward pass meets the last correction first: those before it may only improve on that."""
-        return problem if exact == self.order else replace(problem, zero=True)
 
 
 def _derivative(part: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class GMRES:
         beta = torch.linalg.vector_norm(r, dim=1)
         goal = equation.threshold * ratio(beta, equation.size(r))[:, 0]  # the threshold, as a Euclidean length
         V = r.new_zeros(room + 1, *r.shape).transpose(0, 1)  # a vector of the basis is one contiguous matrix
-        V[:, 0] = torch.where(active[:, None], r * _inverse(beta), 0.0)
+        V[:, 0] = torch.where(active[:, None], r * ratio(1.0, beta), 0.0)
         H = r.new_zeros(len(r), room + 1, room)
         Q = torch.eye(room + 1, dtype=r.dtype, device=r.device).repeat(len(r), 1, 1)
         for step in range(room):
@@ -114,12 +114,15 @@ class GMRES:
             H[:, step + 1, step] = length
             _rotate_(Q, H, step)
             active = active & (beta * Q[:, step + 1, 0].abs() > goal)
-            V[:, step + 1] = torch.where(active[:, None], v * _inverse(length), 0.0)
+            V[:, step + 1] = torch.where(active[:, None], v * ratio(1.0, length), 0.0)
             if equation.idle(active, step + 1):
                 break
         used = step + 1
-        y = _back_substitute(H[:, :used, :used], beta[:, None] * Q[:, :used, 0])
-        return torch.bmm(y[:, None], V[:, :used])[:, 0], used
+        R, right = H[:, :used, :used], beta[:, None, None] * Q[:, :used, :1]
+        # Where the diagonal of R is 0 so is the right side, and the basis has nothing to add.
+        ended = (R.diagonal(dim1=1, dim2=2) == 0).to(R.dtype)
+        y = torch.linalg.solve_triangular(R + torch.diag_embed(ended), right, upper=True)
+        return torch.bmm(y.mT, V[:, :used])[:, 0], used
 
 
 def _orthogonalise(v: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,16 +147,6 @@ def _rotate_(Q: Tensor, H: Tensor, step: int) -> None:
     H[:, : step + 1, step] = column[:, : step + 1]
 
 
-def _back_substitute(R: Tensor, right: Tensor) -> Tensor:
-    """R^-1 right; where the diagonal is 0 so is the right side, and the basis has nothing to add."""
-    ended = (R.diagonal(dim1=1, dim2=2) == 0).to(R.dtype)
-    return torch.linalg.solve_triangular(R + torch.diag_embed(ended), right[..., None], upper=True)[..., 0]
-
-
-def ratio(a: Tensor, b: Tensor) -> Tensor:
+def ratio(a: Tensor | float, b: Tensor) -> Tensor:
     """(samples, 1): a / b, and 0 where b is 0, so that a finished sample stays where it is."""
     return torch.where(b == 0, 0.0, a / torch.where(b == 0, 1.0, b))[:, None]
-
-
-def _inverse(a: Tensor) -> Tensor:
-    return ratio(torch.ones_like(a), a)

@@ -42,11 +42,7 @@ class Unroll:
             return map_leaves(lambda a, b: torch.lerp(b.to(a.dtype), a, self.damping), z, value)
 
         for _ in range(self.steps):
-            given = (_typed(z, z_star), *inputs)
+            # T gets z in the type of z*, also where autocast made its output a shorter one.
+            given = (map_leaves(lambda a, b: b.to(a.dtype), z_star, z), *inputs)
             z = checkpoint(step, *given, use_reentrant=False) if keep else step(*given)
         return z
-
-
-def _typed(z: Latent, like: Latent) -> Latent:
-    """T is called with z in the type of z*, also where autocast made T's output a shorter one."""
-    return map_leaves(lambda a, b: b.to(a.dtype), like, z)
