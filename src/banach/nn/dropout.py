@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from banach.nn.layers import modules_of
 from banach.nn.passes import pass_of
 
 
@@ -199,9 +200,7 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
 
     The layers of a plain function cannot be seen from here: see `banach.nn.layers.Watch`.
     """
-    if not isinstance(R, nn.Module):
-        return
-    for layer in modules or R.modules():
+    for layer in modules or modules_of(R):
         advice = _advice(layer) if layer.training else None
         if advice is not None:
             name = next(f"R.{name}".rstrip(".") for name, module in R.named_modules() if module is layer)

@@ -29,10 +29,8 @@ class MonotoneLinear(nn.Module):
     def __init__(self, width: int, m: float = 0.1) -> None:
         super().__init__()
         self.m = above_zero("m", m)
-        self.A = nn.Parameter(torch.empty(width, width))
-        self.B = nn.Parameter(torch.empty(width, width))
-        for part in (self.A, self.B):
-            nn.init.xavier_normal_(part)
+        self.A = nn.Parameter(nn.init.xavier_normal_(torch.empty(width, width)))
+        self.B = nn.Parameter(nn.init.xavier_normal_(torch.empty(width, width)))
 
     @property
     def weight(self) -> Tensor:

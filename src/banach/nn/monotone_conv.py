@@ -51,9 +51,10 @@ class MonotoneConv2d(nn.Module):
         super().__init__()
         self.m = above_zero("m", m)
         widths = (channels,) if isinstance(channels, int) else tuple(channels)
-        self.A = nn.ParameterList(_kernel(n, n) for n in widths)
-        self.B = nn.ParameterList(_kernel(n, n) for n in widths)
-        self.D = nn.ParameterList(_kernel(n, wide) for n, wide in pairwise(widths))
+        # Fresh kernels of nn.Conv2d, whose lengths have no effect but on the learning rate.
+        self.A = nn.ParameterList(nn.Conv2d(n, n, 3, bias=False).weight for n in widths)
+        self.B = nn.ParameterList(nn.Conv2d(n, n, 3, bias=False).weight for n in widths)
+        self.D = nn.ParameterList(nn.Conv2d(n, wide, 3, bias=False).weight for n, wide in pairwise(widths))
         self.scale = nn.Parameter(torch.full((3 * len(widths) - 1,), _ONE))
 
     def forward(self, u: Latent) -> Latent:
@@ -107,13 +108,6 @@ class MonotoneConv2d(nn.Module):
 def zero_border(x: Tensor) -> Tensor:
     """Return x with its outermost pixels set to zero; out of place."""
     return F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1))
-
-
-def _kernel(inputs: int, outputs: int) -> nn.Parameter:
-    """A 3x3 kernel with the fresh weights of nn.Conv2d; its length has no effect but on the learning rate."""
-    kernel = nn.Parameter(torch.empty(outputs, inputs, 3, 3))
-    nn.init.kaiming_uniform_(kernel, a=5**0.5)
-    return kernel
 
 
 def _scaled(kernels: Iterable[Tensor], lengths: Tensor) -> list[Tensor]:
