@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from banach.latent import Latent, detach
 from banach.network import as_inputs, is_coupled
-from banach.nn.buffers import on_copies
 from banach.nn.dropout import check_dropout
-from banach.nn.passes import Pass
+from banach.nn.passes import Pass, on_copies
 from banach.nn.penalty import check_network
 from banach.solve import Map, Solution, solve
 
