@@ -128,7 +128,12 @@ class Space:
             raise ValueError("z0 must hold at least one tensor, got an empty nest")
         first = Space.of(parts[0], coupled=coupled or any(not leaf.dim() for leaf in parts))
         for leaf in parts[1:]:
-            _check_leaf(leaf, parts[0], first)
+            if leaf.dtype != parts[0].dtype:
+                types = f"{_name(parts[0].dtype)} and {_name(leaf.dtype)}"
+                raise TypeError(f"the tensors of z0 must share one dtype, got {types}")
+            if not first.coupled and leaf.shape[0] != first.batch:
+                lengths = f"{first.batch} and {leaf.shape[0]} rows"
+                raise ValueError(f"the tensors of z0 must share their first (batch) axis, got {lengths}")
         return replace(
             first,
             template=rebuild(z0, [first.template] * len(parts)),
@@ -249,15 +254,6 @@ def _space(
         coupled=coupled or not shape,
         autocast=autocast,
     )
-
-
-def _check_leaf(leaf: Tensor, like: Tensor, first: Space) -> None:
-    if leaf.dtype != like.dtype:
-        raise TypeError(f"the tensors of z0 must share one dtype, got {_name(like.dtype)} and {_name(leaf.dtype)}")
-    if not first.coupled and leaf.shape[0] != first.batch:
-        raise ValueError(
-            f"the tensors of z0 must share their first (batch) axis, got {first.batch} and {leaf.shape[0]} rows"
-        )
 
 
 def _is_channels_last(leaf: Tensor) -> bool:

@@ -166,12 +166,8 @@ class ImplicitNetwork(nn.Module):
         try:
             if z0 is None:
                 z0 = zeros(v) if default_start else self._start(v)
-            elif isinstance(v, Tensor) and any(leaf.shape[:1] != v.shape[:1] for leaf in leaves(z0)):
-                shapes = [tuple(leaf.shape) for leaf in leaves(z0)]
-                given = f"Q(d) of shape {tuple(v.shape)} and z0 of {shapes}"
-                raise ValueError(f"z0 must hold one latent for each sample of Q(d), got {given}")
-            elif isinstance(v, Tensor) and not torch.is_autocast_enabled(v.device.type):
-                _check_type(leaves(z0), v)
+            elif isinstance(v, Tensor):
+                _check_start(leaves(z0), v)
             inputs: tuple[Any, ...] = (v,)
             if compact and this_pass.masks is not None:  # they are cut with the batch, by the samples' numbers
                 first = leaves(z0)[0]
@@ -195,8 +191,11 @@ class ImplicitNetwork(nn.Module):
         return f"solver={self.solver}, tolerance={self.tolerance}, backward={self.backward}"
 
 
-def _check_type(parts: list[Tensor], v: Tensor) -> None:
-    for leaf in parts:
+def _check_start(parts: list[Tensor], v: Tensor) -> None:
+    if any(leaf.shape[:1] != v.shape[:1] for leaf in parts):
+        given = f"Q(d) of shape {tuple(v.shape)} and z0 of {[tuple(leaf.shape) for leaf in parts]}"
+        raise ValueError(f"z0 must hold one latent for each sample of Q(d), got {given}")
+    for leaf in () if torch.is_autocast_enabled(v.device.type) else parts:
         if leaf.dtype != v.dtype or leaf.device != v.device:
             got = f"got {leaf.dtype} on {leaf.device}, expected {v.dtype} on {v.device}"
             raise TypeError(f"z0 must have the dtype and device of Q(d): {got}; write z0.to(dtype, device)")
