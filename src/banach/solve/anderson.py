@@ -55,7 +55,11 @@ class Anderson:
         slot = (at.step - 2) % self.memory
         torch.sub(at.z, z_before, out=dZ[:, slot])
         torch.sub(at.r, r_before, out=dR[:, slot])
-        self._write_row(gram, torch.bmm(dR[:, slot, None], dR.mT)[:, 0], slot)
+        # The diagonal of the Gram matrix is lifted as its new row and column are written: no copy is needed later.
+        row = torch.bmm(dR[:, slot, None], dR.mT)[:, 0]
+        row[:, slot].mul_(1 + (10 * torch.finfo(row.dtype).eps if self.ridge is None else self.ridge))
+        gram[:, slot] = row
+        gram[:, :, slot] = row
         c, _ = torch.linalg.solve_ex(gram, torch.bmm(at.r[:, None], dR.mT).mT)
         c = torch.where(self._trusted(c, at)[:, None, None], c, zero).mT
         z = torch.baddbmm(self._mix(at)[:, None], c, dZ, alpha=-1)
@@ -64,13 +68,6 @@ class Anderson:
 
     def _mix(self, at: Point) -> Tensor:
         return torch.lerp(at.Tz, at.z, self.damping) if self.damping else at.Tz
-
-    def _write_row(self, gram: Tensor, row: Tensor, slot: int) -> None:
-        """The new row and column; the diagonal is lifted as it is written, so no copy is needed later."""
-        ridge = 10 * torch.finfo(row.dtype).eps if self.ridge is None else self.ridge
-        row[:, slot].mul_(1 + ridge)
-        gram[:, slot] = row
-        gram[:, :, slot] = row
 
     def _trusted(self, c: Tensor, at: Point) -> Tensor:
         """(samples,): is the fit to be used? |c| / bound + growth so far / growth + age / patience <= 1.

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 from banach.latent import Space
 
 F = TypeVar("F", bound=Callable[..., Any])
-TF32_EPS = 2.0**-10
 _CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)  # beyond torch.no_grad()
 
 # Names of torch that some versions lack: is_exporting is new in 2.7, the others are private.
@@ -32,11 +31,6 @@ def is_compiling() -> bool:
 def is_exporting() -> bool:
     """Return True inside torch.export. (torch 2.11 also says so under torch.compile, where the loop is traced.)"""
     return _exporting() and not torch.compiler.is_dynamo_compiling()
-
-
-def is_vmapped(tensor: Tensor) -> bool:
-    """Return True if torch.func.vmap maps over this tensor."""
-    return bool(functorch.is_batchedtensor(without_derivative(tensor)))
 
 
 def without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
@@ -87,7 +81,7 @@ def rounding(space: Space) -> float:
     if space.autocast and space.dtype != torch.float64:  # which autocast leaves alone
         return float(torch.finfo(torch.get_autocast_dtype(space.device.type)).eps)
     if space.device.type == "cuda" and space.dtype == torch.float32 and _tf32_allowed():
-        return TF32_EPS
+        return 2.0**-10  # TF32's
     return float(torch.finfo(space.dtype).eps)
 
 

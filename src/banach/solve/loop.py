@@ -70,8 +70,8 @@ def solve(
     """
     _check(T, solver, inputs, tolerance)
     space, compiling = Space.of(z0, coupled=coupled), context.is_compiling()
-    transformed = not compiling and context.is_transformed()
-    if tolerance.max_steps and transformed and any(map(context.is_vmapped, leaves(z0))):
+    transformed = tolerance.max_steps and not compiling and context.is_transformed()
+    if transformed and any(map(context.functorch.is_batchedtensor, map(context.without_derivative, leaves(z0)))):
         raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)

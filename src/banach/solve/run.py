@@ -204,8 +204,8 @@ class SolveRun:
         self.busy = bool(seen.count)
         if seen.count < len(seen.active):
             self.lasts = self.lasts[1], seen.now[RESIDUAL].copy()
-            if count_nonzero(seen.nonfinite):
-                state.scrub()
+            if count_nonzero(seen.nonfinite):  # T never sees NaN, but the best finite iterate
+                state.z = torch.where(state.column(state.nonfinite), state.best_z, state.z)
         return self._without(state, ~seen.active) if compact and self.busy else state
 
     def _risen_since_frozen(self) -> np.ndarray | None:

@@ -148,10 +148,6 @@ class State:
         self.limit[flat if self.on_host else on_device(flat, self.z)] = np.inf
         self.freeze()
 
-    def scrub(self) -> None:
-        """Put the best finite iterate in place of one at which T was not finite, so T never sees NaN."""
-        self.z = torch.where(self.column(self.nonfinite), self.best_z, self.z)
-
     def take(self, chosen: np.ndarray) -> "State":
         """Return the samples with these numbers as a state of their own."""
         index = on_device(chosen, self.z)
