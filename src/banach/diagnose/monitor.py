@@ -107,7 +107,11 @@ def _on_iteration(measured: Contraction) -> str:
             advice = "the solver of the network met its tolerance on all samples"
         where = f"on {diverging} of {total} samples"
         return f"The undamped iteration does not converge {where}: its residual {figures}; {advice}."
-    pace = _pace(rate)
+    pace = "too few residuals for a rate"
+    if not math.isnan(rate):
+        pace = f"observed rate {_at_most(rate)} per step"
+    if rate > SLOW:
+        pace += f" ({math.ceil(-1 / math.log10(rate))} steps for every decimal digit: try Anderson)"
     if measured.contracts:
         return f"T contracts on all {total} samples: sigma_max {_at_most(sigma)}, {pace}."
     where = f"on {measured.violations} of {total} samples (sigma_max up to {sigma:.3g})"
@@ -117,15 +121,6 @@ def _on_iteration(measured: Contraction) -> str:
         f"The undamped iteration converges, {pace}, though T does not contract {where}: "
         "Banach's bound does not apply, so go by the residual."
     )
-
-
-def _pace(rate: float) -> str:
-    if math.isnan(rate):
-        return "too few residuals for a rate"
-    said = f"observed rate {_at_most(rate)} per step"
-    if rate <= SLOW:
-        return said
-    return f"{said} ({math.ceil(-1 / math.log10(rate))} steps for every decimal digit: try Anderson)"
 
 
 def _at_most(value: float) -> str:
