@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Self, TypeVar
 
@@ -48,7 +48,8 @@ class Pass:
         self.R = R
         # A plain function may call layers that are not visible from here: it gets masks in case it does.
         self.masks: dict[Any, Any] | None = {} if not known or any(map(draws_masks, modules)) else None
-        self.buffers = Buffers(R if known else watched(R), modules)
+        changing = any(module._buffers for module in modules) and any(module.training for module in modules)
+        self.buffers = Buffers(R if known else watched(R), everywhere(R) if changing else {}, modules)
         recorded = evaluates_later and known and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         self.remembered = Remembered(R, modules) if recorded else None
         self.made: dict[int, tuple[Tensor, Any]] = {}  # see `once_per_pass`
@@ -215,22 +216,19 @@ class Buffers:
     its statistics then.
     """
 
-    def __init__(self, R: Any, modules: list[nn.Module]) -> None:
-        changing = any(module._buffers for module in modules) and any(module.training for module in modules)
-        own = everywhere(R) if changing else {}
-        self.R = R
-        self.norms = _batch_norms(modules, own)
+    def __init__(self, R: Any, own: Named, modules: Sequence[nn.Module] = ()) -> None:
+        self.R, self.norms = R, _batch_norms(modules, own)
         one_of = {id(part): name for name, part in own.items()}  # of the names of a shared tensor one
         self.names = {name: one_of[id(part)] for name, part in own.items()}
         self.snapshot = {name: own[name].detach().clone() for name in one_of.values()}
         self.latest: Named | None = None
 
-    def call(self, u: Latent, v: Latent, *, last: bool) -> Latent:
+    def call(self, *given: Any, last: bool) -> Any:
         """Return R(u, v), and keep what it leaves in its buffers if it may be the last evaluation of the pass."""
         if not self.snapshot:
-            return self.R(u, v)
+            return self.R(*given)
         buffers = self.fresh()
-        value = torch.func.functional_call(self.R, buffers, (u, v), tie_weights=False)  # see `everywhere`
+        value = torch.func.functional_call(self.R, buffers, given, tie_weights=False)  # see `everywhere`
         if last:
             self.latest = buffers
         return value
@@ -264,10 +262,7 @@ def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:
     """Return part(*arguments); a module runs on copies of its buffers, which stay as they are."""
     if not isinstance(part, nn.Module):
         return part(*arguments)
-    own = everywhere(part)
-    copies = {id(buffer): buffer.detach().clone() for buffer in own.values()}
-    buffers = {name: copies[id(buffer)] for name, buffer in own.items()}
-    return torch.func.functional_call(part, buffers, arguments, tie_weights=False)
+    return Buffers(part, everywhere(part)).call(*arguments, last=False)
 
 
 def everywhere(module: nn.Module, kind: str = "_buffers") -> Named:
@@ -280,7 +275,7 @@ def everywhere(module: nn.Module, kind: str = "_buffers") -> Named:
     return {name: one for name, one in places if one is not None}
 
 
-def _batch_norms(modules: list[nn.Module], buffers: Named) -> list[nn.Module]:
+def _batch_norms(modules: Sequence[nn.Module], buffers: Named) -> list[nn.Module]:
     """Return the batch norms that track, if all buffers are theirs; else an empty list."""
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     norms = [m for m in modules if type(m) in plain and m.training and m.track_running_stats] if buffers else []
