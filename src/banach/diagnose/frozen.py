@@ -84,6 +84,4 @@ def _forked() -> AbstractContextManager[None]:
 def plain(nest: Any) -> Any:
     """Return the nest without gradient; tensors made in inference mode are copied, since autograd refuses them."""
     # Not map_leaves: data may hold any object that Q understands.
-    return tree_map_only(
-        Tensor, lambda leaf: leaf.detach().clone() if leaf.is_inference() else leaf.detach(), nest
-    )
+    return tree_map_only(Tensor, lambda leaf: (leaf.clone() if leaf.is_inference() else leaf).detach(), nest)

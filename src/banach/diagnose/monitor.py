@@ -75,10 +75,8 @@ def verdict(contraction: Contraction, descent: Descent | None = None) -> str:
         contraction: what `measure_contraction` returned.
         descent: what `descent_check` returned, or None.
     """
-    said = [_on_iteration(contraction)]
-    if descent is not None:
-        said.append(_on_gradient(descent, worst(contraction.rate)))
-    return " ".join(said)
+    said = _on_iteration(contraction)
+    return said if descent is None else f"{said} {_on_gradient(descent, worst(contraction.rate))}"
 
 
 def suggested_order(rate: float) -> int | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Self, get_args
 
 import torch
@@ -148,14 +149,11 @@ def _grids(module: nn.Module, layers: dict[Any, str], example: Any) -> dict[nn.M
     def note(layer: Any, given: tuple[Tensor, ...]) -> None:
         seen[layer].add(tuple(given[0].shape[-len(layer.kernel_size) :]))
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in seen]
-    try:
-        with assigned([(part, "training", False) for part in module.modules()]):
-            if example is not None:
-                module(*(example if isinstance(example, tuple) else (example,)))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, assigned([(part, "training", False) for part in module.modules()]):
+        for layer in seen:
+            hooks.enter_context(layer.register_forward_pre_hook(note))
+        if example is not None:
+            module(*(example if isinstance(example, tuple) else (example,)))
     for layer, found in seen.items():
         if len(found) != 1:
             got = " and ".join(map(str, sorted(found))) or "no input"
