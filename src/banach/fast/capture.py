@@ -158,10 +158,9 @@ class CapturedCalls:
 
 def _inverse(M: Tensor) -> Tensor | None:
     """Return the inverses of matrices by a kernel, None for those that it does not know."""
-    from banach.kernels import LARGEST, has_triton, invert
+    from banach.kernels import has_triton, invert
 
-    known = M.is_cuda and M.dtype == torch.complex64 and M.shape[-1] <= LARGEST
-    return invert(M) if known and has_triton() else None
+    return invert(M) if M.is_cuda and M.dtype == torch.complex64 and has_triton() else None
 
 
 @functools.cache  # cuBLAS keeps 32 MiB for every stream it used; in a capture it takes them from the graphs' pool

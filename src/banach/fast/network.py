@@ -170,13 +170,21 @@ def _copy(to: list[Tensor], values: list[Tensor]) -> None:
 
 
 def frozen_copy(R: Any) -> Any:
-    """Return R with the same weights, whose train-mode batch norm spends no time on running statistics."""
+    """Return R, a copy with the same weights if it has train-mode batch norm, which then keeps no statistics.
+
+    What R computes once per capture, such as the inverses of a monotone network, is shared without a copy.
+    """
+    if not any(map(_tracks, R.modules() if isinstance(R, nn.Module) else ())):
+        return R
     made = substitute(R)
-    for module in made.modules() if isinstance(made, nn.Module) else ():
-        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-            module.track_running_stats = False
-            module.running_mean = module.running_var = module.num_batches_tracked = None
+    for module in filter(_tracks, made.modules()):
+        module.track_running_stats = False
+        module.running_mean = module.running_var = module.num_batches_tracked = None
     return made
+
+
+def _tracks(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.training and module.track_running_stats
 
 
 class FusedStack(nn.Module):
