@@ -146,8 +146,7 @@ def test_launches_of_a_compiled_convolution(device: Recorder, stride: int) -> No
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     y.sum().backward()
     assert y.shape == (3, 32, -(-9 // stride), -(-8 // stride))
-    forward, back = ({"convolve": 2}, {}) if stride == 1 else ({"convolve": 1}, {"input_gradient": 1})
-    assert device.launches == {**forward, **back, "correlate": 1, "add": 1}
+    assert device.launches == {"convolve": 2, "correlate": 1, "add": 1}
     torch.library.opcheck(
         torch.ops.banach.conv2d.default, (x, layer.weight, layer.bias, stride, 1), test_utils="test_faketensor"
     )

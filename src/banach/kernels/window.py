@@ -3,7 +3,6 @@
 The device code is in `window_kernel.py`; the reference is `F.conv2d`. No host sync happens here.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,7 +130,7 @@ def conv2d_backward(
     if wants_w:
         dw, db = side.run(lambda g, x: _weight_gradient(g, x, weight, window, bias=has_bias), g, x)
     if wants_x:
-        dx = _input_gradient(g, read, window)
+        dx = _convolve(g, read, None, window.back, back=True)
     side.join()
     return dx, dw, db
 
@@ -178,23 +177,6 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, *,
         _channels_last(x), weight, weight if bias is None else bias.contiguous(), out, pixels, BACK=back,
         BIAS=bias is not None, K=host.constants(K), num_warps=4,
     )  # fmt: skip
-    return out
-
-
-def _input_gradient(g: Tensor, weight: Tensor, window: Window) -> Tensor:
-    """Return the gradient of the input. `window` is that of the convolution."""
-    back = window.back.even
-    if back.stride == 1 or back.channels_in % back.depth:
-        return _convolve(g, weight, None, window.back, back=True)
-    from banach.kernels.window_kernel import input_gradient
-
-    out = _empty(g, back.channels_out, back.rows_out, back.columns_out)
-    of_a_kind = (host.ceil_div(size, back.stride) for size in out.shape[2:])
-    pixels = len(g) * math.prod(of_a_kind)
-    K = back.sized(_tile(pixels * back.stride**2, g.dtype))
-    input_gradient[(host.ceil_div(pixels, K.rows), back.stride**2)](
-        g, weight, out, len(g), K=host.constants(K), num_warps=4
-    )
     return out
 
 

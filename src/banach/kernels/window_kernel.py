@@ -72,46 +72,6 @@ def convolve(x, w, bias, out, pixels, BACK: tl.constexpr, BIAS: tl.constexpr, K:
     tl.store(out + (m * K.channels_out)[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["images"])
-def input_gradient(g, w, out, images, K: tl.constexpr):
-    """Compute the gradient of the input of a convolution with a stride, K.one_place only.
-
-    A program has pixels of one kind, which windows see at the same places, so that it does not multiply zeros.
-    """
-    kind_y = tl.program_id(1) // K.stride  # the first place; the next ones are K.stride further on
-    kind_x = tl.program_id(1) % K.stride
-    DOWN: tl.constexpr = (K.rows_out + K.stride - 1) // K.stride
-    ACROSS: tl.constexpr = (K.columns_out + K.stride - 1) // K.stride
-    PER: tl.constexpr = K.channels_in // K.depth
-    m = tl.program_id(0) * K.rows + tl.arange(0, K.rows)
-    image = m // (DOWN * ACROSS)
-    row = m // ACROSS % DOWN * K.stride + (kind_y + (K.stride - 1) * K.padding) % K.stride
-    col = m % ACROSS * K.stride + (kind_x + (K.stride - 1) * K.padding) % K.stride
-    ok = (image < images) & (row < K.rows_out) & (col < K.columns_out)
-    top = (row + K.padding - kind_y) // K.stride
-    left = (col + K.padding - kind_x) // K.stride
-    places_down = (K.side - kind_y + K.stride - 1) // K.stride
-    places_across = (K.side - kind_x + K.stride - 1) // K.stride
-    j = tl.arange(0, K.columns)
-    acc = tl.zeros([K.rows, K.columns], tl.float32)
-    for chunk in tl.range(0, places_down * places_across * PER, num_stages=K.stages):
-        down = chunk // PER // places_across
-        across = chunk // PER % places_across
-        y = top - down
-        x = left - across
-        seen = ok & (y >= 0) & (y < K.height) & (x >= 0) & (x < K.width)
-        c = chunk % PER * K.depth + tl.arange(0, K.depth)
-        pixel = (image * K.height + y) * K.width + x
-        a = tl.load(g + (pixel * K.channels_in)[:, None] + c[None, :], mask=seen[:, None], other=0.0)
-        at_row, at_column = kind_y + down * K.stride, kind_x + across * K.stride
-        at = c * K.w_stride_in + at_row * K.w_stride_row + at_column * K.w_stride_column
-        b = tl.load(w + at[:, None] + (j * K.w_stride_out)[None, :], mask=(j < K.channels_out)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=K.precision)
-    to = ((image * K.rows_out + row) * K.columns_out + col) * K.channels_out
-    real = ok[:, None] & (j < K.channels_out)[None, :]
-    tl.store(out + to[:, None] + j[None, :], acc.to(out.dtype.element_ty), mask=real)
-
-
 @triton.jit(do_not_specialize=["pixels", "share"])
 def correlate(x, g, parts, bias_parts, pixels, share, BIAS: tl.constexpr, K: tl.constexpr):
     """Compute one part of the gradients of a chunk of weights and of the bias, from `share` tiles of pixels."""
