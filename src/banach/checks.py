@@ -9,7 +9,8 @@ from typing import Any
 
 def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     """Return `value` if it is an int (not a bool) between `least` and `most`, else raise a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most or value) < value:
+    sound = isinstance(value, int) and not isinstance(value, bool)
+    if not sound or value < least or (most is not None and value > most):
         upto = "" if most is None else f" and at most {most}"
         raise ValueError(f"{name} must be a whole number, at least {least}{upto}, got {value!r}")
     return value

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from banach.kernels import host
 
-LARGEST = 64  # rows: a program holds its matrix in registers, which are too few for more
+LARGEST = 64  # rows: a program of 8 warps holds its matrix in registers; 128 rows would spill
 
 
 def invert(M: Tensor) -> Tensor:
@@ -32,5 +32,5 @@ def invert(M: Tensor) -> Tensor:
     N = max(16, host.power_of_two(n))
     given = torch.view_as_real(M.resolve_conj().contiguous())
     found = torch.empty_like(given)
-    gauss_jordan[(M.numel() // n**2,)](given, found, n, N=N, num_warps=max(1, N * N // 1024))
+    gauss_jordan[(M.numel() // n**2,)](given, found, n, N=N, num_warps=max(1, N * N // 512))
     return torch.view_as_complex(found)
