@@ -26,7 +26,6 @@ SLOPE = 0.1  # of the leaky ReLUs below zero
 STORED = torch.bfloat16  # type of what is stored and multiplied; sums are float32
 ONES = 3  # spare channels that hold ones
 LARGEST = 64 - ONES  # channels
-SMALL = 256  # pixels of an image: with at most that many, marching down its columns is slower
 SUM = {"CHUNK": 256, "num_warps": 8}  # sums of programs for batch norm: how many are added at a time
 COLUMNS = 16  # channels whose sums one program adds, if it does nothing else
 REDUCE = {"ROWS": 1, "CHUNK": 128, "num_warps": 4}  # rows and parts of a weight gradient that are added at a time
@@ -48,7 +47,6 @@ class Layout:
     warps: int = 4
     stages: int = 2  # tiles in flight
     per_multiprocessor: int = 1  # programs
-    march: bool = False  # down the columns of the images, reading each row once
 
     @staticmethod
     def of(channels: int) -> "Layout":
@@ -67,10 +65,9 @@ class Layout:
         return host.ceil_div(tiles, rounds)
 
 
-# The fastest on an H200: convolutions of large and of small images, weight gradients, `enter`.
+# The fastest on an H200: convolutions, weight gradients, `enter`.
 TILES: dict[str, dict[str, Any]] = {
-    "large": {"rows": 64, "stages": 3, "per_multiprocessor": 2, "march": True},
-    "small": {"rows": 64},
+    "images": {"rows": 64, "stages": 3, "per_multiprocessor": 2},
     "weights": {"rows": 64, "warps": 8, "stages": 4},
     "enter": {"rows": 64, "per_multiprocessor": 8},
 }
@@ -308,8 +305,8 @@ def _convolve(
 ) -> tuple[Tensor, Tensor]:
     """Convolve with packed weights, apply the epilogue `what`, and return the result with its sums, if wanted."""
     N, H, W, _ = x.shape
-    of, out = stack.layout.tiled("large" if H * W > SMALL else "small", H, W), torch.empty_like(x)
-    programs = of.programs(N * W, x.device, H) if of.march else of.programs(N * H * W, x.device)
+    of, out = stack.layout.tiled("images", H, W), torch.empty_like(x)
+    programs = of.programs(N * W, x.device, H)
     sums = before is not None or (what == JOIN and stack.known is None)
     total = torch.empty((programs if sums else 0, 2, of.columns), device=x.device)
     _device().convolve[(programs,)](

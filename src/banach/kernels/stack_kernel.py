@@ -1,8 +1,8 @@
 """Device code of `stack.py`: 3x3 convolutions as matrix products with epilogues, packing, batch norm. Triton.
 
 The three pixels under a row of a kernel are neighbours in memory, so each row of a kernel is one product of depth
-3 * pitch. `convolve` takes tiles of pixels in memory order and reads each pixel three times or, if K.march, walks
-down columns of the images and reads each once, with sums of three output rows in registers. K: see `stack.Layout`.
+3 * pitch. `convolve` walks down columns of the images and reads each pixel once, with sums of three output rows in
+registers. K: see `stack.Layout`.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -264,60 +264,36 @@ def convolve(
     w0 = tl.load(weights)  # loaded once: they stay in shared memory for all tiles
     w1 = tl.load(weights + K.depth * K.columns)
     w2 = tl.load(weights + 2 * K.depth * K.columns)
-    if K.march:
-        # A program has an equal share of all rows of all columns of tiles, and walks down each column it meets.
-        rows = tl.cdiv(images * K.width, K.rows) * K.height
-        share = tl.cdiv(rows, tl.num_programs(0))
-        start = pid * share
-        stop = tl.minimum(start + share, rows)
-        for column in range(start // K.height, tl.cdiv(stop, K.height)):
-            top = tl.maximum(start - column * K.height, 0)
-            bottom = tl.minimum(stop - column * K.height, K.height)
-            place = column * K.rows + tl.arange(0, K.rows)
-            image = place // K.width
-            pixel = image * (K.height * K.width) + place % K.width
-            real = place < images * K.width
-            at = (pixel * K.pitch)[:, None] + co[None, :]
-            beside_at = (image * K.pitch)[:, None] + co[None, :] if WHAT == HIDDEN else at
-            above = empty
-            here = empty
-            for row in range(top - 1, bottom + 1):
-                inside = real & (row >= 0) & (row < K.height)
-                a = _three(x + row * (K.width * K.pitch), pixel, inside, place % K.width, k, K)
-                back = (row - 1) * (K.width * K.pitch)
-                ok = (real & (row > top))[:, None] & (co < K.pitch)[None, :]
-                early = _load_early(beside, 0 if WHAT == HIDDEN else back, beside_at, ok, EARLY)
-                more = _load_early(before, back, at, ok, MORE)
-                # The sum that is needed now comes last: waiting for it waits for all, and the others can move.
-                next_here = tl.dot(a, w0, empty, input_precision="ieee")
-                next_above = tl.dot(a, w1, here, input_precision="ieee")
-                done = tl.dot(a, w2, above, input_precision="ieee")
-                above = next_above
-                here = next_here
-                one, two = _finish(
-                    done, early, more, out, back, at, ok, co, shift, rstd, slope, WHAT, DROP, SUMS, K
-                )
-                first += one
-                second += two
-    else:
-        pixels = images * K.height * K.width
-        for tile in range(pid, tl.cdiv(pixels, K.rows), tl.num_programs(0)):
-            pixel = tile * K.rows + tl.arange(0, K.rows)
-            col = pixel % K.width
-            row = (pixel // K.width) % K.height
-            real = pixel < pixels
-            at = (pixel * K.pitch)[:, None] + co[None, :]
-            ok = real[:, None] & (co < K.pitch)[None, :]
-            image = pixel // (K.height * K.width)
-            beside_at = (image * K.pitch)[:, None] + co[None, :] if WHAT == HIDDEN else at
-            early = _load_early(beside, 0, beside_at, ok, EARLY)
-            more = _load_early(before, 0, at, ok, MORE)
-            a = _three(x, pixel - K.width, real & (row > 0), col, k, K)
-            acc = tl.dot(a, w0, empty, input_precision="ieee")
-            acc = tl.dot(_three(x, pixel, real, col, k, K), w1, acc, input_precision="ieee")
-            a = _three(x, pixel + K.width, real & (row < K.height - 1), col, k, K)
-            acc = tl.dot(a, w2, acc, input_precision="ieee")
-            one, two = _finish(acc, early, more, out, 0, at, ok, co, shift, rstd, slope, WHAT, DROP, SUMS, K)
+    # A program has an equal share of all rows of all columns of tiles, and walks down each column it meets.
+    rows = tl.cdiv(images * K.width, K.rows) * K.height
+    share = tl.cdiv(rows, tl.num_programs(0))
+    start = pid * share
+    stop = tl.minimum(start + share, rows)
+    for column in range(start // K.height, tl.cdiv(stop, K.height)):
+        top = tl.maximum(start - column * K.height, 0)
+        bottom = tl.minimum(stop - column * K.height, K.height)
+        place = column * K.rows + tl.arange(0, K.rows)
+        image = place // K.width
+        pixel = image * (K.height * K.width) + place % K.width
+        real = place < images * K.width
+        at = (pixel * K.pitch)[:, None] + co[None, :]
+        beside_at = (image * K.pitch)[:, None] + co[None, :] if WHAT == HIDDEN else at
+        above = empty
+        here = empty
+        for row in range(top - 1, bottom + 1):
+            inside = real & (row >= 0) & (row < K.height)
+            a = _three(x + row * (K.width * K.pitch), pixel, inside, place % K.width, k, K)
+            back = (row - 1) * (K.width * K.pitch)
+            ok = (real & (row > top))[:, None] & (co < K.pitch)[None, :]
+            early = _load_early(beside, 0 if WHAT == HIDDEN else back, beside_at, ok, EARLY)
+            more = _load_early(before, back, at, ok, MORE)
+            # The sum that is needed now comes last: waiting for it waits for all, and the others can move.
+            next_here = tl.dot(a, w0, empty, input_precision="ieee")
+            next_above = tl.dot(a, w1, here, input_precision="ieee")
+            done = tl.dot(a, w2, above, input_precision="ieee")
+            above = next_above
+            here = next_here
+            one, two = _finish(done, early, more, out, back, at, ok, co, shift, rstd, slope, WHAT, DROP, SUMS, K)
             first += one
             second += two
     if SUMS:
