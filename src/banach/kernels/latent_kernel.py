@@ -162,13 +162,6 @@ def _hidden(operand, hidden, w, bias, begin, end, low, groups, slope, K: tl.cons
 
 
 @triton.jit
-def _join(y, x, shift, slope, K: tl.constexpr):
-    """Return what a block gives before batch norm, from its second convolution y and its input x."""
-    y += shift[None, :]
-    return _leaky(y + x, slope) if K.late else _leaky(y, slope) + x
-
-
-@triton.jit
 def _square(value, here, K: tl.constexpr):
     """Return the squared norm of a tile: of its worst pixel, or of all. Infinite if a number is not finite."""
     value = tl.where(here, value, 0.0)
@@ -205,19 +198,6 @@ def _normalise(y, m, end, mean, rstd, last, before, after, parts, K: tl.constexp
     if not K.lazy:
         tl.store(stream + at, x, mask=here)
     _store_pixels(operand, _window(m, K), low, x, here, K)
-    return moved, size
-
-
-@triton.jit
-def _normalise_all(begin, end, mean, rstd, last, before, after, parts, K: tl.constexpr):
-    """Call `_normalise` for what the blocks left in the stream, K.lazy."""
-    moved, size = 0.0, 0.0
-    for tile in range(begin, end, K.rows):
-        m = tile + tl.arange(0, K.rows)
-        at, here = _tile(m, end, K)
-        y = tl.load(parts[0] + at, mask=here, other=0.0)
-        a, b = _normalise(y, m, end, mean, rstd, last, before, after, parts, K)
-        moved, size = _both(moved, a, K), _both(size, b, K)
     return moved, size
 
 
@@ -398,7 +378,8 @@ def iterate(
                         x = tl.load(stream + at, mask=here, other=0.0)
                         if K.lazy:
                             x = (x - x_mean[None, :]) * x_rstd[None, :]
-                        y = _join(y, x, second_shift, slope_after, K)
+                        y += second_shift[None, :]
+                        y = _leaky(y + x, slope_after) if K.late else _leaky(y, slope_after) + x
                         if K.lazy:
                             tl.store(stream + at, y, mask=here)
                             y = tl.where(here, y - mean[None, :], 0.0)
@@ -433,7 +414,12 @@ def iterate(
                                 m = begin + tl.arange(0, K.rows)
                                 moved, size = _normalise(kept, m, end, mean, rstd, last, before, after, parts, K)
                             else:
-                                moved, size = _normalise_all(begin, end, mean, rstd, last, before, after, parts, K)
+                                for tile in range(begin, end, K.rows):
+                                    m = tile + tl.arange(0, K.rows)
+                                    at, here = _tile(m, end, K)
+                                    y = tl.load(stream + at, mask=here, other=0.0)
+                                    a, b = _normalise(y, m, end, mean, rstd, last, before, after, parts, K)
+                                    moved, size = _both(moved, a, K), _both(size, b, K)
                                 # The next block normalises its own input; the next iterate is ready.
                                 x_mean = tl.where(last, 0.0, mean)
                                 x_rstd = tl.where(last, 1.0, rstd)

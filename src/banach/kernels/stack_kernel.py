@@ -195,20 +195,8 @@ def _pairs(value):
 
 
 @triton.jit
-def _load_early(p, offset, at, here, NEEDED: tl.constexpr):
-    """Load a tile for the epilogue before the products, so that it arrives with them."""
-    tile = at
-    if NEEDED:
-        tile = tl.load(p + offset + at, mask=here, other=0.0)
-    return tile
-
-
-@triton.jit
-def _finish(
-    value, early, more, out, offset, at, here, co, shift, rstd, slope, WHAT: tl.constexpr, DROP: tl.constexpr,
-    SUMS: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Apply the epilogue WHAT to a product, store the result, and return its sums over pairs of pixels."""
+def _finish(value, early, shift, rstd, slope, WHAT: tl.constexpr, DROP: tl.constexpr, K: tl.constexpr):
+    """Apply the epilogue WHAT to a product."""
     if WHAT == HIDDEN:
         value = tl.where(value > 0, value, value * slope)
         if DROP:
@@ -224,17 +212,7 @@ def _finish(
             value = tl.where(seen == 0, 0.0, value)
     if WHAT == ADD:
         value += early.to(tl.float32)
-    if WHAT <= JOIN:
-        value = _with_ones(value, co, K)
-    tl.store(out + offset + at, value.to(out.dtype.element_ty), mask=here)
-    first = _pairs(tl.zeros_like(value))
-    second = first
-    if SUMS:
-        # Of values before rounding: a second conversion would cost more than the whole sum.
-        value = tl.where(here, value, 0.0)
-        first = _pairs(value)
-        second = _pairs(value * (more.to(tl.float32) if WHAT == ADD else value))
-    return first, second
+    return _with_ones(value, tl.arange(0, K.columns), K) if WHAT <= JOIN else value
 
 
 @triton.jit(do_not_specialize=["images"])
@@ -258,8 +236,6 @@ def convolve(
     if WHAT == JOIN:
         rstd = tl.load(stats + K.columns + co)
         shift = -tl.load(stats + co) * rstd
-    EARLY: tl.constexpr = WHAT != HIDDEN or DROP
-    MORE: tl.constexpr = WHAT == ADD and SUMS
     weights = w + tl.arange(0, K.depth)[:, None] * K.columns + co[None, :]
     w0 = tl.load(weights)  # loaded once: they stay in shared memory for all tiles
     w1 = tl.load(weights + K.depth * K.columns)
@@ -285,17 +261,24 @@ def convolve(
             a = _three(x + row * (K.width * K.pitch), pixel, inside, place % K.width, k, K)
             back = (row - 1) * (K.width * K.pitch)
             ok = (real & (row > top))[:, None] & (co < K.pitch)[None, :]
-            early = _load_early(beside, 0 if WHAT == HIDDEN else back, beside_at, ok, EARLY)
-            more = _load_early(before, back, at, ok, MORE)
+            # Tiles for the epilogue are loaded before the products, so that they arrive with them.
+            early, more = empty, empty
+            if WHAT != HIDDEN or DROP:
+                early = tl.load(beside + (0 if WHAT == HIDDEN else back) + beside_at, mask=ok, other=0.0)
+            if WHAT == ADD and SUMS:
+                more = tl.load(before + back + at, mask=ok, other=0.0)
             # The sum that is needed now comes last: waiting for it waits for all, and the others can move.
             next_here = tl.dot(a, w0, empty, input_precision="ieee")
             next_above = tl.dot(a, w1, here, input_precision="ieee")
             done = tl.dot(a, w2, above, input_precision="ieee")
             above = next_above
             here = next_here
-            one, two = _finish(done, early, more, out, back, at, ok, co, shift, rstd, slope, WHAT, DROP, SUMS, K)
-            first += one
-            second += two
+            value = _finish(done, early, shift, rstd, slope, WHAT, DROP, K)
+            tl.store(out + back + at, value.to(out.dtype.element_ty), mask=ok)
+            if SUMS:  # of values before rounding: a second conversion would cost more than the whole sum
+                value = tl.where(ok, value, 0.0)
+                first += _pairs(value)
+                second += _pairs(value * (more.to(tl.float32) if WHAT == ADD else value))
     if SUMS:
         tl.store(sums + pid * 2 * K.columns + co, tl.sum(tl.sum(first, axis=0), axis=0))
         tl.store(sums + pid * 2 * K.columns + K.columns + co, tl.sum(tl.sum(second, axis=0), axis=0))
