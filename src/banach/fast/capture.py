@@ -44,9 +44,11 @@ class Graphs:
         recording, stream = Recording(self.pool), torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+        gc.collect()  # an autograd graph of the warm-up, kept alive by a cycle, would accumulate on its own stream
+        collects = gc.isenabled()
+        gc.disable()  # an old graph that it deletes during a capture would break the capture
         try:
-            loops = loops_by(recording.loop, _inverse)
-            with _no_collection(), torch.cuda.stream(self.stream), loops, _in_this_thread():
+            with torch.cuda.stream(self.stream), loops_by(recording.loop, _inverse), _in_this_thread():
                 recording.begin()
                 program()
                 recording.end()
@@ -54,6 +56,9 @@ class Graphs:
             torch.cuda.set_stream(stream)  # a failed capture leaves its stream current
             self._clean_up(recording)
             raise
+        finally:
+            if collects:
+                gc.enable()
         return recording
 
     def _clean_up(self, recording: "Recording") -> None:
@@ -167,19 +172,6 @@ def _inverse(M: Tensor) -> Tensor | None:
 def _streams(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Return the streams of all warm-ups and of all captures on a device."""
     return torch.cuda.Stream(index), torch.cuda.Stream(index)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable the garbage collector: an old graph that it deletes during a capture would break the capture."""
-    gc.collect()  # an autograd graph of the warm-up, kept alive by a cycle, would accumulate on its own stream
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

@@ -52,12 +52,6 @@ class Samples:
         index = self.active.sort(descending=True).indices[:count]
         return replace(self, z=select(self.z, index), v=select(self.v, index), index=index)
 
-    def put(self, part: "Samples") -> None:
-        """Write the iterates of a part of the batch back."""
-        assert part.index is not None
-        for mine, other in zip(leaves(self.z), leaves(part.z), strict=True):
-            mine.index_copy_(0, part.index, other)
-
 
 @dataclass(frozen=True)
 class Iteration:
@@ -85,7 +79,7 @@ class Iteration:
         everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples, self.solver)
         self._move(everyone, Tz)
         for _ in range(first - 1):
-            self._step(everyone)
+            self._move(everyone, self.R(everyone.z, v))
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
             halves = _halves(everyone, space) if cycle == 1 and everyone.memory is None else []
@@ -99,19 +93,17 @@ class Iteration:
 
         def steps() -> None:
             for _ in range(cycle):
-                self._step(samples)
+                self._move(samples, self.R(samples.z, samples.v))
 
         def iterate_late() -> None:
             self._iterate(everyone, everyone.late(stop_at), taken, halves[1:], cycle)
 
         loop(steps, samples.active, taken, cycle=cycle, max_steps=most, stop_at=stop_at)
-        if samples is not everyone:
-            everyone.put(samples)
+        if samples.index is not None:  # a part of the batch, which is written back
+            for all_of_them, late in zip(leaves(everyone.z), leaves(samples.z), strict=True):
+                all_of_them.index_copy_(0, samples.index, late)
         if halves:  # a loop that is run at most once: where no sample is late, nothing is copied
             loop(iterate_late, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
-
-    def _step(self, samples: Samples) -> None:
-        self._move(samples, self.R(samples.z, samples.v))
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
         """Measure and move every sample that is active."""

@@ -208,11 +208,18 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     no_parts = training and not own_loop and _NOT_TAKEN_APART
     kernel = _unless(no_kernel, no_parts, no_steps, no_kernel or _no_latent_kernel(net))
     by_kernel = kernel and "a kernel iterates R"
+    norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
+    no_step = _unless(
+        is_coupled(net) and "the samples stop as one",
+        type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
+        norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
+        memory > LONGEST and f"the memory of the solver is {memory}, at most {LONGEST}",
+    )
     return {
         "own_loop": own_loop,
         "kernel": kernel,
         "loop": _unless(by_kernel, no_steps, no_tests),
-        "fused_step": _unless(own_loop.why, by_kernel, no_steps, no_kernel or _no_step(net)),
+        "fused_step": _unless(own_loop.why, by_kernel, no_steps, no_kernel, no_step.why),
     }
 
 
@@ -249,17 +256,6 @@ def _no_latent_kernel(net: ImplicitNetwork) -> str:
         norm not in (WorstPixel, RMS, Euclidean) and f"the norm is {norm.__name__}",
         net.coupled not in (None, uses_batch_statistics(net.R)) and f"coupled is {net.coupled}",
         describe(net.R) is None and "R is not a known latent map",
-    ).why
-
-
-def _no_step(net: ImplicitNetwork) -> str:
-    """Return why kernels do not compute the steps of the solver, "" if they do."""
-    norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
-    return _unless(
-        is_coupled(net) and "the samples stop as one",
-        type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
-        norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
-        memory > LONGEST and f"the memory of the solver is {memory}, at most {LONGEST}",
     ).why
 
 

@@ -88,7 +88,10 @@ class WhileNode:
         parameters.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
         parameters.conditional.size = 1
         parameters.conditional.ctx = context
-        node = _add_node(driver, graph, first, parameters)
+        try:  # since CUDA 13 the call also takes the data of the edge
+            node = _done(driver.cuGraphAddNode(graph, [first], None, 1, parameters))
+        except TypeError:
+            node = _done(driver.cuGraphAddNode(graph, [first], 1, parameters))
         body = parameters.conditional.phGraph_out[0]
         last: list[Any] = []
         for part in self.parts:
@@ -122,14 +125,6 @@ class WhileNode:
 
         driver.cuGraphExecDestroy(self.executable)
         driver.cuGraphDestroy(self.graph)
-
-
-def _add_node(driver: Any, graph: Any, after: Any, parameters: Any) -> Any:
-    """Add a node after another one; since CUDA 13 the call also takes the data of the edge."""
-    try:
-        return _done(driver.cuGraphAddNode(graph, [after], None, 1, parameters))
-    except TypeError:
-        return _done(driver.cuGraphAddNode(graph, [after], 1, parameters))
 
 
 @functools.cache

@@ -121,7 +121,8 @@ def residual_stack(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor) -> Te
 def fused_stack(blocks: Sequence[Any], x: Tensor, masks: Tensor | None, scale: float) -> Tensor:
     """Compute the blocks by kernels. `masks`: (blocks, N, C), zero where hidden values are dropped."""
     with torch.autocast(x.device.type, enabled=False):
-        parameters = _parameters(blocks)
+        layers = [block.conv2 for block in blocks] + [block.conv1 for block in blocks]  # in the order of `Stack`
+        parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
         stack = Stack.of(blocks, parameters, drops=masks is not None, scale=scale)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
             out, stats = Residual.apply(stack, x, masks, *parameters)
@@ -138,12 +139,6 @@ def _dropout(blocks: Sequence[Any]) -> float | None:
     rates = {float(drop.p) if isinstance(drop, nn.Dropout2d) and drop.training else 0.0 for drop in drops}
     known = all(isinstance(drop, nn.Dropout2d | nn.Identity) for drop in drops)
     return rates.pop() if known and len(rates) == 1 and max(rates) < 1 else None
-
-
-def _parameters(blocks: Sequence[Any]) -> list[Tensor]:
-    """Return parameters in the order of `Stack`: second, then first convolutions; weights, then biases."""
-    layers = [block.conv2 for block in blocks] + [block.conv1 for block in blocks]
-    return [layer.weight for layer in layers] + [layer.bias for layer in layers]
 
 
 @torch.no_grad()
