@@ -1,8 +1,9 @@
 """Strings to objects, for settings and the command line: "anderson:5" is Anderson(memory=5)."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from banach.backward import GMRES, JFB, Implicit, Mode, Neumann, NormalCG, Unroll
@@ -25,21 +26,6 @@ _SCHEDULES: dict[str, type[Any]] = {"constant": Constant, "steps": Steps, "cosin
 _METHODS = {"cg": NormalCG, "gmres": GMRES, "picard": Picard, "anderson": Anderson, "broyden": Broyden}
 
 
-def solver(word: str) -> Solver:
-    """Return the solver of `picard`, `picard:0.3`, `anderson:5` or `broyden:10`."""
-    return cast(Solver, _make("solver", word, SOLVERS))
-
-
-def backward(word: str) -> Mode:
-    """Return the backward mode of `jfb`, `neumann:5`, `unroll:3`, `implicit:cg` or `implicit:gmres:1e-4`."""
-    return cast(Mode, _make("backward", word, BACKWARDS))
-
-
-def norm(word: str) -> Norm:
-    """Return the norm of `rms`, `euclidean` or `worst-pixel`."""
-    return cast(Norm, _make("norm", word, NORMS))
-
-
 def name_of_norm(norm: Norm) -> str:
     """Return the word for a norm."""
     return _name_of(norm, _NORMS, "be chosen by a word")
@@ -47,7 +33,7 @@ def name_of_norm(norm: Norm) -> str:
 
 def augment(word: str) -> Augmentation | None:
     """Return the augmentation of `none`, `paper` (the authors' for CIFAR-10) or `flip+crop:4+erase`."""
-    parts = [_make("augment", part, AUGMENTS) for part in word.split("+")]
+    parts = [_make("augment", AUGMENTS, part) for part in word.split("+")]
     kept = [part for part in parts if part is not None]
     return Chain(*kept) if len(kept) > 1 else (kept[0] if kept else None)
 
@@ -55,7 +41,7 @@ def augment(word: str) -> Augmentation | None:
 def schedule(given: Any) -> Schedule:
     """Return the schedule of `constant`, `cosine`, `one-cycle` or `steps:100,150:0.1`, or of a table."""
     if isinstance(given, str):
-        return cast(Schedule, _make("schedule", given, SCHEDULES))
+        return cast(Schedule, _make("schedule", SCHEDULES, given))
     if not isinstance(given, Mapping) or "kind" not in given:
         raise ValueError(f'a schedule is {{"kind": ...}} with one of {", ".join(_SCHEDULES)}, got {given!r}')
     rest = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items() if key != "kind"}
@@ -118,13 +104,19 @@ _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-def _make(what: str, word: str, grammar: str) -> Any:
+def _make(what: str, grammar: str, word: str) -> Any:
+    """Return what a word stands for: `solver("picard:0.3")` is Picard(damping=0.3)."""
     kind, *texts = str(word).strip().lower().split(":")
     maker, *readers = _MAKERS[what][nearest(what, kind, _MAKERS[what])]
     with suppress(TypeError):  # an argument is missing
         if len(texts) <= len(readers):
             return maker(*(_read(word, reader, text) for reader, text in zip(readers, texts, strict=False)))
     raise ValueError(f"{what} {word!r} is not understood; expected {grammar}")
+
+
+solver: Callable[[str], Solver] = partial(_make, "solver", SOLVERS)
+backward: Callable[[str], Mode] = partial(_make, "backward", BACKWARDS)
+norm: Callable[[str], Norm] = partial(_make, "norm", NORMS)
 
 
 def _read(word: str, reader: Any, text: str) -> Any:
