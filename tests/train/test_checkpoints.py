@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_skipped(
 
 def write(folder: Path, step: int = 1, **tensors: torch.Tensor) -> Path:
     state = {**STATE, "step": step}
-    return write_checkpoint(folder, Position(0, step), tensors or {"x": torch.ones(1)}, state=state)
+    return write_checkpoint(folder, tensors or {"x": torch.ones(1)}, state, 2, None)
 
 
 def test_tied_weights_and_an_empty_tensor(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_the_last_two_are_kept_and_a_sound_one_is_not_replaced(tmp_path: Path) -
 )
 def test_a_state_of_another_type_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     """Its checksum is right. A list of 10^12 epochs would not fit into memory."""
-    path = write_checkpoint(tmp_path, Position(0, 1), {}, state={**STATE, **change})
+    path = write_checkpoint(tmp_path, {}, {**STATE, **change}, 2, None)
     with pytest.raises(CheckpointError, match=r"is damaged: ([\w.]+ must|\w+Error)"):
         read_checkpoint(path)
 
 
 def test_epochs_that_are_no_tables_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, Position(1, 0), {}, state={**STATE, "epoch": 1, "done": [1]})
+    path = write_checkpoint(tmp_path, {}, {**STATE, "epoch": 1, "done": [1]}, 2, None)
     with pytest.raises(CheckpointError, match=r"is damaged: \w+Error"):
         read_checkpoint(path)
 

@@ -69,19 +69,13 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    folder: Path,
-    position: Position,
-    tensors: Mapping[str, Tensor],
-    *,
-    state: Mapping[str, Any],
-    keep: int = 2,
-    best: Position | None = None,
+    folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int, best: Position | None
 ) -> Path:
     """Write a checkpoint under a temporary name, then rename it, so that it is complete or absent.
 
-    The last `keep` up to this position and that of `best` are kept; later ones were refused when training resumed.
+    The last `keep` up to its position and that of `best` are kept; later ones were refused when training resumed.
     """
-    target, sharded = folder / position.name, is_sharded(*tensors.values())
+    target, sharded = folder / Position(state["epoch"], state["step"]).name, is_sharded(*tensors.values())
     with suppress(CheckpointError):  # replacing a folder takes two steps, and a kill between would lose it
         if not sharded:
             return read_finite(target).path

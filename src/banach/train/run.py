@@ -128,8 +128,7 @@ class Run:
         if name := files.nonfinite(tensors):
             raise DivergenceError(f"{name} is NaN or infinite, so no checkpoint is written; resume {self.path}")
         best = _best([Epoch.from_dict(values) for values in state["done"]])
-        folder, keep = self.path / CHECKPOINTS, self.settings.keep
-        files.write_checkpoint(folder, position, tensors, state=state, keep=keep, best=best)
+        files.write_checkpoint(self.path / CHECKPOINTS, tensors, state, self.settings.keep, best)
 
     def clean(self) -> None:
         """Remove temporary files that a killed process left; call it while holding the lock."""
