@@ -54,9 +54,9 @@ class NonfiniteWatch:
         """Return what happened in the first bad step of the epoch, None if there was none, with one host sync."""
         if not self.first[0]:
             return None
-        names = dict(enumerate(["the loss", *(name for name, _ in self._watched())]))
+        names = ["the loss", *(name for name, _ in self._watched())]
         step, _, number = map(int, self.first.tolist())
-        name = names.get(number, "a tensor")
+        name = names[number] if number < len(names) else "a tensor"
         return f"{name} became NaN or infinite in step {step} of epoch {self.state.epoch + 1}"
 
     def _watched(self) -> list[tuple[str, Tensor]]:
@@ -111,8 +111,12 @@ class Divergence:
             return False
         if self.policy != "skip":
             self._rewind(fault)
+        elif last and not state.metrics.sums[0]:
+            raise DivergenceError(f"no batch of the epoch could be used: {self._explained(fault)}")
         elif last:
-            self._report_skipped(watch, fault)
+            batches = "one batch" if watch.first[1] == 1 else f"{int(watch.first[1])} batches"
+            watch.first.zero_()
+            warnings.warn(f"skipped {batches}, the first one because {fault}", RuntimeWarning, stacklevel=2)
         return self.policy != "skip"
 
     def _rewind(self, fault: str) -> None:
@@ -126,14 +130,6 @@ class Divergence:
         warnings.warn(f"{fault}; back to {checkpoint.path.name} with {rate}", RuntimeWarning, stacklevel=3)
         state.restore(checkpoint)
         state.rewinds = rewinds
-
-    def _report_skipped(self, watch: NonfiniteWatch, fault: str) -> None:
-        """Warn of the batches that an epoch skipped; stop if it skipped all of them."""
-        if not self.state.metrics.sums[0]:
-            raise DivergenceError(f"no batch of the epoch could be used: {self._explained(fault)}")
-        batches = "one batch" if watch.first[1] == 1 else f"{int(watch.first[1])} batches"
-        watch.first.zero_()
-        warnings.warn(f"skipped {batches}, the first one because {fault}", RuntimeWarning, stacklevel=3)
 
     def _explained(self, fault: str) -> str:
         checkpoint = None if self.run is None else self.run.latest()
