@@ -74,14 +74,11 @@ def _implicit(method: str = "cg", rtol: float = 1e-3, steps: int = 500) -> Impli
     return Implicit(made, Tolerance(atol=0, rtol=rtol, max_steps=whole("steps", steps, 1)))
 
 
+_KEPT = range(1, 101)  # latents that a solver keeps
 # What KIND:ARGUMENT:.. calls, and one reader per argument. Latents that a solver keeps, and steps in an autograd
 # graph, are bounded: more would fill the memory of the device.
 _MAKERS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "solver": {
-        "picard": (Picard, float),
-        "anderson": (Anderson, range(1, 101)),
-        "broyden": (Broyden, range(1, 101)),
-    },
+    "solver": {"picard": (Picard, float), "anderson": (Anderson, _KEPT), "broyden": (Broyden, _KEPT)},
     "backward": {
         "jfb": (JFB,),
         "neumann": (Neumann, range(10_001)),
