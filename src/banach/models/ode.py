@@ -1,7 +1,7 @@
 """Neural ODE (Chen et al. 2018) and augmented Neural ODE (Dupont et al. 2019), without a stem; by torchdiffeq."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,7 @@ class ODEFailure(RuntimeError):
 ODE_FAILURES = (ODEFailure, AssertionError)
 
 
-@dataclass(frozen=True)
-class Evaluations:
+class Evaluations(NamedTuple):
     """How often f was evaluated in the last pass. `backward` grows while an adjoint pass runs."""
 
     forward: int
@@ -106,10 +105,6 @@ class ODENet(nn.Module):
     def forward(self, d: Tensor) -> Tensor:
         h = F.pad(d, (0, 0, 0, 0, 0, self.extra)) if self.extra else d
         self.f.count = self._forward = 0
-        return self.linear(self._integrate(h).flatten(1))
-
-    def _integrate(self, h: Tensor) -> Tensor:
-        """h(1). A solver that fails says so; no batch is skipped."""
         try:
             import torchdiffeq
         except ImportError:
@@ -124,12 +119,11 @@ class ODENet(nn.Module):
             try:
                 states = odeint(self.f, h, times, rtol=self.rtol, atol=self.rtol, method="dopri5", options=options)
             except AssertionError as error:
-                raise ODEFailure(
-                    f"the ODE was not solved after {self.f.count} evaluations of f: {error}; lower the learning "
-                    "rate, loosen the tolerance, or clip the gradient"
-                ) from error
+                advice = "lower the learning rate, loosen the tolerance, or clip the gradient"
+                said = f"the ODE was not solved after {self.f.count} evaluations of f: {error}"
+                raise ODEFailure(f"{said}; {advice}") from error
         self._forward = self.f.count
-        return states[-1]
+        return self.linear(states[-1].flatten(1))
 
     def extra_repr(self) -> str:
         return f"extra={self.extra}, tolerance={self.rtol}, adjoint={self.adjoint}"
