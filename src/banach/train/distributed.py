@@ -54,8 +54,15 @@ class Ranks:
             raise ValueError(f"tune needs one process, got {self.count} ranks; pass --no-tune")
         if "cpu:" not in dist.get_backend_config():
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
+        count, accumulate = self.count, settings.accumulate
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
-            _check_batch(size, self.count, settings.accumulate)
+            parts = [size * (rank + 1) // count - size * rank // count for rank in range(count)]
+            # As `Batches.own` cuts it. Refuse a batch of which a rank has nothing, or that
+            # `accumulate` cuts differently on some ranks.
+            if min(parts) == 0 or len({len(torch.empty(part).chunk(accumulate)) for part in parts}) > 1:
+                who = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
+                text = f"a batch of {size} images cannot be cut into parts for {who}"
+                raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")
         own: Any = net
         synchronised = _has_in_R(net, _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm)
         if synchronised and (type(own.solver) is not Picard or isinstance(own.backward, Implicit)):
@@ -166,7 +173,11 @@ def joined(settings: Settings) -> Iterator[Ranks]:
         return
     backend = "gloo"
     if settings.torch_device.type == "cuda":
-        torch.cuda.set_device(_own_gpu(settings))
+        own, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if settings.torch_device.index is not None or own >= here:
+            text = f"every rank needs its own GPU, got {here} GPUs and --device {settings.device}"
+            raise ValueError(f"{text}; write --device cuda, with --nproc-per-node {here} at most")
+        torch.cuda.set_device(own)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     ranks = Ranks.here()
@@ -224,23 +235,6 @@ def _has_in_R(net: Any, kind: type[nn.Module]) -> bool:
     return has_module and any(isinstance(module, kind) for module in net.R.modules())
 
 
-def _check_batch(size: int, count: int, accumulate: int) -> None:
-    """Refuse a batch of which a rank has nothing, or that `accumulate` cuts differently on some ranks."""
-    own = [size * (rank + 1) // count - size * rank // count for rank in range(count)]  # as `Batches.own`
-    if min(own) == 0 or len({len(torch.empty(part).chunk(accumulate)) for part in own}) > 1:
-        parts = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
-        text = f"a batch of {size} images cannot be cut into parts for {parts}"
-        raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")
-
-
 def _started() -> int:
     """Return how many processes torchrun started, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
-
-
-def _own_gpu(settings: Settings) -> int:
-    own, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if settings.torch_device.index is not None or own >= here:
-        text = f"every rank needs its own GPU, got {here} GPUs and --device {settings.device}"
-        raise ValueError(f"{text}; write --device cuda, with --nproc-per-node {here} at most")
-    return own
