@@ -251,7 +251,9 @@ class Stepper:
         rank = () if state.ranks.first else (state.ranks.rank,)  # every rank draws other dropout masks
         _seed(counter.key(settings.seed, counter.NETWORK, state.epoch, state.step, *rank), state.device)
         with self._phase():
-            products = _products_per_sample(state.net)
+            mode: Any = getattr(state.net, "backward", None)  # `Implicit` counts its own J-products
+            products = mode.order if isinstance(mode, Neumann) else 0
+            products += mode.steps - 1 if isinstance(mode, Unroll) else 0
             try:
                 self.step.run()
             except ODE_FAILURES as error:
@@ -273,11 +275,3 @@ def _seed(number: int, device: torch.device) -> None:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(number)
-
-
-def _products_per_sample(net: Any) -> int:
-    """Return the J-products that follow from the mode alone; `Implicit` counts its own."""
-    mode = getattr(net, "backward", None)
-    if isinstance(mode, Neumann):
-        return mode.order
-    return mode.steps - 1 if isinstance(mode, Unroll) else 0
