@@ -14,7 +14,7 @@ from typing import Any
 from banach import models
 from reproduction.jobs import Job, settings
 from reproduction.study import Interval, percent, table
-from reproduction.table1 import ENTRIES, TITLES
+from reproduction.table1 import PAPER, PUBLISHED, TITLES
 from reproduction.trainings import Training, learning_curves, of_groups, trained
 
 EXACT = "implicit:picard:1e-2:300"  # as MON's own recipe
@@ -89,14 +89,13 @@ def _lines(rows: Sequence[Training], data: str, model: str, gradient: str, recip
     runs = [run for run in rows if run.group == name and run.final]
     if not runs:
         return []
-    entry = next((entry for entry in ENTRIES if entry.group == name), None)
     one, last = runs[0], runs[0].epochs[-1]
     parts = one.final.parts if one.final else None
     steps = math.ceil(one.images / one.settings["batch_size"])
     said = sum(sum(part.get("warnings", {}).values()) for run in runs for part in run.segments)
     return [(
         TITLES[data], model, gradient or "adjoint", len(runs), one.reached, Interval.of(run.clean for run in runs),
-        entry and entry.paper, entry and entry.published,
+        PAPER.get(name), PUBLISHED.get(name),
         " / ".join(f"{count:,}" for count in parts.values()) if parts else None,
         one.final and one.final.macs, last.depth, last.products / one.images,
         percent(run.scores.converged for run in runs), max(run.scores.max_residual or 0.0 for run in runs) or None,
