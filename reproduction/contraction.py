@@ -26,15 +26,15 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 
     They are over the longest JFB runs of each data set that were measured; the table shows the first run of each.
     """
-    groups = {group.name: group for group in table1.groups([row for row in rows if row.contraction])}
+    groups = table1.longest([row for row in rows if row.contraction])
     known = {title: groups[f"{data}-jfb"] for data, title in table1.TITLES.items() if f"{data}-jfb" in groups}
-    runs = [run for group in known.values() for run in group.runs]
+    runs = [run for some in known.values() for run in some]
     lines = [line for run in runs for line in run.contraction]
     images, fired = sum(line["images"] for line in lines), sum(line["eval"]["violations"] for line in lines)
     shown = [
-        (title, group.length, line["epoch"], line["images"], line["eval"]["violations"],
+        (title, first.progress, line["epoch"], line["images"], line["eval"]["violations"],
          *(f"{f(_numbers(line, key)):.2f}" for key in ("sigma", "rate") for f in (fmean, max)))
-        for title, group in known.items() for line in group.runs[0].contraction
+        for title, (first, *_) in known.items() for line in first.contraction
     ]  # fmt: skip
     columns = "data|run|epoch|images|sigma_max >= 1|sigma_max, mean|largest|rate, mean|largest"
     return {

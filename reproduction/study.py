@@ -125,7 +125,10 @@ def origins(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over `count` runs. `half`: half-width of its 95% interval by the t quantile, NaN for one run."""
+    """A mean over `count` runs, shown as a dash without a run.
+
+    `half`: half-width of its 95% interval by the t quantile, NaN for one run.
+    """
 
     mean: float
     half: float
@@ -133,11 +136,11 @@ class Interval:
 
     @staticmethod
     def of(values: Iterable[float]) -> "Interval":
-        """Return the interval of independent values, of which there must be one at least."""
+        """Return the interval of independent values."""
         numbers = [float(value) for value in values]
-        mean, n = fmean(numbers), len(numbers)
+        n = len(numbers)
         error = stdev(numbers) / math.sqrt(n) if n > 1 else math.nan
-        return Interval(mean, _quantile(n - 1) * error, n)
+        return Interval(fmean(numbers or [math.nan]), _quantile(n - 1) * error, n)
 
     def minus(self, other: "Interval") -> "Interval":
         """Return the interval of the difference of two independent means, by Welch's degrees of freedom."""
@@ -152,22 +155,24 @@ class Interval:
 
     def __format__(self, spec: str) -> str:
         """Return "mean ± half" in a number format, two decimals unless stated."""
+        if not self.count:
+            return "-"
         spec = spec or ".2f"
         half = "" if math.isnan(self.half) else f" ± {self.half:{spec.lstrip('+')}}"
         return f"{self.mean:{spec}}{half}"
 
     def __str__(self) -> str:
-        return f"{self:.2f} (n = {self.count})"
+        return f"{self:.2f} (n = {self.count})" if self.count else "-"
 
 
-def verdict(ours: Interval | None, printed: float, *, full: bool = True, strict: bool = False) -> str:
+def verdict(ours: Interval, printed: float, *, full: bool = True, strict: bool = False) -> str:
     """Return the verdict on the claim "at least `printed`", or "more than `printed`" if `strict`.
 
     Reproduced: the interval contains the printed value or lies above it, and is narrow. Not reproduced: it lies
     below. Undecided: it is too wide; for a strict claim also if it contains the value. Untested: shortened runs
     (`full` is False), or fewer than three.
     """
-    if ours is None or not full or ours.count < SEEDS:
+    if not full or ours.count < SEEDS:
         return UNTESTED
     if ours.mean + ours.half < printed:
         return NOT_REPRODUCED
@@ -186,16 +191,12 @@ class Claim:
     verdict: str = UNTESTED
 
     @staticmethod
-    def of(
-        printed: float | None, ours: Interval | None, length: str, *, sign: str = "", full: bool = True
-    ) -> "Claim":
+    def of(printed: float | None, ours: Interval, length: str, *, sign: str = "", full: bool = True) -> "Claim":
         """Return the claim "at least `printed`", see `verdict`; None: the paper prints nothing."""
         paper, judged = "-", "-"
         if printed is not None:
             paper, judged = f"{printed:{sign}.1f}", verdict(ours, printed, full=full)
-        if ours is None:
-            return Claim(paper, verdict=judged)
-        return Claim(paper, f"{ours:{sign}.2f}", ours.count, length, judged)
+        return Claim(paper, f"{ours:{sign}.2f}", ours.count, length if ours.count else "-", judged)
 
     @staticmethod
     def always(held: int, count: int, n: int) -> "Claim":

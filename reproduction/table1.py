@@ -8,12 +8,11 @@ jobs of the other implicit networks are in rivals.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
 
-from banach import models
 from reproduction.jobs import Job, settings
 from reproduction.study import SEEDS, Claim, Interval, panels, percent, table
 from reproduction.trainings import Training, accuracies, draw_curve, runs_table, trained
@@ -71,128 +70,110 @@ JOBS = [
 RECORDS, Row, run = "trainings.jsonl", Training, partial(trained, JOBS, QUICK)
 
 
-@dataclass(frozen=True)
-class Group:
-    """The runs of one group that have reached the same epoch of the same schedule."""
+def interval(runs: Sequence[Training], score: str) -> Interval:
+    """Return the interval of a score (clean, released or protocols) over the seeds for which it is known.
 
-    name: str
-    runs: Sequence[Training]
-
-    @property
-    def recipe_epochs(self) -> int:
-        values = self.runs[0].settings
-        return models.recipe(values["model"], values["recipe"]).epochs
-
-    @property
-    def full(self) -> bool:
-        return self.runs[0].final is not None and self.runs[0].reached >= self.recipe_epochs
-
-    @property
-    def length(self) -> str:
-        in_work = "" if self.runs[0].final else ", in work"
-        return f"{self.runs[0].reached} of {self.recipe_epochs} epochs{in_work}"
-
-    def interval(self, score: str) -> Any:
-        """Return the interval of a score (clean, released or protocols) over seeds, None if it is not known.
-
-        A rerun of a seed is averaged with it: it is not independent, and may even be bit-equal.
-        """
-        found: dict[str, list[float]] = {}
-        for run in self.runs:
-            if (number := getattr(run, score)) is not None:
-                found.setdefault(run.seed, []).append(number)
-        return Interval.of(map(fmean, found.values())) if found else None
+    A rerun of a seed is averaged with it: it is not independent, and may even be bit-equal.
+    """
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        if (number := getattr(run, score)) is not None:
+            found.setdefault(run.seed, []).append(number)
+    return Interval.of(map(fmean, found.values()))
 
 
-def groups(rows: Sequence[Training]) -> list[Group]:
-    """Return one entry per group and length, the shorter ones of a group first."""
+def groups(rows: Sequence[Training]) -> list[list[Training]]:
+    """Return runs of one group together that reached the same epoch of the same schedule, shorter ones first."""
     found: dict[tuple[int, int, bool, str], list[Training]] = {}
     for row in (row for row in rows if row.group in GROUPS):
         length = row.reached, row.final is not None, str(row.settings["schedule"])
         found.setdefault((GROUPS.index(row.group), *length), []).append(row)
-    return [Group(GROUPS[key[0]], found[key]) for key in sorted(found)]
+    return [found[key] for key in sorted(found)]
+
+
+def longest(rows: Sequence[Training]) -> dict[str, list[Training]]:
+    """Return the longest runs of each group, by its name."""
+    return {runs[0].group: runs for runs in groups(rows)}
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
     """Return a claim by group, by GROUP.released and by gain, of the longest runs; details; tables."""
-    every = groups(rows)
-    longest = {group.name: group for group in every}
-    found: dict[str, Any] = {"table": _table(every), "runs": runs_table(rows)}
+    known = longest(rows)
+    found: dict[str, Any] = {"table": _table(groups(rows)), "runs": runs_table(rows)}
     for name in GROUPS:
-        group, printed = longest.get(name), PAPER.get(name)
-        found[name] = claim([group], "clean", printed)
-        found[f"{name}.released"] = claim([group], "released", printed)
-        found |= {f"{name}.{key}": value for key, value in _details(group).items()}
+        runs, printed = known.get(name, []), PAPER.get(name)
+        found[name] = claim([runs], "clean", printed)
+        found[f"{name}.released"] = claim([runs], "released", printed)
+        found |= {f"{name}.{key}": value for key, value in _details(runs).items()}
     for name, pair in GAINS.items():
         first, second = (PAPER.get(one) for one in pair)
         printed = None if first is None or second is None else round(first - second, 1)
-        found[name] = claim([longest.get(one) for one in pair], "clean", printed, "+")
+        found[name] = claim([known.get(one, []) for one in pair], "clean", printed, "+")
     return found
 
 
-def _details(group: Group | None) -> dict[str, Any]:
+def _details(runs: Sequence[Training]) -> dict[str, Any]:
     """Return what the text of the page mentions besides the claims."""
-    if group is None:
+    if not runs:
         return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch", "training"), "-")
-    curves = accuracies(group.runs)
+    curves = accuracies(runs)
     peak = max(curves, key=lambda epoch: fmean(curves[epoch]))
     return {
-        "depth": fmean(run.scores.depth or 0.0 for run in group.runs),
-        "protocols": f"{both:+.2f}" if (both := group.interval("protocols")) else "-",
+        "depth": fmean(run.scores.depth or 0.0 for run in runs),
+        "protocols": f"{interval(runs, 'protocols'):+.2f}",
         "peak": fmean(curves[peak]),
         "peak_epoch": peak,
-        "training": fmean(100 * (run.epochs[-1].accuracy or 0.0) for run in group.runs),
+        "training": fmean(100 * (run.epochs[-1].accuracy or 0.0) for run in runs),
     }
 
 
-def claim(some: Sequence[Group | None], score: str, printed: float | None, sign: str = "") -> Claim:
-    """Return what a group says on a printed value, or two on a printed difference.
+def claim(some: Sequence[Sequence[Training]], score: str, printed: float | None, sign: str = "") -> Claim:
+    """Return what the runs of a group say on a printed value, or those of two on a printed difference.
 
     Two are compared only if both are full, or equally long.
     """
-    known = [group for group in some if group]
-    full, intervals = all(group.full for group in known), [group.interval(score) for group in known]
-    comparable = len(known) == len(some) and (full or len({group.length for group in known}) == 1)
-    if not comparable or None in intervals:
-        return Claim.of(printed, None, "-", sign=sign)
-    found = intervals[0] if len(known) == 1 else intervals[0].minus(intervals[1])
-    seeds = min(len({run.seed for run in group.runs}) for group in known)
-    few = f" ({('one seed', 'two seeds')[seeds - 1]}, full length)" if full and seeds < SEEDS else ""
-    made = Claim.of(printed, found, known[0].length, sign=sign, full=full and not few)
-    return made if printed is None else replace(made, verdict=made.verdict + few)
+    first = [runs[0] for runs in some if runs]
+    full, found = all(run.full for run in first), Interval.of([])
+    if len(first) == len(some) and (full or len({run.progress for run in first}) == 1):
+        found, *others = (interval(runs, score) for runs in some)
+        found = found.minus(others[0]) if others else found
+    made = Claim.of(printed, found, first[0].progress if first else "-", sign=sign, full=full)
+    if printed is None or not full or not 0 < found.count < SEEDS:
+        return made
+    return replace(made, verdict=f"{made.verdict} ({('one seed', 'two seeds')[found.count - 1]}, full length)")
 
 
-def _table(made: Sequence[Group]) -> str:
+def _table(made: Sequence[Sequence[Training]]) -> str:
     columns = "group|data|parameters|length|paper|clean %|clean % at 1e-4|released %|met eps|largest residual"
     lines = []
-    for one in made:
-        final, printed = one.runs[0].final, PAPER.get(one.name)
-        scores = [run.scores for run in one.runs]
-        fine = [100 * run.final.fine.accuracy for run in one.runs if run.final and run.final.fine]
+    for runs in made:
+        name, final, printed = runs[0].group, runs[0].final, PAPER.get(runs[0].group)
+        scores = [run.scores for run in runs]
+        fine = [100 * run.final.fine.accuracy for run in runs if run.final and run.final.fine]
         lines.append((
-            one.name, final and final.test, final and final.parameters, one.length, printed, one.interval("clean"),
-            Interval.of(fine) if fine else None, one.interval("released"),
+            name, final and final.test, final and final.parameters, runs[0].progress, printed,
+            interval(runs, "clean"), Interval.of(fine), interval(runs, "released"),
             percent(score.converged for score in scores),
-            max(score.max_residual or 0.0 for score in scores) or None, fmean(run.seconds for run in one.runs),
-            claim([one], "clean", printed).verdict,
+            max(score.max_residual or 0.0 for score in scores) or None, fmean(run.seconds for run in runs),
+            claim([runs], "clean", printed).verdict,
         ))  # fmt: skip
     return table(lines, columns + "|s per epoch|verdict")
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
     """Draw the learning curves of the longest runs: mean over runs, band from least to largest."""
-    longest = {group.name: group for group in groups(rows)}
-    names = [name for name in TITLES if f"{name}-jfb" in longest]
+    known = longest(rows)
+    names = [name for name in TITLES if f"{name}-jfb" in known]
     figure, axes = panels(len(names), width=4.2, height=4.2)
     for one, name in zip(axes, names, strict=True):
         kinds = {f"{name}-jfb": "JFB", f"{name}-twin": "explicit twin"}
         kinds |= {"resnet56": "ResNet-56"} if name == "cifar10" else {}
-        drawn = {label: longest[group] for group, label in kinds.items() if group in longest}
-        for label, group in drawn.items():
-            draw_curve(one, group.runs, f"{label}, n = {len(group.runs)}, {group.length}")
+        drawn = {label: known[group] for group, label in kinds.items() if group in known}
+        for label, runs in drawn.items():
+            draw_curve(one, runs, f"{label}, n = {len(runs)}, {runs[0].progress}")
         if printed := PAPER.get(f"{name}-jfb"):
             one.axhline(printed, color="black", linewidth=0.8, linestyle=":", label=f"JFB in the paper: {printed}")
-        ends = [run.clean for group in drawn.values() for run in group.runs]
+        ends = [run.clean for runs in drawn.values() for run in runs]
         low = min(*ends, printed or 100.0)
         one.set(title=TITLES[name], xlabel="epoch", ylim=(low - 0.5 * (100 - low), None))
         one.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18))

@@ -98,12 +98,11 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     found: dict[str, Any] = {"timing": _timing(rows), "runs": runs_table(rows)}
     lines = []
     for data in DATA:
-        chosen, time, gain, length = _chosen(rows, data), None, None, "-"
+        chosen = _chosen(rows, data)
+        times, length = ratios(chosen), chosen[0][0].length if chosen else "-"
+        cg, jfb = (Interval.of(pair[side].clean for pair in chosen) for side in (0, 1))
+        time, gain = Interval.of(times), jfb.minus(cg)
         if chosen:
-            times = ratios(chosen)
-            time, length = Interval.of(times), chosen[0][0].length
-            cg, jfb = (Interval.of(run.clean for run in some) for some in zip(*chosen, strict=True))
-            gain = jfb.minus(cg)
             lines.append((
                 table1.TITLES[data], f"{PAPER[data]:.1f}" if data in PAPER else None, f"{time:.2f}",
                 f"{min(times):.2f} to {max(times):.2f}", gain.count, f"{jfb:.2f}", f"{cg:.2f}", f"{gain:+.2f}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from banach import data
+from banach import data, models
 from banach.provenance import unsigned
 from banach.train import Epoch, RunError
 from reproduction.jobs import Job
@@ -123,6 +123,18 @@ class Training:
     def elapsed(self) -> list[float]:
         """Seconds of training until the end of each epoch; one that warms up counts like the others."""
         return list(accumulate(self.seconds if epoch.warm_up else epoch.seconds for epoch in self.epochs))
+
+    @property
+    def recipe_epochs(self) -> int:
+        return models.recipe(self.settings["model"], self.settings["recipe"]).epochs
+
+    @property
+    def full(self) -> bool:
+        return self.final is not None and self.reached >= self.recipe_epochs
+
+    @property
+    def progress(self) -> str:
+        return f"{self.reached} of {self.recipe_epochs} epochs{'' if self.final else ', in work'}"
 
     @property
     def length(self) -> str:
