@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "The paper, reproduced with banach."
-    parser = argparse.ArgumentParser(prog="python -m reproduction", description=about)
+    text, form = "The paper, reproduced with banach.", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m reproduction", description=text)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     records, runs = (argparse.ArgumentParser(add_help=False) for _ in range(2))
     records.add_argument("--records", type=Path, help="folder of the .jsonl files (results/reproduction)")
@@ -47,10 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--data-dir", type=Path, help="folder of the data sets")
     runs.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
-    def add(name: str, text: str, description: str, *parents: argparse.ArgumentParser) -> Any:
-        form = argparse.RawDescriptionHelpFormatter
-        given: dict[str, Any] = {"description": description, "formatter_class": form}
-        return commands.add_parser(name, help=text, parents=[records, *parents], **given)
+    def add(name: str, text: str, about: str, *more: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=text, description=about, formatter_class=form, parents=[records, *more]
+        )
 
     for name in (*STUDIES, "all"):
         text = "all studies, then the report" if name == "all" else f"the study {name}"

@@ -12,7 +12,6 @@ from banach.data import Augmentation
 from banach.train import Settings
 
 SNAPSHOTS = (1, 3, 10, 30, 100, 300, 1000)  # epochs whose weights are stored, besides the last one
-MONITOR_EVERY = 50  # epochs between two measurements of the contraction, besides the snapshots
 LAST = 10  # the test set is evaluated after each of the last epochs
 
 
@@ -58,9 +57,6 @@ class Job:
 
     def evaluates(self, epoch: int) -> bool:
         return epoch % self.evaluate_every == 0 or epoch == 1 or epoch > self.settings.epochs - LAST
-
-    def monitors(self, epoch: int) -> bool:
-        return epoch % MONITOR_EVERY == 0 or self.takes_snapshot(epoch)
 
     def takes_snapshot(self, epoch: int) -> bool:
         return epoch in SNAPSHOTS or epoch == self.settings.epochs

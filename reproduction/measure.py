@@ -46,19 +46,19 @@ class Measure:
         clean = self._clean(self.net, self.scorer)
         return {"epoch": epoch, "clean": clean, "released": asdict(self.released(epoch))}
 
-    def contraction(self, epoch: int) -> dict[str, Any] | None:
-        """Return sigma_max(dT/du), rate and residual on fixed training images; None for explicit networks.
+    def contraction(self, epoch: int) -> list[dict[str, Any]]:
+        """Return sigma_max(dT/du), rate and residual on fixed training images; nothing for explicit networks.
 
         `eval`: the map as it predicts, per image. `train`: with batch statistics, one map for the whole batch.
         `cosine`: that of the JFB gradient with the exact one, as the network predicts.
         """
         if not _solves(self.net):
-            return None
+            return []
         loss, exact = partial(cross_entropy, target=self.labels), Implicit(tolerance=CLOSE)
         found = descent_check(self.net, self.x, loss, backward=JFB(), exact=exact, tolerance=CLOSE)
         values = {"epoch": epoch, "images": len(self.x), "cosine": found.cosine, "eval": self._contraction()}
         with _in_training(self.net):
-            return values | {"train": self._contraction()}
+            return [values | {"train": self._contraction()}]
 
     def final(self, epoch: int) -> dict[str, Any]:
         """Return the clean totals in fp32, at the settings' tolerance and at 1e-4, and the released ones."""

@@ -36,19 +36,13 @@ OWN: dict[tuple[str, str, str], dict[str, Any]] = {  # data, model, gradient -> 
     ("cifar10", "mon-large", "jfb"): {"backward": "jfb", **TF32},
     ("cifar10", "mdeq", "jfb"): {"backward": "jfb", **LARGE},
 }
-COMMON: dict[tuple[str, str, str], dict[str, Any]] = {  # changes of the recipe for all; our networks come first
-    ("mnist", "mnist", "jfb"): {},
-    ("mnist", "mnist", "twin"): {"max_steps": 0},
-    ("mnist", "mon", "jfb"): {},
-    ("mnist", "mon", "exact"): {"backward": EXACT},
-    ("mnist", "anode", ""): {},
-    ("svhn", "svhn", "jfb"): {},
-    ("svhn", "svhn", "twin"): {"max_steps": 0},
-    ("svhn", "mon-tiers", "jfb"): {},
-    ("svhn", "mon-tiers", "exact"): {"backward": EXACT},
-    ("svhn", "anode", ""): {},
-}
 PAIRED = {"mnist": "mon", "svhn": "mon-tiers", "cifar10": "mdeq-tiny"}  # JFB against the exact gradient
+COMMON: dict[tuple[str, str, str], dict[str, Any]] = {  # changes of the recipe for all; our networks come first
+    (data, model, gradient): {"twin": {"max_steps": 0}, "exact": {"backward": EXACT}}.get(gradient, {})
+    for data in ("mnist", "svhn")
+    for model, gradients in {data: ("jfb", "twin"), PAIRED[data]: ("jfb", "exact"), "anode": ("",)}.items()
+    for gradient in gradients
+}
 
 COLUMNS = "data|model|gradient|n|epochs|clean %|paper|published|Q / R / S|MACs|evaluations|J-products|met eps"
 COLUMNS += "|largest residual|cosine of JFB|ms per step|peak MB|warnings"

@@ -165,13 +165,15 @@ class Interval:
         return f"{self:.2f} (n = {self.count})" if self.count else "-"
 
 
-def verdict(ours: Interval, printed: float, *, full: bool = True, strict: bool = False) -> str:
+def verdict(ours: Interval, printed: float | None, *, full: bool = True, strict: bool = False) -> str:
     """Return the verdict on the claim "at least `printed`", or "more than `printed`" if `strict`.
 
     Reproduced: the interval contains the printed value or lies above it, and is narrow. Not reproduced: it lies
     below. Undecided: it is too wide; for a strict claim also if it contains the value. Untested: shortened runs
-    (`full` is False), or fewer than three.
+    (`full` is False), or fewer than three. A dash: the paper prints nothing (None).
     """
+    if printed is None:
+        return "-"
     if not full or ours.count < SEEDS:
         return UNTESTED
     if ours.mean + ours.half < printed:
@@ -192,11 +194,10 @@ class Claim:
 
     @staticmethod
     def of(printed: float | None, ours: Interval, length: str, *, sign: str = "", full: bool = True) -> "Claim":
-        """Return the claim "at least `printed`", see `verdict`; None: the paper prints nothing."""
-        paper, judged = "-", "-"
-        if printed is not None:
-            paper, judged = f"{printed:{sign}.1f}", verdict(ours, printed, full=full)
-        return Claim(paper, f"{ours:{sign}.2f}", ours.count, length if ours.count else "-", judged)
+        """Return the claim "at least `printed`", see `verdict`."""
+        paper = "-" if printed is None else f"{printed:{sign}.1f}"
+        shown = f"{ours:{sign}.2f}", ours.count, length if ours.count else "-"
+        return Claim(paper, *shown, verdict(ours, printed, full=full))
 
     @staticmethod
     def always(held: int, count: int, n: int) -> "Claim":

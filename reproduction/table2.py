@@ -41,23 +41,15 @@ START = {job.name: job for job in (*table1.JOBS, *table1.QUICK)}
 
 def _job(data: str, row: str, seed: int = 0) -> Job:
     pair, recipe = "pair" in row, None if data == "digits" else "jacobian"
+    subset = 256 if data == "digits" else None if pair else 10_000
+    epochs = EPOCHS[data] if pair else 2 if data in ("digits", "cifar10") else 3
+    values = {"subset": subset, "epochs": epochs, "augment": "paper" if data == "cifar10" else None}
+    chosen = settings(data, recipe=recipe, seed=seed, batch_norm="bn" in row, fast=pair, **values)
     # As in the paper CG may make as many steps as the forward pass.
-    limit = Tolerance(atol=0, rtol=1e-3, max_steps=models.recipe(data, recipe).max_steps)
-    return Job(
-        name=f"table2-{data}-{row}-seed{seed}",
-        settings=settings(
-            data,
-            recipe=recipe,
-            seed=seed,
-            batch_norm="bn" in row,
-            subset=256 if data == "digits" else None if pair else 10_000,
-            fast=pair,
-            epochs=EPOCHS[data] if pair else 2 if data in ("digits", "cifar10") else 3,
-            augment="paper" if data == "cifar10" else None,
-        ),
-        backward=Implicit(NormalCG(), limit) if row.startswith("cg") else SAME_PATH if pair else None,
-        after=START[f"{data}-jfb-seed{seed}"] if "trained" in row else None,
-    )
+    cg = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-3, max_steps=models.recipe(data, recipe).max_steps))
+    mode = cg if row.startswith("cg") else SAME_PATH if pair else None
+    start = START[f"{data}-jfb-seed{seed}"] if "trained" in row else None
+    return Job(name=f"table2-{data}-{row}-seed{seed}", settings=chosen, backward=mode, after=start)
 
 
 def _jobs(data: str) -> list[Job]:

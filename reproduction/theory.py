@@ -124,11 +124,10 @@ def run(options: Options) -> list[Row]:
     for job in map(jobs.get, names):
         files = sorted((options.runs / job.name / SNAPSHOTS).glob("epoch-*.safetensors"))
         if not files:
-            options.say(
-                f"no snapshots in {options.runs / job.name}; run `python -m reproduction train {job.name}`"
-            )
-            continue
-        for file in (None, *(files[-1:] if options.quick else files)):  # None: the initial weights, epoch 0
+            folder = options.runs / job.name
+            options.say(f"no snapshots in {folder}; run `python -m reproduction train {job.name}`")
+        first = [None] if files else []  # the initial weights, epoch 0
+        for file in (*first, *(files[-1:] if options.quick else files)):
             epoch = int(file.stem.removeprefix("epoch-")) if file else 0
             if (job.name, epoch) not in known:
                 options.say(f"{job.name}: measuring epoch {epoch}")
@@ -169,16 +168,9 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         own, train = (_cosines(one, d, partial(loss, target=labels)) for one in (net, training))
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
         single = [Image(net, d[one], partial(loss, target=labels[one])).cases() for one in chosen]
-    values = {
-        "sigma": sigma,
-        "rate": rate,
-        "training.sigma": [float(there.sigma.max())],
-        "training.rate": [float(there.rate.max())],
-        "L": lipschitz,
-        "cosine": own[:1],
-        "exact.cosine": own[1:],
-        "training.cosine": train[:1],
-    }
+    values = {"sigma": sigma, "rate": rate}
+    values |= {f"training.{name}": [float(getattr(there, name).max())] for name in ("sigma", "rate")}
+    values |= {"L": lipschitz, "cosine": own[:1], "exact.cosine": own[1:], "training.cosine": train[:1]}
     measured = {key: Cases.of(key, some) for key, some in values.items()}
     measured["rate"] += Cases((), (False,) * int((~found).sum()))
     for one in single:

@@ -26,7 +26,7 @@ from reproduction.study import Options, write_lines
 PACK_EVERY = 100.0  # seconds: what a killed process loses at most, besides the epoch in work
 RESERVE = 9.0  # seconds for packing and for what cannot be foreseen
 FINAL_SECONDS = 30.0  # for the evaluations after the last epoch
-FINISHED = "finished"
+MONITOR_EVERY = 50  # epochs between two measurements of the contraction, besides the snapshots
 
 
 class OutOfTime(Exception):
@@ -85,7 +85,7 @@ class Trainer:
             self.options.say(f"warning ({count} times): {text}")
         self._pack()
         self.options.say(f"{self.job.name}: {stopped} after epoch {mine['last_epoch']}, {mine['seconds']:.0f} s")
-        return stopped == FINISHED
+        return stopped == "finished"
 
     def _take_weights(self) -> None:
         """Start with the weights of the job that this one goes on from, which is trained first if need be."""
@@ -123,7 +123,7 @@ class Trainer:
         if not history.finished:
             return f"signal {history.stopped_by}"
         write_json(self.folder / rundir.FINAL, self.measure.final(self.settings.epochs))
-        return FINISHED
+        return "finished"
 
     def _after(self, epoch: Epoch) -> None:
         """Measure, record and pack after an epoch; its checkpoint is written when this returns or raises."""
@@ -145,7 +145,7 @@ class Trainer:
     def _measure(self, epoch: Epoch) -> None:
         """Record what is due after the epoch."""
         job, number = self.job, epoch.epoch
-        if job.takes_snapshot(number):
+        if snapshot := job.takes_snapshot(number):
             rundir.write_snapshot(self.folder, self.net, job.name, number)
         if job.evaluates(number):
             point = self.measure.both(number)
@@ -153,8 +153,8 @@ class Trainer:
             clean, released = (point[name]["accuracy"] for name in ("clean", "released"))
             shown = f"loss {epoch.loss:.4f}, depth {epoch.depth or 0:.1f}, {epoch.seconds:.2f} s"
             self.options.say(f"{job.name} {number}: {shown}; test clean {clean:.2%}, released {released:.2%}")
-        if job.monitors(number) and (found := self.measure.contraction(number)) is not None:
-            write_lines(self.folder / rundir.CONTRACTION, [found], append=True)
+        if snapshot or number % MONITOR_EVERY == 0:
+            write_lines(self.folder / rundir.CONTRACTION, self.measure.contraction(number), append=True)
 
     def _update(self, **changes: Any) -> None:
         """Write what this process has done until now."""

@@ -37,23 +37,18 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The test set after one epoch, in the precision of the training."""
+    """The test set after one epoch, in the precision of the training. After the last one also in fp32, with more:
+
+    `fine`: the clean protocol at a tolerance of 1e-4. `test`: title of the data set. `parts`: parameters of Q, R
+    and S. `macs`: multiplications of one test image that torch counts.
+    """
 
     epoch: int = 0
     clean: Totals
     released: Totals | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Final(Point):
-    """After the last epoch, in fp32: the clean protocol at the settings' tolerance and at 1e-4 (`fine`).
-
-    `parts`: parameters of Q, R and S. `macs`: multiplications of one test image that torch counts.
-    """
-
-    test: str
-    parameters: int
     fine: Totals | None = None
+    test: str | None = None
+    parameters: int | None = None
     parts: dict[str, int] | None = None
     macs: float | None = None
 
@@ -70,7 +65,7 @@ class Training:
     segments: tuple[dict[str, Any], ...]
     test: tuple[Point, ...]
     epochs: tuple[Epoch, ...]
-    final: Final | None = None
+    final: Point | None = None
     contraction: tuple[dict[str, Any], ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from banach.train import Epoch
 from reproduction import accelerate, contraction, jobs, neumann, rivals, rundir, study, table1, table2, train
 from reproduction.__main__ import _modules, main
 from reproduction.study import Options, percent
-from reproduction.trainings import Final, Point, Totals, Training, trained
+from reproduction.trainings import Point, Totals, Training, trained
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def training(job: str, accuracy: float, seconds: float = 1.0, **changes: Any) ->
         job=job,
         settings=settings,
         segments=({"device": "cpu", "torch": "2", "commit": "abc"},),
-        final=Final(test=data, parameters=1, clean=Totals(accuracy=accuracy, depth=4.0)),
+        final=Point(test=data, parameters=1, clean=Totals(accuracy=accuracy, depth=4.0)),
         test=tuple(points),
         epochs=tuple(epochs),
     )
