@@ -26,12 +26,20 @@ def write(studies: Mapping[str, Any], options: Options, docs: Path = Path("docs"
     Raises:
         ValueError: if a page names a value that no study has.
     """
+    import matplotlib
+
     known: dict[str, dict[str, Any]] = {}
     folder = docs / "reproduction"
+    folder.mkdir(parents=True, exist_ok=True)
     for name, study in studies.items():
         rows = read(study.Row, path := options.records / study.RECORDS)
         known[name] = {"origin": origins(path), **study.values(rows)} if rows else {}
-        draw(study.figures(rows) if rows and hasattr(study, "figures") else {}, folder)
+        figures = study.figures(rows) if rows and hasattr(study, "figures") else {}
+        with matplotlib.rc_context(
+            {"svg.hashsalt": "banach", "svg.fonttype": "none"}
+        ):  # the same bytes every time
+            for title, figure in figures.items():
+                figure.savefig(folder / f"{title}.svg", metadata={"Date": None})
     pages = {name: fill(text, known) for name, text in _templates(options.quick, studies).items()}
     files = {docs / name if name == MAIN else folder / name: text for name, text in pages.items()}
     for path, text in (files | {folder / HTML: html(pages)}).items():
@@ -67,16 +75,6 @@ def html(pages: Mapping[str, str]) -> str:
     parts = [f'<section id="{Path(name).stem}">\n{render(pages[name])}</section>\n' for name in names]
     body = _LINK.sub(lambda m: f'{m[1]}="#{m[2]}"' if m[3] == "md" else f'{m[1]}="{m[2]}.svg"', "".join(parts))
     return (PAGES / HTML).read_text(encoding="utf-8").replace("{body}", body)
-
-
-def draw(figures: Mapping[str, Any], folder: Path) -> None:
-    """Write figures as SVG, the same bytes every time."""
-    import matplotlib
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "banach", "svg.fonttype": "none"}):
-        for name, figure in figures.items():
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 def _templates(quick: bool, studies: Mapping[str, Any]) -> dict[str, str]:

@@ -37,8 +37,9 @@ OWN: dict[tuple[str, str, str], dict[str, Any]] = {  # data, model, gradient -> 
     ("cifar10", "mdeq", "jfb"): {"backward": "jfb", **LARGE},
 }
 PAIRED = {"mnist": "mon", "svhn": "mon-tiers", "cifar10": "mdeq-tiny"}  # JFB against the exact gradient
+_CHANGES: dict[str, dict[str, Any]] = {"twin": {"max_steps": 0}, "exact": {"backward": EXACT}}
 COMMON: dict[tuple[str, str, str], dict[str, Any]] = {  # changes of the recipe for all; our networks come first
-    (data, model, gradient): {"twin": {"max_steps": 0}, "exact": {"backward": EXACT}}.get(gradient, {})
+    (data, model, gradient): _CHANGES.get(gradient, {})
     for data in ("mnist", "svhn")
     for model, gradients in {data: ("jfb", "twin"), PAIRED[data]: ("jfb", "exact"), "anode": ("",)}.items()
     for gradient in gradients

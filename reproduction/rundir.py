@@ -110,24 +110,21 @@ def unpack(source: Path, runs: Path) -> None:
             raise RunError(f"{source} cannot be unpacked: {error}; copy it again") from None
         if (held := sorted(os.listdir(half))) != [source.stem]:
             raise RunError(f"{source} must hold the run {source.stem}, got {held}")
-        if newest(Path(half, source.stem)) > newest(folder):
-            _move(Path(half, source.stem), folder)
+        found = Path(half, source.stem)
+        if newest(found) <= newest(folder):
+            return
+        checkpoint, final = found / CHECKPOINTS / newest(found), found / FINAL
+        files = (path for path in found.rglob("*") if path.is_file() and found / CHECKPOINTS not in path.parents)
+        records = sorted(path for path in files if path != final)
+        # The process may be killed after any move. Records ahead of the newest checkpoint are cut when the run
+        # opens. Records behind it would stay so, since the tar is then no longer ahead: they come before the
+        # checkpoint. A run with final.json counts as finished: that comes last.
+        for path in (*records, checkpoint, *([final] if final.exists() else [])):
+            target = folder / path.relative_to(found)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)  # a copied folder could be cut off half-way
 
 
 def newest(folder: Path) -> str:
     """Return the newest checkpoint of a run directory, "" if there is none; names sort by epoch."""
     return max((path.name for path in (folder / CHECKPOINTS).glob("epoch-*") if path.is_dir()), default="")
-
-
-def _move(found: Path, folder: Path) -> None:
-    """Move an extracted run into `folder`, which may hold an earlier state of it."""
-    checkpoint, final = found / CHECKPOINTS / newest(found), found / FINAL
-    files = (path for path in found.rglob("*") if path.is_file() and found / CHECKPOINTS not in path.parents)
-    records = sorted(path for path in files if path != final)
-    # The process may be killed after any move. Records ahead of the newest checkpoint are cut when the run opens.
-    # Records behind it would stay so, since the tar is then no longer ahead: they come before the checkpoint.
-    # A run with final.json counts as finished: that comes last.
-    for path in (*records, checkpoint, *([final] if final.exists() else [])):
-        target = folder / path.relative_to(found)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, target)  # a copied folder could be cut off half-way

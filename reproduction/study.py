@@ -78,18 +78,20 @@ def decode(kind: Any, value: Any) -> Any:
     return float(value) if kind is float else value
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, an empty list if there is no file.
+def read(kind: type[T], path: Path) -> list[T]:
+    """Return the objects of a file of JSON lines as `kind`, see `decode`; an empty list if there is no file.
 
     A last line without its line break was cut off by a kill and is left out.
     """
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}; restore the file, or delete it and run again") from None
+        return [decode(kind, json.loads(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    except (TypeError, ValueError, AttributeError) as error:
+        fault = "is damaged" if isinstance(error, json.JSONDecodeError) else "does not fit"
+        raise RunError(f"{path} {fault}: {error}; restore the file, or delete it and run again") from None
+
+
+read_lines: Callable[[Path], list[dict[str, Any]]] = partial(read, dict[str, Any])
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]], *, append: bool = False) -> None:
@@ -97,14 +99,6 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]], *, append: bool 
     before = read_lines(path) if append else []
     with whole_file(path) as file:
         file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in (*before, *lines))
-
-
-def read(kind: type[T], path: Path) -> list[T]:
-    """Return the objects of a file of JSON lines, as dataclasses of type `kind`."""
-    try:
-        return [decode(kind, line) for line in read_lines(path)]
-    except (TypeError, ValueError) as error:
-        raise RunError(f"{path} does not fit: {error}; restore the file, or delete it and run again") from None
 
 
 def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:

@@ -43,7 +43,11 @@ def _job(data: str, row: str, seed: int = 0) -> Job:
     pair, recipe = "pair" in row, None if data == "digits" else "jacobian"
     subset = 256 if data == "digits" else None if pair else 10_000
     epochs = EPOCHS[data] if pair else 2 if data in ("digits", "cifar10") else 3
-    values = {"subset": subset, "epochs": epochs, "augment": "paper" if data == "cifar10" else None}
+    values: dict[str, Any] = {
+        "subset": subset,
+        "epochs": epochs,
+        "augment": "paper" if data == "cifar10" else None,
+    }
     chosen = settings(data, recipe=recipe, seed=seed, batch_norm="bn" in row, fast=pair, **values)
     # As in the paper CG may make as many steps as the forward pass.
     cg = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-3, max_steps=models.recipe(data, recipe).max_steps))

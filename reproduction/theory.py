@@ -163,12 +163,15 @@ def measure(net: Any, d: Tensor, labels: Tensor, *, dense: int, smoothing: float
         warnings.simplefilter("ignore")  # missing fixed points are counted
         here, there = (diagnose.measure_contraction(tight(one), d) for one in (net, training))
         found = here.solution.converged
-        per_image = here.sigma, here.rate, _lipschitz(net, d)
+        at = diagnose.network_map(tight(net), d)
+        # sigma_max(dT/dd) at u*, as that of (d, u) -> (0, T(u*; d)), which keeps its shape.
+        L = contraction_factor(lambda z: (torch.zeros_like(z[0]), at.T(at.u, net.Q(z[0]))), (d, at.u))
+        per_image = here.sigma, here.rate, L
         sigma, rate, lipschitz = (x.where(found, math.nan).tolist() for x in per_image)
         own, train = (_cosines(one, d, partial(loss, target=labels)) for one in (net, training))
         chosen = [slice(i, i + 1) for i in range(dense) if bool(found[i])]
         single = [Image(net, d[one], partial(loss, target=labels[one])).cases() for one in chosen]
-    values = {"sigma": sigma, "rate": rate}
+    values: dict[str, Sequence[float]] = {"sigma": sigma, "rate": rate}
     values |= {f"training.{name}": [float(getattr(there, name).max())] for name in ("sigma", "rate")}
     values |= {"L": lipschitz, "cosine": own[:1], "exact.cosine": own[1:], "training.cosine": train[:1]}
     measured = {key: Cases.of(key, some) for key, some in values.items()}
@@ -190,12 +193,6 @@ def _cosines(net: Any, d: Tensor, loss: Loss) -> tuple[float, float]:
     own, exact = diagnose.descent_check(net, d, loss), diagnose.descent_check(tight(net), d, loss)
     known = bool(exact.solution.converged.all())
     return (own.cosine, exact.cosine) if known else (math.nan, math.nan)
-
-
-def _lipschitz(net: Any, d: Tensor) -> Tensor:
-    """(images,): sigma_max(dT/dd) at u*, as that of (d, u) -> (0, T(u*; d)), which keeps its shape."""
-    at = diagnose.network_map(tight(net), d)
-    return contraction_factor(lambda z: (torch.zeros_like(z[0]), at.T(at.u, net.Q(z[0]))), (d, at.u))
 
 
 def lemma(J: Tensor) -> tuple[float, float, bool]:
