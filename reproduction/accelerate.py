@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from banach import Anderson, Broyden, Picard, Solver
-from reproduction import neumann
-from reproduction.jobs import Job, settings
+from reproduction.jobs import Job, neumann, settings
 from reproduction.study import table
 from reproduction.table1 import TITLES
 from reproduction.trainings import Training, learning_curves, of_groups, trained
@@ -22,7 +21,7 @@ SOLVERS: Mapping[str, Solver] = {"picard": Picard(), "anderson": Anderson(5), "b
 def _job(data: str, solver: str, **changes: Any) -> Job:
     chosen = settings(data, whole=False, **changes)
     name = f"accelerate-{data}-{solver}-seed0"
-    return Job(name=name, settings=chosen, solver=SOLVERS[solver], backward=neumann.mode(0))
+    return Job(name=name, settings=chosen, solver=SOLVERS[solver], backward=neumann(0))
 
 
 QUICK = [_job("digits", solver, epochs=2, subset=256) for solver in SOLVERS]

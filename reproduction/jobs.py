@@ -1,13 +1,14 @@
 """Training jobs: which network, on which data, with which settings and seed. The studies list theirs."""
 
 import difflib
+import importlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from banach import Implicit, ImplicitNetwork, Mode, Solver, Status, models
+from banach import Implicit, ImplicitNetwork, Mode, Picard, Solver, Status, Tolerance, models
 from banach.data import Augmentation
 from banach.train import Settings
 
@@ -73,11 +74,15 @@ def settings(data: str, model: str | None = None, recipe: str | None = None, **c
     return Settings.of_recipe(models.recipe(model, recipe), data=data, model=model, recipe=recipe, **values)
 
 
+def neumann(order: int) -> Mode:
+    """Return the gradient of `Neumann(order)`, by products with J' instead of evaluations of T under autograd."""
+    return Implicit(Picard(), Tolerance(atol=0, rtol=0, max_steps=order, check_every=0))
+
+
 def by_name() -> dict[str, Job]:
     """Return the jobs of all studies."""
-    from reproduction import accelerate, neumann, rivals, table1, table2
-
-    studies = (table1, rivals, table2, neumann, accelerate)
+    names = ("table1", "rivals", "table2", "neumann", "accelerate")
+    studies = [importlib.import_module(f"reproduction.{name}") for name in names]
     return {job.name: job for study in studies for job in (*study.JOBS, *study.QUICK)}
 
 

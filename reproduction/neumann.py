@@ -11,8 +11,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from banach import Implicit, Mode, Picard, Tolerance
-from reproduction.jobs import Job, settings
+from reproduction.jobs import Job, neumann, settings
 from reproduction.study import REPRODUCED, Claim, Interval, table, verdict
 from reproduction.table1 import TITLES
 from reproduction.table2 import pairs, ratios
@@ -22,14 +21,9 @@ ORDERS = (0, 1, 2, 5, 10)
 DATA = ("mnist", "svhn", "digits")
 
 
-def mode(order: int) -> Mode:
-    """Return the gradient of `Neumann(order)`, by products with J' instead of evaluations of T under autograd."""
-    return Implicit(Picard(), Tolerance(atol=0, rtol=0, max_steps=order, check_every=0))
-
-
 def _job(data: str, order: int, seed: int, **changes: Any) -> Job:
     chosen = settings(data, seed=seed, **changes)
-    return Job(name=f"neumann-{data}-k{order}-seed{seed}", settings=chosen, backward=mode(order))
+    return Job(name=f"neumann-{data}-k{order}-seed{seed}", settings=chosen, backward=neumann(order))
 
 
 QUICK = [_job("digits", order, 0, epochs=2, subset=256) for order in ORDERS]

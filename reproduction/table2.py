@@ -12,9 +12,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from banach import Implicit, NormalCG, Picard, Tolerance, models
+from banach import Implicit, NormalCG, Tolerance, models
 from reproduction import table1
-from reproduction.jobs import Job, settings
+from reproduction.jobs import Job, neumann, settings
 from reproduction.study import UNTESTED, Claim, Interval, percent, table
 from reproduction.trainings import Training, learning_curves, of_groups, runs_table, trained
 
@@ -34,8 +34,6 @@ PAIRS = {  # row that is timed -> the JFB row that differs in the backward mode 
 }
 CHOSEN = ("cg-pair", "cg-captured-plain", "cg-relative-plain")  # on the page: the one with most runs
 EPOCHS = {"mnist": 15, "svhn": 5, "cifar10": 3, "digits": 2}  # of the pair
-# JFB as a linear solve of no steps: `JFB()` has a faster path of its own, which CG cannot take.
-SAME_PATH = Implicit(Picard(), Tolerance(atol=0, rtol=0, max_steps=0, check_every=0))
 START = {job.name: job for job in (*table1.JOBS, *table1.QUICK)}
 
 
@@ -43,15 +41,13 @@ def _job(data: str, row: str, seed: int = 0) -> Job:
     pair, recipe = "pair" in row, None if data == "digits" else "jacobian"
     subset = 256 if data == "digits" else None if pair else 10_000
     epochs = EPOCHS[data] if pair else 2 if data in ("digits", "cifar10") else 3
-    values: dict[str, Any] = {
-        "subset": subset,
-        "epochs": epochs,
-        "augment": "paper" if data == "cifar10" else None,
-    }
-    chosen = settings(data, recipe=recipe, seed=seed, batch_norm="bn" in row, fast=pair, **values)
+    augment = "paper" if data == "cifar10" else None
+    values: dict[str, Any] = {"batch_norm": "bn" in row, "fast": pair, "subset": subset, "epochs": epochs}
+    chosen = settings(data, recipe=recipe, seed=seed, augment=augment, **values)
     # As in the paper CG may make as many steps as the forward pass.
     cg = Implicit(NormalCG(), Tolerance(atol=0, rtol=1e-3, max_steps=models.recipe(data, recipe).max_steps))
-    mode = cg if row.startswith("cg") else SAME_PATH if pair else None
+    # JFB as a linear solve of no steps: `JFB()` has a faster path of its own, which CG cannot take.
+    mode = cg if row.startswith("cg") else neumann(0) if pair else None
     start = START[f"{data}-jfb-seed{seed}"] if "trained" in row else None
     return Job(name=f"table2-{data}-{row}-seed{seed}", settings=chosen, backward=mode, after=start)
 

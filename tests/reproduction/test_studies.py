@@ -138,7 +138,7 @@ def test_rows_of_the_other_networks_come_with_their_runs() -> None:
 def test_an_order_of_the_study_is_the_neumann_series(order: int) -> None:
     """By products with J' at the fixed point, against plain autograd through further evaluations of T."""
     gradients = []
-    for mode in (neumann.mode(order), Neumann(order)):
+    for mode in (jobs.neumann(order), Neumann(order)):
         torch.manual_seed(0)
         net: Any = models.build("digits", backward=mode).double().eval()
         d = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
