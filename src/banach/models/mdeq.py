@@ -80,13 +80,11 @@ class Resample(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, halvings: int) -> None:
         super().__init__()
-        if halvings <= 0:
-            steps: list[nn.Module] = [nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(GROUPS, outputs)]
-        else:
-            steps = []
-            for a, b in pairwise([inputs] * halvings + [outputs]):
-                steps += [conv3x3(a, b, stride=2, bias=False), nn.GroupNorm(GROUPS, b), nn.ReLU()]
-            steps.pop()
+        steps: list[nn.Module] = []
+        for a, b in pairwise([inputs] * halvings + [outputs]):
+            steps += [nn.ReLU()] if steps else []
+            steps += [conv3x3(a, b, stride=2, bias=False), nn.GroupNorm(GROUPS, b)]
+        steps = steps or [nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(GROUPS, outputs)]
         self.steps, self.halvings = nn.Sequential(*steps), halvings
 
     def forward(self, z: Tensor, like: Tensor) -> Tensor:
@@ -186,14 +184,14 @@ def multiscale(image: Image, classes: int, sizes: Sizes) -> ImplicitNetwork:
     """
     Q, R = Stem(image[0], sizes.channels), MultiscaleMap(sizes.channels, sizes.dropout)
     S = MultiscaleHead(sizes, classes)
-    for part in (Q, R, S):
-        for module in part.modules():
-            if isinstance(module, nn.Conv2d):  # not those with weight norm, as in the authors' code
-                nn.init.normal_(module.weight, std=0.01)
-            elif isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
-                # Of such weights the variances are about .003: an average that starts at 1 is wrong for 60 steps.
-                nn.init.zeros_(module.running_var)
-    return ImplicitNetwork(Q, R, S, solver=Picard(damping=0.5), tolerance=OWN.tolerance)
+    net = ImplicitNetwork(Q, R, S, solver=Picard(damping=0.5), tolerance=OWN.tolerance)
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):  # not those with weight norm, as in the authors' code
+            nn.init.normal_(module.weight, std=0.01)
+        elif isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
+            # Of such weights the variances are about .003: an average that starts at 1 is wrong for 60 steps.
+            nn.init.zeros_(module.running_var)
+    return net
 
 
 def mdeq_tiny(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
