@@ -1,6 +1,5 @@
 """`banach data list | verify | fetch`: which data sets exist, whether they are sound, and how to get them."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,7 +7,7 @@ import typer
 from banach import data
 from banach.cli.console import PLAIN, console, table, wrapped
 from banach.cli.shared import DataDir, Imports, argument
-from banach.data import DataError, DataSet
+from banach.data import DataError
 from banach.data.dataset import PARTS, NotFound, find, roots, verify
 
 EPILOG = """\b
@@ -34,18 +33,15 @@ def list_(data_dir: DataDir = None, modules: Imports = None) -> None:
         sizes = one.counts["train"] - one.validation, one.validation, one.counts["test"]
         counts, shape = "/".join(f"{size:,}" for size in sizes), "x".join(map(str, one.shape))
         rows.append((one.name, one.title, counts, shape, len(one.classes)))
-        places += [_place(one, roots(one, data_dir))] if one.files else []
+        where = roots(one, data_dir)
+        try:
+            paths = [path for part in PARTS for path in find(one, part, where)]
+            places += [f"{one.name} is in {paths[0].parent}"] if paths else []  # else inside a package
+        except DataError as error:
+            places.append(f"not here: {error}")
     console.print(table("", COLUMNS, rows))
     for place in places:
         console.print(wrapped(place))
-
-
-def _place(dataset: DataSet, places: tuple[Path, ...]) -> str:
-    try:
-        paths = [path for part in PARTS for path in find(dataset, part, places)]
-    except DataError as error:
-        return f"not here: {error}"
-    return f"{dataset.name} is in {paths[0].parent}"
 
 
 @data_app.command("verify", epilog=EPILOG)
