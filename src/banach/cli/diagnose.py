@@ -133,8 +133,7 @@ def measure(net: Any, images: Images, label_smoothing: float = 0.0, *, seed: int
 
     modes = (net.backward, *(mode for mode in MODES if mode != net.backward))
     # The figures contain what the warnings would say.
-    with arithmetic("fp32", images.device), undisturbed(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with arithmetic("fp32", images.device), undisturbed(), warnings.catch_warnings(action="ignore"):
         contraction, trace = measure_contraction(net, d, seed=seed), _go_far(net, d)
         found, sound = _compare(net, d, loss, modes, seed=seed)
         try:

@@ -47,8 +47,7 @@ def read_image(path: Path, shape: tuple[int, int, int] | None = None) -> Picture
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise DataError(f"{path} {what}; pass image files")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # damaged EXIF data and the like; the size is checked here
+    with warnings.catch_warnings(action="ignore"):  # damaged EXIF data and the like; the size is checked here
         try:
             return _read(pillow, path, shape)
         except DataError as error:
