@@ -88,6 +88,12 @@ def mine(read: Callable[..., Arrays], **changes: object) -> DataSet:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
+def test_one_training_image_leaves_none_for_validation() -> None:
+    """An upper limit of 0 was taken for none."""
+    with pytest.raises(ValueError, match="at least 1 and at most 0, got 1"):
+        mine(lambda *_: None, counts={"train": 1, "test": 1}, validation=1)  # type: ignore[arg-type]
+
+
 def read_mine(part: str, paths: tuple) -> Arrays:
     count = {"train": 10, "test": 4}[part]
     pixels = np.arange(count * 24, dtype=np.uint8).reshape(count, 2, 3, 4)
