@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installe
 TESTS = Path(__file__).resolve().parent.parent
 
 
-def interpret(name: str) -> Any:
+def run_program(*words: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(TESTS), str(TESTS.parent / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    program = [sys.executable, str(TESTS / "kernels" / "interpret.py"), name]
+    program = [sys.executable, str(TESTS / "kernels" / words[0]), *words[1:]]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -28,7 +28,7 @@ def interpret(name: str) -> Any:
 
 @pytest.mark.slow
 def test_a_stack_agrees_with_float64() -> None:
-    found = interpret("stack")
+    found = run_program("interpret.py", "stack")
     assert len(found) == 4
     for name, errors in found.items():
         for kind, error in errors.items():
@@ -38,7 +38,7 @@ def test_a_stack_agrees_with_float64() -> None:
 
 @pytest.mark.slow
 def test_convolutions_agree_with_float64() -> None:
-    found = interpret("window")
+    found = run_program("interpret.py", "window")
     assert len(found) == 2 * len(CASES)
     for name, error in found.items():
         assert error < (1e-6 if "float32" in name else 6e-3), name
@@ -46,14 +46,14 @@ def test_convolutions_agree_with_float64() -> None:
 
 @pytest.mark.slow
 def test_inverses_agree_with_float64() -> None:
-    found = interpret("inverse")
+    found = run_program("interpret.py", "inverse")
     assert len(found) == 5
     assert max(found.values()) < 1e-5
 
 
 @pytest.mark.slow
 def test_a_latent_solve_agrees_with_solve() -> None:
-    found = interpret("latent")
+    found = run_program("interpret.py", "latent")
     assert found.pop("alone") == {"first": -1, "nan": 1, "ok": 0}
     assert found.pop("eval, too large")["ends"] == 0  # in two float16 parts it is not finite somewhat earlier
     assert found.pop("of size 2e+06")["ends"] > 0  # infinite there, and not in float32
@@ -68,7 +68,17 @@ def test_a_latent_solve_agrees_with_solve() -> None:
 
 def test_fused_steps_are_those_of_the_solvers() -> None:
     """Also of nests, of halved batches, and where samples diverge or Anderson falls back to Picard."""
-    found = interpret("steps")
+    found = run_program("interpret.py", "steps")
     assert max(found["errors"]) < 1e-5
     kept_in_bf16, kept_in_fp32 = found["bf16"]
     assert kept_in_bf16 <= kept_in_fp32 + 1
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = run_program("compile_only.py")
+    assert {"gauss_jordan", "convolve", "iterate"} <= set(found), sorted(found)
+    for name, versions in found.items():
+        assert all(0 < registers <= 255 for registers, _ in versions), name
+    assert not any(stack for _, stack in found["gauss_jordan"]), "values of gauss_jordan are spilled to memory"
