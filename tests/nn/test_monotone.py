@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach import Implicit, ImplicitNetwork, Picard, Status, Tolerance, Unroll, solve
-from banach.latent import leaves, map_leaves
+from banach.backward.jacobian import Jacobian
+from banach.latent import Space, leaves, map_leaves
 from banach.nn import (
     ForwardBackward,
     MonotoneConv2d,
@@ -293,6 +294,33 @@ def test_recorded_and_silent_evaluations_agree_also_in_bfloat16(kind: Any, chann
     assert {leaf.dtype for leaf in leaves(short)} == {torch.bfloat16}
     for other in (mixed, short):
         torch.testing.assert_close(flat(other).float(), flat(exact), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", SPLITTINGS)
+@pytest.mark.parametrize("channels", CASES)
+def test_products_with_the_jacobian_in_u_differentiate_no_weights(kind: Any, channels: Any) -> None:
+    made, u, v = layer(channels), latent(channels), latent(channels, seed=1)
+    R, w, space = kind(made, 0.4), Space.of(u).rows(latent(channels, seed=2)), Space.of(u)
+    expected = torch.func.vjp(lambda u: R(u, v), u)[1](space.nest(w))[0]
+    called = []
+    made.product = lambda *given, **named: called.append(1) or type(made).product(made, *given, **named)
+    J = Jacobian(lambda u: R(u, v), u, space)
+    torch.testing.assert_close(J.transposed(w), space.rows(expected), rtol=0, atol=1e-12)
+    assert len(called) == (kind is ForwardBackward)
+
+
+@pytest.mark.parametrize("kind", SPLITTINGS)
+def test_weights_that_depend_on_u_are_differentiated(kind: Any) -> None:
+    R, u, v = kind(linear(), 0.4), normal(4, 6), normal(4, 6, seed=1)
+
+    def T(u: Tensor) -> Tensor:
+        A = R.layer.A.detach() * (2 + u.sum())
+        found: Tensor = torch.func.functional_call(R, {"layer.A": A}, (u, v))
+        return found
+
+    w = normal(4, 6, seed=2)
+    expected = torch.func.vjp(T, u)[1](w)[0]
+    torch.testing.assert_close(Jacobian(T, u, Space.of(u)).transposed(w), expected, rtol=0, atol=1e-12)
 
 
 def test_bad_input_gets_one_sentence() -> None:

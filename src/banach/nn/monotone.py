@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from banach.latent import Latent, Space, leaves, map_leaves
 from banach.solve import solve
-from banach.solve.context import device_inverse, device_loop
+from banach.solve.context import device_inverse, device_loop, is_functorch_wrapped_tensor, is_of_latent_alone
 from banach.solve.warning import warn_user
 
 
@@ -111,6 +111,12 @@ class Splitting(nn.Module):
         before = self.alpha
         return tune_alpha(net, *d) != before
 
+    def _records_weights(self) -> bool:
+        """Is this evaluation differentiated in the weights? A product with the Jacobian in u is not."""
+        if not is_of_latent_alone():
+            return torch.is_grad_enabled()
+        return any(map(is_functorch_wrapped_tensor, self.layer.parameters()))  # they may depend on u
+
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
         """Return make(), or what it gave earlier in this pass or capture for these weights; never recorded."""
         first = leaves(v)[0]
@@ -159,7 +165,7 @@ class ForwardBackward(Splitting):
     def forward(self, u: Latent, v: Latent) -> Latent:
         self._shapes = [leaf.shape for leaf in leaves(v)]
         matrices = self.layer.matrices
-        M = matrices() if torch.is_grad_enabled() else self._once(v, matrices)
+        M = matrices() if self._records_weights() else self._once(v, matrices)
         return self.layer.activate(_step(u, self.layer.product(M, u, border=False), v, self.alpha))
 
 
@@ -167,10 +173,11 @@ class PeacemanRachford(Splitting):
     """R(u, v) = u + 2 V (G(u, v) - u),  V = (I + a (I - W))^-1,  G(u, v) = (1 - a) z + a (W z + v),  z = relu(u).
 
     The fixed point u* is that of G, and z* = relu(u*) solves z = relu(W z + v), so S must begin with the
-    activation. It converges for every a > 0. An evaluation that is not recorded computes the same value as
-    2 V (2 z - u + a v) - (2 z - u), without a product with W. V is a constant for autograd: G(u*) - u* = 0, so
-    at the fixed point its derivative does not matter, and `Implicit(Picard())` is the exact backward pass by the
-    same splitting. (Second derivatives, as of a Jacobian penalty, are those of a constant V.)
+    activation. It converges for every a > 0. Unless the weights are differentiated, the same value is computed as
+    2 V (2 z - u + a v) - (2 z - u), without a product with W; so are products with dR/du. V is a constant for
+    autograd: G(u*) - u* = 0, so at the fixed point its derivative does not matter, and `Implicit(Picard())` is the
+    exact backward pass by the same splitting. (Second derivatives, as of a Jacobian penalty, are those of a
+    constant V.)
     """
 
     def forward(self, u: Latent, v: Latent) -> Latent:
@@ -178,7 +185,7 @@ class PeacemanRachford(Splitting):
         layer, alpha = self.layer, self.alpha
         inverse = self._once(v, lambda: layer.inverse(layer.matrices(), alpha, v))
         z = layer.activate(u)
-        if torch.is_grad_enabled():
+        if self._records_weights():
             G = _step(z, layer.product(layer.matrices(), z), v, alpha)
             return map_leaves(lambda a, b: a + 2 * b, u, layer.invert(inverse, map_leaves(torch.sub, G, u)))
         h = map_leaves(lambda a, b: 2 * a - b, z, u)

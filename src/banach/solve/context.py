@@ -138,6 +138,22 @@ def loops_by(loop: Loop, invert: Callable[[Tensor], Tensor | None] = lambda M: N
         _current.loop, _current.invert = before
 
 
+@contextmanager
+def of_latent_alone() -> Iterator[None]:
+    """Say that evaluations of T in the block, in this thread, are differentiated in the latent alone."""
+    before = is_of_latent_alone()
+    _current.of_latent_alone = True
+    try:
+        yield
+    finally:
+        _current.of_latent_alone = before
+
+
+def is_of_latent_alone() -> bool:
+    """Return True if whoever differentiates T takes its weights for constants; a cheaper form may do then."""
+    return getattr(_current, "of_latent_alone", False)
+
+
 def device_loop() -> Loop | None:
     """Return the loop of the capture or warm-up that this thread is in, None outside of both."""
     return getattr(_current, "loop", None)
