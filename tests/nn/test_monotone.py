@@ -27,7 +27,11 @@ from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
 from nn.parts_nn import close, gradients, normal
 
-SHAPES: dict[Any, list[tuple[int, ...]]] = {3: [(3, 6, 6)], (2, 3, 4): [(2, 10, 10), (3, 6, 6), (4, 4, 4)]}
+SHAPES: dict[Any, list[tuple[int, ...]]] = {
+    3: [(3, 6, 6)],
+    (2, 3): [(2, 8, 8), (3, 5, 5)],
+    (2, 3, 4): [(2, 10, 10), (3, 6, 6), (4, 4, 4)],
+}
 CASES = list(SHAPES)
 TIGHT = Tolerance(atol=1e-13, max_steps=3000)
 SPLITTINGS = [ForwardBackward, PeacemanRachford]

@@ -148,13 +148,15 @@ def _up(y: Tensor, kernel: Tensor) -> Tensor:
     return x[..., 1:, :] + F.pad(x[..., :1, :], (0, 0, x.shape[-2] - 2, 0))
 
 
-def _response(kernel: Tensor, size: int, *, half: bool) -> Tensor:
-    """The frequency response sum_t K(t) exp(i k t) of a circular convolution: (rows, columns, outputs, inputs)."""
+def _response(kernel: Tensor, size: int) -> Tensor:
+    """The frequency response sum_t K(t) exp(i k t) of a circular convolution: (rows, columns, outputs, inputs).
+
+    Columns as `rfft2` has them, size // 2 + 1; the others are conjugates of these.
+    """
     t = torch.arange(kernel.shape[-1], dtype=kernel.dtype, device=kernel.device) - kernel.shape[-1] // 2
     k = torch.arange(size, dtype=kernel.dtype, device=kernel.device) * (2 * math.pi / size)
     waves = torch.polar(torch.ones_like(k[:, None] * t), k[:, None] * t)
-    columns = waves[: size // 2 + 1] if half else waves
-    return torch.einsum("oiyx,py,qx->pqoi", kernel.to(waves.dtype), waves, columns)
+    return torch.einsum("oiyx,py,qx->pqoi", kernel.to(waves.dtype), waves, waves[: size // 2 + 1])
 
 
 def _inverse_tier(diagonal: Tensor, down: Tensor | None, alpha: float, size: int) -> Tier:
@@ -165,27 +167,39 @@ def _inverse_tier(diagonal: Tensor, down: Tensor | None, alpha: float, size: int
     """
     if down is not None and size % 2:
         raise ValueError(f"a tier that is followed by another needs an even size, border included, got {size}")
-    response = _response(diagonal, size, half=down is None)
+    response = _response(diagonal, size)
     eye = torch.eye(response.shape[-1], dtype=response.dtype, device=response.device)
     single = inverse_of((1 + alpha) * eye - alpha * response)
     if down is None:
         return Tier(single, None, None)
-    P = _response(down, size, half=False)
+    P = _response(down, size)
     forth, back = P @ single, (alpha / 4) * single @ P.mH
-    n = size // 2
-    joined = (P @ back).unflatten(1, (2, n)).unflatten(0, (2, n)).sum((0, 2))
+    joined = _join((P @ back).permute(2, 3, 0, 1)).permute(2, 3, 0, 1)
     eye = torch.eye(joined.shape[-1], dtype=joined.dtype, device=joined.device)
-    inner = inverse_of(eye + joined).repeat(2, 2, 1, 1)
+    inner = _spread(inverse_of(eye + joined).permute(2, 3, 0, 1)).permute(2, 3, 0, 1)
     return Tier(single, inner @ forth, back)
 
 
 def _invert_tier(tier: Tier, x: Tensor) -> Tensor:
-    if tier.forth is None or tier.back is None:
-        return torch.fft.irfft2(_apply(tier.single, torch.fft.rfft2(x)), s=x.shape[-2:])
-    y = torch.fft.fft2(x)
-    n = x.shape[-1] // 2
-    w = _apply(tier.forth, y).unflatten(3, (2, n)).unflatten(2, (2, n)).sum((2, 4)).repeat(1, 1, 2, 2)
-    return torch.fft.ifft2(_apply(tier.single, y) - _apply(tier.back, w)).real
+    y = torch.fft.rfft2(x)
+    found = _apply(tier.single, y)
+    if tier.forth is not None and tier.back is not None:
+        found = found - _apply(tier.back, _spread(_join(_apply(tier.forth, y))))
+    return torch.fft.irfft2(found, s=x.shape[-2:])
+
+
+def _join(y: Tensor) -> Tensor:
+    """Sum the four frequencies that stride 2 joins, of (..., 2 n, n + 1) as `rfft2` has them: (..., n, n)."""
+    n = y.shape[-2] // 2
+    rows = y.unflatten(-2, (2, n)).sum(-3)
+    mirrored = rows.flip(-2, -1)[..., :n].roll(1, -2)  # (-p, n - q), whose conjugate is (p, n + q)
+    return rows[..., :n] + mirrored.conj()
+
+
+def _spread(y: Tensor) -> Tensor:
+    """Repeat what four frequencies share, (..., n, n), for each of them: (..., 2 n, n + 1)."""
+    wide = torch.cat([y, y[..., :1]], -1)
+    return torch.cat([wide, wide], -2)
 
 
 def _apply(response: Tensor, y: Tensor) -> Tensor:
