@@ -174,33 +174,28 @@ def _inverse_tier(diagonal: Tensor, down: Tensor | None, alpha: float, size: int
         return Tier(single, None, None)
     P = _response(down, size)
     forth, back = P @ single, (alpha / 4) * single @ P.mH
-    joined = _join((P @ back).permute(2, 3, 0, 1)).permute(2, 3, 0, 1)
+    joined = _join(P @ back)
     eye = torch.eye(joined.shape[-1], dtype=joined.dtype, device=joined.device)
-    inner = _spread(inverse_of(eye + joined).permute(2, 3, 0, 1)).permute(2, 3, 0, 1)
-    return Tier(single, inner @ forth, back)
+    return Tier(single, _spread(inverse_of(eye + joined)) @ forth, back)
 
 
 def _invert_tier(tier: Tier, x: Tensor) -> Tensor:
-    y = torch.fft.rfft2(x)
-    found = _apply(tier.single, y)
+    y = torch.fft.rfft2(x).permute(2, 3, 1, 0).contiguous()  # (rows, columns, channels, batch)
+    found = tier.single @ y
     if tier.forth is not None and tier.back is not None:
-        found = found - _apply(tier.back, _spread(_join(_apply(tier.forth, y))))
-    return torch.fft.irfft2(found, s=x.shape[-2:])
+        found = found - tier.back @ _spread(_join(tier.forth @ y))
+    return torch.fft.irfft2(found.permute(3, 2, 0, 1), s=x.shape[-2:])
 
 
 def _join(y: Tensor) -> Tensor:
-    """Sum the four frequencies that stride 2 joins, of (..., 2 n, n + 1) as `rfft2` has them: (..., n, n)."""
-    n = y.shape[-2] // 2
-    rows = y.unflatten(-2, (2, n)).sum(-3)
-    mirrored = rows.flip(-2, -1)[..., :n].roll(1, -2)  # (-p, n - q), whose conjugate is (p, n + q)
-    return rows[..., :n] + mirrored.conj()
+    """Sum the four frequencies that stride 2 joins, of (2 n, n + 1, ...) as `rfft2` has them: (n, n, ...)."""
+    n = len(y) // 2
+    rows = y.unflatten(0, (2, n)).sum(0)
+    mirrored = rows.flip(0, 1)[:, :n].roll(1, 0)  # at (-p, n - q), whose conjugate is at (p, n + q)
+    return rows[:, :n] + mirrored.conj()
 
 
 def _spread(y: Tensor) -> Tensor:
-    """Repeat what four frequencies share, (..., n, n), for each of them: (..., 2 n, n + 1)."""
-    wide = torch.cat([y, y[..., :1]], -1)
-    return torch.cat([wide, wide], -2)
-
-
-def _apply(response: Tensor, y: Tensor) -> Tensor:
-    return torch.einsum("pqoc,bcpq->bopq", response, y)
+    """Repeat what four frequencies share, (n, n, ...), for each of them: (2 n, n + 1, ...)."""
+    wide = torch.cat([y, y[:, :1]], 1)
+    return torch.cat([wide, wide])
