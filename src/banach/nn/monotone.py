@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -174,7 +175,7 @@ class PeacemanRachford(Splitting):
 
     The fixed point u* is that of G, and z* = relu(u*) solves z = relu(W z + v), so S must begin with the
     activation. It converges for every a > 0. Unless the weights are differentiated, the same value is computed as
-    2 V (2 z - u + a v) - (2 z - u), without a product with W; so are products with dR/du. V is a constant for
+    g - 2 V (g - a v), g = u - 2 z, without a product with W; so are products with dR/du. V is a constant for
     autograd: G(u*) - u* = 0, so at the fixed point its derivative does not matter, and `Implicit(Picard())` is the
     exact backward pass by the same splitting. (Second derivatives, as of a Jacobian penalty, are those of a
     constant V.)
@@ -187,10 +188,11 @@ class PeacemanRachford(Splitting):
         z = layer.activate(u)
         if self._records_weights():
             G = _step(z, layer.product(layer.matrices(), z), v, alpha)
-            return map_leaves(lambda a, b: a + 2 * b, u, layer.invert(inverse, map_leaves(torch.sub, G, u)))
-        h = map_leaves(lambda a, b: 2 * a - b, z, u)
-        y = layer.invert(inverse, map_leaves(lambda a, b: a + alpha * b, h, v))
-        return map_leaves(lambda a, b: 2 * a - b, y, h)
+            return map_leaves(partial(torch.add, alpha=2), u, layer.invert(inverse, map_leaves(torch.sub, G, u)))
+        minus_twice = partial(torch.sub, alpha=2)
+        g = map_leaves(minus_twice, u, z)
+        y = layer.invert(inverse, map_leaves(partial(torch.sub, alpha=alpha), g, v))
+        return map_leaves(minus_twice, g, y)
 
 
 def _place(v: Tensor) -> Any:
