@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from banach import Implicit, ImplicitNetwork, Picard, Status, Tolerance, Unroll, solve
-from banach.backward.jacobian import Jacobian
+from banach.backward.jacobian import Jacobian, plain_vjp
 from banach.latent import Space, leaves, map_leaves
 from banach.nn import (
     ForwardBackward,
@@ -23,7 +23,7 @@ from banach.nn import (
     tune_alpha,
 )
 from banach.nn.monotone import inverse_of
-from banach.solve.context import loops_by
+from banach.solve.context import constant_weights, loops_by
 from banach.solve.device import loop_eagerly
 from nn.parts_nn import close, gradients, normal
 
@@ -328,6 +328,9 @@ def test_weights_that_depend_on_u_are_differentiated(kind: Any) -> None:
     w = normal(4, 6, seed=2)
     expected = torch.func.vjp(T, u)[1](w)[0]
     torch.testing.assert_close(Jacobian(T, u, Space.of(u)).transposed(w), expected, rtol=0, atol=1e-12)
+    with constant_weights():
+        pull = plain_vjp(T, u)[1]
+    torch.testing.assert_close(pull(w)[0], expected, rtol=0, atol=1e-12)
 
 
 def test_bad_input_gets_one_sentence() -> None:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
-from banach.solve.context import of_latent_alone
+from banach.solve.context import constant_weights
 
 # What torch.func says of hooks and old autograd.Functions, and of LSTMs; plain autograd takes them.
 _REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
@@ -72,7 +72,7 @@ class Jacobian:
         return self.axes.plain(self.space.rows(product, what)) / self.unit
 
     def _evaluate(self) -> None:
-        with torch.no_grad(), eagerly(), of_latent_alone():
+        with torch.no_grad(), eagerly(), constant_weights():
             self._value, self._pull = self._vjp(self._f, self._x)[:2]
 
     def _retried(self, action: Callable[[], Any]) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from banach.latent import Latent, Space, leaves, map_leaves
 from banach.solve import solve
-from banach.solve.context import device_inverse, device_loop, is_functorch_wrapped_tensor, is_of_latent_alone
+from banach.solve.context import device_inverse, device_loop, weights_are_constant
 from banach.solve.warning import warn_user
 
 
@@ -114,9 +114,9 @@ class Splitting(nn.Module):
 
     def _records_weights(self) -> bool:
         """Is this evaluation differentiated in the weights? A product with the Jacobian in u is not."""
-        if not is_of_latent_alone():
+        if not weights_are_constant():
             return torch.is_grad_enabled()
-        return any(map(is_functorch_wrapped_tensor, self.layer.parameters()))  # they may depend on u
+        return not all(p.is_leaf for p in self.layer.parameters())  # computed ones may depend on u
 
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
         """Return make(), or what it gave earlier in this pass or capture for these weights; never recorded."""

@@ -139,19 +139,19 @@ def loops_by(loop: Loop, invert: Callable[[Tensor], Tensor | None] = lambda M: N
 
 
 @contextmanager
-def of_latent_alone() -> Iterator[None]:
-    """Say that evaluations of T in the block, in this thread, are differentiated in the latent alone."""
-    before = is_of_latent_alone()
-    _current.of_latent_alone = True
+def constant_weights() -> Iterator[None]:
+    """Say that T is differentiated in the latent only, in the block and in this thread."""
+    before = weights_are_constant()
+    _current.constant_weights = True
     try:
         yield
     finally:
-        _current.of_latent_alone = before
+        _current.constant_weights = before
 
 
-def is_of_latent_alone() -> bool:
-    """Return True if whoever differentiates T takes its weights for constants; a cheaper form may do then."""
-    return getattr(_current, "of_latent_alone", False)
+def weights_are_constant() -> bool:
+    """Return True if T is differentiated in the latent only, which may be cheaper."""
+    return getattr(_current, "constant_weights", False)
 
 
 def device_loop() -> Loop | None:
