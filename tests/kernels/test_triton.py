@@ -79,6 +79,6 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path, monkeyp
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = run_program("compile_only.py")
     assert {"gauss_jordan", "convolve", "iterate"} <= set(found), sorted(found)
-    for name, versions in found.items():
-        assert all(0 < registers <= 255 for registers, _ in versions), name
-    assert not any(stack for _, stack in found["gauss_jordan"]), "values of gauss_jordan are spilled to memory"
+    spilled = {name: max(stack for _, stack in versions) for name, versions in found.items()}
+    assert spilled["gauss_jordan"] == 0
+    assert max(spilled.values()) <= 256, spilled  # bytes per thread

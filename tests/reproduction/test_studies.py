@@ -231,3 +231,12 @@ def test_the_committed_pages_are_what_the_records_give(tmp_path: Path, monkeypat
     named = set(re.findall(r'src="([^"]+)"', page))
     assert named == {path.name for path in made if path.suffix == ".svg"}, "every figure is shown, and exists"
     assert all(f'<section id="{name}">' in page for name in re.findall(r'href="#([^"]+)"', page))
+
+
+def test_the_first_table_has_the_parameters_of_the_networks() -> None:
+    page = (ROOT / "reproduction" / "pages" / "reproduction.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| ([\d,]+) \| \{table1\.([^.]+)\.paper\}", page)
+    assert len(rows) == 16
+    for count, group in rows:
+        net = jobs.get(f"{group}-seed0").build()
+        assert f"{sum(weight.numel() for weight in net.parameters()):,}" == count, group

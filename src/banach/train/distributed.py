@@ -56,9 +56,8 @@ class Ranks:
             raise ValueError('ranks agree on the CPU: call init_process_group("cpu:gloo,cuda:nccl")')
         count, accumulate = self.count, settings.accumulate
         for size in {min(settings.batch_size, images), images % settings.batch_size or settings.batch_size}:
+            # As `Batches.own` cuts a batch. Every rank needs a part, and `accumulate` must cut all parts alike.
             parts = [size * (rank + 1) // count - size * rank // count for rank in range(count)]
-            # As `Batches.own` cuts it. Refuse a batch of which a rank has nothing, or that
-            # `accumulate` cuts differently on some ranks.
             if min(parts) == 0 or len({len(torch.empty(part).chunk(accumulate)) for part in parts}) > 1:
                 who = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
                 text = f"a batch of {size} images cannot be cut into parts for {who}"
