@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from banach.fast.plan import convolves_in_tf32, runs_graphs
 from banach.models.blocks import Image
 from banach.models.mon import COMMON
 from banach.models.registry import Recipe, register
+from banach.nn import substitute
 
 
 class ODEFailure(RuntimeError):
@@ -38,6 +41,7 @@ class TimeConv2d(nn.Conv2d):
         of_time, of_h = self.weight.split((1, self.in_channels - 1), 1)
         ones = h.new_ones(1, 1, *h.shape[2:])
         added: Tensor = F.conv2d(ones, t.to(h.dtype) * of_time, self.bias, padding=self.padding)
+        of_h = of_h.contiguous(memory_format=torch.channels_last)  # h follows: torchdiffeq gives it as NCHW
         return F.conv2d(h, of_h, padding=self.padding).add_(added)
 
 
@@ -50,12 +54,34 @@ class Dynamics(nn.Module):
         self.conv2 = TimeConv2d(filters + 1, filters, 3, padding=1)
         self.conv3 = TimeConv2d(filters + 1, channels, 1)
         self.count = 0  # evaluations since it was last set to 0
+        self.graphs = False  # evaluate f and its vector-Jacobian product as CUDA graphs
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
         self.count += 1
+        if self.graphs and runs_graphs(h.device) and (captured := _captured(self, t, h)) is not None:
+            return captured(t, h).clone()  # the next replay overwrites it
         h = F.relu(self.conv1(t, h))
         h = F.relu(self.conv2(t, h))
         return self.conv3(t, h)
+
+
+_CAPTURED: "WeakKeyDictionary[Dynamics, dict[Any, Any]]" = WeakKeyDictionary()  # not in the module: it is copied
+_MOST = 8  # shapes of h; with more f runs eagerly
+
+
+def _captured(f: Dynamics, t: Tensor, h: Tensor) -> Any:
+    """Return f as CUDA graphs for the shape of h, where its weights are now; None if there are too many."""
+    known = _CAPTURED.setdefault(f, {})
+    key = h.shape, h.dtype, convolves_in_tf32(), *(weight.data_ptr() for weight in f.parameters())
+    if key not in known:
+        if len(known) == _MOST:
+            return None
+        alone = substitute(f)
+        alone.graphs = False
+        given = (one.detach().clone().requires_grad_() for one in (t, h))
+        with torch.enable_grad():
+            known[key] = torch.cuda.make_graphed_callables(alone, tuple(given))
+    return known[key]
 
 
 class ODENet(nn.Module):
@@ -73,6 +99,9 @@ class ODENet(nn.Module):
             is exact only up to the tolerance.
         tolerance: rtol and atol of the solver.
         max_steps: attempted steps of the solver (dopri5), at most.
+    Attributes:
+        graphs: on a GPU, evaluate f and its vector-Jacobian product as CUDA graphs, except where the solver's steps
+            are recorded. `fit` sets it where it captures steps of other networks.
     Raises:
         ODEFailure: if the solver gives up in the forward pass. (In an adjoint pass torchdiffeq's AssertionError
             reaches the caller of `backward()`.) `fit` reports either as a DivergenceError, or rewinds.
@@ -92,7 +121,7 @@ class ODENet(nn.Module):
         super().__init__()
         channels, height, width = image
         self.extra, self.adjoint = extra, adjoint
-        self.rtol, self.max_steps = tolerance, max_steps
+        self.rtol, self.max_steps, self.graphs = tolerance, max_steps, False
         self.f = Dynamics(channels + extra, filters)
         self.linear = nn.Linear((channels + extra) * height * width, classes)
         self._forward = 0
@@ -109,8 +138,9 @@ class ODENet(nn.Module):
             import torchdiffeq
         except ImportError:
             raise ImportError("Neural ODEs need torchdiffeq: pip install torchdiffeq") from None
-        recorded = self.adjoint and torch.is_grad_enabled()
-        odeint: Any = torchdiffeq.odeint_adjoint if recorded else torchdiffeq.odeint
+        recorded = torch.is_grad_enabled()
+        odeint: Any = torchdiffeq.odeint_adjoint if self.adjoint and recorded else torchdiffeq.odeint
+        self.f.graphs = self.graphs and (self.adjoint or not recorded)  # replays overwrite what was recorded
         # Rounding in bf16 exceeds any useful tolerance, so f runs without autocast.
         with torch.autocast(h.device.type, enabled=False):
             h = h.to(self.linear.weight.dtype)

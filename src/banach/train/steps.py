@@ -173,6 +173,8 @@ class Stepper:
         """Plan a step for the network as it is now, and make it."""
         state = self.state
         net, settings = state.net.train(), state.settings
+        if isinstance(net, ODENet):
+            net.graphs = settings.fast
         self.penalties = None if self._pretrains else Penalties.of(settings)
         if (ranks := state.ranks.count) > 1:
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
@@ -206,7 +208,8 @@ class Stepper:
             return "fast is off"
         if self.state.ranks.count > 1:
             return f"{self.state.ranks.count} ranks exchange gradients within a step"
-        return "the ODE solver chooses its steps on the host" if isinstance(self.state.net, ODENet) else None
+        on_host = "the ODE solver chooses its steps on the host; only f is captured"
+        return on_host if isinstance(self.state.net, ODENet) else None
 
     @property
     def failed(self) -> bool:
