@@ -55,7 +55,8 @@ def fixed_point(
     """
     _check_mode(backward)
     found = solve(T, z0, solver, inputs=inputs, tolerance=tolerance, coupled=coupled, throw=throw)
-    found = warn_unconverged(found, T, tuple(inputs), coupled=coupled)
+    if found.failures:
+        found = warn_unconverged(found, T, tuple(inputs), coupled=coupled)
     z = backward.attach(T, found.value, tuple(inputs), coupled=coupled)
     return (z, found) if solution else z
 
@@ -155,7 +156,8 @@ class ImplicitNetwork(nn.Module):
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
-            found = warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
+            if found.failures:
+                found = warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
             u = mode.attach(this_pass.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 

@@ -135,7 +135,8 @@ def test_captured_dynamics_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["node", "anode"])
 def test_captured_dynamics_on_a_gpu(name: str) -> None:
-    net, d = models.build(name).cuda(), torch.rand(16, 1, 28, 28, device="cuda")
+    net: Any = models.build(name).cuda()
+    d = torch.rand(16, 1, 28, 28, device="cuda")
     y = net(d)
     exact, evaluations = gradients(net, y.square().sum()), net.evaluations
     net.graphs = True

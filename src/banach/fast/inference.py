@@ -81,7 +81,8 @@ class CompiledNetwork:
         y, found = self._run(d, z0, solution=solution)
         if solution:
             return y, found
-        warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
+        if found.failures:
+            warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
         return y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, solution: bool) -> tuple[Any, Solution]:

@@ -100,8 +100,8 @@ class ODENet(nn.Module):
         tolerance: rtol and atol of the solver.
         max_steps: attempted steps of the solver (dopri5), at most.
     Attributes:
-        graphs: on a GPU, evaluate f and its vector-Jacobian product as CUDA graphs, except where the solver's steps
-            are recorded. `fit` sets it where it captures steps of other networks.
+        graphs: on a GPU, evaluate f and its vector-Jacobian product as CUDA graphs, unless autograd records the
+            solver's steps. `fit` sets it.
     Raises:
         ODEFailure: if the solver gives up in the forward pass. (In an adjoint pass torchdiffeq's AssertionError
             reaches the caller of `backward()`.) `fit` reports either as a DivergenceError, or rewinds.

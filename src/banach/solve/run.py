@@ -32,6 +32,8 @@ class SolveRun:
     def __post_init__(self) -> None:
         self.T, self.space_of_all = with_autocast_of(self.space, self.T), self.space
         self.busy = True  # some sample is active, as far as the host knows
+        # Of Picard, whose formula is written out here: to call its methods takes longer than a small T.
+        self.damping = self.solver.damping if type(self.solver) is Picard else None
         norm = self.tolerance.norm
         self.measure, self.scale = norm.measure, float(norm.scale(self.space))
         # In the units of norm.measure, so that no step has to scale a residual; and a number of the rows' type.
@@ -46,13 +48,13 @@ class SolveRun:
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
-        memory, relative = self.solver.start(rows), self.tolerance.rtol > 0
+        memory, relative = self.solver.start(rows) if self.damping is None else (), self.tolerance.rtol > 0
         return State.start(rows, memory, self.atol, relative=relative, on_host=self.on_host)
 
     def can_sprint(self) -> bool:
         """Return True for Picard and norms that give new memory in the type of the rows, outside torch.func."""
         known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
-        return self.on_host and known and type(self.solver) is Picard
+        return self.on_host and known and self.damping is not None
 
     def sprint(self, state: State, k: int, *, compact: bool) -> int:
         """Take Picard steps after k evaluations, each seen by the host, and return how many there are then.
@@ -65,7 +67,7 @@ class SolveRun:
         atol = np.array(self.atol, state.least.dtype)  # compared faster than a float
         evaluate, measure, space, counted = self.evaluate, self.measure, self.space, count_nonzero
         read = Tensor.numpy if z.is_cpu else to_numpy
-        damping, first = cast(Picard, self.solver).damping, k
+        damping, first = self.damping, k
         rtol, most = self.tolerance.rtol, self.tolerance.max_steps
         least, least_at = np.where(state.active, state.least, np.inf), state.least_at
         before = now = test = least
@@ -137,9 +139,8 @@ class SolveRun:
         r, residual = self._measured(state, first=turn == 1)
         Tz = cast(Tensor, state.Tz)
         state.observe(k, residual, (self.measure(Tz, self.space).to(residual.dtype), rtol) if rtol else None)
-        if type(self.solver) is Picard:  # without the numbers of samples, which take longer than a small T
-            damping = self.solver.damping
-            proposal = torch.lerp(Tz, state.z, damping) if damping else Tz
+        if self.damping is not None:
+            proposal = torch.lerp(Tz, state.z, self.damping) if self.damping else Tz
         else:
             point = Point(turn, state.z, Tz, r, *state.numbers(), k)
             proposal, state.memory = self.solver.step(state.memory, point)

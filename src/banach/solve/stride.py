@@ -6,14 +6,12 @@ may have stalled. Otherwise the general loop takes one step, and `stride` goes o
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from banach.latent import rebuild
-from banach.solve.picard import Picard
 from banach.solve.run import SolveRun
 from banach.solve.state import IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 from banach.solve.tolerance import WorstPixel
@@ -123,7 +121,7 @@ def _steps(run: SolveRun, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.nda
     """Return z and the next iterates; and (steps, samples): the residuals, and these minus their relative part."""
     rtol = run.tolerance.rtol
     # The iterates; T at all but the last, where damping makes these something else; the differences.
-    memory = z.new_empty((3 if cast(Picard, run.solver).damping else 2) * steps + 1, *z.shape)
+    memory = z.new_empty((3 if run.damping else 2) * steps + 1, *z.shape)
     memory[0].copy_(z)
     done, numbers = _evaluate(run, memory, k, steps)
     if done < steps:
@@ -141,7 +139,7 @@ def _evaluate(run: SolveRun, memory: Tensor, k: int, steps: int) -> tuple[int, T
     The norms are taken together after the last step, since a small operation takes the host as long as a large
     one; those of large iterates at every step, while the host prepares the next.
     """
-    rows, damping = memory.unbind(), cast(Picard, run.solver).damping
+    rows, damping = memory.unbind(), run.damping
     values, differences, space = rows[-2 * steps : -steps], rows[-steps:], run.space
     sizes, norms = [], []
     several = len(space.shapes) > 1 and not (space.coupled or damping) and space.dtype == memory.dtype

@@ -44,7 +44,7 @@ _independent: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionar
 def warn_unconverged(
     found: Solution, T: Map, inputs: tuple[Any, ...], *, coupled: bool, owner: Any | None = None
 ) -> Solution:
-    """Warn that host checks saw samples that did not converge, in constant words. There is no host sync.
+    """Warn that host checks saw samples that did not converge, `found.failures`, in constant words.
 
     Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
     fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
@@ -52,8 +52,6 @@ def warn_unconverged(
     Returns:
         The solution, with the fault that the probe found.
     """
-    if not found.failures:
-        return found
     owner = T if owner is None else owner
     if not (found.fault or coupled or type(found.solver) is Picard or id(owner) in _independent):
         found = found.changed(fault=probe(T, found.value, inputs))
