@@ -159,26 +159,46 @@ def test_what_users_wrote_is_called(what: str) -> None:
         torch.testing.assert_close(banach.compile(net)(d), net(d))
 
 
+class Dropping(torch.nn.Module):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = torch.nn.Linear(4, 4), norm, Dropout(0.5)
+
+    def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return 0.3 * torch.tanh(self.norm(self.drop(self.inner(u)))) + v
+
+
+def of(R: Any, **options: Any) -> Any:
+    return ImplicitNetwork(torch.nn.Identity(), R, torch.nn.Identity(), **options)
+
+
 def test_what_cannot_be_frozen_goes_through_the_network() -> None:
-    class Dropping(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.drop = torch.nn.Linear(4, 4), Dropout(0.5)
-
-        def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return 0.3 * torch.tanh(self.drop(self.inner(u))) + v
-
-    def of(R: Any) -> Any:
-        return ImplicitNetwork(torch.nn.Identity(), R, torch.nn.Identity())
-
     spectral = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3))
-    assert plan(of(Dropping()).eval()).own_loop
     assert plan(of(lambda u, v: u)).own_loop.why == "R is a function, not a module"
     assert plan(of(spectral).train()).own_loop.why == "R may change buffers in training mode"
     torch.manual_seed(0)
-    assert plan(of(Dropping()).train()).own_loop.why == "R draws dropout masks"
-    net = of(Dropping()).train()
+    net = of(Dropping(torch.nn.BatchNorm1d(4))).train()
+    assert plan(net).own_loop.why == "R draws dropout masks and updates statistics"
     assert_same_step(net, copy.deepcopy(net), torch.randn(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "solver", "max_steps"), [(True, Picard(), 60), (True, Picard(), 0), (False, Anderson(3), 60)]
+)
+def test_dropout_in_r_has_one_mask_per_step(
+    kernels: bool, solver: Any, max_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large batch is not halved: masks are those of the whole batch."""
+    simulate_gpu(monkeypatch, kernels=kernels)
+    monkeypatch.setattr("banach.fast.iteration.LARGE", 1)
+    torch.manual_seed(0)
+    net = of(Dropping(torch.nn.LayerNorm(4)), solver=solver, tolerance=Tolerance(atol=1e-9, max_steps=max_steps))
+    net = net.double().train()
+    assert plan(net).own_loop
+    d = torch.linspace(0.1, 6, 16).double()[:, None] * torch.randn(16, 4).double()
+    assert_same_step(net, copy.deepcopy(net), d)
+    other = fast(net, d)[0]
+    assert not torch.equal(other, fast(net, d)[0])  # other masks in the next step
 
 
 @pytest.mark.parametrize("solver", [Picard(), Anderson(3)])

@@ -186,6 +186,35 @@ def test_a_large_batch_is_halved(solver: Any, monkeypatch: pytest.MonkeyPatch) -
     assert len(set(captured_steps(net, d).tolist())) > 1
 
 
+class Dropping(torch.nn.Module):
+    """R with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = torch.nn.Linear(32, 32), banach.nn.Dropout(0.5)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.4 * torch.tanh(self.drop(self.layer(u)) + v)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_dropout_in_r_has_one_mask_per_captured_step(compile: bool) -> None:
+    """With one mask the iteration converges; with new ones at every evaluation it would not."""
+    torch.manual_seed(0)
+    net = ImplicitNetwork(torch.nn.Linear(4, 32), Dropping(), torch.nn.Linear(32, 3)).cuda().train()
+    net.tolerance = Tolerance(atol=1e-6, max_steps=60)
+    step = TrainStep(net, torch.optim.SGD(net.parameters(), lr=0.0), F.cross_entropy, compile=compile)
+    d, y = torch.randn(64, 4, device="cuda"), torch.randint(3, (64,), device="cuda")
+    losses = []
+    for _ in range(4):
+        losses.append(float(step(d, y)))
+        assert step.reason is None
+        assert step.plan.own_loop
+        assert step.reached is not None
+        assert bool(step.reached.converged.all())
+    assert len(set(losses)) == 4  # other masks in every step
+
+
 class Nested(torch.nn.Module):
     """R whose value is a fixed point itself: w = 0.5 tanh(w + u) + v / 4."""
 

@@ -58,13 +58,15 @@ class Iteration:
     """Iterate R, of independent samples, by kernels until every sample has stopped, without a host sync.
 
     A sample stops at its own step, as in `solve`; one that diverges keeps its last iterate. The loop ends at most
-    CYCLE - 1 steps after the last sample, in a large batch at once. There, when half of the samples have stopped,
-    the other half goes on as a smaller batch (Picard only: the memory of Anderson would have to be copied).
+    CYCLE - 1 steps after the last sample, in a large batch at once. There, with `halves`, when half of the samples
+    have stopped, the other half goes on as a smaller batch (Picard only: the memory of Anderson would have to be
+    copied).
     """
 
     R: Callable[..., Latent]
     solver: Picard | Anderson
     tolerance: Tolerance  # in the norm RMS or Euclidean
+    halves: bool = True
 
     def __call__(self, z: Latent, v: Latent) -> Solution:
         """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""
@@ -82,7 +84,8 @@ class Iteration:
             self._move(everyone, self.R(everyone.z, v))
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
-            halves = _halves(everyone, space) if cycle == 1 and everyone.memory is None else []
+            splits = self.halves and cycle == 1 and everyone.memory is None
+            halves = _halves(everyone, space) if splits else []
             self._iterate(everyone, everyone, taken, halves, cycle)
         return self._solution(everyone)
 

@@ -10,13 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from banach.fast.iteration import Iteration
-from banach.fast.plan import Plan, is_stack, is_window, plan
+from banach.fast.plan import Plan, draws, is_stack, is_window, plan
 from banach.fast.step import run_network
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, is_coupled, zeros
 from banach.nn import substitute
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import watch_over
+from banach.nn.passes import Pass
 from banach.solve import Solution, solve
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -54,7 +55,10 @@ class FastNetwork:
         if not self.plan.own_loop:
             return run_network(self.network, as_inputs(d))
         v = self.Q(*as_inputs(d))
-        with nullcontext() if self.plan.compiled else watch_over(self.net.R):
+        R = self.net.R
+        # A pass holds the dropout masks of R for all evaluations of this call.
+        masks = Pass(R) if draws(R) else nullcontext()
+        with nullcontext() if self.plan.compiled else watch_over(R), masks:
             found = self.solve(detach(v))
             u = self.R(found.value, v)
         return self.S(u), found
@@ -71,7 +75,8 @@ class FastNetwork:
 
             return latent_solve(net.R, v, z0, tolerance=tolerance)
         if fused:
-            return Iteration(self.iterated, net.solver, tolerance)(promoted(z0), v)
+            halves = not draws(net.R)  # masks are those of the whole batch
+            return Iteration(self.iterated, net.solver, tolerance, halves=halves)(promoted(z0), v)
         compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
         how: Any = {"tolerance": tolerance, "coupled": is_coupled(net), "compact": compact}
         return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **how)
@@ -88,9 +93,9 @@ def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
     """Return Q, R and S with the layers of the plan.
 
     R is not fused where its values measure the residual: fused blocks keep them in bf16, whose rounding is above a
-    tolerance of 0.1 in the paper's CIFAR-10 network.
+    tolerance of 0.1 in the paper's CIFAR-10 network. Nor where it drops: fused blocks draw masks of their own.
     """
-    measures = not plan.kernel and net.tolerance.max_steps > 0
+    measures = (not plan.kernel and net.tolerance.max_steps > 0) or draws(net.R)
     stacks = {"Q": plan.fused_blocks, "R": plan.fused_blocks and not measures, "S": plan.fused_blocks}
     windows = bool(plan.windows)
     return {part: with_kernels(getattr(net, part), stacks=bool(stacks[part]), windows=windows) for part in stacks}

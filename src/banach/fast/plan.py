@@ -206,7 +206,8 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     no_steps = net.tolerance.max_steps == 0 and "max_steps is 0"
     no_tests = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
     no_parts = training and not own_loop and _NOT_TAKEN_APART
-    kernel = _unless(no_kernel, no_parts, no_steps, no_kernel or _no_latent_kernel(net))
+    no_masks = draws(net.R) and "R draws dropout masks"
+    kernel = _unless(no_kernel, no_parts, no_steps, no_masks, no_kernel or _no_latent_kernel(net))
     by_kernel = kernel and "a kernel iterates R"
     norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
     no_step = _unless(
@@ -231,7 +232,13 @@ def _not_copied(R: Any) -> str:
     known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     if any(module.training for module in R.modules()) and any(id(b) not in known for b in R.buffers()):
         return "R may change buffers in training mode"
-    return "R draws dropout masks" if any(map(draws_masks, R.modules())) else ""
+    updates = any(norm.training and norm.track_running_stats for norm in norms)  # a copy would draw other masks
+    return "R draws dropout masks and updates statistics" if updates and draws(R) else ""
+
+
+def draws(R: Any) -> bool:
+    """Return True if R has dropout that is on, with one mask per pass."""
+    return isinstance(R, nn.Module) and any(map(draws_masks, R.modules()))
 
 
 def _no_kernel(net: nn.Module, device: torch.device) -> str:

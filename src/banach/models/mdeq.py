@@ -17,6 +17,7 @@ from banach.models.registry import Cosine, Recipe, register
 from banach.network import ImplicitNetwork
 from banach.nn import Dropout2d
 from banach.nn.layers import assigned
+from banach.nn.passes import once_per_pass
 from banach.solve import Picard
 
 Branches = tuple[Tensor, ...]
@@ -49,8 +50,11 @@ class WeightNormConv(nn.Module):
         self.gain = nn.Parameter(torch.linalg.vector_norm(self.v.detach(), dim=(1, 2, 3), keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.v * (self.gain / torch.linalg.vector_norm(self.v, dim=(1, 2, 3), keepdim=True))
+        weight = once_per_pass(self, self.v, self._weight)
         return F.conv2d(x, weight, padding=weight.shape[-1] // 2)
+
+    def _weight(self) -> Tensor:
+        return self.v * (self.gain / torch.linalg.vector_norm(self.v, dim=(1, 2, 3), keepdim=True))
 
 
 class Residual(nn.Module):
