@@ -203,7 +203,7 @@ def test_not_converged_crosses_processes() -> None:
 def test_casts_made_while_solving_are_forgotten_where_torch_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytorch#112583: weights that autocast casts under no_grad lose their gradient, if its cache stays."""
     cleared: list[bool] = []
-    monkeypatch.setattr(context, "_CASTS_LAST", True)
+    monkeypatch.setattr(context, "_KEEPS_CASTS", True)
     clear = torch.clear_autocast_cache
 
     def observed() -> None:

@@ -146,7 +146,7 @@ class ImplicitNetwork(nn.Module):
         modules = modules_of(R)
         special = special_layers(modules)
         if special:
-            check_sharded(special, fixed_depth=not self.tolerance.checks)
+            check_sharded(special, fixed_depth=not self.tolerance.steps_per_check)
             check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:
@@ -171,7 +171,7 @@ class ImplicitNetwork(nn.Module):
             elif isinstance(v, Tensor):
                 _check_start(leaves(z0), v)
             inputs: tuple[Any, ...] = (v,)
-            if compact and this_pass.masks is not None:  # they are cut with the batch, by the samples' numbers
+            if compact and this_pass.masks is not None:  # indices, by which masks are selected with the batch
                 first = leaves(z0)[0]
                 inputs = v, torch.arange(first.shape[0], device=first.device)
             return solve(
@@ -209,5 +209,5 @@ def _check_mode(backward: Mode) -> None:
 
 
 def _evaluates_later(backward: Mode) -> bool:
-    """May R be evaluated in the backward pass? Not by those that record it now."""
+    """Return True if the backward pass may evaluate R: modes that record it in the forward pass do not."""
     return not (type(backward) in (JFB, Neumann) or (type(backward) is Unroll and not backward.checkpoint))

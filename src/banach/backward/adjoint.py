@@ -60,7 +60,7 @@ class Problem:
         return tuple(map(now.see, found))
 
     def _rows(self, g: Tensor, axes: Axes, tangent: bool) -> Tensor:
-        if not (self.tolerance.max_steps or self.tolerance.checks or self.mode.report):
+        if not (self.tolerance.max_steps or self.tolerance.steps_per_check or self.mode.report):
             return torch.zeros_like(g) if self.zero else g  # no step, no product: w = g, which is JFB
         self.unchanged.check()
         finite = g.isfinite().all(1)
@@ -149,7 +149,7 @@ class Adjoint:
 
     def __post_init__(self) -> None:
         self.tolerance, self.eps, zero = self.problem.tolerance, self.problem.eps, self.problem.zero
-        every = self.tolerance.checks
+        every = self.tolerance.steps_per_check
         self.on_device = device_loop() is not None and every > 0  # in a capture the device ends loops
         self.every = 0 if self.on_device else every  # steps between two host checks; 0: no checks
         self.fallback = torch.zeros_like(self.g) if zero else self.g

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from banach.latent import Latent
 from banach.solve import Map
-from banach.solve.context import functorch, is_functorch_wrapped_tensor, without_derivative
+from banach.solve.context import functorch, is_functorch_wrapped_tensor, unwrap_derivatives
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Axes:
         if not self.levels:
             return rows
         for level, size in reversed(tuple(zip(self.levels, self.sizes, strict=True))):
-            rows = functorch._remove_batch_dim(without_derivative(rows), level, size, 0)
-        return without_derivative(rows).flatten(0, len(self.levels))
+            rows = functorch._remove_batch_dim(unwrap_derivatives(rows), level, size, 0)
+        return unwrap_derivatives(rows).flatten(0, len(self.levels))
 
     def mapped(self, rows: Tensor) -> Tensor:
         """What `plain` was given."""
         if not self.levels:
             return rows
         rows = rows.reshape(*self.sizes, len(rows) // self.count, *rows.shape[1:])
-        rows = without_derivative(rows)  # an operation inside of grad wraps what it gives, derivative or not
+        rows = unwrap_derivatives(rows)  # an operation inside of grad wraps what it gives, derivative or not
         for level in self.levels:
             rows = functorch._add_batch_dim(rows, 0, level)
         return rows
@@ -105,4 +105,4 @@ class Present(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def see(self, tensor: Tensor) -> Tensor:
-        return without_derivative(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)
+        return unwrap_derivatives(tensor, lambda level: level == _ENDED or self.now < level <= self.highest)

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 from banach.latent import Space
 
 F = TypeVar("F", bound=Callable[..., Any])
-_CASTS_LAST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)  # beyond torch.no_grad()
+# Before torch 2.11 autocast keeps weights that it has cast without a gradient.
+_KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
 
 # Names of torch that some versions lack: is_exporting is new in 2.7, the others are private.
 _exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -33,7 +34,7 @@ def is_exporting() -> bool:
     return _exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
+def unwrap_derivatives(tensor: Tensor, of: Callable[[int], bool] = lambda level: True) -> Tensor:
     """Return the tensor inside the wrappers of grad, vjp and jvp of these levels, down to the next one of vmap."""
     while is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
         if not of(functorch.maybe_get_level(tensor)):
@@ -42,7 +43,7 @@ def without_derivative(tensor: Tensor, of: Callable[[int], bool] = lambda level:
     return tensor
 
 
-def without_derivatives(function: F) -> F:
+def no_derivatives(function: F) -> F:
     """Make the function run without gradients and tangents: torch's context managers, at a fraction of their time.
 
     The evaluation of `attach` that follows must not find weights which torch has cached without a gradient.
@@ -72,7 +73,7 @@ def _drop_cached_weights() -> None:
     if parametrize._cache:
         known = parametrize._cache.items()
         parametrize._cache = {key: kept for key, kept in known if kept is not None and kept.requires_grad}
-    if _CASTS_LAST:
+    if _KEEPS_CASTS:
         torch.clear_autocast_cache()
 
 
@@ -97,7 +98,7 @@ def with_autocast_of(space: Space, function: Callable[..., Any]) -> Callable[...
     if not space.autocast:
         return function
     kind = space.device.type
-    context = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind))  # once: it asks for the device's features
+    context = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind))  # made once: that queries the device
 
     def under_autocast(*arguments: Any) -> Any:
         with context:

@@ -16,18 +16,19 @@ from banach.solve.picard import Picard
 from banach.solve.run import SolveRun
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Map, Solver
-from banach.solve.state import on_device, to_numpy
+from banach.solve.state import State, on_device, to_numpy
 from banach.solve.stride import stride
 from banach.solve.tolerance import Tolerance, measure
 
-_LOOKED_AT = 8  # samples that are looked at once more where some have left the batch
+OnStep = Callable[[int, Latent], None]
+_RECHECKED = 8  # converged samples that are evaluated once more where some have left the batch
 _VMAPPED = (
     "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on the first "
     "(batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and max_steps=0"
 )
 
 
-@context.without_derivatives
+@context.no_derivatives
 def solve(
     T: Map,
     z0: Latent,
@@ -38,7 +39,7 @@ def solve(
     coupled: bool = False,
     compact: bool = False,
     record: bool = False,
-    on_step: Callable[[int, Latent], None] | None = None,
+    on_step: OnStep | None = None,
     throw: bool = False,
 ) -> Solution:
     """Find z with z = T(z, *inputs), starting at z0, without recording a gradient.
@@ -71,13 +72,13 @@ def solve(
     _check(T, solver, inputs, tolerance)
     space, compiling = Space.of(z0, coupled=coupled), context.is_compiling()
     transformed = tolerance.max_steps and not compiling and context.is_transformed()
-    if transformed and any(map(context.functorch.is_batchedtensor, map(context.without_derivative, leaves(z0)))):
+    if transformed and any(map(context.functorch.is_batchedtensor, map(context.unwrap_derivatives, leaves(z0)))):
         raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)
     inputs = detach(tuple(inputs))
-    loop = context.device_loop() if tolerance.checks and not compiling else None
-    every = 0 if loop else tolerance.checks  # in a capture the device decides when to stop
+    loop = context.device_loop() if tolerance.steps_per_check and not compiling else None
+    every = 0 if loop else tolerance.steps_per_check  # in a capture the device decides when to stop
     run = SolveRun(T, solver, tolerance, space, inputs, on_host=every == 1 and not compiling)
     state = run.start(detach(z0))
     check, finish = run.check, run.finish
@@ -90,30 +91,41 @@ def solve(
         elif loop and trace is None and on_step is None:
             state = run_on_device(run, state, loop)
         else:
-            # Two short forms of this loop for Picard take many steps at a time, until something unusual happens.
-            k, sprints = 0, run.can_sprint() and trace is None and on_step is None
-            strides = space.device.type == "cuda" and tolerance.check_every is None and not compact
-            while run.busy and k < tolerance.max_steps:
-                if sprints:
-                    k = stride(run, state, k) if strides else run.sprint(state, k, compact=compact)
-                if not run.busy or k == tolerance.max_steps:
-                    break
-                k += 1
-                run.step(state, k, k)
-                if trace is not None:
-                    trace.append(run.residual(state))
-                if on_step is not None:
-                    on_step(k, space.nest(run.everyone(state).z))
-                if every and (k % every == 0 or k == tolerance.max_steps):
-                    state = check(state, k, compact=compact)
+            state = _run_on_host(run, state, check if every else None, trace, on_step, compact=compact)
         found = finish(state, trace, shown=on_step is not None)
     if run.whole is not None:  # samples have left the batch, and were not evaluated since
-        run.risen = _risen_in_other_company(run, found, inputs)
+        run.risen = _recheck_converged(run, found, inputs)
     if run.risen is not None and not space.coupled:
         found = _probed(run, T, found, inputs)
     if throw and not bool(found.converged.all()):
         raise NotConverged(found)
     return found
+
+
+def _run_on_host(
+    run: SolveRun, state: State, check: Any, trace: list[Tensor] | None, on_step: OnStep | None, *, compact: bool
+) -> State:
+    """Take steps until the host knows that every sample is done, or `max_steps`; without `check` always those.
+
+    Two short forms of the loop take many steps of Picard at a time, until something unusual happens.
+    """
+    most, every, k = run.tolerance.max_steps, run.tolerance.steps_per_check, 0
+    sprints = run.can_sprint() and trace is None and on_step is None
+    strides = run.space.device.type == "cuda" and run.tolerance.check_every is None and not compact
+    while run.busy and k < most:
+        if sprints:
+            k = stride(run, state, k) if strides else run.sprint(state, k, compact=compact)
+        if not run.busy or k == most:
+            break
+        k += 1
+        run.step(state, k, k)
+        if trace is not None:
+            trace.append(run.residual(state))
+        if on_step is not None:
+            on_step(k, run.space_of_all.nest(run.everyone(state).z))
+        if check is not None and (k % every == 0 or k == most):
+            state = check(state, k, compact=compact)
+    return state
 
 
 def _probed(run: SolveRun, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
@@ -130,10 +142,13 @@ def _probed(run: SolveRun, T: Map, found: Solution, inputs: tuple[Any, ...]) -> 
     )
 
 
-def _risen_in_other_company(run: SolveRun, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
-    """Evaluate a few converged samples together; return those above the tolerance in this company, or None."""
+def _recheck_converged(run: SolveRun, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
+    """Evaluate a few converged samples as a small batch; return the indices of those now above the tolerance.
+
+    If there are some, T may mix samples. None: there are none.
+    """
     here = np.flatnonzero(to_numpy(found.converged))
-    here = here[:: max(1, -(-len(here) // _LOOKED_AT))]
+    here = here[:: max(1, -(-len(here) // _RECHECKED))]
     index = on_device(here, found.converged)
     space = run.space_of_all.resized(len(here))
     residual, allowed = _residual(run, space, select(found.value, index), select(inputs, index))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, detach
-from banach.solve.context import rounding, without_derivatives
+from banach.solve.context import no_derivatives, rounding
 from banach.solve.solver import Map
 
 
@@ -36,7 +36,7 @@ def mixes_samples(T: Map, z: Latent, inputs: tuple[Any, ...] = ()) -> bool:
     return probe(T, z, inputs) is Fault.MIXES
 
 
-@without_derivatives
+@no_derivatives
 def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = None) -> Fault | None:
     """Return what keeps the samples of T from being independent, None if nothing was found.
 

@@ -44,7 +44,8 @@ class SolveRun:
         # they froze.
         self.seen: State | None = None
         self.risen: Array | None = None
-        self.lasts: tuple[Array, Array] = (np.nan, np.nan)  # residuals at the last two host checks
+        # At the last two evaluations that the host saw since a sample froze.
+        self.previous_residuals: tuple[Array, Array] = (np.nan, np.nan)
 
     def start(self, z0: Latent) -> State:
         rows = self.space.rows(z0, "start").contiguous()
@@ -57,11 +58,11 @@ class SolveRun:
         return self.on_host and known and self.damping is not None
 
     def sprint(self, state: State, k: int, *, compact: bool) -> int:
-        """Take Picard steps after k evaluations, each seen by the host, and return how many there are then.
+        """Run Picard steps from evaluation k on, each checked by the host, and return the new count.
 
-        The same as `step` and `check` in fewer operations, since Python costs more than a small T, as long as
-        nothing unusual happens: residuals are finite, no sample may have stalled. `step` finishes the evaluation
-        that ended it.
+        This is `step` and `check` with less Python, which costs more than a small T. It stops at an evaluation
+        with a nonfinite residual, a sample that may have stalled or, if `compact`, a sample to remove: `step`
+        finishes that one, from `state.pending`.
         """
         z, best_z, count, left = state.z, state.best_z, len(state.z), state.count
         atol = np.array(self.atol, state.least.dtype)  # compared faster than a float
@@ -109,7 +110,7 @@ class SolveRun:
                 left = here
         state.z, state.best_z = z, best_z
         if k > first:
-            self.lasts = before, now
+            self.previous_residuals = before, now
             self.note_last(state, k, (now, test), (least, least_at))
         return k
 
@@ -204,7 +205,7 @@ class SolveRun:
                 seen.stall(flat)
         self.busy = bool(seen.count)
         if seen.count < len(seen.active):
-            self.lasts = self.lasts[1], seen.now[RESIDUAL].copy()
+            self.previous_residuals = self.previous_residuals[1], seen.now[RESIDUAL].copy()
             if count_nonzero(seen.nonfinite):  # T never sees NaN, but the best finite iterate
                 state.z = torch.where(state.column(state.nonfinite), state.best_z, state.z)
         return self._without(state, ~seen.active) if compact and self.busy else state
@@ -225,7 +226,7 @@ class SolveRun:
         risen = ~met_now & (seen.test <= self.atol)
         with np.errstate(invalid="ignore", over="ignore"):  # samples that diverge have infinite residuals
             # Equal, not close: other samples may move, and raise it, slowly. 10 times what the tolerance allows.
-            alone = (now == self.lasts[0]) & (now <= 10 * (now - now_test + self.atol))
+            alone = (now == self.previous_residuals[0]) & (now <= 10 * (now - now_test + self.atol))
         found = np.flatnonzero(risen & ~alone)
         return found if len(found) else None
 

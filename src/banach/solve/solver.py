@@ -16,14 +16,14 @@ Memory = tuple[Tensor, ...]
 class Point(NamedTuple):
     """One evaluation, one row per sample: all that a solver sees."""
 
-    step: int  # 1 for the first evaluation
+    step: int  # 1 for the first evaluation; in a captured or exported loop it repeats, and selects slots of memory
     z: Tensor  # (samples, width)
     Tz: Tensor  # T(z)
     r: Tensor  # T(z) - z
     residual: Tensor  # (samples,): norm of r, up to a constant factor
     least: Tensor  # (samples,): the least residual so far, this one included
     least_at: Tensor  # (samples,): the evaluation that gave it
-    evaluation: int | Tensor  # its number: `step`; a tensor in a captured or exported loop, where steps repeat
+    evaluation: int | Tensor  # how many evaluations of T there were, with this one; in such a loop a tensor
 
 
 class Solver(Protocol):
@@ -32,7 +32,8 @@ class Solver(Protocol):
     Rows are independent: what is proposed for one may not depend on another. Tensors in `Memory` may be
     written in place. `z` and `r` belong to the loop and stay as they are; `Tz` and the numbers of a sample may be
     overwritten by the next evaluation, so keep copies. What is proposed belongs to the loop too: a new tensor, or
-    `Tz` itself.
+    `Tz` itself. A solver with slots has an attribute `memory`, their number: a captured loop takes a whole cycle
+    of them before it tests again.
     """
 
     def start(self, z: Tensor) -> Memory:

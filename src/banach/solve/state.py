@@ -19,8 +19,10 @@ Array = Any  # np.ndarray on the host, Tensor on the device
 # np.count_nonzero without its dispatch in Python, which takes longer than the count.
 count_nonzero: Callable[[np.ndarray], int] = (getattr(np, "_core", None) or np.core).multiarray.count_nonzero
 
-# `State.stats` holds, for every kind of evaluation, these numbers; of the last kind only the first is used.
+# `State.stats[kind, number, sample]`. Kinds: the evaluation at which the sample froze, or the last one until then;
+# the one with its least residual; the last one, of frozen samples too; the limit (RESIDUAL only).
 REACHED, BEST, NOW, LIMIT = range(4)
+# Numbers: the residual; the evaluation's number; with a relative tolerance, residual - rtol * norm(T(z)).
 RESIDUAL, STEP, EXCESS = range(3)
 
 DIVERGED = 10  # times its least residual: the end of an iteration that diverges
@@ -31,11 +33,9 @@ IDLE = 10  # evaluations without a new least residual before a sample may be cal
 class State:
     """One row per sample. Arrays of numbers are written in place.
 
-    `reached`, `best` and `now` hold RESIDUAL, STEP and, with a relative tolerance, EXCESS: the residual minus its
-    relative part. `reached` stops changing when a sample freezes. `best` is the evaluation with the least
-    residual. `now` is the last evaluation, of frozen samples too. Residuals are in the units of `norm.measure`,
-    and NaN if they are not finite: then `<=`, `<` and `>` are all False. A sample is active while its number in
-    row `tested` is above its `limit`: the absolute tolerance, or infinity once it has stalled.
+    Residuals are in the units of `norm.measure`, and NaN if they are not finite: then `<=`, `<` and `>` are all
+    False. A sample is active while its EXCESS, or without a relative tolerance its RESIDUAL (`tested` says which),
+    is above its limit: the absolute tolerance, or infinity once it has stalled.
     """
 
     z: Tensor  # (samples, width)
@@ -149,7 +149,7 @@ class State:
         self.freeze()
 
     def take(self, chosen: np.ndarray) -> "State":
-        """Return the samples with these numbers as a state of their own."""
+        """Return the samples with these indices as a separate state."""
         index = on_device(chosen, self.z)
         here: Any = chosen if self.on_host else index
         return State(
@@ -161,7 +161,7 @@ class State:
         )
 
     def put(self, chosen: np.ndarray, part: "State") -> None:
-        """Write the samples of `part` back to these numbers. The solver's memory is not needed again."""
+        """Write the samples of `part` back to these indices. The solver's memory is not needed again."""
         index = on_device(chosen, self.z)
         here: Any = chosen if self.on_host else index
         self.z = self.z.index_copy(0, index, part.z)  # new tensors: `on_step` may have kept the old ones

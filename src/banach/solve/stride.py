@@ -38,7 +38,7 @@ def stride(run: SolveRun, state: State, k: int) -> int:
         if taken:  # the usual case, in less time
             k, now, test = k + taken, residual[taken - 1], excess[taken - 1]
             least, least_at, state.z = now, np.full_like(least_at, k), iterates[taken].clone()
-            run.lasts = run.lasts[1], now
+            run.previous_residuals = run.previous_residuals[1], now
             if above[taken - 1, 0]:
                 state.best_z = iterates[taken - 1].clone()
                 ahead = _steps_ahead(residual[-2] if len(residual) > 1 else earlier, now, test, atol, k)
@@ -55,7 +55,7 @@ def stride(run: SolveRun, state: State, k: int) -> int:
         risen = bool(count_nonzero((before & ~moving & above)[:taken]))
         now, test, least, least_at = residual[taken - 1], excess[taken - 1], lowest[taken], lowest_at[taken]
         _go_back(state, k, iterates, (residual, excess), active[:taken], least_at)
-        run.lasts = run.lasts[1], state.now[RESIDUAL].copy()
+        run.previous_residuals = run.previous_residuals[1], state.now[RESIDUAL].copy()
         k, here = k + taken, state.active
         if not state.count:
             break
@@ -65,7 +65,7 @@ def stride(run: SolveRun, state: State, k: int) -> int:
     if k > first:
         run.note_last(state, k, (now, test), (least, least_at))
     if risen and (k == most or not state.count):
-        _look_again(run, state, k)
+        _measure_frozen(run, state, k)
     return k
 
 
@@ -110,11 +110,11 @@ def _usual_steps(
     return len(residual)
 
 
-def _look_again(run: SolveRun, state: State, k: int) -> None:
+def _measure_frozen(run: SolveRun, state: State, k: int) -> None:
     """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
     _, residual, excess = _steps(run, state.z, k, 1)
     state.now[state.tested], state.now[RESIDUAL] = excess[0], residual[0]
-    run.lasts = run.lasts[1], residual[0]
+    run.previous_residuals = run.previous_residuals[1], residual[0]
 
 
 def _steps(run: SolveRun, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray, np.ndarray]:

@@ -85,8 +85,8 @@ class Tolerance:
             raise TypeError(f"norm must be a norm such as RMS(), Euclidean() or WorstPixel(), got {self.norm!r}")
 
     @property
-    def checks(self) -> int:
-        """Steps between two host checks, 0 for none; by default 1, on a GPU several for Picard."""
+    def steps_per_check(self) -> int:
+        """Steps between two host checks, 0 for none. None counts as 1; see also `stride`."""
         return 1 if self.check_every is None else self.check_every
 
 

@@ -46,8 +46,8 @@ def warn_unconverged(
 ) -> Solution:
     """Warn that host checks saw samples that did not converge, `found.failures`, in constant words.
 
-    Picard iterates a T that mixes samples rightly until one freezes, which `solve` looks after. Other solvers may
-    fail on it before that, so T is probed. `owner`: T's R, where T is made for one pass.
+    If T mixes samples, Picard is wrong only after one has frozen, and `solve` tests for that. Other solvers can
+    fail before, so T is probed here, once. `owner`: T's R, where T is made for one pass.
 
     Returns:
         The solution, with the fault that the probe found.
