@@ -22,7 +22,7 @@ class Status(enum.Enum):
     CONVERGED = "converged: the residual met the tolerance"
     MAX_STEPS = "stopped at max_steps above the tolerance"
     STALLED = "stalled above the tolerance, at the rounding error of the arithmetic"
-    NONFINITE = "T gave NaN or infinity; the best finite iterate is kept"
+    NONFINITE = "T gave NaN or infinity"
 
 
 # The per-sample tensors of a solution, which may be made when they are first read.
@@ -45,8 +45,9 @@ class Solution:
     """After n steps `value` is z_n and `residual` is the norm of T(z_{n-1}) - z_{n-1}, per sample.
 
     Where a sample did not converge and its residual ended above 10 times its least one, or was not finite, `value`
-    is its best iterate and `residual` the least one. The tensors stay on the device and cost no host sync;
-    `status`, `trace`, `summary()` and `print` sync with the host.
+    is its best iterate and `residual` the least one (in captured steps with `plan.fused_step` the last ones, which
+    may be NaN). The tensors stay on the device and cost no host sync; `status`, `trace`, `summary()` and `print`
+    sync with the host.
     """
 
     value: Latent
