@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from banach import kernels
 from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, is_stack, is_window, plan
 from banach.fast.step import run_network
@@ -67,9 +68,7 @@ class FastNetwork:
         if z0 is None and not (kernel and net.start is zeros):
             z0 = net.start(v)
         if kernel:
-            from banach.kernels import latent_solve
-
-            return latent_solve(net.R, v, z0, tolerance=tolerance)
+            return kernels.latent_solve(net.R, v, z0, tolerance=tolerance)
         if fused:
             return Iteration(self.iterated, net.solver, tolerance)(promoted(z0), v)
         compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
@@ -196,9 +195,7 @@ class FusedStack(nn.Module):
 
     @torch.compiler.disable  # kernels are launched as they are; the code around them is compiled
     def forward(self, x: Tensor) -> Tensor:
-        from banach.kernels import residual_stack
-
-        return residual_stack(self.blocks, x)
+        return kernels.residual_stack(self.blocks, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedStack":
         return FusedStack(self.blocks)
@@ -208,17 +205,15 @@ class WindowConv2d(nn.Conv2d):
     """A Conv2d by `banach.kernels.conv2d`, in the dtype of autocast where it is on, else of the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        from banach.kernels import window
-
         kind, dtype = x.device.type, self.weight.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         bias = None if self.bias is None else self.bias.to(dtype)
         weight = self.weight.to(dtype)
         x = x.to(dtype, memory_format=torch.channels_last)  # here, where a compiler joins it with what made x
-        if not window.has_kernel(x, weight):
+        if not kernels.window.has_kernel(x, weight):
             return self._conv_forward(x, weight, bias)
-        out: Tensor = window.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
+        out: Tensor = kernels.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
         return out
 
 

@@ -95,7 +95,6 @@ class TrainStep:
         self.reached: Solution | None = None
         self._recording: Any = None
         self._network: Any = None
-        self._results: dict[bool, tuple[Tensor, Solution | None]] = {}
         self._make_plan()
 
     @property
@@ -145,14 +144,13 @@ class TrainStep:
     def run(self) -> Tensor:
         """Take a step on the next batch of the feed and return its loss."""
         self.prepare()
-        captured = self._recording is not None and self.feed.fits
-        if captured:
-            self._recording.replay()
-        else:
-            self._body(captured=False)
-        loss, found = self._results[captured]
+        loss: Tensor
+        if self._recording is None or not self.feed.fits:
+            loss, self.reached = self._body(captured=False)
+            return loss
+        loss, found = self._recording.replay()
         # Another object for every step: numbers of a Solution are kept once they have been read.
-        self.reached = found.changed(value=()) if captured and found is not None else found
+        self.reached = None if found is None else found.changed(value=())
         return loss
 
     def _capture(self) -> Any:
@@ -179,8 +177,8 @@ class TrainStep:
         text = "the training step could not be captured as a CUDA graph and runs eagerly"
         warn_user(f"{text}: {self.plan.graph.why}", UserWarning)
 
-    def _body(self, *, captured: bool) -> None:
-        """Take a step, eagerly or as part of a CUDA graph."""
+    def _body(self, *, captured: bool) -> tuple[Tensor, Solution | None]:
+        """Take a step, eagerly or as part of a CUDA graph. Return its loss, and the Solution of its last part."""
         extras = self.extras
         batch = self.feed.captured() if captured else self.feed.eager()
         if extras.watch is not None:
@@ -204,7 +202,7 @@ class TrainStep:
         total = sum((loss for loss, _ in results[1:]), start=results[0][0])
         if extras.watch is not None:
             extras.watch.end(total)
-        self._results[captured] = total, results[-1][1]
+        return total, results[-1][1]
 
     def _part(self, batch: tuple[Tensor, ...], share: float, *, captured: bool) -> tuple[Tensor, Solution | None]:
         """Run a part of the batch, (*inputs, targets), forward and backward; `share` is its share of the batch."""
