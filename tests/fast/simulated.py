@@ -63,7 +63,7 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
     for name in ("banach.fast.plan", "banach.train.evaluate"):
         monkeypatch.setattr(sys.modules[name], "runs_graphs", lambda device: True)
     monkeypatch.setattr(PLAN, "while_nodes_lack", lambda: "")
-    monkeypatch.setattr("banach.fast.capture.Graphs", EagerGraphs)
+    monkeypatch.setattr("banach.fast.step.Graphs", EagerGraphs)
     monkeypatch.setattr("banach.fast.inference.CapturedCalls", EagerCalls)
     monkeypatch.setattr(PLAN, "_no_kernel", lambda net, device: "" if kernels else "simulated")
     monkeypatch.setattr("banach.kernels.latent_solve", solve_by_modules)

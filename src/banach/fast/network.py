@@ -1,6 +1,6 @@
 """FastNetwork: Q, R and S with the layers of the plan, called one by one without a host sync; memory formats."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from torch.nn.modules.conv import _ConvNd
 from banach import kernels
 from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, is_stack, is_window, plan
-from banach.fast.step import run_network
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, is_coupled, zeros
 from banach.nn import substitute
@@ -76,6 +75,12 @@ class FastNetwork:
         return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **how)
 
 
+def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
+    """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
+    call = net if call is None else call
+    return call(*d, solution=True) if isinstance(net, ImplicitNetwork) else (call(*d), None)
+
+
 def promoted(z: Latent) -> Latent:
     """Return z in at least fp32 under autocast, as in `solve`: rounding to bf16 alone can exceed the tolerance."""
     if not torch.is_autocast_enabled(leaves(z)[0].device.type):
@@ -123,24 +128,22 @@ class Bf16Weights:
     def __init__(self, modules: dict[str, Any]) -> None:
         formats = {p: how for module in modules.values() for p, how in _matrices(module).items()}
         casts = {p: p.detach().to(torch.bfloat16, memory_format=how) for p, how in formats.items()}
-        self.originals: list[Tensor] = list(casts)
-        self.casts: list[Tensor] = [nn.Parameter(cast, p.requires_grad) for p, cast in casts.items()]
-        instead = dict(zip(self.originals, self.casts, strict=True))
-        self.modules = {name: substitute(module, instead) for name, module in modules.items()}
+        self.casts = {p: nn.Parameter(cast, p.requires_grad) for p, cast in casts.items()}  # by original
+        self.modules = {name: substitute(module, self.casts) for name, module in modules.items()}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the originals, before a step, and drop the gradients of the step before."""
-        _copy(self.casts, self.originals)
-        for cast in self.casts:
+        _copy(self.casts.values(), self.casts)
+        for cast in self.casts.values():
             cast.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
         """Give the originals the gradients, in fp32, after a backward pass."""
-        made = {p: cast.grad for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None}
+        made = {p: cast.grad for p, cast in self.casts.items() if cast.grad is not None}
         found = [torch.empty_like(p) for p in made]
-        _copy(found, list(made.values()))
+        _copy(found, made.values())
         for p, grad in zip(made, found, strict=True):
             # A loss may read the originals too, as weight decay does.
             p.grad = grad if p.grad is None else p.grad + grad
@@ -157,7 +160,7 @@ def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:
     return {p: how for p, how in formats.items() if p.dtype == torch.float32}
 
 
-def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+def _copy(to: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Copy tensors, those that keep their strides in one kernel: one other pair would split it into many."""
     pairs = list(zip(to, values, strict=True))
     alike = [(one, value) for one, value in pairs if one.stride() == value.stride()]

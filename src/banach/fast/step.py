@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from banach.fast.capture import Graphs, reason_of, unchanged
+from banach.fast.network import FastNetwork, compiled, run_network
 from banach.fast.plan import Choice, Plan, plan
 from banach.network import ImplicitNetwork, as_inputs
 from banach.solve import Solution
@@ -138,8 +140,21 @@ class TrainStep:
 
     def prepare(self) -> None:
         """Capture the step, if the plan says so. This draws random numbers and changes nothing else."""
-        if not self.prepared:
-            self._recording = self._capture()
+        if self.prepared:
+            return
+        program = partial(self._body, captured=True)
+        try:
+            self._network = FastNetwork(self.net, self.plan)
+            self._captured_loss = compiled(self.loss, self.plan)
+            graphs = Graphs(next(self.net.parameters()).device)
+            with self._restored():
+                graphs.warm_up(program)
+            self._recording = graphs.capture(program)
+        except Exception as error:  # a user's network may do anything
+            self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
+            self.warn()
+            del error
+            gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
 
     def run(self) -> Tensor:
         """Take a step on the next batch of the feed and return its loss."""
@@ -152,25 +167,6 @@ class TrainStep:
         # Another object for every step: numbers of a Solution are kept once they have been read.
         self.reached = None if found is None else found.changed(value=())
         return loss
-
-    def _capture(self) -> Any:
-        from banach.fast.capture import Graphs, reason_of
-        from banach.fast.network import FastNetwork, compiled
-
-        program = partial(self._body, captured=True)
-        try:
-            self._network = FastNetwork(self.net, self.plan)
-            self._captured_loss = compiled(self.loss, self.plan)
-            graphs = Graphs(next(self.net.parameters()).device)
-            with self._restored():
-                graphs.warm_up(program)
-            return graphs.capture(program)
-        except Exception as error:  # a user's network may do anything
-            self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
-            self.warn()
-            del error
-            gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
-            return None
 
     def warn(self) -> None:
         """Warn that the step runs eagerly."""
@@ -231,8 +227,6 @@ class TrainStep:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Undo the steps in the block; an optimizer without state gets one as if it had taken no step."""
-        from banach.fast.capture import unchanged
-
         optimizer, fresh = self.optimizer, not self.optimizer.state
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
         if fresh and (dampened or not isinstance(optimizer, _START_AT_ZERO)):
@@ -248,12 +242,6 @@ class TrainStep:
     def _state(self) -> list[Tensor]:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return [value for value in values if isinstance(value, Tensor)]
-
-
-def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
-    """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
-    call = net if call is None else call
-    return call(*d, solution=True) if isinstance(net, ImplicitNetwork) else (call(*d), None)
 
 
 def at_least_fp32(output: Any) -> Any:
