@@ -16,7 +16,7 @@ from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, is_coupled, zeros
 from banach.nn import substitute
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import watch_over
+from banach.nn.layers import modules_of, watch_over
 from banach.solve import Solution, solve
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -103,7 +103,7 @@ def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
 def with_kernels(part: Any, *, stacks: bool = False, windows: bool = False) -> Any:
     """Return the part with kernels for its stacks of blocks and its convolutions; everything else is shared."""
     instead: dict[nn.Module, Any] = {}
-    for module in part.modules() if isinstance(part, nn.Module) else ():
+    for module in modules_of(part):
         if stacks and is_stack(module):
             instead[module] = FusedStack(list(module.children()))
         elif windows and is_window(module):
@@ -152,7 +152,7 @@ class Bf16Weights:
 def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:
     """Return the parameters to cast, and the memory format of their casts."""
     formats: dict[Tensor, torch.memory_format] = {}
-    for layer in module.modules() if isinstance(module, nn.Module) else ():
+    for layer in modules_of(module):
         if isinstance(layer, _CAST):
             formats |= dict.fromkeys(layer.parameters(recurse=False), torch.preserve_format)
         if isinstance(layer, WindowConv2d):
@@ -176,7 +176,7 @@ def frozen_copy(R: Any) -> Any:
 
     What R computes once per capture, such as the inverses of a monotone network, is shared without a copy.
     """
-    if not any(map(_tracks, R.modules() if isinstance(R, nn.Module) else ())):
+    if not any(map(_tracks, modules_of(R))):
         return R
     made = substitute(R)
     for module in filter(_tracks, made.modules()):
@@ -216,8 +216,7 @@ class WindowConv2d(nn.Conv2d):
         x = x.to(dtype, memory_format=torch.channels_last)  # here, where a compiler joins it with what made x
         if not kernels.window.has_kernel(x, weight):
             return self._conv_forward(x, weight, bias)
-        out: Tensor = kernels.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
-        return out
+        return kernels.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
 
 
 def channels_last(net: Net) -> Net:

@@ -159,7 +159,6 @@ class TrainStep:
     def run(self) -> Tensor:
         """Take a step on the next batch of the feed and return its loss."""
         self.prepare()
-        loss: Tensor
         if self._recording is None or not self.feed.fits:
             loss, self.reached = self._body(captured=False)
             return loss

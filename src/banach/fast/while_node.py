@@ -88,13 +88,12 @@ class WhileNode:
 
     def _decide(self, graph: Any, after: list[Any], handle: Any, added: int) -> Any:
         """Add the kernel that counts steps and sets the condition."""
-        active, steps = self.active, self.steps
         launch = driver.CUDA_KERNEL_NODE_PARAMS()
         launch.func = _kernel(torch.cuda.current_device())
         launch.gridDimX = launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
         launch.blockDimX = _THREADS
-        numbers = active.numel(), self.stop_at, steps.data_ptr(), added, self.max_steps
-        values = int(handle), active.data_ptr(), *numbers
+        numbers = self.active.numel(), self.stop_at, self.steps.data_ptr(), added, self.max_steps
+        values = int(handle), self.active.data_ptr(), *numbers
         number, address = ctypes.c_int, ctypes.c_void_p
         launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
         return _done(driver.cuGraphAddKernelNode(graph, after, len(after), launch))
