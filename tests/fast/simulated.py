@@ -26,16 +26,16 @@ class EagerGraphs:
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def warm_up(self, program: Callable[[], None]) -> None:
+    def warm_up(self, program: Callable[[], Any]) -> None:
         for _ in range(WARM_UPS):
             self._run(program, loop_at_least_once)
 
-    def capture(self, program: Callable[[], None]) -> Any:
+    def capture(self, program: Callable[[], Any]) -> Any:
         return SimpleNamespace(replay=lambda: self._run(program, loop_eagerly))
 
-    def _run(self, program: Callable[[], None], loop: Any) -> None:
+    def _run(self, program: Callable[[], Any], loop: Any) -> Any:
         with loops_by(loop):
-            program()
+            return program()
 
 
 class EagerCalls(CapturedCalls):
@@ -43,8 +43,7 @@ class EagerCalls(CapturedCalls):
 
     def _capture(self, function: Callable[..., Any], buffers: tuple[Any, ...]) -> Any:
         result = function(*buffers)
-        again = SimpleNamespace(replay=lambda: map_leaves(Tensor.copy_, result, function(*buffers)))
-        return buffers, result, again
+        return buffers, SimpleNamespace(replay=lambda: map_leaves(Tensor.copy_, result, function(*buffers)))
 
 
 def digits(tolerance: Tolerance, **options: Any) -> Any:
@@ -63,8 +62,8 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, *, kernels: bool) -> None:
     """Make `plan` take the CPU for a GPU, with or without kernels."""
     for name in ("banach.fast.plan", "banach.train.evaluate"):
         monkeypatch.setattr(sys.modules[name], "runs_graphs", lambda device: True)
-    monkeypatch.setattr("banach.fast.while_node.missing", lambda: "")
-    monkeypatch.setattr("banach.fast.capture.Graphs", EagerGraphs)
+    monkeypatch.setattr(PLAN, "while_nodes_lack", lambda: "")
+    monkeypatch.setattr("banach.fast.step.Graphs", EagerGraphs)
     monkeypatch.setattr("banach.fast.inference.CapturedCalls", EagerCalls)
     monkeypatch.setattr(PLAN, "_no_kernel", lambda net, device: "" if kernels else "simulated")
     monkeypatch.setattr("banach.kernels.latent_solve", solve_by_modules)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.fast.while_node import WhileNode
+from banach.kernels import has_triton, invert
 from banach.latent import leaves, map_leaves, outline
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once
@@ -29,7 +29,7 @@ class Graphs:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.side, self.stream = _streams(self.index)
 
-    def warm_up(self, program: Callable[[], None]) -> None:
+    def warm_up(self, program: Callable[[], Any]) -> None:
         """Run the program on a side stream, which must precede a capture. Its loops sync with the host."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         try:
@@ -39,8 +39,8 @@ class Graphs:
         finally:  # the caller may now restore what it changed
             torch.cuda.current_stream(self.device).wait_stream(self.side)
 
-    def capture(self, program: Callable[[], None]) -> "Recording":
-        """Record the kernels that the program launches, without running them."""
+    def capture(self, program: Callable[[], Any]) -> "Recording":
+        """Record the kernels that the program launches, without running them, and what it returns."""
         recording, stream = Recording(self.pool), torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -50,7 +50,7 @@ class Graphs:
         try:
             with torch.cuda.stream(self.stream), loops_by(recording.loop, _inverse), _in_this_thread():
                 recording.begin()
-                program()
+                recording.result = program()
                 recording.end()
         except BaseException:
             torch.cuda.set_stream(stream)  # a failed capture leaves its stream current
@@ -64,7 +64,7 @@ class Graphs:
     def _clean_up(self, recording: "Recording") -> None:
         """Reset allocator and generator after a failed capture. Errors here cannot be repaired, so they pass."""
         _BROKEN.append(recording)
-        with suppress(RuntimeError), torch.cuda.stream(self.stream):
+        with suppress(RuntimeError, IndexError), torch.cuda.stream(self.stream):
             recording.end()
         with suppress(RuntimeError, AttributeError):  # its pool still records
             torch._C._cuda_endAllocateToPool(self.index, self.pool)
@@ -82,30 +82,27 @@ class Recording:
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
-        self.parts: list[torch.cuda.CUDAGraph | WhileNode] = []  # of the innermost loop
-        self.open: torch.cuda.CUDAGraph | None = None
+        self.parts: list[Any] = []  # CUDA graphs and while nodes of the innermost loop; the last one may be open
         self.depth = 0  # of the loop that is being captured
+        self.result: Any = None  # of the program
 
-    def replay(self) -> None:
-        """Launch all parts on the current stream."""
+    def replay(self) -> Any:
+        """Launch all parts on the current stream, and return the result, which they overwrite."""
         for part in self.parts:
             part.replay()
+        return self.result
 
     def begin(self) -> None:
         """Begin to capture a graph on the current stream."""
-        self.open = torch.cuda.CUDAGraph(keep_graph=True) if self.depth else torch.cuda.CUDAGraph()
+        self.parts.append(torch.cuda.CUDAGraph(keep_graph=True) if self.depth else torch.cuda.CUDAGraph())
         # Other threads, such as a progress bar, may call CUDA meanwhile: only this thread is restricted.
-        self.open.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self.parts[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
         """End the graph that is being captured."""
-        graph, self.open = self.open, None
-        if graph is None:
-            raise RuntimeError("no graph is being captured")
         with warnings.catch_warnings():  # between two loops there may be nothing
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
-        self.parts.append(graph)
+            self.parts[-1].capture_end()
 
     def loop(self, body: Callable[[], None], active: Tensor, steps: Tensor, **limits: int) -> None:
         """Capture a loop, as `banach.solve.device.loop_eagerly` runs it."""
@@ -116,6 +113,8 @@ class Recording:
         body()
         self.end()
         self.depth -= 1
+        from banach.fast.while_node import WhileNode  # here, where nothing is being captured
+
         node = WhileNode(self.parts, active, steps, **limits)
         if not self.depth:
             node.instantiate()
@@ -132,7 +131,7 @@ class CapturedCalls:
 
     def __init__(self) -> None:
         self._graphs: Graphs | None = None
-        self._made: dict[Any, tuple[Any, Any, Recording]] = {}
+        self._made: dict[Any, tuple[Any, Recording]] = {}
 
     def __call__(self, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """Return function(*given), whose rows beyond those of the inputs are to be ignored."""
@@ -141,30 +140,21 @@ class CapturedCalls:
         key = (outline(given), size, *((x.shape[1:], x.dtype) for x in inputs))
         if key not in self._made:
             self._made[key] = self._capture(function, map_leaves(lambda x: filled(x, size), given))
-        buffers, result, recording = self._made[key]
+        buffers, recording = self._made[key]
         for buffer, x in zip(leaves(buffers), inputs, strict=True):
             buffer[: len(x)].copy_(x)
-        recording.replay()
-        return result
+        return recording.replay()
 
-    def _capture(self, function: Callable[..., Any], buffers: tuple[Any, ...]) -> tuple[Any, Any, Recording]:
-        made: list[Any] = []
-        device = leaves(buffers)[0].device
+    def _capture(self, function: Callable[..., Any], buffers: tuple[Any, ...]) -> tuple[Any, Recording]:
+        device, program = leaves(buffers)[0].device, functools.partial(function, *buffers)
         self._graphs = self._graphs or Graphs(device)
-
-        def program() -> None:
-            made[:] = [function(*buffers)]
-
         with torch.random.fork_rng([device]):
             self._graphs.warm_up(program)
-            recording = self._graphs.capture(program)
-        return buffers, made[0], recording
+            return buffers, self._graphs.capture(program)
 
 
 def _inverse(M: Tensor) -> Tensor | None:
     """Return the inverses of matrices by a kernel, None for those that it does not know."""
-    from banach.kernels import has_triton, invert
-
     return invert(M) if M.is_cuda and M.dtype == torch.complex64 and has_triton() else None
 
 

@@ -1,6 +1,5 @@
 """compile(net): the same network for prediction; on a GPU Q, the iteration and S are captured as CUDA graphs."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -122,7 +121,7 @@ class CompiledNetwork:
     ) -> tuple[Any, Solution]:
         """Return N(d) and the Solution. `eager`: by `solve`, with host checks."""
         fast, count = self.fast, len(d[0])
-        with self._autocast(d[0]):
+        with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
                 z0 = _check_rows("the latent", self.net.start(v) if z0 is None else z0, count)
@@ -137,7 +136,7 @@ class CompiledNetwork:
 
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
-        with self._autocast(d[0]):
+        with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
             v = self.fast.Q(*d)
             self._independent = not mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,))
         if not self._independent:
@@ -145,9 +144,6 @@ class CompiledNetwork:
                 "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
                 "call the network itself, with coupled=True"
             )
-
-    def _autocast(self, x: Tensor) -> AbstractContextManager[Any]:
-        return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.bf16)
 
 
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`

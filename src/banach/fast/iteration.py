@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banach import kernels
 from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
 from banach.solve import Anderson, Picard, Solution, Tolerance, solve
 from banach.solve.context import device_loop
@@ -37,14 +38,12 @@ class Samples:
 
     @staticmethod
     def start(z: Latent, v: Latent, samples: int, solver: Picard | Anderson) -> "Samples":
-        from banach.kernels import AndersonMemory
-
         first = leaves(z)[0]
         kind = torch.promote_types(first.dtype, torch.float32)
         residual, least, allowed = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
         active = torch.ones(samples, dtype=torch.bool, device=first.device)
         steps, arrived = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
-        memory = AndersonMemory.start(z, residual, solver.memory) if isinstance(solver, Anderson) else None
+        memory = kernels.AndersonMemory.start(z, residual, solver.memory) if isinstance(solver, Anderson) else None
         return Samples(z, v, None, active, residual, least, allowed, steps, arrived, memory)
 
     def late(self, count: int) -> "Samples":
@@ -110,13 +109,11 @@ class Iteration:
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
         """Measure and move every sample that is active."""
-        from banach.kernels import anderson_step, picard_step
-
         parts = list(zip(leaves(samples.z), leaves_like(samples.z, Tz, "R"), strict=True))
         if isinstance(self.solver, Anderson):
-            anderson_step(samples, *parts[0], self.solver, self.tolerance)
+            kernels.anderson_step(samples, *parts[0], self.solver, self.tolerance)
         else:
-            picard_step(samples, parts, self.tolerance, self.solver.damping)
+            kernels.picard_step(samples, parts, self.tolerance, self.solver.damping)
 
     def _solution(self, samples: Samples) -> Solution:
         """Return the Solution. Its numbers are made when they are read: most steps never need them."""

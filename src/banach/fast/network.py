@@ -1,6 +1,6 @@
 """FastNetwork: Q, R and S with the layers of the plan, called one by one without a host sync; memory formats."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from banach import kernels
 from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, draws, is_stack, is_window, plan
-from banach.fast.step import run_network
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, is_coupled, zeros
 from banach.nn import substitute
 from banach.nn.dropout import check_dropout
-from banach.nn.layers import watch_over
+from banach.nn.layers import modules_of, watch_over
 from banach.nn.passes import Pass
 from banach.solve import Solution, solve
 
@@ -71,15 +71,19 @@ class FastNetwork:
         if z0 is None and not (kernel and net.start is zeros):
             z0 = net.start(v)
         if kernel:
-            from banach.kernels import latent_solve
-
-            return latent_solve(net.R, v, z0, tolerance=tolerance)
+            return kernels.latent_solve(net.R, v, z0, tolerance=tolerance)
         if fused:
             halves = not draws(net.R)  # masks are those of the whole batch
             return Iteration(self.iterated, net.solver, tolerance, halves=halves)(promoted(z0), v)
         compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
         how: Any = {"tolerance": tolerance, "coupled": is_coupled(net), "compact": compact}
         return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **how)
+
+
+def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
+    """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
+    call = net if call is None else call
+    return call(*d, solution=True) if isinstance(net, ImplicitNetwork) else (call(*d), None)
 
 
 def promoted(z: Latent) -> Latent:
@@ -104,7 +108,7 @@ def parts_of(net: ImplicitNetwork, plan: Plan) -> dict[str, Any]:
 def with_kernels(part: Any, *, stacks: bool = False, windows: bool = False) -> Any:
     """Return the part with kernels for its stacks of blocks and its convolutions; everything else is shared."""
     instead: dict[nn.Module, Any] = {}
-    for module in part.modules() if isinstance(part, nn.Module) else ():
+    for module in modules_of(part):
         if stacks and is_stack(module):
             instead[module] = FusedStack(list(module.children()))
         elif windows and is_window(module):
@@ -129,24 +133,22 @@ class Bf16Weights:
     def __init__(self, modules: dict[str, Any]) -> None:
         formats = {p: how for module in modules.values() for p, how in _matrices(module).items()}
         casts = {p: p.detach().to(torch.bfloat16, memory_format=how) for p, how in formats.items()}
-        self.originals: list[Tensor] = list(casts)
-        self.casts: list[Tensor] = [nn.Parameter(cast, p.requires_grad) for p, cast in casts.items()]
-        instead = dict(zip(self.originals, self.casts, strict=True))
-        self.modules = {name: substitute(module, instead) for name, module in modules.items()}
+        self.casts = {p: nn.Parameter(cast, p.requires_grad) for p, cast in casts.items()}  # by original
+        self.modules = {name: substitute(module, self.casts) for name, module in modules.items()}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Round the originals, before a step, and drop the gradients of the step before."""
-        _copy(self.casts, self.originals)
-        for cast in self.casts:
+        _copy(self.casts.values(), self.casts)
+        for cast in self.casts.values():
             cast.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
         """Give the originals the gradients, in fp32, after a backward pass."""
-        made = {p: cast.grad for p, cast in zip(self.originals, self.casts, strict=True) if cast.grad is not None}
+        made = {p: cast.grad for p, cast in self.casts.items() if cast.grad is not None}
         found = [torch.empty_like(p) for p in made]
-        _copy(found, list(made.values()))
+        _copy(found, made.values())
         for p, grad in zip(made, found, strict=True):
             # A loss may read the originals too, as weight decay does.
             p.grad = grad if p.grad is None else p.grad + grad
@@ -155,7 +157,7 @@ class Bf16Weights:
 def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:
     """Return the parameters to cast, and the memory format of their casts."""
     formats: dict[Tensor, torch.memory_format] = {}
-    for layer in module.modules() if isinstance(module, nn.Module) else ():
+    for layer in modules_of(module):
         if isinstance(layer, _CAST):
             formats |= dict.fromkeys(layer.parameters(recurse=False), torch.preserve_format)
         if isinstance(layer, WindowConv2d):
@@ -163,7 +165,7 @@ def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:
     return {p: how for p, how in formats.items() if p.dtype == torch.float32}
 
 
-def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+def _copy(to: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Copy tensors, those that keep their strides in one kernel: one other pair would split it into many."""
     pairs = list(zip(to, values, strict=True))
     alike = [(one, value) for one, value in pairs if one.stride() == value.stride()]
@@ -179,7 +181,7 @@ def frozen_copy(R: Any) -> Any:
 
     What R computes once per capture, such as the inverses of a monotone network, is shared without a copy.
     """
-    if not any(map(_tracks, R.modules() if isinstance(R, nn.Module) else ())):
+    if not any(map(_tracks, modules_of(R))):
         return R
     made = substitute(R)
     for module in filter(_tracks, made.modules()):
@@ -201,9 +203,7 @@ class FusedStack(nn.Module):
 
     @torch.compiler.disable  # kernels are launched as they are; the code around them is compiled
     def forward(self, x: Tensor) -> Tensor:
-        from banach.kernels import residual_stack
-
-        return residual_stack(self.blocks, x)
+        return kernels.residual_stack(self.blocks, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedStack":
         return FusedStack(self.blocks)
@@ -213,18 +213,15 @@ class WindowConv2d(nn.Conv2d):
     """A Conv2d by `banach.kernels.conv2d`, in the dtype of autocast where it is on, else of the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        from banach.kernels import window
-
         kind, dtype = x.device.type, self.weight.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         bias = None if self.bias is None else self.bias.to(dtype)
         weight = self.weight.to(dtype)
         x = x.to(dtype, memory_format=torch.channels_last)  # here, where a compiler joins it with what made x
-        if not window.has_kernel(x, weight):
+        if not kernels.window.has_kernel(x, weight):
             return self._conv_forward(x, weight, bias)
-        out: Tensor = window.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
-        return out
+        return kernels.conv2d(x, weight, bias, self.stride[0], int(self.padding[0]))
 
 
 def channels_last(net: Net) -> Net:

@@ -1,5 +1,9 @@
 """plan(): decide how a network runs, and say why not faster. The only place that decides."""
 
+import functools
+import glob
+import importlib.util
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -8,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from banach.backward import JFB, Implicit, Neumann
-from banach.fast import while_node
+from banach.kernels import declares, describe, has_triton
 from banach.network import ImplicitNetwork, is_coupled
 from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
 from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
@@ -173,17 +177,36 @@ def is_window(layer: Any) -> bool:
 def is_stack(module: nn.Module) -> bool:
     """Return True for a Sequential of residual blocks that the fused kernels compute."""
     blocks: list[Any] = list(module) if isinstance(module, nn.Sequential) and not is_hooked(module) else []
-    if not blocks or not all(getattr(block, "fusable", False) for block in blocks):
-        return False
-    from banach.kernels import declares
-
-    declared = all(declares(block, "fusable") and isinstance(block.norm, nn.BatchNorm2d) for block in blocks)
-    return declared and not any(is_hooked(part) for block in blocks for part in block.modules())
+    declared = (getattr(block, "fusable", False) and declares(block, "fusable") for block in blocks)
+    known = all(declared) and all(isinstance(block.norm, nn.BatchNorm2d) for block in blocks)
+    return bool(blocks) and known and not any(is_hooked(part) for block in blocks for part in block.modules())
 
 
 def runs_graphs(device: torch.device) -> bool:
     """Return True if the device can run CUDA graphs and kernels."""
     return device.type == "cuda"
+
+
+@functools.cache
+def while_nodes_lack() -> str:
+    """Return what while nodes lack on this machine, "" if nothing."""
+    if not torch.cuda.is_available():
+        return "a CUDA GPU"
+    if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
+        return "PyTorch 2.8"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda.bindings (pip install cuda-bindings)"
+    return "" if device_runtime() else "libcudadevrt.a (pip install nvidia-cuda-runtime)"
+
+
+@functools.cache
+def device_runtime() -> str | None:
+    """Return where CUDA's device runtime library is: in NVIDIA's wheels, or in a CUDA toolkit."""
+    wheels = importlib.util.find_spec("nvidia")
+    roots = list(wheels.submodule_search_locations or ()) if wheels else []
+    roots.append(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    found = (glob.glob(os.path.join(root, "**", "libcudadevrt.a"), recursive=True) for root in roots)
+    return next((paths[0] for paths in found if paths), None)
 
 
 def _unless(*reasons: Any) -> Choice:
@@ -242,21 +265,17 @@ def draws(R: Any) -> bool:
 
 
 def _no_kernel(net: nn.Module, device: torch.device) -> str:
-    """Return why Triton kernels are not used, "" if they are. Kernels are imported only where they may be."""
+    """Return why Triton kernels are not used, "" if they are."""
     weight = next(net.parameters(), None)
     if not runs_graphs(device):
         return "needs a CUDA GPU"
     if weight is None or weight.dtype != torch.float32:
         return "needs float32 weights"
-    from banach.kernels import has_triton
-
     return "" if has_triton() else "needs Triton 3.4"
 
 
 def _no_latent_kernel(net: ImplicitNetwork) -> str:
     """Return why one kernel does not compute the iteration of this network, "" if it does."""
-    from banach.kernels import describe
-
     solver, norm = net.solver, type(net.tolerance.norm)
     return _unless(
         (type(solver) is not Picard or solver.damping) and f"the solver is {solver}",
@@ -271,7 +290,7 @@ def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice, *,
     mode = net.backward if implicit else None
     syncs = training and isinstance(mode, Implicit) and mode.syncs_with_host
     shares = implicit and not training and (bool(net.coupled) or uses_batch_statistics(net.R))
-    missing = loop and runs_graphs(device) and while_node.missing()
+    missing = loop and runs_graphs(device) and while_nodes_lack()
     counts_steps = loop and type(net.solver) is not Picard and not hasattr(net.solver, "memory")
     return _unless(
         not training and not implicit and _NO_FIXED_POINT,

@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from banach.fast.capture import Graphs, reason_of, unchanged
+from banach.fast.network import FastNetwork, compiled, run_network
 from banach.fast.plan import Choice, Plan, plan
 from banach.network import ImplicitNetwork, as_inputs
 from banach.solve import Solution
@@ -95,7 +97,6 @@ class TrainStep:
         self.reached: Solution | None = None
         self._recording: Any = None
         self._network: Any = None
-        self._results: dict[bool, tuple[Tensor, Solution | None]] = {}
         self._make_plan()
 
     @property
@@ -139,26 +140,8 @@ class TrainStep:
 
     def prepare(self) -> None:
         """Capture the step, if the plan says so. This draws random numbers and changes nothing else."""
-        if not self.prepared:
-            self._recording = self._capture()
-
-    def run(self) -> Tensor:
-        """Take a step on the next batch of the feed and return its loss."""
-        self.prepare()
-        captured = self._recording is not None and self.feed.fits
-        if captured:
-            self._recording.replay()
-        else:
-            self._body(captured=False)
-        loss, found = self._results[captured]
-        # Another object for every step: numbers of a Solution are kept once they have been read.
-        self.reached = found.changed(value=()) if captured and found is not None else found
-        return loss
-
-    def _capture(self) -> Any:
-        from banach.fast.capture import Graphs, reason_of
-        from banach.fast.network import FastNetwork, compiled
-
+        if self.prepared:
+            return
         program = partial(self._body, captured=True)
         try:
             self._network = FastNetwork(self.net, self.plan)
@@ -166,21 +149,31 @@ class TrainStep:
             graphs = Graphs(next(self.net.parameters()).device)
             with self._restored():
                 graphs.warm_up(program)
-            return graphs.capture(program)
+            self._recording = graphs.capture(program)
         except Exception as error:  # a user's network may do anything
             self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
             self.warn()
             del error
             gc.collect()  # otherwise the next backward pass meets tensors of the failed capture, on its stream
-            return None
+
+    def run(self) -> Tensor:
+        """Take a step on the next batch of the feed and return its loss."""
+        self.prepare()
+        if self._recording is None or not self.feed.fits:
+            loss, self.reached = self._body(captured=False)
+            return loss
+        loss, found = self._recording.replay()
+        # Another object for every step: numbers of a Solution are kept once they have been read.
+        self.reached = None if found is None else found.changed(value=())
+        return loss
 
     def warn(self) -> None:
         """Warn that the step runs eagerly."""
         text = "the training step could not be captured as a CUDA graph and runs eagerly"
         warn_user(f"{text}: {self.plan.graph.why}", UserWarning)
 
-    def _body(self, *, captured: bool) -> None:
-        """Take a step, eagerly or as part of a CUDA graph."""
+    def _body(self, *, captured: bool) -> tuple[Tensor, Solution | None]:
+        """Take a step, eagerly or as part of a CUDA graph. Return its loss, and the Solution of its last part."""
         extras = self.extras
         batch = self.feed.captured() if captured else self.feed.eager()
         if extras.watch is not None:
@@ -204,7 +197,7 @@ class TrainStep:
         total = sum((loss for loss, _ in results[1:]), start=results[0][0])
         if extras.watch is not None:
             extras.watch.end(total)
-        self._results[captured] = total, results[-1][1]
+        return total, results[-1][1]
 
     def _part(self, batch: tuple[Tensor, ...], share: float, *, captured: bool) -> tuple[Tensor, Solution | None]:
         """Run a part of the batch, (*inputs, targets), forward and backward; `share` is its share of the batch."""
@@ -233,8 +226,6 @@ class TrainStep:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Undo the steps in the block; an optimizer without state gets one as if it had taken no step."""
-        from banach.fast.capture import unchanged
-
         optimizer, fresh = self.optimizer, not self.optimizer.state
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
         if fresh and (dampened or not isinstance(optimizer, _START_AT_ZERO)):
@@ -250,12 +241,6 @@ class TrainStep:
     def _state(self) -> list[Tensor]:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return [value for value in values if isinstance(value, Tensor)]
-
-
-def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
-    """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
-    call = net if call is None else call
-    return call(*d, solution=True) if isinstance(net, ImplicitNetwork) else (call(*d), None)
 
 
 def at_least_fp32(output: Any) -> Any:

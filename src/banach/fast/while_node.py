@@ -1,20 +1,21 @@
 """While nodes: a CUDA graph that repeats another one until a test on the device fails.
 
 The test is a small kernel that sets the condition of the node. PyTorch has no API for that, so the graph is built
-by `cuda.bindings`, and the kernel is compiled by NVRTC. Both come with the CUDA wheels of PyTorch.
+by `cuda.bindings`, and the kernel is compiled by NVRTC. Both come with the CUDA wheels of PyTorch:
+`plan` looks for them before this file is imported.
 """
 
 import ctypes
 import functools
-import glob
-import importlib.util
-import os
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cuda.bindings import driver, nvrtc
 from torch import Tensor
+
+from banach.fast.plan import device_runtime
 
 _THREADS = 128
 _SOURCE = rb"""
@@ -38,18 +39,6 @@ extern "C" __global__ void decide(unsigned long long handle, const unsigned char
 """
 
 
-@functools.cache
-def missing() -> str:
-    """Return what while nodes lack on this machine, "" if nothing."""
-    if not torch.cuda.is_available():
-        return "a CUDA GPU"
-    if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
-        return "PyTorch 2.8"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        return "cuda.bindings (pip install cuda-bindings)"
-    return "" if _device_runtime() else "libcudadevrt.a (pip install nvidia-cuda-runtime)"
-
-
 @dataclass(eq=False)
 class WhileNode:
     """Run `parts` one after the other while more than `stop_at` samples are active and steps are left."""
@@ -63,22 +52,16 @@ class WhileNode:
 
     def instantiate(self) -> None:
         """Make the loop a graph of its own, which `replay` launches."""
-        from cuda.bindings import driver
-
         self.graph = _done(driver.cuGraphCreate(0))
         self._add_to(self.graph, [])
         self.executable = _done(driver.cuGraphInstantiate(self.graph, 0))
 
     def replay(self) -> None:
         """Launch it on the current stream."""
-        from cuda.bindings import driver
-
         _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
 
     def _add_to(self, graph: Any, after: list[Any]) -> Any:
         """Add the loop to a graph, after other nodes, and return its node."""
-        from cuda.bindings import driver
-
         context = _done(driver.cuCtxGetCurrent())
         handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
         first = self._decide(graph, after, handle, 0)
@@ -105,15 +88,12 @@ class WhileNode:
 
     def _decide(self, graph: Any, after: list[Any], handle: Any, added: int) -> Any:
         """Add the kernel that counts steps and sets the condition."""
-        from cuda.bindings import driver
-
-        active, steps = self.active, self.steps
         launch = driver.CUDA_KERNEL_NODE_PARAMS()
         launch.func = _kernel(torch.cuda.current_device())
         launch.gridDimX = launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
         launch.blockDimX = _THREADS
-        numbers = active.numel(), self.stop_at, steps.data_ptr(), added, self.max_steps
-        values = int(handle), active.data_ptr(), *numbers
+        numbers = self.active.numel(), self.stop_at, self.steps.data_ptr(), added, self.max_steps
+        values = int(handle), self.active.data_ptr(), *numbers
         number, address = ctypes.c_int, ctypes.c_void_p
         launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
         return _done(driver.cuGraphAddKernelNode(graph, after, len(after), launch))
@@ -121,8 +101,6 @@ class WhileNode:
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "executable"):
             return
-        from cuda.bindings import driver
-
         driver.cuGraphExecDestroy(self.executable)
         driver.cuGraphDestroy(self.graph)
 
@@ -130,8 +108,6 @@ class WhileNode:
 @functools.cache
 def _kernel(device: int) -> Any:
     """Compile and link the kernel for a device."""
-    from cuda.bindings import driver, nvrtc
-
     major, minor = torch.cuda.get_device_capability(device)
     source = _done(nvrtc.nvrtcCreateProgram(_SOURCE, b"decide.cu", 0, [], []))
     options = [f"--gpu-architecture=compute_{major}{minor}".encode(), b"--relocatable-device-code=true"]
@@ -141,21 +117,11 @@ def _kernel(device: int) -> Any:
     link = _done(driver.cuLinkCreate(0, [], []))
     kinds = driver.CUjitInputType
     _done(driver.cuLinkAddData(link, kinds.CU_JIT_INPUT_PTX, program, len(program), b"decide", 0, [], []))
-    library = str(_device_runtime()).encode()
+    library = str(device_runtime()).encode()
     _done(driver.cuLinkAddFile(link, kinds.CU_JIT_INPUT_LIBRARY, library, 0, [], []))
     binary, _ = _done(driver.cuLinkComplete(link))
     module = _done(driver.cuModuleLoadData(binary))
     return _done(driver.cuModuleGetFunction(module, b"decide"))
-
-
-@functools.cache
-def _device_runtime() -> str | None:
-    """Return where CUDA's device runtime library is: in NVIDIA's wheels, or in a CUDA toolkit."""
-    wheels = importlib.util.find_spec("nvidia")
-    roots = list(wheels.submodule_search_locations or ()) if wheels else []
-    roots.append(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    found = (glob.glob(os.path.join(root, "**", "libcudadevrt.a"), recursive=True) for root in roots)
-    return next((paths[0] for paths in found if paths), None)
 
 
 def _done(result: tuple[Any, ...]) -> Any:

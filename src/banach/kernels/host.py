@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Result = TypeVar("Result", bound=tuple[Any, ...])
-LAG = 2  # pieces of work in flight on the second stream: the tensors that they read stay allocated
+Result = TypeVar("Result")
+LAG = 4  # pieces of work in flight on the second stream: the tensors that they read stay allocated
 
 
 @functools.cache

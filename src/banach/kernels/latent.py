@@ -72,7 +72,6 @@ class Constants:
     worst_pixel: bool = False
     relative: bool = False
     late: bool = False
-    from_zero: bool = False
     alone: bool = False  # coupled, each program has a single tile and keeps its values during a batch norm
     lazy: bool = False  # coupled otherwise: what a block gave stays as it is, and the next one normalises it
     spins: int = SPINS
@@ -182,7 +181,7 @@ def _launch(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance, dtype: t
     sizes, programs = launch_of(v, coupled, dtype)
     sizes = replace(
         sizes, blocks=len(blocks), chunk=max(16, host.power_of_two(programs)) if coupled else 16, late=form.late,
-        worst_pixel=isinstance(norm, WorstPixel), relative=tolerance.rtol > 0, from_zero=z0 is None, spins=SPINS,
+        worst_pixel=isinstance(norm, WorstPixel), relative=tolerance.rtol > 0, spins=SPINS,
     )  # fmt: skip
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -199,11 +198,11 @@ def _launch(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance, dtype: t
     value, residual = empty(images, H, W, C), empty(images)
     steps, flags = empty(images, dtype=torch.int64), empty(4, images, dtype=torch.int8)
     scale = 1.0 / math.sqrt(C * H * W * (images if coupled else 1)) if isinstance(norm, RMS) else 1.0
-    start, K = host.pixel_rows(v), host.constants(sizes)
+    K = host.constants(sizes)
     pack[(9 * len(layers),)](exact, weights, counters, K=K)
     iterate[(programs,)](
-        start, start if z0 is None else host.pixel_rows(z0), weights, host.padded(biases, columns),
-        sums if known is None else host.padded(known[:2], columns), slots, held, stream, operand, hidden, sums,
+        host.pixel_rows(v), None if z0 is None else host.pixel_rows(z0), weights, host.padded(biases, columns),
+        None if known is None else host.padded(known[:2], columns), slots, held, stream, operand, hidden, sums,
         tests, pivots, counters, value, residual, steps, flags, images, tolerance.max_steps, sizes.groups,
         tolerance.atol / scale, tolerance.rtol, scale, 1.0 / (images * H * W), blocks[0].norm.eps, form.inner,
         form.outer, form.slope, form.slope_after, K=K, num_warps=sizes.warps,

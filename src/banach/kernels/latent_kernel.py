@@ -236,10 +236,8 @@ def _gather(tests, programs, K: tl.constexpr):
     moved = tl.load(tests + 2 * part, mask=part < programs, other=0.0, cache_modifier=".cg")
     size = tl.load(tests + 2 * part + 1, mask=part < programs, other=0.0, cache_modifier=".cg")
     if K.worst_pixel:
-        moved, size = tl.max(moved, axis=0), tl.max(size, axis=0)
-    else:
-        moved, size = tl.sum(moved, axis=0), tl.sum(size, axis=0)
-    return moved, size
+        return tl.max(moved, axis=0), tl.max(size, axis=0)
+    return tl.sum(moved, axis=0), tl.sum(size, axis=0)
 
 
 @triton.jit
@@ -269,7 +267,7 @@ def _start(v, z0, held, slots, stream, operand, begin, end, shift, low, inner, K
         at, here = _tile(m, end, K)
         x = tl.load(v + given, mask=real, other=0.0).to(tl.float32)
         z = tl.zeros([K.rows, K.columns], tl.float32)
-        if not K.from_zero:
+        if z0 is not None:
             z = tl.load(z0 + given, mask=real, other=0.0).to(tl.float32)
         tl.store(held + at, x, mask=here)
         tl.store(slots + at, z, mask=here)

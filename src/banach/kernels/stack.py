@@ -216,20 +216,14 @@ def back(stack: Stack, g: Tensor, stats: Tensor, record: list[Tensor]) -> list[T
         x, y, first = inputs[layer], inputs[layer + 1], layers + layer
         s = _unnormalise(stack, g, y, stats[layer + 1], sums if batch else None, count)
         a, _ = _convolve(stack, GATE, s, turned[layer], hidden[layer])
-        gradients = functools.partial(_block_gradients, stack, scaled, stats[layer] if layer else None)
-        made[layer], made[first] = side.run(gradients, hidden[layer], s, x, a)
+        made[layer] = side.run(functools.partial(_weights, stack, scaled), hidden[layer], s)
+        made[first] = side.run(functools.partial(_weights, stack, stats[layer] if layer else None), x, a)
         g, sums = _convolve(stack, ADD, a, turned[first], s, before=x if batch and layer else None)
     side.join()
     return [_leave(stack, g, None, dtype), *(dw for dw, _ in made), *(db for _, db in made)]
 
 
-def _block_gradients(stack: Stack, scaled: Tensor, stats: Tensor | None, *of: Tensor) -> tuple[Any, Any]:
-    """Return gradients of weight and bias of a block's second convolution, then of its first."""
-    hidden, s, x, a = of
-    return _weights(stack, hidden, s, scaled), _weights(stack, x, a, stats)
-
-
-# The rest launches one kernel each. What a kernel does not read is still an argument: any tensor stands for it.
+# The rest launches one kernel each. Where an argument is None, Triton compiles a version without it.
 
 
 def _device() -> Any:
@@ -239,18 +233,15 @@ def _device() -> Any:
     return stack_kernel
 
 
-def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+def _enter(stack: Stack, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return images (N, C, H, W) as pixels with ones or, of a gradient, without ones, with its sums with y."""
     N, _, H, W = x.shape
-    pixels, of, gradient = N * H * W, stack.layout.tiled("enter"), y is not None
+    pixels, of = N * H * W, stack.layout.tiled("enter")
     if pixels * of.pitch >= 2**31:
         raise ValueError(f"a batch of {N} images of {H}x{W} is too large for one launch; use a smaller one")
     out, programs = torch.empty((N, H, W, of.pitch), dtype=STORED, device=x.device), of.programs(pixels, x.device)
-    sums = torch.empty((programs if gradient else 0, 2, of.columns), device=x.device)
-    _device().enter[(programs,)](
-        host.pixel_rows(x), out, out if y is None else y, sums if gradient else out, pixels, GRADIENT=gradient,
-        K=host.constants(of),
-    )  # fmt: skip
+    sums = None if y is None else torch.empty((programs, 2, of.columns), device=x.device)
+    _device().enter[(programs,)](host.pixel_rows(x), out, y, sums, pixels, K=host.constants(of))
     return out, sums
 
 
@@ -258,10 +249,8 @@ def _leave(stack: Stack, x: Tensor, stats: Tensor | None, dtype: torch.dtype) ->
     """Return pixels as images, normalised if there are statistics."""
     N, H, W, _ = x.shape
     out = torch.empty((N, H, W, stack.layout.channels), dtype=dtype, device=x.device)
-    pixels, norm = N * H * W, stats is not None
-    _device().leave[(host.ceil_div(pixels, POINTWISE),)](
-        x, out, out if stats is None else stats, pixels, NORM=norm, K=host.constants(stack.layout)
-    )
+    grid = (host.ceil_div(N * H * W, POINTWISE),)
+    _device().leave[grid](x, out, stats, N * H * W, K=host.constants(stack.layout))
     return out.permute(0, 3, 1, 2)
 
 
@@ -276,8 +265,8 @@ def _fold(
     """Compute `stats` from sums of y and y^2 over pixels, if given; pack some weights; `turn`: for gradients."""
     w, b = stack.weights[which], stack.biases[which]
     _device().fold[(9 * len(w) or 1,)](
-        w, b, stats, stats if sums is None else sums, out, 0 if sums is None else len(sums), 1.0 / count,
-        stack.eps, MEASURE=sums is not None, PACK=len(w) > 0, TURN=turn, K=host.constants(stack.layout), **SUM,
+        w, b, stats, sums, out, 0 if sums is None else len(sums), 1.0 / count, stack.eps, PACK=len(w) > 0,
+        TURN=turn, K=host.constants(stack.layout), **SUM,
     )  # fmt: skip
 
 
@@ -297,22 +286,21 @@ def _unnormalise(stack: Stack, g: Tensor, y: Tensor, stats: Tensor, sums: Tensor
 
 def _convolve(
     stack: Stack, what: int, x: Tensor, w: Tensor, beside: Tensor | None, *, stats: Any = None, before: Any = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Convolve with packed weights, apply the epilogue `what`, and return the result with its sums, if wanted."""
     N, H, W, _ = x.shape
     of, out = stack.layout.tiled("images", H, W), torch.empty_like(x)
     programs = of.programs(N * W, x.device, H)
-    sums = before is not None or (what == JOIN and stack.known is None)
-    total = torch.empty((programs if sums else 0, 2, of.columns), device=x.device)
+    wanted = before is not None or (what == JOIN and stack.known is None)
+    sums = torch.empty((programs, 2, of.columns), device=x.device) if wanted else None
     _device().convolve[(programs,)](
-        x, w, out, x if beside is None else beside, x if before is None else before, w if stats is None else stats,
-        total if sums else w, N, SLOPE, WHAT=what, DROP=stack.drops and what in (HIDDEN, GATE), SUMS=sums,
+        x, w, out, beside, before, stats, sums, N, SLOPE, WHAT=what, DROP=stack.drops and what in (HIDDEN, GATE),
         K=host.constants(of), num_stages=of.stages, num_warps=of.warps,
     )  # fmt: skip
-    return out, total
+    return out, sums
 
 
-def _weights(stack: Stack, x: Tensor, g: Tensor, stats: Tensor | None) -> tuple[Tensor, Tensor]:
+def _weights(stack: Stack, stats: Tensor | None, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of a layer's weight and bias, from its input, not normalised, and its output's gradient."""
     N, H, W, _ = x.shape
     of = stack.layout.tiled("weights", H, W)
@@ -325,7 +313,6 @@ def _weights(stack: Stack, x: Tensor, g: Tensor, stats: Tensor | None) -> tuple[
     dw = torch.empty((of.channels, of.channels, 3, 3), device=x.device, memory_format=memory_format)
     db = torch.empty(of.channels, device=x.device)
     _device().unfold[(9, host.ceil_div(of.channels, REDUCE["ROWS"]))](
-        parts, parts if stats is None else stats, dw, db, programs, NORM=stats is not None,
-        LAST=stack.channels_last, K=host.constants(stack.layout), **REDUCE,
-    )  # fmt: skip
+        parts, stats, dw, db, programs, LAST=stack.channels_last, K=host.constants(stack.layout), **REDUCE
+    )
     return dw, db

@@ -23,8 +23,8 @@ def _with_ones(value, co, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def enter(x, out, before, sums, M, GRADIENT: tl.constexpr, K: tl.constexpr):
-    """Copy pixels of C channels to their pitch. GRADIENT: no ones; sum values and products with `before`."""
+def enter(x, out, before, sums, M, K: tl.constexpr):
+    """Copy pixels of C channels to their pitch. With `before`: no ones; sum values and products with it."""
     co = tl.arange(0, K.columns)
     first = tl.zeros([K.columns], tl.float32)
     second = tl.zeros([K.columns], tl.float32)
@@ -34,26 +34,26 @@ def enter(x, out, before, sums, M, GRADIENT: tl.constexpr, K: tl.constexpr):
         here = (m < M)[:, None] & (co < K.pitch)[None, :]
         at = (m * K.pitch)[:, None] + co[None, :]
         value = tl.load(x + (m * K.channels)[:, None] + co[None, :], mask=held, other=0.0).to(tl.float32)
-        if not GRADIENT:
+        if before is None:
             value = _with_ones(value, co, K)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
-        if GRADIENT:
+        if before is not None:
             first += tl.sum(value, axis=0)
             second += tl.sum(value * tl.load(before + at, mask=here, other=0.0).to(tl.float32), axis=0)
-    if GRADIENT:
+    if before is not None:
         at = sums + tl.program_id(0) * 2 * K.columns + co
         tl.store(at, first)
         tl.store(at + K.columns, second)
 
 
 @triton.jit(do_not_specialize=["M"])
-def leave(x, out, stats, M, NORM: tl.constexpr, K: tl.constexpr):
-    """Copy pixels at their pitch to pixels of C channels, normalised if NORM."""
+def leave(x, out, stats, M, K: tl.constexpr):
+    """Copy pixels at their pitch to pixels of C channels, normalised if there are statistics."""
     co = tl.arange(0, K.columns)
     m = tl.program_id(0) * K.rows + tl.arange(0, K.rows)
     held = (m < M)[:, None] & (co < K.channels)[None, :]
     value = tl.load(x + (m * K.pitch)[:, None] + co[None, :], mask=held, other=0.0).to(tl.float32)
-    if NORM:
+    if stats is not None:
         value = (value - tl.load(stats + co)[None, :]) * tl.load(stats + K.columns + co)[None, :]
     tl.store(out + (m * K.channels)[:, None] + co[None, :], value.to(out.dtype.element_ty), mask=held)
 
@@ -100,12 +100,12 @@ def unnormalise(g, y, out, stats, means, M, slope, K: tl.constexpr):
 # One compiled kernel for all layers: their weights begin at different alignments.
 @triton.jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["w", "b"])
 def fold(
-    w, b, stats, sums, out, programs, share, eps, MEASURE: tl.constexpr, PACK: tl.constexpr, TURN: tl.constexpr,
-    CHUNK: tl.constexpr, K: tl.constexpr,
+    w, b, stats, sums, out, programs, share, eps, PACK: tl.constexpr, TURN: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
     """Pack weights, one tap per program: a batch norm's scale into the weights, shift and bias into rows of ones.
 
-    MEASURE: compute the statistics from sums, in every program: cheaper than a launch. TURN: for gradients.
+    With `sums`, every program computes the statistics from them: cheaper than a launch. TURN: for gradients.
     """
     layer = tl.program_id(0) // 9
     tap = tl.program_id(0) % 9
@@ -121,7 +121,7 @@ def fold(
             at = w + layer * C * C * 9 + (co * 9)[:, None] + (co * C * 9)[None, :] + tap
         weight = tl.load(at, mask=real[:, None] & real[None, :], other=0.0).to(tl.float32)
         shift = tl.load(b + layer * K.channels + co, mask=real & (tap == 4), other=0.0).to(tl.float32)
-    if MEASURE:
+    if sums is not None:
         first, second = _total(sums, programs, co, CHUNK, K)
         mean = first * share
         variance = tl.maximum(second * share - mean * mean, 0.0)
@@ -148,8 +148,7 @@ def fold(
 
 @triton.jit(do_not_specialize=["programs"])
 def unfold(
-    parts, stats, dw, db, programs, NORM: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, K: tl.constexpr,
+    parts, stats, dw, db, programs, LAST: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
     """Add the parts of a packed gradient in a fixed order, and unpack it. LAST: to channels_last."""
     C: tl.constexpr = K.channels
@@ -169,7 +168,7 @@ def unfold(
         ones += tl.load(of_ones, mask=(part < programs)[:, None] & (co < C)[None, :], other=0.0)
     gradient = tl.sum(weight, axis=0)
     sums = tl.sum(ones, axis=0)
-    if NORM:
+    if stats is not None:
         mean = tl.load(stats + ci, mask=ci < C, other=0.0)
         rstd = tl.load(stats + K.columns + ci, mask=ci < C, other=0.0)
         gradient = (gradient - mean[:, None] * sums[None, :]) * rstd[:, None]
@@ -217,8 +216,7 @@ def _finish(value, early, shift, rstd, slope, WHAT: tl.constexpr, DROP: tl.const
 
 @triton.jit(do_not_specialize=["images"])
 def convolve(
-    x, w, out, beside, before, stats, sums, images, slope, WHAT: tl.constexpr, DROP: tl.constexpr,
-    SUMS: tl.constexpr, K: tl.constexpr,
+    x, w, out, beside, before, stats, sums, images, slope, WHAT: tl.constexpr, DROP: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
     """Convolve. A program works through many tiles, so that sums per channel are few and in a fixed order.
 
@@ -263,9 +261,9 @@ def convolve(
             ok = (real & (row > top))[:, None] & (co < K.pitch)[None, :]
             # Tiles for the epilogue are loaded before the products, so that they arrive with them.
             early, more = empty, empty
-            if WHAT != HIDDEN or DROP:
+            if beside is not None:
                 early = tl.load(beside + (0 if WHAT == HIDDEN else back) + beside_at, mask=ok, other=0.0)
-            if WHAT == ADD and SUMS:
+            if before is not None:
                 more = tl.load(before + back + at, mask=ok, other=0.0)
             # The sum that is needed now comes last: waiting for it waits for all, and the others can move.
             next_here = tl.dot(a, w0, empty, input_precision="ieee")
@@ -275,11 +273,12 @@ def convolve(
             here = next_here
             value = _finish(done, early, shift, rstd, slope, WHAT, DROP, K)
             tl.store(out + back + at, value.to(out.dtype.element_ty), mask=ok)
-            if SUMS:  # of values before rounding: a second conversion would cost more than the whole sum
+            # Sums are of values before rounding: a second conversion would cost more than the whole sum.
+            if sums is not None:
                 value = tl.where(ok, value, 0.0)
                 first += _pairs(value)
                 second += _pairs(value * (more.to(tl.float32) if WHAT == ADD else value))
-    if SUMS:
+    if sums is not None:
         tl.store(sums + pid * 2 * K.columns + co, tl.sum(tl.sum(first, axis=0), axis=0))
         tl.store(sums + pid * 2 * K.columns + K.columns + co, tl.sum(tl.sum(second, axis=0), axis=0))
 

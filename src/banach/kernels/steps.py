@@ -36,16 +36,15 @@ def picard_step(
     most = max(1, 2 * multiprocessors(samples.active.device) // max(count, 1))
     splits = [min(ceil_div(size, _BLOCK) or 1, most) for size in sizes]  # programs per sample, for each tensor
     total = sum(splits)
-    sums = samples.residual if total == 1 else samples.residual.new_empty(len(samples.active), total, 2)
-    index = samples.active if samples.index is None else samples.index
-    alike = {"TOTAL": total, "PADDED": power_of_two(total), "ALL": samples.index is None}
+    sums = None if total == 1 else samples.residual.new_empty(len(samples.active), total, 2)
     for number, ((z, value), size, split) in enumerate(zip(parts, sizes, splits, strict=True)):
         picard[(count, split)](
-            *(z, _in_layout_of(z, value), index, *numbers, sums),
+            *(z, _in_layout_of(z, value), samples.index, *numbers, sums),
             *(size, tolerance.atol, tolerance.rtol, _scale(tolerance, sum(sizes)), damping),
             FIRST=sum(splits[:number]),
             SPLIT=split,
-            **alike,
+            TOTAL=total,
+            PADDED=power_of_two(total),
             **_block(size, _BLOCK),
         )
 

@@ -11,15 +11,14 @@ import triton.language as tl
 @triton.jit
 def picard(
     z, Tz, index, active, residual, least, allowed, steps, arrived, sums, size, atol, rtol, scale, damping,
-    FIRST: tl.constexpr, SPLIT: tl.constexpr, TOTAL: tl.constexpr, PADDED: tl.constexpr, ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, SPLIT: tl.constexpr, TOTAL: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move a part of one sample; the program that comes last of the sample's TOTAL ones tests it.
 
     `sums` holds the two sums of every program, those for this tensor from FIRST on, added in one order.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    sample = row.to(tl.int64) if ALL else tl.load(index + row)
+    sample = row.to(tl.int64) if index is None else tl.load(index + row)
     if tl.load(active + sample) != 0:
         kind = residual.dtype.element_ty
         start = row.to(tl.int64) * size
