@@ -24,7 +24,7 @@ from banach import (
     Unroll,
     models,
 )
-from banach.fast.capture import filled
+from banach.fast.capture import pad_batch
 from banach.models.mdeq import Sizes, multiscale
 from banach.train import Scorer
 from fast.simulated import PLAN, images, simulate_gpu
@@ -187,7 +187,7 @@ def test_real_networks_answer_as_they_do_and_changed_weights_are_seen(name: str)
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (64, 64), (65, 128)])
 def test_a_batch_is_filled_up_and_stays_in_channels_last(count: int, size: int) -> None:
     x = torch.randn(count, 2, 3, 4).to(memory_format=torch.channels_last)
-    padded = filled(x, size)
+    padded = pad_batch(x, size)
     assert padded.shape == (size, 2, 3, 4)
     assert padded.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(padded[:count], x)

@@ -17,7 +17,7 @@ from banach.solve.device import loop_at_least_once
 
 _BROKEN: "list[Recording]" = []  # captures that failed: the allocator may still point to them
 WARM_UPS = 2  # runs before a capture: they create handles, plans, optimizer state and compiled kernels
-# Backward passes run in this thread: a loop in one of them ends a capture, which its own thread must do.
+# Backward passes run in this thread: a loop in one of them ends a capture, and only the thread that began it may.
 _in_this_thread = functools.partial(torch.autograd.set_multithreading_enabled, False)
 
 
@@ -139,7 +139,7 @@ class CapturedCalls:
         size = 1 << (len(inputs[0]) - 1).bit_length()
         key = (outline(given), size, *((x.shape[1:], x.dtype) for x in inputs))
         if key not in self._made:
-            self._made[key] = self._capture(function, map_leaves(lambda x: filled(x, size), given))
+            self._made[key] = self._capture(function, map_leaves(lambda x: pad_batch(x, size), given))
         buffers, recording = self._made[key]
         for buffer, x in zip(leaves(buffers), inputs, strict=True):
             buffer[: len(x)].copy_(x)
@@ -185,6 +185,6 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def filled(x: Tensor, size: int) -> Tensor:
-    """Return x, then copies of its first sample up to `size`: layers give finite values for real samples."""
+def pad_batch(x: Tensor, size: int) -> Tensor:
+    """Return x padded to `size` samples by copies of its first one. (Zeros could give NaN.)"""
     return torch.cat([x, *[x[:1]] * (size - len(x))])

@@ -23,7 +23,8 @@ HALVINGS = 2  # each costs a sort and copies of late samples
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples that are iterated together, and numbers of all samples of the batch. All are written in place."""
+    """z, v: the samples that are iterated together. All other tensors have one entry per sample of the whole batch
+    and are shared by its parts; `index` maps rows of z to these entries. All are written in place."""
 
     z: Latent
     v: Latent
@@ -46,8 +47,8 @@ class Samples:
         memory = kernels.AndersonMemory.start(z, residual, solver.memory) if isinstance(solver, Anderson) else None
         return Samples(z, v, None, active, residual, least, allowed, steps, arrived, memory)
 
-    def late(self, count: int) -> "Samples":
-        """Return copies of so many samples, those that are active among them."""
+    def still_active(self, count: int) -> "Samples":
+        """Return a part of the batch with copies of `count` samples, all active ones among them."""
         index = self.active.sort(descending=True).indices[:count]
         return replace(self, z=select(self.z, index), v=select(self.v, index), index=index)
 
@@ -98,13 +99,15 @@ class Iteration:
                 self._move(samples, self.R(samples.z, samples.v))
 
         def iterate_late() -> None:
-            self._iterate(everyone, everyone.late(stop_at), taken, halves[1:], cycle)
+            self._iterate(everyone, everyone.still_active(stop_at), taken, halves[1:], cycle)
 
         loop(steps, samples.active, taken, cycle=cycle, max_steps=most, stop_at=stop_at)
         if samples.index is not None:  # a part of the batch, which is written back
             for all_of_them, late in zip(leaves(everyone.z), leaves(samples.z), strict=True):
                 all_of_them.index_copy_(0, samples.index, late)
-        if halves:  # a loop that is run at most once: where no sample is late, nothing is copied
+        if (
+            halves
+        ):  # an `if` on the device, written as a loop: after `iterate_late` no sample is active, or no step left
             loop(iterate_late, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
 
     def _move(self, samples: Samples, Tz: Latent) -> None:

@@ -226,14 +226,14 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
         observed and "penalties observe the network's own pass",
         training and _not_copied(net.R),
     )
-    no_steps = net.tolerance.max_steps == 0 and "max_steps is 0"
+    explicit = net.tolerance.max_steps == 0 and "max_steps is 0"
     no_tests = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
     no_parts = training and not own_loop and _NOT_TAKEN_APART
     no_masks = draws(net.R) and "R draws dropout masks"
-    kernel = _unless(no_kernel, no_parts, no_steps, no_masks, no_kernel or _no_latent_kernel(net))
+    kernel = _unless(no_kernel, no_parts, explicit, no_masks) and _unless(_no_latent_kernel(net))
     by_kernel = kernel and "a kernel iterates R"
     norm, memory = type(net.tolerance.norm), getattr(net.solver, "memory", 0)
-    no_step = _unless(
+    known = _unless(
         is_coupled(net) and "the samples stop as one",
         type(net.solver) not in (Picard, Anderson) and f"the solver is {type(net.solver).__name__}",
         norm not in (RMS, Euclidean) and f"the norm is {norm.__name__}",
@@ -242,8 +242,8 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     return {
         "own_loop": own_loop,
         "kernel": kernel,
-        "loop": _unless(by_kernel, no_steps, no_tests),
-        "fused_step": _unless(own_loop.why, by_kernel, no_steps, no_kernel, no_step.why),
+        "loop": _unless(by_kernel, explicit, no_tests),
+        "fused_step": _unless(own_loop.why, by_kernel, explicit, no_kernel, known.why),
     }
 
 

@@ -21,8 +21,8 @@ _THREADS = 128
 _SOURCE = rb"""
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 
-extern "C" __global__ void decide(unsigned long long handle, const unsigned char* active, int samples, int least,
-                                  int* steps, int added, int most) {
+extern "C" __global__ void decide(unsigned long long handle, const unsigned char* active, int samples, int stop_at,
+                                  int* steps, int cycle, int max_steps) {
     __shared__ int count;
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
@@ -31,9 +31,9 @@ extern "C" __global__ void decide(unsigned long long handle, const unsigned char
     if (mine) atomicAdd(&count, mine);
     __syncthreads();
     if (threadIdx.x == 0) {
-        int now = *steps + added;
+        int now = *steps + cycle;
         *steps = now;
-        cudaGraphSetConditional(handle, count > least && now < most ? 1u : 0u);
+        cudaGraphSetConditional(handle, count > stop_at && now < max_steps ? 1u : 0u);
     }
 }
 """
@@ -64,7 +64,7 @@ class WhileNode:
         """Add the loop to a graph, after other nodes, and return its node."""
         context = _done(driver.cuCtxGetCurrent())
         handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
-        first = self._decide(graph, after, handle, 0)
+        first = self._add_test(graph, after, handle, 0)
         parameters = driver.CUgraphNodeParams()
         parameters.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         parameters.conditional.handle = handle
@@ -83,16 +83,16 @@ class WhileNode:
             else:
                 child = driver.CUgraph(int(part.raw_cuda_graph()))
                 last = [_done(driver.cuGraphAddChildGraphNode(body, last, len(last), child))]
-        self._decide(body, last, handle, self.cycle)
+        self._add_test(body, last, handle, self.cycle)
         return node
 
-    def _decide(self, graph: Any, after: list[Any], handle: Any, added: int) -> Any:
-        """Add the kernel that counts steps and sets the condition."""
+    def _add_test(self, graph: Any, after: list[Any], handle: Any, cycle: int) -> Any:
+        """Add the kernel that counts steps and sets the condition: before the loop (cycle 0), and in its body."""
         launch = driver.CUDA_KERNEL_NODE_PARAMS()
         launch.func = _kernel(torch.cuda.current_device())
         launch.gridDimX = launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
         launch.blockDimX = _THREADS
-        numbers = self.active.numel(), self.stop_at, self.steps.data_ptr(), added, self.max_steps
+        numbers = self.active.numel(), self.stop_at, self.steps.data_ptr(), cycle, self.max_steps
         values = int(handle), self.active.data_ptr(), *numbers
         number, address = ctypes.c_int, ctypes.c_void_p
         launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
