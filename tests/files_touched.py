@@ -1,6 +1,6 @@
 """Print the files of banach that one call passes through, its set-up included.
 
-    python tests/files_touched.py [net | step | fit | gpu]
+    python tests/files_touched.py [net] [step] [fit] [gpu]      by default all but gpu
 
 `net`: the first net(d) of a network on a CPU. `step`: the first training step by TrainStep. `fit`: one epoch.
 `gpu`: the first captured step of the digits network on a GPU, with the kernel that knows its R.
@@ -91,6 +91,6 @@ CALLS = {"net": net_call, "step": step_call, "fit": fit_call, "gpu": gpu_call}
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ["net"]:
+    for name in sys.argv[1:] or ["net", "step", "fit"]:
         found = files_touched(CALLS[name]())
         print(f"{name}: {len(found)} files", *found, sep="\n  ")

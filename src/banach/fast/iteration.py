@@ -107,7 +107,7 @@ class Iteration:
                 all_of_them.index_copy_(0, samples.index, late)
         if (
             halves
-        ):  # an `if` on the device, written as a loop: after `iterate_late` no sample is active, or no step left
+        ):  # an `if` on the device, written as a loop: its body leaves no sample active, or no step to take
             loop(iterate_late, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
