@@ -105,9 +105,7 @@ class Iteration:
         if samples.index is not None:  # a part of the batch, which is written back
             for all_of_them, late in zip(leaves(everyone.z), leaves(samples.z), strict=True):
                 all_of_them.index_copy_(0, samples.index, late)
-        if (
-            halves
-        ):  # an `if` on the device, written as a loop: its body leaves no sample active, or no step to take
+        if halves:  # an `if` on the device, written as a loop: its body leaves no sample active or no step
             loop(iterate_late, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
