@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from banach.backward import Implicit
 from banach.latent import Space
 from banach.network import ImplicitNetwork
+from banach.nn.layers import assigned
 from banach.solve import Picard
 from banach.solve.tolerance import Norm
 from banach.train.metrics import MetricSums
@@ -110,8 +111,7 @@ class Ranks:
         """Replace the sums of each rank by those of all, and buffers by those of the first rank."""
         if self.count > 1:
             self.add(state.metrics)
-            state.collect_products()
-            state.products = int(_reduced(torch.tensor(state.products)))
+            _reduced(state.counted)
             for buffer in state.net.buffers():
                 dist.broadcast(buffer, 0)
 
@@ -120,7 +120,6 @@ class Ranks:
         if not self.first:
             state.metrics.reset()
             state.counted.zero_()
-            state.products = 0
 
 
 class Parallel:
@@ -139,12 +138,9 @@ class Parallel:
         net: Any = self.net
         if not self.coupled:
             return self.call(*d, **options)
-        own = net.tolerance
-        net.tolerance = replace(own, norm=LargestOnRanks(own.norm))
-        try:
+        tolerance = replace(net.tolerance, norm=LargestOnRanks(net.tolerance.norm))
+        with assigned([(net, "tolerance", tolerance)]):
             return self.call(*d, **options)
-        finally:
-            net.tolerance = own
 
     def weight(self, own: int) -> float:
         """Return the weight of the mean loss of this rank's samples: DDP and FSDP2 average over ranks."""

@@ -245,11 +245,10 @@ class _Training:
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
     state.ranks.pool(state)
-    state.collect_products()
     figures: dict[str, Any] = {
         **vars(state.metrics.read()),
         "lr": state.rate(state.step - 1),
-        "products": state.products,
+        "products": int(state.counted),
         "seconds": state.seconds,  # of training; the device has finished
         "warm_up": state.warm_up,
         # Before the validation, which in batches of another size has another peak.

@@ -266,7 +266,8 @@ class Stepper:
         samples = own.stop - own.start
         products += 0 if self.penalties is None else self.penalties.products
         products += state.metrics.add_evaluations(state.net, samples)
-        state.products += samples * products
+        if products:  # else this would be one more kernel
+            state.counted += samples * products
 
 
 def _seed(number: int, device: torch.device) -> None:
