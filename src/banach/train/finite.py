@@ -101,38 +101,30 @@ class Divergence:
 
         With `now`, look even if that costs a host sync. A DivergenceError stops the training.
         """
-        state = self.state
-        if watch.failure is not None:  # such a batch has no answer, and is not skipped
-            self._rewind(watch.failure)
-            return True
-        last = state.step == len(state.batches)
-        often = self.policy != "skip" and state.step % _EVERY[state.device.type] == 0
-        if not (now or last or often) or (fault := watch.read()) is None:
+        state, failed = self.state, watch.failure is not None  # such a batch has no answer, and is not skipped
+        skip, last = self.policy == "skip" and not failed, state.step == len(state.batches)
+        often = not skip and state.step % _EVERY[state.device.type] == 0
+        if not (now or last or often or failed) or (fault := watch.failure or watch.read()) is None:
             return False
-        if self.policy != "skip":
+        if not skip:
             self._rewind(fault)
         elif last and not state.metrics.sums[0]:
-            raise DivergenceError(f"no batch of the epoch could be used: {self._explained(fault)}")
+            self._rewind(f"no batch of the epoch could be used: {fault}")
         elif last:
             batches = "one batch" if watch.first[1] == 1 else f"{int(watch.first[1])} batches"
             watch.first.zero_()
             warnings.warn(f"skipped {batches}, the first one because {fault}", RuntimeWarning, stacklevel=2)
-        return self.policy != "skip"
+        return not skip
 
     def _rewind(self, fault: str) -> None:
         """Return to the newest checkpoint and lower the rate, or raise a DivergenceError."""
-        state, run = self.state, self.run
-        checkpoint = None if run is None or self.policy != "rewind" else run.latest()
-        if checkpoint is None or state.rewinds >= REWINDS:
-            raise DivergenceError(self._explained(fault))
+        state, checkpoint = self.state, None if self.run is None else self.run.latest()
+        if checkpoint is None or self.policy != "rewind" or state.rewinds >= REWINDS:
+            kept = f"the last good checkpoint is {checkpoint.path}" if checkpoint else "there is no checkpoint yet"
+            advice = "lower --lr, set --clip 1, check the data, or choose --on-nonfinite skip or rewind"
+            raise DivergenceError(f"training diverged: {fault}; {kept}; {advice}")
         rewinds = state.rewinds + 1
         rate = f"the learning rate times {LOWER**rewinds:g}"
         warnings.warn(f"{fault}; back to {checkpoint.path.name} with {rate}", RuntimeWarning, stacklevel=3)
         state.restore(checkpoint)
         state.rewinds = rewinds
-
-    def _explained(self, fault: str) -> str:
-        checkpoint = None if self.run is None else self.run.latest()
-        kept = f"the last good checkpoint is {checkpoint.path}" if checkpoint else "there is no checkpoint yet"
-        advice = "lower --lr, set --clip 1, check the data, or choose --on-nonfinite skip or rewind"
-        return f"training diverged: {fault}; {kept}; {advice}"
