@@ -116,8 +116,9 @@ class Jacobian:
     def _check_forward(self, w: Latent, product: Latent) -> None:
         """Refuse a J that is not the transpose of J': plain autograd may take a part of J' for a constant."""
         # <J p, w> is <p, p> for p = J' w.
-        own, other = _inner(product, product), _inner(self._pushed(product), w)
-        if abs(own - other) > 0.1 * abs(own):
+        p, Jp, w = (self.space.rows(nest).double() for nest in (product, self._pushed(product), w))
+        own, other = float((p * p).sum()), float((Jp * w).sum())
+        if abs(own - other) > 0.1 * own:
             raise RuntimeError("J, by double backward, is not implemented for an operation in T")
 
 
@@ -149,11 +150,6 @@ def plain_vjp(f: Callable[[Any], Latent], x: Latent) -> tuple[Latent, Callable[[
         return (rebuild(x, found),)
 
     return detach(value), pull
-
-
-def _inner(a: Latent, b: Latent) -> float:
-    pairs = zip(leaves(a), leaves_like(a, b, "T"), strict=True)
-    return sum(float((x.double() * y.double()).sum()) for x, y in pairs)
 
 
 _stances: list[Any] = []
@@ -196,11 +192,11 @@ _TWICE = dict.fromkeys(("is not implemented", "once_differentiable", "ouble back
 
 @contextmanager
 def explained(causes: Mapping[str, str]) -> Iterator[None]:
-    """Replace torch's message by ours where the cause is one of these."""
+    """Replace torch's message by ours where the cause is one of these; it stands for {why} in ours."""
     try:
         yield
     except RuntimeError as error:
         for words, sentence in causes.items():
             if words in str(error):
-                raise RuntimeError(sentence) from error
+                raise RuntimeError(sentence.format(why=str(error)[:200])) from error
         raise

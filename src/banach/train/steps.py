@@ -1,7 +1,7 @@
 """The training steps of `fit`: a TrainStep for the network as it is, the batches it reads, penalties and seeds."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.backward import Neumann, Unroll
+from banach.backward.jacobian import explained
 from banach.data import Batches, counter
 from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
@@ -148,17 +149,11 @@ class Penalties:
                 total = total + settings.correction * found
         return total
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self) -> AbstractContextManager[None]:
         """Say what to do where a penalty's gradient fails because R has no second derivative."""
-        try:
-            yield
-        except RuntimeError as error:
-            why, advice = str(error), "set finite_difference=True (--finite-difference)"
-            if not self.products or not ("once_differentiable" in why or "is not implemented" in why):
-                raise
-            needs = "jacobian_penalty needs second derivatives of R, and a layer of R has none"
-            raise RuntimeError(f"{needs} ({why[:200]}); {advice}") from error
+        needs = "jacobian_penalty needs second derivatives of R, and a layer of R has none ({why})"
+        causes = ("once_differentiable", "is not implemented") if self.products else ()
+        return explained(dict.fromkeys(causes, f"{needs}; set finite_difference=True (--finite-difference)"))
 
 
 class Stepper:
