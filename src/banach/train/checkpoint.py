@@ -80,20 +80,17 @@ def write_checkpoint(
         if not sharded:
             return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
-    half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix=_HALF, dir=folder, ignore_cleanup_errors=True) as name:
+        half = Path(name)
         with naming(target):
             written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
             content = {"tensors": written, "sha256": digest(state), "state": state}
             write_bytes(half / STATE, json.dumps(content, indent=1).encode())
         sync(half)
-        half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
+        half.chmod(0o755)  # a temporary folder is readable by its owner only
         if target.exists():
             shutil.rmtree(target)
         os.replace(half, target)
-    except BaseException:
-        shutil.rmtree(half, ignore_errors=True)
-        raise
     sync(folder)
     found = checkpoints(folder)
     kept = [path for path in found if path <= target][-keep:]

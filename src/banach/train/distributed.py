@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from banach.backward import Implicit
 from banach.latent import Space
 from banach.network import ImplicitNetwork
-from banach.nn.layers import assigned
+from banach.nn.layers import assigned, modules_of
 from banach.solve import Picard
 from banach.solve.tolerance import Norm
 from banach.train.metrics import MetricSums
@@ -226,8 +226,7 @@ def _reduced(value: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 def _has_in_R(net: Any, kind: type[nn.Module]) -> bool:
-    has_module = isinstance(net, ImplicitNetwork) and isinstance(net.R, nn.Module)
-    return has_module and any(isinstance(module, kind) for module in net.R.modules())
+    return isinstance(net, ImplicitNetwork) and any(isinstance(module, kind) for module in modules_of(net.R))
 
 
 def _started() -> int:
