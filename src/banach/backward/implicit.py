@@ -91,9 +91,7 @@ class Implicit:
         z_star = detach(z_star)
         space = Space.of(z_star, coupled=coupled)
         value = T(z_star, *inputs)
-        with torch.no_grad():
-            space.rows(value)  # refuses another shape or dtype now, rather than in the backward pass
-        parts: Any = leaves_like(z_star, value, "T")
+        parts: Any = space.check(value)  # refuses another shape or dtype now, rather than in the backward pass
         if is_differentiated(parts):
             problem = Problem(
                 mode=self,

@@ -67,8 +67,8 @@ def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
     if steps and net.compact:
         raise ValueError("expected a network whose batch stays whole, got compact=True; set net.compact = False")
     seen = Observed(net.S, steps)
-    solver = _Recorded(net.solver, seen) if steps else net.solver
-    with assigned([(net, "solver", solver), (net, "backward", _Shown(net.backward, seen))]):
+    shown = _Shown(net.solver, net.backward, seen)
+    with assigned([(net, "solver", shown if steps else net.solver), (net, "backward", shown)]):
         yield seen
 
 
@@ -100,22 +100,18 @@ def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gam
 
 @dataclass(frozen=True)
 class _Shown:
-    """A backward mode that shows the map, the fixed point and the inputs of the pass before it attaches."""
+    """A backward mode that shows the map, the fixed point and the inputs of the pass before it attaches.
 
+    Also a solver that keeps the chosen iterates. At evaluation k + 1 it is shown z_k.
+    """
+
+    solver: Solver
     mode: Mode
     seen: Observed
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         self.seen.T, self.seen.z, self.seen.inputs, self.seen.coupled = T, z_star, tuple(inputs), coupled
         return self.mode.attach(T, z_star, inputs, coupled=coupled)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A solver that keeps the chosen iterates. At evaluation k + 1 it is shown z_k."""
-
-    solver: Solver
-    seen: Observed
 
     @property
     def memory(self) -> int:

@@ -37,8 +37,7 @@ class Average:
     @torch.no_grad()
     def update(self, net: nn.Module) -> None:
         """Move the average towards the network's weights, in one kernel for all of them."""
-        own = dict(net.named_parameters())
-        torch._foreach_lerp_(list(self.weights.values()), [own[name] for name in self.weights], 1 - self.decay)
+        torch._foreach_lerp_([*self.weights.values()], [*net.parameters()], 1 - self.decay)
 
     @torch.no_grad()
     def put_into(self, net: nn.Module) -> None:
