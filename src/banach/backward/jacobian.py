@@ -45,7 +45,7 @@ class Jacobian:
         self.space, self.unit, self.axes, self.products, self.count = space, unit, axes, 0, count
         self._f, self._x = lambda x: typed(f(x), space), x  # no cycle by way of self
         self._vjp: Callable[..., Any] = torch.func.vjp
-        self._push: Callable[..., Any] | None = None
+        self._push: Any = None  # the pullback of a product with J', once one is recorded
         with explained(_EVER):
             self._retried(self._evaluate)
 
@@ -101,7 +101,6 @@ class Jacobian:
 
     def _pushed(self, v: Latent) -> Latent:
         """Return J v."""
-        assert self._push is not None, "a product with J' is recorded first"
         with explained(_TWICE):
             try:
                 return self._push((v,))[0]
