@@ -21,7 +21,8 @@ from banach.provenance import digest, naming, sync, write_bytes
 from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
-_PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
+HALF = ".half-"  # begins the name of a checkpoint that is being written
+_PREFIX, _METADATA = "epoch-", ".metadata"
 # The keys of a complete state.
 _STATE: dict[str, type[Any]] = dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), int)
 _STATE |= {"seconds": float, "warned": bool, "done": list, "identity": dict}
@@ -64,8 +65,7 @@ class Checkpoint:
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors of one part ("net", "average", "optimizer"), by their names in it."""
-        start = f"{prefix}."
-        return {name.removeprefix(start): v for name, v in self.tensors.items() if name.startswith(start)}
+        return {name[len(prefix) + 1 :]: v for name, v in self.tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def write_checkpoint(
@@ -80,7 +80,7 @@ def write_checkpoint(
         if not sharded:
             return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=_HALF, dir=folder, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=HALF, dir=folder, ignore_cleanup_errors=True) as name:
         half = Path(name)
         with naming(target):
             written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
@@ -97,19 +97,12 @@ def write_checkpoint(
     for path in found:
         if path not in kept and (best is None or path.name != best.name):
             shutil.rmtree(path, ignore_errors=True)
-    remove_halves(folder)
     return target
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
-
-
-def remove_halves(folder: Path) -> None:
-    """Remove what killed processes left of checkpoints they were writing."""
-    for path in folder.glob(f"{_HALF}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

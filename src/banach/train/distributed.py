@@ -47,7 +47,7 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def check(self, net: nn.Module, images: int, settings: Settings) -> None:
+    def check(self, net: Any, images: int, settings: Settings) -> None:
         """Refuse what several ranks cannot train, by a ValueError."""
         if self.count == 1:
             return
@@ -63,12 +63,11 @@ class Ranks:
                 who = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
                 text = f"a batch of {size} images cannot be cut into parts for {who}"
                 raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")
-        own: Any = net
         synchronised = _has_in_R(net, _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm)
-        if synchronised and (type(own.solver) is not Picard or isinstance(own.backward, Implicit)):
+        if synchronised and (type(net.solver) is not Picard or isinstance(net.backward, Implicit)):
             # Some ranks would evaluate R another number of times.
             needs = "batch norm in R is synchronised between ranks: it needs picard and a mode other than implicit"
-            raise ValueError(f"{needs}, got {own.solver} and {own.backward}; choose those, or --no-batch-norm")
+            raise ValueError(f"{needs}, got {net.solver} and {net.backward}; choose those, or --no-batch-norm")
 
     def prepare(self, net: nn.Module, settings: Settings) -> None:
         """Synchronise batch norm and shard the weights, in place."""
@@ -129,17 +128,16 @@ class Parallel:
     ranks too. `total()` is the number of samples of the batch, on all `count` ranks.
     """
 
-    def __init__(self, net: nn.Module, count: int, total: Callable[[], int], *, sharded: bool) -> None:
+    def __init__(self, net: Any, count: int, total: Callable[[], int], *, sharded: bool) -> None:
         self.net, self.count, self.total = net, count, total
         self.coupled = _has_in_R(net, nn.SyncBatchNorm)
         self.call = net if sharded else nn.parallel.DistributedDataParallel(net)
 
     def __call__(self, *d: Any, **options: Any) -> Any:
-        net: Any = self.net
         if not self.coupled:
             return self.call(*d, **options)
-        tolerance = replace(net.tolerance, norm=LargestOnRanks(net.tolerance.norm))
-        with assigned([(net, "tolerance", tolerance)]):
+        own = self.net.tolerance
+        with assigned([(self.net, "tolerance", replace(own, norm=LargestOnRanks(own.norm)))]):
             return self.call(*d, **options)
 
     def weight(self, own: int) -> float:

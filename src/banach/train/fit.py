@@ -90,7 +90,7 @@ def fit(
         raise ValueError(f"augment applies to Images, got {data}; let the data set change its samples")
     ranks.prepare(net.to(device), settings)
     state = TrainState(net, batches, held, settings, ranks, objective)
-    training = _Training(state, run, on_epoch, on_step, on_plan)
+    training = _Training(state, ranks, run, on_epoch, on_step, on_plan)
     with ExitStack() as stack:
         if run is not None:
             if ranks.first:
@@ -135,14 +135,12 @@ class _Training:
     """The loop of `fit` over epochs and steps, with the files that it writes to the run directory."""
 
     state: TrainState
+    ranks: Ranks
     run: Run | None
     on_epoch: Callable[[Epoch], None] | None
     on_step: Callable[[Position], None] | None
     on_plan: Callable[[Plan], None] | None
     shown: Plan | None = None
-
-    def __post_init__(self) -> None:
-        self.ranks = self.state.ranks
 
     def resume(self, run: Run) -> None:
         """Continue from the newest checkpoint of the run, if it has one."""

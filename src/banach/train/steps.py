@@ -145,8 +145,9 @@ class Penalties:
                 found = estimate(seen.T, seen.z, seen.inputs, coupled=seen.coupled)
                 total = total + settings.jacobian_penalty * found.mean()
             if settings.correction:
-                found = fixed_point_correction(seen, lambda output: loss(at_least_fp32(output)))
-                total = total + settings.correction * found
+                total = total + settings.correction * fixed_point_correction(
+                    seen, lambda y: loss(at_least_fp32(y))
+                )
         return total
 
     def explained(self) -> AbstractContextManager[None]:
