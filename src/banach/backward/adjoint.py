@@ -24,8 +24,8 @@ from banach.solve.warning import AdjointWarning, warn_user
 if TYPE_CHECKING:
     from banach.backward.implicit import Implicit
 
+Parts = tuple[Tensor, ...]
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
-_SHORT = (torch.bfloat16, torch.float16)
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 
 
@@ -44,9 +44,7 @@ class Problem:
     unchanged: Unchanged
     zero: bool = False  # w must not be worse than zero, instead of g
 
-    def solve(
-        self, g: tuple[Tensor, ...], parts: tuple[Tensor, ...], *, tangent: bool = False
-    ) -> tuple[Tensor, ...]:
+    def solve(self, g: Parts, parts: Parts, *, tangent: bool = False) -> Parts:
         """Return w = (I - J')^-1 g for the cotangent g of the parts T(z*), or (I - J)^-1 g for a tangent g."""
         # The backward pass may run under an autocast that the forward pass did not have: T keeps its own.
         autocast, no_tangents = without_autocast(self.space.device), _set_fwd_grad_enabled(False)
@@ -130,7 +128,7 @@ class Problem:
 
     def _short_type(self) -> AbstractContextManager[Any]:
         """Turn autocast on where T computes in a short type: `solve` sees that by autocast alone."""
-        short = self.computed_in in _SHORT
+        short = self.computed_in.itemsize == 2
         return torch.autocast(self.space.device.type, self.computed_in) if short else nullcontext()
 
 

@@ -10,7 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_leaves
 
 from banach import checks
-from banach.backward.adjoint import Problem, Report
+from banach.backward.adjoint import Parts, Problem, Report
 from banach.backward.krylov import LinearSolver, NormalCG
 from banach.backward.mode import Unchanged, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
@@ -18,7 +18,6 @@ from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
 from banach.solve.context import rounding, with_autocast_of
 
-Parts = tuple[Tensor, ...]
 MAPPED = -1  # in place of a depth: outside of a vmap, where what T closes over is no longer mapped over
 
 
@@ -91,9 +90,7 @@ class Implicit:
         z_star = detach(z_star)
         space = Space.of(z_star, coupled=coupled)
         value = T(z_star, *inputs)
-        with torch.no_grad():
-            space.rows(value)  # refuses another shape or dtype now, rather than in the backward pass
-        parts: Any = leaves_like(z_star, value, "T")
+        parts: Any = space.check(value)  # refuses another shape or dtype now, rather than in the backward pass
         if is_differentiated(parts):
             problem = Problem(
                 mode=self,
@@ -142,8 +139,7 @@ def _unchanged(T: Map, inputs: tuple[Any, ...]) -> Unchanged:
 
 def attached(problem: Problem, parts: Sequence[Tensor]) -> Parts:
     """Return copies of the parts, whose derivative is (I - J)^-1: S may begin with an in-place activation."""
-    found: Parts = Inverse.apply(problem, True, 0, *parts, *parts, *parts)
-    return found
+    return Inverse.apply(problem, True, 0, *parts, *parts, *parts)
 
 
 class Inverse(torch.autograd.Function):

@@ -45,7 +45,7 @@ class Jacobian:
         self.space, self.unit, self.axes, self.products, self.count = space, unit, axes, 0, count
         self._f, self._x = lambda x: typed(f(x), space), x  # no cycle by way of self
         self._vjp: Callable[..., Any] = torch.func.vjp
-        self._push: Callable[..., Any] | None = None
+        self._push: Any = None  # the pullback of a product with J', once one is recorded
         with explained(_EVER):
             self._retried(self._evaluate)
 
@@ -101,7 +101,6 @@ class Jacobian:
 
     def _pushed(self, v: Latent) -> Latent:
         """Return J v."""
-        assert self._push is not None, "a product with J' is recorded first"
         with explained(_TWICE):
             try:
                 return self._push((v,))[0]
@@ -116,8 +115,9 @@ class Jacobian:
     def _check_forward(self, w: Latent, product: Latent) -> None:
         """Refuse a J that is not the transpose of J': plain autograd may take a part of J' for a constant."""
         # <J p, w> is <p, p> for p = J' w.
-        own, other = _inner(product, product), _inner(self._pushed(product), w)
-        if abs(own - other) > 0.1 * abs(own):
+        p, Jp, w = (self.space.rows(nest).double() for nest in (product, self._pushed(product), w))
+        own, other = float((p * p).sum()), float((Jp * w).sum())
+        if abs(own - other) > 0.1 * own:
             raise RuntimeError("J, by double backward, is not implemented for an operation in T")
 
 
@@ -149,11 +149,6 @@ def plain_vjp(f: Callable[[Any], Latent], x: Latent) -> tuple[Latent, Callable[[
         return (rebuild(x, found),)
 
     return detach(value), pull
-
-
-def _inner(a: Latent, b: Latent) -> float:
-    pairs = zip(leaves(a), leaves_like(a, b, "T"), strict=True)
-    return sum(float((x.double() * y.double()).sum()) for x, y in pairs)
 
 
 _stances: list[Any] = []
@@ -196,11 +191,11 @@ _TWICE = dict.fromkeys(("is not implemented", "once_differentiable", "ouble back
 
 @contextmanager
 def explained(causes: Mapping[str, str]) -> Iterator[None]:
-    """Replace torch's message by ours where the cause is one of these."""
+    """Replace torch's message by ours where the cause is one of these; it stands for {why} in ours."""
     try:
         yield
     except RuntimeError as error:
         for words, sentence in causes.items():
             if words in str(error):
-                raise RuntimeError(sentence) from error
+                raise RuntimeError(sentence.format(why=str(error)[:200])) from error
         raise

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from banach import checks
-from banach.backward.adjoint import Adjoint
+from banach.backward.adjoint import Adjoint, Parts
 from banach.solve.context import device_loop
 
 # From a residual, who is active and how many steps there are: the update of w, and how many were taken.
@@ -54,15 +54,20 @@ class NormalCG:
     def _cycle(self, equation: Adjoint, r: Tensor, active: Tensor, room: int) -> tuple[Tensor, int]:
         zero = torch.zeros_like(r)
         now, step = self._step(equation, zero, r, zero, torch.ones_like(equation.threshold), active), 1
-        if equation.on_device:
-            return self._loop(equation, now, room), room
+        if equation.on_device:  # a loop whose tensors stay in place
+
+            def body() -> None:
+                for old, new in zip(now, self._step(equation, *now), strict=True):
+                    old.copy_(new)
+
+            steps = torch.ones((), dtype=torch.int32, device=r.device)
+            cast(Any, device_loop())(body, now[-1], steps, cycle=1, max_steps=room, stop_at=0)
+            return now[0], room
         while step < room and not equation.idle(now[-1], step):
             now, step = self._step(equation, *now), step + 1
         return now[0], step
 
-    def _step(
-        self, equation: Adjoint, w: Tensor, r: Tensor, p: Tensor, power: Tensor, active: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _step(self, equation: Adjoint, w: Tensor, r: Tensor, p: Tensor, power: Tensor, active: Tensor) -> Parts:
         s = equation.At(r)
         power, before = torch.linalg.vecdot(s, s), power
         p = s + ratio(power, before) * p
@@ -70,17 +75,6 @@ class NormalCG:
         alpha = ratio(power, torch.linalg.vecdot(q, q))
         w, r = torch.where(active[:, None], w + alpha * p, w), r - alpha * q
         return w, r, p, power, active & (equation.size(r) > equation.threshold)
-
-    def _loop(self, equation: Adjoint, now: tuple[Tensor, ...], room: int) -> Tensor:
-        """Go on after the first step as a loop on the device, whose tensors stay in place."""
-
-        def body() -> None:
-            for old, new in zip(now, self._step(equation, *now), strict=True):
-                old.copy_(new)
-
-        steps = torch.ones((), dtype=torch.int32, device=now[0].device)
-        cast(Any, device_loop())(body, now[-1], steps, cycle=1, max_steps=room, stop_at=0)
-        return now[0]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Dropout and attention that keep one mask per pass, so that the map that is iterated stays the same map."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -201,34 +202,23 @@ def check_dropout(R: Any, modules: list[nn.Module] | None = None) -> None:
     The layers of a plain function cannot be seen from here: see `banach.nn.layers.Watch`.
     """
     for layer in modules or modules_of(R):
-        advice = _advice(layer) if layer.training else None
-        if advice is not None:
-            name = next(f"R.{name}".rstrip(".") for name, module in R.named_modules() if module is layer)
-            raise RuntimeError(
-                f"{name} is {type(layer).__name__}, which draws new random numbers at every evaluation, so "
-                f"there is no fixed point to find: {advice}"
-            )
+        if not layer.training or hasattr(type(layer), "one_mask_per_pass"):
+            continue
+        for kind, draws, advice in _RANDOM:
+            if isinstance(layer, kind) and draws(layer):
+                name = next(f"R.{name}".rstrip(".") for name, module in R.named_modules() if module is layer)
+                raise RuntimeError(
+                    f"{name} is {type(layer).__name__}, which draws new random numbers at every evaluation, so "
+                    f"there is no fixed point to find: {advice}"
+                )
 
 
-# Layers that draw at random, the attribute that holds their probability, and what to use instead.
-_RANDOM: tuple[tuple[type, str, str], ...] = (
-    (nn.modules.dropout._DropoutNd, "p", "use banach.nn.Dropout, or banach.nn.convert_dropout(R)"),
-    (
-        nn.MultiheadAttention,
-        "dropout",
-        "call banach.nn.convert_dropout(R); if it is a subclass, derive it from banach.nn.MultiheadAttention",
-    ),
-    (nn.RNNBase, "dropout", "set its dropout to 0, and put banach.nn.Dropout between modules of one layer each"),
+_ATTENTION = "call banach.nn.convert_dropout(R); if it is a subclass, derive it from banach.nn.MultiheadAttention"
+_LAYERS = "set its dropout to 0, and put banach.nn.Dropout between modules of one layer each"
+# Kinds of layers, whether one draws at random, and what to use instead.
+_RANDOM: tuple[tuple[type, Callable[[Any], bool], str], ...] = (
+    (nn.modules.dropout._DropoutNd, lambda m: m.p > 0, "use banach.nn.Dropout, or banach.nn.convert_dropout(R)"),
+    (nn.MultiheadAttention, lambda m: m.dropout > 0, _ATTENTION),
+    (nn.RNNBase, lambda m: m.dropout > 0, _LAYERS),
+    (nn.RReLU, lambda m: m.lower < m.upper, "use nn.LeakyReLU"),
 )
-
-
-def _advice(module: nn.Module) -> str | None:
-    """Return what to use instead of a module that draws at random, None if it does not."""
-    if hasattr(type(module), "one_mask_per_pass"):
-        return None
-    if isinstance(module, nn.RReLU) and module.lower < module.upper:
-        return "use nn.LeakyReLU"
-    for kind, probability, advice in _RANDOM:  # Dynamo of torch 2.6 does not trace next(..., None)
-        if isinstance(module, kind) and getattr(module, probability) > 0:
-            return advice
-    return None

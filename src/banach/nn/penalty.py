@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ class Observed:
     """What `observe` saw of the last pass in its block: T, the fixed point z, and the iterates that were chosen.
 
     T has the dropout masks of the pass and starts from the same buffers; evaluating it writes nothing.
-    `jacobian_penalty(seen.T, seen.z, seen.inputs, coupled=seen.coupled)` penalises the pass.
+    `jacobian_penalty(seen.T, seen.z, seen.inputs, coupled=seen.coupled)` penalises the pass. In the block it is
+    the backward mode of the network and, to keep iterates, its solver: it notes what it is given and calls theirs.
     """
 
     T: Map
@@ -31,8 +31,10 @@ class Observed:
     inputs: tuple[Any, ...]
     coupled: bool
 
-    def __init__(self, S: Callable[..., Any], steps: Sequence[int]) -> None:
-        self.S, self.steps = S, frozenset(steps)
+    def __init__(self, net: Any, steps: Sequence[int]) -> None:
+        self.S, self.steps = net.S, frozenset(steps)
+        self._solver: Solver = net.solver
+        self._mode: Mode = net.backward
         self._rows: list[Tensor] = []
 
     @property
@@ -41,10 +43,32 @@ class Observed:
         space = Space.of(self.z, coupled=self.coupled)
         return [space.nest(rows) for rows in self._rows]
 
+    def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
+        self.T, self.z, self.inputs, self.coupled = T, z_star, tuple(inputs), coupled
+        return self._mode.attach(T, z_star, inputs, coupled=coupled)
+
+    @property
+    def memory(self) -> int:
+        return getattr(self._solver, "memory", 1)
+
+    @property
+    def watched(self) -> int:
+        return max(self.steps) + 1  # steps that a captured solve takes one by one, since iterates are kept
+
+    def start(self, z: Tensor) -> Memory:
+        self._rows.clear()
+        return self._solver.start(z)
+
+    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
+        if at.step - 1 in self.steps:  # at evaluation k + 1 it is shown z_k
+            self._rows.append(at.z)
+        return self._solver.step(memory, at)
+
     def __getattr__(self, name: str) -> Any:
-        if "z" in vars(self):
-            raise AttributeError(name)
-        raise AttributeError(f"{name}: no pass was observed; call the network inside the block of observe()")
+        advice = (
+            "" if "z" in vars(self) else ": no pass was observed; call the network inside the block of observe()"
+        )
+        raise AttributeError(name + advice)
 
 
 @contextmanager
@@ -66,9 +90,8 @@ def observe(net: Any, steps: Sequence[int] = ()) -> Iterator[Observed]:
         checks.whole("every step", step, 1)
     if steps and net.compact:
         raise ValueError("expected a network whose batch stays whole, got compact=True; set net.compact = False")
-    seen = Observed(net.S, steps)
-    solver = _Recorded(net.solver, seen) if steps else net.solver
-    with assigned([(net, "solver", solver), (net, "backward", _Shown(net.backward, seen))]):
+    seen = Observed(net, steps)
+    with assigned([(net, "solver", seen if steps else net.solver), (net, "backward", seen)]):
         yield seen
 
 
@@ -96,44 +119,6 @@ def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gam
     for distance, z in zip(range(len(iterates), 0, -1), iterates, strict=True):
         total = total + gamma**distance * loss(on_copies(seen.S, seen.T(z, *seen.inputs)))
     return total
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """A backward mode that shows the map, the fixed point and the inputs of the pass before it attaches."""
-
-    mode: Mode
-    seen: Observed
-
-    def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
-        self.seen.T, self.seen.z, self.seen.inputs, self.seen.coupled = T, z_star, tuple(inputs), coupled
-        return self.mode.attach(T, z_star, inputs, coupled=coupled)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A solver that keeps the chosen iterates. At evaluation k + 1 it is shown z_k."""
-
-    solver: Solver
-    seen: Observed
-
-    @property
-    def memory(self) -> int:
-        return getattr(self.solver, "memory", 1)
-
-    @property
-    def watched(self) -> int:
-        """Steps that a captured solve takes one by one, since iterates are kept."""
-        return max(self.seen.steps) + 1
-
-    def start(self, z: Tensor) -> Memory:
-        self.seen._rows.clear()
-        return self.solver.start(z)
-
-    def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
-        if at.step - 1 in self.seen.steps:
-            self.seen._rows.append(at.z)
-        return self.solver.step(memory, at)
 
 
 def check_network(net: Any) -> None:
@@ -196,8 +181,7 @@ def finite_difference_penalty(
     z = detach(z)
     space = Space.of(z, coupled=coupled)
     rows = space.rows(z, "z")
-    automatic = rounding(space) ** 0.5 * rows.square().mean(1, keepdim=True).sqrt().clamp(min=1)
-    step = automatic if h is None else torch.full_like(automatic, h)
+    step = h or rounding(space) ** 0.5 * rows.square().mean(1, keepdim=True).sqrt().clamp(min=1)
     moved = space.rows(T(space.nest(rows + step * _signs(rows)), *inputs))
     return space.spread(((moved - space.rows(T(z, *inputs))) / step).square().mean(1))
 

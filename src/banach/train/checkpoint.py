@@ -21,7 +21,8 @@ from banach.provenance import digest, naming, sync, write_bytes
 from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
-_PREFIX, _HALF, _METADATA = "epoch-", ".half-", ".metadata"
+HALF = ".half-"  # begins the name of a checkpoint that is being written
+_PREFIX, _METADATA = "epoch-", ".metadata"
 # The keys of a complete state.
 _STATE: dict[str, type[Any]] = dict.fromkeys(("epoch", "step", "products", "rewinds", "tensors"), int)
 _STATE |= {"seconds": float, "warned": bool, "done": list, "identity": dict}
@@ -64,8 +65,7 @@ class Checkpoint:
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors of one part ("net", "average", "optimizer"), by their names in it."""
-        start = f"{prefix}."
-        return {name.removeprefix(start): v for name, v in self.tensors.items() if name.startswith(start)}
+        return {name[len(prefix) + 1 :]: v for name, v in self.tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def write_checkpoint(
@@ -80,39 +80,29 @@ def write_checkpoint(
         if not sharded:
             return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
-    half = Path(tempfile.mkdtemp(prefix=_HALF, dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(prefix=HALF, dir=folder, ignore_cleanup_errors=True) as name:
+        half = Path(name)
         with naming(target):
             written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
             content = {"tensors": written, "sha256": digest(state), "state": state}
             write_bytes(half / STATE, json.dumps(content, indent=1).encode())
         sync(half)
-        half.chmod(0o755)  # mkdtemp's folders are readable by their owner only
+        half.chmod(0o755)  # a temporary folder is readable by its owner only
         if target.exists():
             shutil.rmtree(target)
         os.replace(half, target)
-    except BaseException:
-        shutil.rmtree(half, ignore_errors=True)
-        raise
     sync(folder)
     found = checkpoints(folder)
     kept = [path for path in found if path <= target][-keep:]
     for path in found:
         if path not in kept and (best is None or path.name != best.name):
             shutil.rmtree(path, ignore_errors=True)
-    remove_halves(folder)
     return target
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
-
-
-def remove_halves(folder: Path) -> None:
-    """Remove what killed processes left of checkpoints they were writing."""
-    for path in folder.glob(f"{_HALF}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -156,8 +146,8 @@ def _checked(state: Any) -> dict[str, Any]:
         raise ValueError(f"{STATE} must have the keys {', '.join(_STATE)}; missing or unknown: {wrong!r:.60}")
     for key, kind in _STATE.items():
         value, counts = state[key], kind in (int, float)
-        if type(value) is not kind or (counts and not 0 <= value < math.inf):
-            raise ValueError(f"{key} must be a {kind.__name__}, at least 0 if a number, got {value!r:.60}")
+        if type(value) is not kind or (counts and not 0 <= value < 2**63):
+            raise ValueError(f"{key} must be a {kind.__name__}, a number from 0 to 2^63, got {value!r:.60}")
     numbers = [Epoch.from_dict(values).epoch for values in state["done"]]
     if len(numbers) != state["epoch"] or numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"done must hold the epochs 1 to {state['epoch']!r:.60}, got {numbers!r:.60}")

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from banach.backward import Implicit
 from banach.latent import Space
 from banach.network import ImplicitNetwork
+from banach.nn.layers import assigned, modules_of
 from banach.solve import Picard
 from banach.solve.tolerance import Norm
 from banach.train.metrics import MetricSums
@@ -46,7 +47,7 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def check(self, net: nn.Module, images: int, settings: Settings) -> None:
+    def check(self, net: Any, images: int, settings: Settings) -> None:
         """Refuse what several ranks cannot train, by a ValueError."""
         if self.count == 1:
             return
@@ -62,12 +63,11 @@ class Ranks:
                 who = f"{count} ranks" + (f" that accumulate {accumulate}" if accumulate > 1 else "")
                 text = f"a batch of {size} images cannot be cut into parts for {who}"
                 raise ValueError(f"{text}; choose another --batch-size or --subset, or start fewer processes")
-        own: Any = net
         synchronised = _has_in_R(net, _BatchNorm if settings.torch_device.type == "cuda" else nn.SyncBatchNorm)
-        if synchronised and (type(own.solver) is not Picard or isinstance(own.backward, Implicit)):
+        if synchronised and (type(net.solver) is not Picard or isinstance(net.backward, Implicit)):
             # Some ranks would evaluate R another number of times.
             needs = "batch norm in R is synchronised between ranks: it needs picard and a mode other than implicit"
-            raise ValueError(f"{needs}, got {own.solver} and {own.backward}; choose those, or --no-batch-norm")
+            raise ValueError(f"{needs}, got {net.solver} and {net.backward}; choose those, or --no-batch-norm")
 
     def prepare(self, net: nn.Module, settings: Settings) -> None:
         """Synchronise batch norm and shard the weights, in place."""
@@ -110,8 +110,7 @@ class Ranks:
         """Replace the sums of each rank by those of all, and buffers by those of the first rank."""
         if self.count > 1:
             self.add(state.metrics)
-            state.collect_products()
-            state.products = int(_reduced(torch.tensor(state.products)))
+            _reduced(state.counted)
             for buffer in state.net.buffers():
                 dist.broadcast(buffer, 0)
 
@@ -120,7 +119,6 @@ class Ranks:
         if not self.first:
             state.metrics.reset()
             state.counted.zero_()
-            state.products = 0
 
 
 class Parallel:
@@ -130,21 +128,17 @@ class Parallel:
     ranks too. `total()` is the number of samples of the batch, on all `count` ranks.
     """
 
-    def __init__(self, net: nn.Module, count: int, total: Callable[[], int], *, sharded: bool) -> None:
+    def __init__(self, net: Any, count: int, total: Callable[[], int], *, sharded: bool) -> None:
         self.net, self.count, self.total = net, count, total
         self.coupled = _has_in_R(net, nn.SyncBatchNorm)
         self.call = net if sharded else nn.parallel.DistributedDataParallel(net)
 
     def __call__(self, *d: Any, **options: Any) -> Any:
-        net: Any = self.net
         if not self.coupled:
             return self.call(*d, **options)
-        own = net.tolerance
-        net.tolerance = replace(own, norm=LargestOnRanks(own.norm))
-        try:
+        own = self.net.tolerance
+        with assigned([(self.net, "tolerance", replace(own, norm=LargestOnRanks(own.norm)))]):
             return self.call(*d, **options)
-        finally:
-            net.tolerance = own
 
     def weight(self, own: int) -> float:
         """Return the weight of the mean loss of this rank's samples: DDP and FSDP2 average over ranks."""
@@ -230,8 +224,7 @@ def _reduced(value: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 def _has_in_R(net: Any, kind: type[nn.Module]) -> bool:
-    has_module = isinstance(net, ImplicitNetwork) and isinstance(net.R, nn.Module)
-    return has_module and any(isinstance(module, kind) for module in net.R.modules())
+    return isinstance(net, ImplicitNetwork) and any(isinstance(module, kind) for module in modules_of(net.R))
 
 
 def _started() -> int:

@@ -125,7 +125,7 @@ def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: O
     totals = sums.read()
     if not scorer.captured(device):
         return totals  # the network itself has warned of samples that did not converge
-    if sums.nonfinite or not math.isfinite(totals.loss):
+    if bool(sums.sums[-1]) or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
         return once(Scorer(scorer.net, scorer.precision, fast=False)).read()
     if totals.converged is not None and totals.converged < 1 and scorer.net.tolerance.check_every != 0:

@@ -88,51 +88,36 @@ def _largest(tensors: list[Tensor]) -> Any:
     return torch._foreach_norm(tensors, math.inf)
 
 
-class Divergence:
-    """What `fit` does about steps that are not finite, by the policy of the settings."""
+def rewound(state: TrainState, run: Run | None, watch: NonfiniteWatch, *, now: bool) -> bool:
+    """Look for a bad step and follow the policy of the settings; return True if training was rewound.
 
-    def __init__(self, state: TrainState, run: Run | None) -> None:
-        self.state, self.run, self.policy = state, run, state.settings.on_nonfinite
-        if self.policy == "rewind" and run is None:
-            raise ValueError("on_nonfinite='rewind' needs checkpoints; pass run=, or choose stop or skip")
+    With `now`, look even if that costs a host sync. A DivergenceError stops the training.
+    """
+    failed = watch.failure is not None  # such a batch has no answer, and is not skipped
+    skip, last = watch.skip and not failed, state.step == len(state.batches)
+    often = not skip and state.step % _EVERY[state.device.type] == 0
+    if not (now or last or often or failed) or (fault := watch.failure or watch.read()) is None:
+        return False
+    if not skip:
+        _rewind(state, run, fault)
+    elif last and not state.metrics.sums[0]:
+        _rewind(state, run, f"no batch of the epoch could be used: {fault}")
+    elif last:
+        batches = "one batch" if watch.first[1] == 1 else f"{int(watch.first[1])} batches"
+        watch.first.zero_()
+        warnings.warn(f"skipped {batches}, the first one because {fault}", RuntimeWarning, stacklevel=2)
+    return not skip
 
-    def found(self, watch: NonfiniteWatch, *, now: bool) -> bool:
-        """Look for a bad step and follow the policy; return True if training was rewound.
 
-        With `now`, look even if that costs a host sync. A DivergenceError stops the training.
-        """
-        state = self.state
-        if watch.failure is not None:  # such a batch has no answer, and is not skipped
-            self._rewind(watch.failure)
-            return True
-        last = state.step == len(state.batches)
-        often = self.policy != "skip" and state.step % _EVERY[state.device.type] == 0
-        if not (now or last or often) or (fault := watch.read()) is None:
-            return False
-        if self.policy != "skip":
-            self._rewind(fault)
-        elif last and not state.metrics.sums[0]:
-            raise DivergenceError(f"no batch of the epoch could be used: {self._explained(fault)}")
-        elif last:
-            batches = "one batch" if watch.first[1] == 1 else f"{int(watch.first[1])} batches"
-            watch.first.zero_()
-            warnings.warn(f"skipped {batches}, the first one because {fault}", RuntimeWarning, stacklevel=2)
-        return self.policy != "skip"
-
-    def _rewind(self, fault: str) -> None:
-        """Return to the newest checkpoint and lower the rate, or raise a DivergenceError."""
-        state, run = self.state, self.run
-        checkpoint = None if run is None or self.policy != "rewind" else run.latest()
-        if checkpoint is None or state.rewinds >= REWINDS:
-            raise DivergenceError(self._explained(fault))
-        rewinds = state.rewinds + 1
-        rate = f"the learning rate times {LOWER**rewinds:g}"
-        warnings.warn(f"{fault}; back to {checkpoint.path.name} with {rate}", RuntimeWarning, stacklevel=3)
-        state.restore(checkpoint)
-        state.rewinds = rewinds
-
-    def _explained(self, fault: str) -> str:
-        checkpoint = None if self.run is None else self.run.latest()
+def _rewind(state: TrainState, run: Run | None, fault: str) -> None:
+    """Return to the newest checkpoint and lower the rate, or raise a DivergenceError."""
+    checkpoint = None if run is None else run.latest()
+    if checkpoint is None or state.settings.on_nonfinite != "rewind" or state.rewinds >= REWINDS:
         kept = f"the last good checkpoint is {checkpoint.path}" if checkpoint else "there is no checkpoint yet"
         advice = "lower --lr, set --clip 1, check the data, or choose --on-nonfinite skip or rewind"
-        return f"training diverged: {fault}; {kept}; {advice}"
+        raise DivergenceError(f"training diverged: {fault}; {kept}; {advice}")
+    rewinds = state.rewinds + 1
+    rate = f"the learning rate times {LOWER**rewinds:g}"
+    warnings.warn(f"{fault}; back to {checkpoint.path.name} with {rate}", RuntimeWarning, stacklevel=3)
+    state.restore(checkpoint)
+    state.rewinds = rewinds

@@ -19,7 +19,7 @@ from banach.solve.warning import warn_user
 from banach.train.checkpoint import Position, is_sharded, write_shards
 from banach.train.distributed import Ranks
 from banach.train.evaluate import Scorer, measure
-from banach.train.finite import Divergence
+from banach.train.finite import rewound
 from banach.train.metrics import Compared, Epoch, History, Objective, cross_entropy
 from banach.train.precision import arithmetic
 from banach.train.run import Run, RunError, lock, noted_signals
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _LOGGED = ("loss", "validation_loss", "validation_accuracy", "depth")  # figures of an epoch, for the log
 _FEW = 0.05  # of the solves: an epoch in which fewer converge is reported
-_WATCHED = 8  # samples on which the contraction is measured after every epoch
 
 
 def fit(
@@ -78,6 +77,8 @@ def fit(
     """
     device, objective = settings.torch_device, Objective.of(loss, metrics)
     _check(net, train, validation, settings, objective)
+    if settings.on_nonfinite == "rewind" and run is None:
+        raise ValueError("on_nonfinite='rewind' needs checkpoints; pass run=, or choose stop or skip")
     ranks = Ranks.here()
     data = _placed(train, settings, ranks)
     held = None if validation is None else _placed(validation, settings, ranks)
@@ -89,7 +90,7 @@ def fit(
         raise ValueError(f"augment applies to Images, got {data}; let the data set change its samples")
     ranks.prepare(net.to(device), settings)
     state = TrainState(net, batches, held, settings, ranks, objective)
-    training = _Training(state, run, on_epoch, on_step, on_plan)
+    training = _Training(state, ranks, run, on_epoch, on_step, on_plan)
     with ExitStack() as stack:
         if run is not None:
             if ranks.first:
@@ -134,14 +135,12 @@ class _Training:
     """The loop of `fit` over epochs and steps, with the files that it writes to the run directory."""
 
     state: TrainState
+    ranks: Ranks
     run: Run | None
     on_epoch: Callable[[Epoch], None] | None
     on_step: Callable[[Position], None] | None
     on_plan: Callable[[Plan], None] | None
-
-    def __post_init__(self) -> None:
-        self.ranks, self.divergence = self.state.ranks, Divergence(self.state, self.run)
-        self.shown: Plan | None = None
+    shown: Plan | None = None
 
     def resume(self, run: Run) -> None:
         """Continue from the newest checkpoint of the run, if it has one."""
@@ -189,7 +188,7 @@ class _Training:
                 self.on_step(state.position)
             stopped = self.ranks.agree(signals)
             due = every > 0 and state.step % every == 0 and state.step < len(state.batches)  # else at its end
-            if self.divergence.found(self.steps.watch, now=stopped > 0 or due):
+            if rewound(state, self.run, self.steps.watch, now=stopped > 0 or due):
                 self.steps = Stepper(state)  # captured steps point to the old state of the optimizer
                 return stopped
             if due:
@@ -245,11 +244,10 @@ class _Training:
 def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
     """Read what the epoch came to: the only host sync of the loop."""
     state.ranks.pool(state)
-    state.collect_products()
     figures: dict[str, Any] = {
         **vars(state.metrics.read()),
         "lr": state.rate(state.step - 1),
-        "products": state.products,
+        "products": int(state.counted),
         "seconds": state.seconds,  # of training; the device has finished
         "warm_up": state.warm_up,
         # Before the validation, which in batches of another size has another peak.
@@ -280,7 +278,11 @@ def _contraction(state: TrainState) -> float | None:
     wanted = settings.monitor and not (settings.sharded and state.ranks.count > 1)
     if not wanted or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         return None
-    few = data.few if isinstance(data, Loader) else data.images.normalise(data.images.pixels[:_WATCHED])
+    few = (
+        data.few
+        if isinstance(data, Loader)
+        else data.images.normalise(data.images.pixels[: state.monitor.samples])
+    )
     try:
         state.monitor(net, few)
     except RuntimeError as error:  # such as of a layer without second derivative

@@ -99,7 +99,6 @@ class MetricSums:
         # Samples, loss, metrics; then solved samples, depth, residual, converged, not finite.
         self.sums = torch.zeros(7 + len(metrics), dtype=torch.float64, device=device)
         self.most = torch.zeros(2, dtype=torch.float64, device=device)  # depth, residual
-        self.nonfinite = 0  # samples with a nonfinite residual, set by `read`
 
     def reset(self) -> None:
         """Set all sums to zero, in place: a captured step adds to these tensors."""
@@ -138,8 +137,7 @@ class MetricSums:
         """Return the means, with one host sync."""
         figures = torch.cat([self.sums, self.most]).tolist()
         count, loss, *measured = figures[:-7]
-        solved, depth, residual, converged, nonfinite, *most = figures[-7:]
-        self.nonfinite = int(nonfinite)
+        solved, depth, residual, converged, _, *most = figures[-7:]
         metrics = {name: total / count for name, total in zip(self.metrics, measured, strict=True)}
         means = (loss / count, metrics.pop("accuracy", None))
         mean, deepest = (depth / count, int(most[0])) if solved or depth else (None, None)

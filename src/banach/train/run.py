@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -131,11 +132,12 @@ class Run:
         files.write_checkpoint(self.path / CHECKPOINTS, tensors, state, self.settings.keep, best)
 
     def clean(self) -> None:
-        """Remove temporary files that a killed process left; call it while holding the lock."""
+        """Remove temporary files and folders that a killed process left; call it while holding the lock."""
         for name in (SETTINGS, ENVIRONMENT, METRICS, TEST, PLOT):
             for file in self.path.glob(f".{name}.*"):
                 file.unlink(missing_ok=True)
-        files.remove_halves(self.path / CHECKPOINTS)
+        for folder in (self.path / CHECKPOINTS).glob(f"{files.HALF}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def write_metrics(self, epochs: Iterable[Epoch]) -> None:
         """Write one JSON line per epoch. The whole file is replaced, so no epoch can occur twice."""

@@ -273,8 +273,7 @@ class Settings:
     def _check_twin(self) -> None:
         """Refuse what the explicit twin cannot have."""
         wrong = [name for name in ("jacobian_penalty", "correction", "pretrain", "tune") if getattr(self, name)]
-        if self.backward != "jfb":
-            wrong.append("backward")
+        wrong += ["backward"] if self.backward != "jfb" else []
         if self.max_steps == 0 and wrong:
             text = "max-steps 0 is the explicit twin, which does not solve and whose gradient is exact by jfb"
             raise ValueError(f"{text}; leave out {', '.join(wrong).replace('_', '-')}")

@@ -21,7 +21,7 @@ from banach.train.metrics import COUNTS, Epoch, MetricSums, Objective
 from banach.train.settings import FREE, Settings
 
 LOWER = 0.1  # times the learning rate, after every rewind
-_PLAIN = ("epoch", "step", "products", "rewinds")  # attributes that a checkpoint stores as they are
+_PLAIN = ("epoch", "step", "rewinds")  # attributes that a checkpoint stores as they are
 
 
 class Average:
@@ -37,8 +37,7 @@ class Average:
     @torch.no_grad()
     def update(self, net: nn.Module) -> None:
         """Move the average towards the network's weights, in one kernel for all of them."""
-        own = dict(net.named_parameters())
-        torch._foreach_lerp_(list(self.weights.values()), [own[name] for name in self.weights], 1 - self.decay)
+        torch._foreach_lerp_([*self.weights.values()], [*net.parameters()], 1 - self.decay)
 
     @torch.no_grad()
     def put_into(self, net: nn.Module) -> None:
@@ -75,7 +74,7 @@ class TrainState:
         self.objective, self.device = objective, settings.torch_device
         self.optimizer = settings.make_optimizer(net)
         self.metrics = MetricSums(self.device, objective.metrics)
-        self.counted = torch.zeros((), dtype=torch.int64, device=self.device)  # J-products not in `products` yet
+        self.counted = torch.zeros((), dtype=torch.int64, device=self.device)  # J-products of the epoch
         self.average = None if settings.ema is None else Average(net, settings.ema)
         self.monitor = ContractionMonitor(seed=settings.seed)
         train = batches.images if isinstance(batches, Batches) else batches
@@ -93,7 +92,7 @@ class TrainState:
     @property
     def seconds(self) -> float:
         """Time spent on this epoch, before an interruption and since."""
-        return self.spent + time.perf_counter() - self.since
+        return time.perf_counter() - self.since
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step of this epoch."""
@@ -105,7 +104,6 @@ class TrainState:
         """Reset the sums, the counts and the clock."""
         self.metrics.reset()
         self.counted.zero_()
-        self.products, self.spent = 0, 0.0
         self.begin_clock()
 
     def begin_clock(self) -> None:
@@ -113,11 +111,6 @@ class TrainState:
         self.since = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-
-    def collect_products(self) -> None:
-        """Add the J-products that were counted on the device, with a host sync."""
-        self.products += int(self.counted)
-        self.counted.zero_()
 
     def end_epoch(self, epoch: Epoch) -> None:
         """Store the figures of an epoch and go to the next one."""
@@ -139,9 +132,8 @@ class TrainState:
 
     def plain_values(self) -> dict[str, Any]:
         """Return the rest of a checkpoint."""
-        self.collect_products()
         kept = {name: getattr(self, name) for name in (*_PLAIN, "seconds", "identity")}
-        kept |= {"warned": self.monitor.warned, "tensors": len(self.tensors())}
+        kept |= {"warned": self.monitor.warned, "tensors": len(self.tensors()), "products": int(self.counted)}
         return {**kept, "done": [epoch.to_dict() for epoch in self.done]}
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -165,8 +157,8 @@ class TrainState:
                 likes[name].copy_(tensor)
         for name in _PLAIN:
             setattr(self, name, state[name])
-        self.counted.zero_()
-        self.spent, self.since = state["seconds"], time.perf_counter()
+        self.counted.fill_(state["products"])
+        self.since = time.perf_counter() - state["seconds"]
         self.monitor.warned, self.begun_at = state["warned"], self.step
         self.done = [Epoch.from_dict(values) for values in state["done"]]
         self.ranks.go_on(self)

@@ -1,7 +1,7 @@
 """The training steps of `fit`: a TrainStep for the network as it is, the batches it reads, penalties and seeds."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.backward import Neumann, Unroll
+from banach.backward.jacobian import explained
 from banach.data import Batches, counter
 from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
@@ -144,21 +145,16 @@ class Penalties:
                 found = estimate(seen.T, seen.z, seen.inputs, coupled=seen.coupled)
                 total = total + settings.jacobian_penalty * found.mean()
             if settings.correction:
-                found = fixed_point_correction(seen, lambda output: loss(at_least_fp32(output)))
-                total = total + settings.correction * found
+                total = total + settings.correction * fixed_point_correction(
+                    seen, lambda y: loss(at_least_fp32(y))
+                )
         return total
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self) -> AbstractContextManager[None]:
         """Say what to do where a penalty's gradient fails because R has no second derivative."""
-        try:
-            yield
-        except RuntimeError as error:
-            why, advice = str(error), "set finite_difference=True (--finite-difference)"
-            if not self.products or not ("once_differentiable" in why or "is not implemented" in why):
-                raise
-            needs = "jacobian_penalty needs second derivatives of R, and a layer of R has none"
-            raise RuntimeError(f"{needs} ({why[:200]}); {advice}") from error
+        needs = "jacobian_penalty needs second derivatives of R, and a layer of R has none ({why})"
+        causes = ("once_differentiable", "is not implemented") if self.products else ()
+        return explained(dict.fromkeys(causes, f"{needs}; set finite_difference=True (--finite-difference)"))
 
 
 class Stepper:
@@ -269,7 +265,8 @@ class Stepper:
         samples = own.stop - own.start
         products += 0 if self.penalties is None else self.penalties.products
         products += state.metrics.add_evaluations(state.net, samples)
-        state.products += samples * products
+        if products:  # else this would be one more kernel
+            state.counted += samples * products
 
 
 def _seed(number: int, device: torch.device) -> None:
