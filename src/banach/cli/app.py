@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from banach import __version__
 from banach.cli.console import PLAIN, spoken_warnings
 
-BAD_INPUT, DIVERGED, STOPPED = 2, 3, 130
+BAD_INPUT, DIVERGED = 2, 3
 _SHORT = {
     "train": "Train an implicit network.",
     "evaluate": "Evaluate a run on a split.",
@@ -94,11 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with spoken_warnings():
             done = typer.main.get_command(app).main(arguments, prog_name="banach", standalone_mode=False)
-        if done == STOPPED:  # what typer returns on Ctrl-C
-            return _refuse("stopped", STOPPED)
         return done if isinstance(done, int) else 0
-    except (typer.Abort, KeyboardInterrupt):
-        return _refuse("stopped", STOPPED)
     except Exception as error:
         # What typer raises for bad usage; its class is in click or in typer, depending on the version.
         if hasattr(error, "format_message"):
