@@ -113,13 +113,13 @@ def diagnose(
     found = settings.load("validation", data_dir)
     samples = min(32, len(found)) if samples is None else checks.whole("samples", samples, 2, len(found))
     checks.whole("seed", seed, 0, 2**63 - 1)
-    chosen = found.subset(samples).to(opened.device)
+    chosen = found.subset(samples).to(settings.torch_device)
     measured = measure(net, chosen, settings.label_smoothing, seed=seed)
     content, kind = measured.to_dict(), "training" if settings.whole else "validation"
     show(content, f"{settings.model} on {samples} {kind} images of {chosen.title}")
     given = {"samples": samples, "seed": seed, "precision": "fp32", "run": settings.to_dict()}
     content |= {"run": opened.run.path, "position": vars(opened.position), "data": chosen.title}
-    content |= {"split": chosen.split, "provenance": provenance(given, device=opened.device)}
+    content |= {"split": chosen.split, "provenance": provenance(given, device=chosen.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     show_plot(lambda: charts(measured), opened.run.path / "diagnose.png")
 

@@ -158,7 +158,7 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     chosen = held_out(images.labels.numpy(), min(samples, len(images))).tolist()
     parts = torch.tensor(chosen).chunk(math.ceil(len(chosen) / DIAGNOSED))
     shown = track(parts, "diagnosing", console=console, transient=True, disable=not is_terminal(console))
-    batches = (images.take(part).to(opened.device) for part in shown)
+    batches = (images.take(part).to(opened.settings.torch_device) for part in shown)
     diagnoses = [measure(opened.net, batch, opened.settings.label_smoothing) for batch in batches]
     return replace(one, chosen=chosen, diagnoses=diagnoses)
 

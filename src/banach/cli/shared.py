@@ -7,7 +7,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +20,11 @@ from banach import data, models
 from banach.cli.console import console
 from banach.data import DataSet, Images
 from banach.data.own import own
+from banach.network import ImplicitNetwork
 from banach.train import Position, Run, RunError, Scorer, Settings
 from banach.train.plot import Chart, draw
 from banach.train.precision import arithmetic
+from banach.train.settings import FIXED_POINT
 from banach.train.state import check_identity, described, load_weights
 
 GROUP = "banach"  # of entry points
@@ -130,7 +132,6 @@ class Opened:
     settings: Settings
     net: nn.Module
     dataset: DataSet
-    device: torch.device
     position: Position
 
     def answers(self, images: Images) -> tuple[Tensor, Tensor]:
@@ -138,9 +139,9 @@ class Opened:
 
         The network runs in the precision of the run; the results are float64, on the CPU.
         """
-        chances, ends, images = [], [], images.to(self.device)
+        chances, ends, images = [], [], images.to(self.settings.torch_device)
         scorer = Scorer(self.net, self.settings.precision, fast=False)
-        with arithmetic(self.settings.precision, self.device), torch.no_grad(), warnings.catch_warnings():
+        with arithmetic(self.settings.precision, images.device), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the commands say which solves did not converge
             for part in images.pixels.split(SCORED):
                 output, found = scorer(images.normalise(part))
@@ -159,16 +160,20 @@ def own_run(path: Path) -> Run:
     return run
 
 
-def open_run(path: Path, device: str = "auto") -> Opened:
-    """Load the network of a run from its newest checkpoint."""
+def open_run(path: Path, device: str = "auto", **given: Any) -> Opened:
+    """Load the network of a run from its newest checkpoint; `given` are other settings of its solves."""
     run = own_run(path)
-    settings = replace(run.settings, device=device)
+    settings = run.settings.changed({**given, "device": device})
     where, checkpoint = settings.usable_device(), run.latest()
     if checkpoint is None:
         raise RunError(f"{path} has no checkpoint yet; train it: banach train --resume {shlex.quote(str(path))}")
-    net = settings.build()
+    net = run.settings.changed({"device": device}).build()
     load_weights(net, checkpoint)
     now = described(net, run.settings)
     check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
-    dataset = data.get(str(run.settings.data))
-    return Opened(run, settings, net.to(where).eval(), dataset, where, checkpoint.position)
+    if isinstance(net, ImplicitNetwork):
+        settings.configure(net)
+    elif named := [name for name in FIXED_POINT if given.get(name) is not None]:
+        raise ValueError(f"{settings.model} has no fixed point; leave out {', '.join(named)}")
+    dataset = data.get(str(settings.data))
+    return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position)
