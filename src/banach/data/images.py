@@ -133,16 +133,16 @@ class Batches:
 
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""
-        own = self.own(len(index))
+        own = own_part(len(index), *self.part)
         x = self.images.normalise(self.images.pixels.index_select(0, index[own]))
         if self.augment is not None and self.augment.draws:
             x = self.augment.apply(x, counter.uniform(key, len(index), self.augment.draws, x.device)[own])
         return x, self.images.labels.index_select(0, index[own])
 
-    def own(self, size: int) -> slice:
-        """Return the part of a batch of `size` images that this rank gets; those of all ranks are the batch."""
-        rank, ranks = self.part
-        return slice(size * rank // ranks, size * (rank + 1) // ranks)
+
+def own_part(size: int, rank: int, ranks: int) -> slice:
+    """Return the part of a batch of `size` samples that a rank gets; those of all ranks are the batch."""
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
 def held_out(labels: np.ndarray, count: int) -> np.ndarray:

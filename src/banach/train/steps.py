@@ -11,6 +11,7 @@ from torch import Tensor
 
 from banach.backward import Neumann, Unroll
 from banach.data import Batches, counter
+from banach.data.images import own_part
 from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
 from banach.fast.capture import unchanged
@@ -58,7 +59,7 @@ class Feed:
                     self.first = parts
                 if k == position.step:
                     break
-            self.at, self.parts = position, tuple(one.to(self.state.device, non_blocking=True) for one in parts)
+            self.at, self.parts = position, parts
         return self.parts
 
     @property
@@ -262,7 +263,7 @@ class Stepper:
                 where = f"in step {state.step + 1} of epoch {state.epoch + 1}"
                 self.watch.failure = f"the solver failed ({error}) {where}"
                 return
-        own = state.batches.own(self.feed.count())
+        own = own_part(self.feed.count(), state.ranks.rank, state.ranks.count)
         samples = own.stop - own.start
         products += 0 if self.penalties is None else self.penalties.products
         products += state.metrics.add_evaluations(state.net, samples)
