@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -16,6 +17,7 @@ from banach.cli.console import console, table, wrapped
 from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, show_plot
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
+from banach.diagnose.contraction import worst
 from banach.diagnose.frozen import undisturbed
 from banach.network import ImplicitNetwork
 from banach.provenance import provenance, write_json
@@ -127,10 +129,7 @@ def diagnose(
 def measure(net: Any, images: Images, label_smoothing: float = 0.0, *, seed: int = 0) -> Diagnosis:
     """Measure a network in eval mode on images, on their device; network and random states do not change."""
     d = images.normalise(images.pixels)
-
-    def loss(output: Tensor) -> Tensor:
-        return F.cross_entropy(output, images.labels, label_smoothing=label_smoothing)
-
+    loss = partial(F.cross_entropy, target=images.labels, label_smoothing=label_smoothing)
     modes = (net.backward, *(mode for mode in MODES if mode != net.backward))
     # The figures contain what the warnings would say.
     with arithmetic("fp32", images.device), undisturbed(), warnings.catch_warnings(action="ignore"):
@@ -181,9 +180,8 @@ def _parts(found: Descent) -> dict[str, dict[str, float]]:
 
 def _figure(values: Tensor) -> dict[str, Any]:
     """Return every value, and mean and largest of those that are not NaN."""
-    known = values.double()[~values.double().isnan()]
-    mean, most = (float(known.mean()), float(known.max())) if len(known) else (math.nan, math.nan)
-    return {"mean": mean, "max": most, "values": values}
+    known = values.double()[~values.isnan()]
+    return {"mean": float(known.mean()), "max": worst(known), "values": values}
 
 
 def show(content: Mapping[str, Any], title: str) -> None:

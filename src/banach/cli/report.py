@@ -165,9 +165,8 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
 
 def _picture(pixels: Tensor) -> str:
     """Return an image as the address of a PNG that is part of the page."""
-    array, file = pixels.movedim(0, -1).numpy(), io.BytesIO()
-    shown = need("PIL.Image", "showing images").fromarray(array if array.shape[2] == 3 else array[..., 0])
-    shown.save(file, "PNG")
+    array, file = pixels.movedim(0, -1).squeeze(-1).numpy(), io.BytesIO()
+    need("PIL.Image", "showing images").fromarray(array).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

@@ -71,13 +71,10 @@ class Crop:
         checks.whole("pad", self.pad, 0, 256)  # the padded batch is stored
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
-        height, width = x.shape[2:]
         padded = F.pad(x, [self.pad] * 4, value=self.fill)
-        place = _below(u, 2 * self.pad + 1)
-        rows = place[:, :1] + torch.arange(height, device=x.device)
-        columns = place[:, 1:] + torch.arange(width, device=x.device)
-        index = (rows[:, :, None] * padded.shape[3] + columns[:, None, :]).flatten(1)
-        return padded.flatten(2).gather(2, index[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
+        windows = padded.unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)  # (n, C, row, column, H, W), a view
+        row, column = _below(u, 2 * self.pad + 1).unbind(1)
+        return windows[torch.arange(len(x), device=x.device), :, row, column]
 
 
 @dataclass(frozen=True)
