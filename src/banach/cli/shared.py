@@ -108,6 +108,12 @@ def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
     return settings.changed(given)
 
 
+def parameters(net: nn.Module) -> dict[str, int]:
+    """Return the number of parameters of Q, R and S, if the network has these parts, and of all."""
+    parts = {name: part for name, part in net.named_children() if name in ("Q", "R", "S")}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in {**parts, "all": net}.items()}
+
+
 def show_plot(make: Callable[[], Sequence[Chart]], path: Path, **options: Any) -> None:
     """Write a plot, and print where it is or why there is none."""
     try:
@@ -141,8 +147,8 @@ class Opened:
         """
         chances, ends, images = [], [], images.to(self.settings.torch_device)
         scorer = Scorer(self.net, self.settings.precision, fast=False)
-        with arithmetic(self.settings.precision, images.device), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the commands say which solves did not converge
+        # The commands say which solves did not converge.
+        with arithmetic(self.settings.precision, images.device), warnings.catch_warnings(action="ignore"):
             for part in images.pixels.split(SCORED):
                 output, found = scorer(images.normalise(part))
                 chances.append(output.double().softmax(1).cpu())
