@@ -90,7 +90,7 @@ class Batches:
     """(float32 images, int64 labels) on the device of `images`.
 
     Batch k of epoch e is the same whether the epoch began there or at 0, before or after a resume, and on every
-    device (to rounding). To capture a step, store `index` and `key` in tensors and call `make`.
+    device (to rounding). To capture a step, copy what `drawn` yields into fixed tensors and call `make`.
     """
 
     images: Images
@@ -112,9 +112,15 @@ class Batches:
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch, from batch `start` on."""
+        for key, index in self.drawn(epoch, start):
+            yield self.make(index, key)
+
+    def drawn(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what each batch is made from: the key of its augmentation, and the index of its images."""
         order = self.order(epoch)
         for k in range(start, len(self)):
-            yield self.make(self.index(order, k), self.key(epoch, k))
+            key = counter.key(self.seed, counter.AUGMENT, epoch, k)
+            yield order.new_full((), key), order[k * self.size : (k + 1) * self.size]
 
     def order(self, epoch: int) -> Tensor:
         """Return the index of every image once, in the order of that epoch."""
@@ -122,14 +128,6 @@ class Batches:
         if not self.shuffle:
             return torch.arange(count, device=device)
         return counter.permutation(counter.key(self.seed, counter.ORDER, epoch), count, device)
-
-    def index(self, order: Tensor, k: int) -> Tensor:
-        """Return the images of batch k, a view of the order."""
-        return order[k * self.size : (k + 1) * self.size]
-
-    def key(self, epoch: int, k: int) -> int:
-        """Return the key from which the augmentation of batch k is drawn."""
-        return counter.key(self.seed, counter.AUGMENT, epoch, k)
 
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from banach.backward import Neumann, Unroll
-from banach.data import Batches, counter
+from banach.data import counter
 from banach.data.images import own_part
 from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
@@ -50,10 +50,11 @@ class Feed:
     @property
     def given(self) -> Batch:
         """What the next batch is made from, drawn once; what was seen before a resume is skipped."""
-        position = self.state.position
+        position, batches = self.state.position, self.state.batches
         if self.at != position:
             if self.at is None or self.at.epoch != position.epoch:
-                self.drawn = enumerate(_drawn(self.state.batches, position.epoch))
+                drawn: Any = batches.epoch if isinstance(batches, Loader) else batches.drawn
+                self.drawn = enumerate(drawn(position.epoch))
             for k, parts in self.drawn:
                 if k == 0:
                     self.first = parts
@@ -105,16 +106,6 @@ class Feed:
         yield from (self.state.metrics.sums, self.state.metrics.most, self.state.counted)
         if self.state.average is not None:
             yield from self.state.average.weights.values()
-
-
-def _drawn(batches: Batches | Loader, epoch: int) -> Iterator[Batch]:
-    """Yield what each batch of an epoch is made from: of images the key and the index, else the batch itself."""
-    if isinstance(batches, Loader):
-        yield from batches.epoch(epoch)
-        return
-    order = batches.order(epoch)
-    for k in range(len(batches)):
-        yield order.new_full((), batches.key(epoch, k)), batches.index(order, k)
 
 
 @dataclass(frozen=True)
