@@ -85,8 +85,7 @@ class _WithSolution(nn.Module):
 
 def _traced(net: nn.Module, inputs: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
     """Return the network as torch.export traces it."""
-    batch = torch.export.Dim("batch")
-    shapes = (tuple({0: batch} for _ in inputs),)
+    shapes = (({0: torch.export.Dim("batch")},) * len(inputs),)
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about the tracer itself
         # torch.export takes a batch of one for a constant, and a tensor that is given twice for one input.
         several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one.clone() for one in inputs.values())

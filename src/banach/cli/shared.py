@@ -79,19 +79,14 @@ Imports = Annotated[list[str] | None, option(_MODULE, "--import", metavar="MODUL
 
 
 @functools.cache
-def load_entry_points() -> dict[str, dict[str, object]]:
-    """Import what packages have registered, once; return what needs no --import."""
+def load_entry_points() -> list[object]:
+    """Import what packages have registered, once; return the data sets and models that need no --import."""
     for point in entry_points(group=GROUP):
         try:
             point.load()
         except Exception as error:  # another package's bug must not stop every command
             warnings.warn(f"the entry point {point.value} of {GROUP} cannot be loaded: {error}", stacklevel=2)
-    return _registered()
-
-
-def _registered() -> dict[str, dict[str, object]]:
-    known = {"data": (data.get, data.names()), "model": (models.get, models.names())}
-    return {kind: {name: get(name) for name in names} for kind, (get, names) in known.items()}
+    return [*map(data.get, data.names()), *map(models.get, models.names())]
 
 
 def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
@@ -101,10 +96,10 @@ def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
     """
     mine = own(str(settings.data))
     given = {"data": mine.name if mine else str(settings.data), "model": str(settings.model)}
-    before, now = load_entry_points(), _registered()
-    for key, name in given.items():
-        if modules and name in now[key] and now[key][name] is not before[key].get(name):
-            given[key] = f"{','.join(modules)}:{name}"
+    for key, room in (("data", data), ("model", models)):
+        registered = given[key] in room.names()
+        if modules and registered and all(room.get(given[key]) is not one for one in load_entry_points()):
+            given[key] = f"{','.join(modules)}:{given[key]}"
     return settings.changed(given)
 
 

@@ -86,8 +86,7 @@ class DataSet:
 
     def images(self, pixels: Tensor, labels: Tensor, *, split: str, title: str | None = None) -> Images:
         """Return tensors as images of this data set."""
-        about = (self.name, title or self.title, split, self.classes, self.mean, self.std)
-        return Images(pixels, labels, *about)
+        return Images(pixels, labels, self.name, title or self.title, split, self.classes, self.mean, self.std)
 
     @property
     def remedy(self) -> str:
