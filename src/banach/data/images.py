@@ -78,11 +78,10 @@ class Images:
         return torch.addcmul(shift, pixels.to(torch.float32), scale)
 
     @cached_property
-    def _affine(self) -> tuple[Tensor, Tensor]:
+    def _affine(self) -> Tensor:
         # Cached: making a tensor from Python numbers is a copy that the device waits for.
         mean, std = torch.tensor([self.mean, self.std], dtype=torch.float64)[..., None, None]
-        scale, shift = torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
-        return scale, shift
+        return torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -140,9 +140,7 @@ def _dataset(
     name: str, title: str, shape: Any, classes: tuple[str, ...], labels: Sequence[np.ndarray], read: Read
 ) -> DataSet:
     """Return the data set of one array of labels, a tenth of which is the test part, or of two."""
-    chosen: Any = slice(None), slice(None)
-    if len(labels) == 1:
-        chosen = parted(labels[0], len(labels[0]) // TENTH)
+    chosen: Any = parted(labels[0], len(labels[0]) // TENTH) if len(labels) == 1 else (slice(None), slice(None))
     train, test = len(labels[0][chosen[0]]), len(labels[-1][chosen[1]])
     if train < TENTH or test < 1 or not 2 <= len(classes) <= CLASSES:
         got = f"{train:,} training images, {test:,} test images and {len(classes)} classes"
