@@ -123,8 +123,7 @@ def _shape(file: zipfile.ZipFile, name: str, kind: type) -> tuple[int, ...]:
 def _member(file: zipfile.ZipFile, name: str, kind: type) -> np.ndarray:
     _shape(file, name, kind)
     with file.open(f"{name}.npy") as stream:
-        found: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
-    return found
+        return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
 
 
 def _planes(pixels: np.ndarray) -> np.ndarray:
