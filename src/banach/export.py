@@ -58,10 +58,11 @@ def export(
     checks.nearest("format", format, LOAD)
     if net.training:
         raise ValueError("export needs a network in eval mode, got train mode; call net.eval()")
-    inputs = as_inputs(example)
-    if not all(isinstance(one, Tensor) and one.dim() for one in inputs):
-        got = ", ".join(type(one).__name__ for one in inputs)
+    given = as_inputs(example)
+    if not all(isinstance(one, Tensor) and one.dim() for one in given):
+        got = ", ".join(type(one).__name__ for one in given)
         raise TypeError(f"example must be a tensor or a tuple of tensors with a batch axis, got {got}")
+    inputs = {"d": given[0]} if len(given) == 1 else {f"d_{k}": one for k, one in enumerate(given)}
     program: Any = _to_onnx(net, inputs) if format == "onnx" else _traced(net, inputs)
     if path is not None:
         _write(Path(path), program, {**_describe(net, inputs, format, Path(path).name), **(card or {})})
@@ -82,13 +83,12 @@ class _WithSolution(nn.Module):
         return output, found.steps, found.residual, found.converged
 
 
-def _traced(net: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+def _traced(net: nn.Module, inputs: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
     """Return the network as torch.export traces it."""
-    batch = torch.export.Dim("batch")
-    shapes = (tuple({0: batch} for _ in inputs),)
+    shapes = (({0: torch.export.Dim("batch")},) * len(inputs),)
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about the tracer itself
         # torch.export takes a batch of one for a constant, and a tensor that is given twice for one input.
-        several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one.clone() for one in inputs)
+        several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one.clone() for one in inputs.values())
         try:
             return torch.export.export(_WithSolution(net), several, dynamic_shapes=shapes, strict=False)
         except torch._dynamo.exc.UncapturedHigherOrderOpError as error:
@@ -96,7 +96,7 @@ def _traced(net: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.Exported
             raise ValueError(f"torch {torch.__version__} cannot export the loop; {advice}") from error
 
 
-def _to_onnx(net: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+def _to_onnx(net: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
     """Return the traced network as an ONNX program, without the stack traces that most of its file would be."""
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
@@ -107,7 +107,7 @@ def _to_onnx(net: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     traced = _traced(net, inputs)
     logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)  # it misses torchvision
     options: dict[str, Any] = {
-        "input_names": _names(inputs),
+        "input_names": list(inputs),
         "output_names": list(OUTPUTS)[: len(traced.graph_signature.user_outputs)],
         "custom_translation_table": {torch.ops.aten._linalg_solve_ex.default: _eliminate},
     }
@@ -146,20 +146,16 @@ def _eliminate(A: Any, B: Any, **options: Any) -> tuple[Any, ...]:
     return (rest,)  # the factors and the error code, which come after it, are not used
 
 
-def _names(inputs: tuple[Tensor, ...]) -> list[str]:
-    return ["d"] if len(inputs) == 1 else [f"d_{k}" for k in range(len(inputs))]
-
-
-def _describe(net: nn.Module, inputs: tuple[Tensor, ...], format: str, file: str) -> dict[str, Any]:
+def _describe(net: nn.Module, inputs: Mapping[str, Tensor], format: str, file: str) -> dict[str, Any]:
     """Return the model card: what the file is, how to load it, what goes in and comes out."""
-    shapes = [{"shape": ["batch", *one.shape[1:]], "dtype": str(one.dtype)} for one in inputs]
-    names, implicit = _names(inputs), isinstance(net, ImplicitNetwork)
-    d = ", ".join(f'"{name}": {name}' if format == "onnx" else name for name in names)
+    shapes = {name: {"shape": ["batch", *one.shape[1:]], "dtype": str(one.dtype)} for name, one in inputs.items()}
+    d = ", ".join(f'"{name}": {name}' if format == "onnx" else name for name in inputs)
+    implicit = isinstance(net, ImplicitNetwork)
     return {
         "file": file,
         "format": format,
         "load": LOAD[format].format(file=file, d=d),
-        "inputs": dict(zip(names, shapes, strict=True)),
+        "inputs": shapes,
         "outputs": OUTPUTS if implicit else {"output": "the value of the network"},
         **({"solver": net.solver, "tolerance": net.tolerance} if implicit else {}),
         "exported": provenance(),

@@ -157,14 +157,6 @@ def naming(path: Path) -> Iterator[None]:
         raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def sync(folder: Path) -> None:
     """Write the names in a folder to the disk, where the system lets a folder be opened."""
     try:

@@ -41,7 +41,8 @@ from cli.conftest import refused
         (["data", "verify", "mnist", "--data-dir", "/no/such"], "the data folder /no/such is not a folder"),
         (["models", "mnits"], "did you mean 'mnist'?"),
         (["compare"], "compare --help"),
-        (["trian"], "No such command 'trian'; see: banach --help"),
+        (["xyz"], "No such command 'xyz'; see: banach --help"),
+        (["trian"], "No such command 'trian'"),  # newer versions of typer then suggest the closest one,
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], said: str, capsys: Any) -> None:
@@ -77,15 +78,14 @@ def test_bad_options_of_other_commands(run: Path, capsys: Any) -> None:
     [
         (MemoryError("alloc"), "not enough memory for this; choose smaller settings (alloc)"),
         (RuntimeError("CUDA out of memory"), "not enough memory"),
-        (KeyboardInterrupt(), "stopped"),
     ],
 )
-def test_memory_and_interrupts(error: BaseException, said: str, capsys: Any, monkeypatch: Any) -> None:
+def test_too_little_memory(error: Exception, said: str, capsys: Any, monkeypatch: Any) -> None:
     def fail(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(Settings, "choose", fail)
-    assert main(["train"]) == (130 if said == "stopped" else 2)
+    assert main(["train"]) == 2
     assert said in capsys.readouterr().err
     monkeypatch.setattr(Settings, "choose", lambda *_: 1 / 0)  # anything else is a bug, and shows its traceback
     with pytest.raises(ZeroDivisionError):

@@ -43,14 +43,17 @@ def test_a_rate_that_explodes_stops_the_run(capsys: Any, twin: list[str]) -> Non
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+    defaults |= {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    for number, handler in zip(numbers, before, strict=True):
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("split", "number"), [("train", signal.SIGTERM), ("test", signal.SIGHUP)])
+@pytest.mark.parametrize(
+    ("split", "number"), [("train", signal.SIGINT), ("train", signal.SIGTERM), ("test", signal.SIGHUP)]
+)
 @pytest.mark.usefixtures("handlers")
 def test_a_signal_before_or_after_training(capsys: Any, monkeypatch: Any, number: int, split: str) -> None:
     """They exit by the same rule as during training."""

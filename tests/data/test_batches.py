@@ -58,7 +58,7 @@ def test_augmentation_is_applied_to_normalised_images_and_differs_between_batche
     data, seen = images(), []
     for seed, epoch, k in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
         batches = Batches(data, 20, seed=seed, augment=Crop(2, fill=0.449))
-        key, index = batches.key(epoch, k), batches.index(batches.order(epoch), k)
+        key, index = next(batches.drawn(epoch, k))
         x, y = batches.make(index, key)
         assert torch.equal(y, index)
         u = counter.uniform(key, len(index), 2)
@@ -90,10 +90,10 @@ def test_a_captured_batch_on_a_gpu() -> None:
     with torch.cuda.graph(graph):
         x, y = device.make(index, key)
     assert torch.equal(device.order(4).cpu(), host.order(4))
-    for k, (expected, labels) in enumerate(host.epoch(4)):
-        if k < 5:
-            index.copy_(device.index(device.order(4), k))
-            key.fill_(device.key(4, k))
+    for (expected, labels), (new_key, new_index) in zip(host.epoch(4), device.drawn(4), strict=True):
+        if len(labels) == 10:
+            index.copy_(new_index)
+            key.copy_(new_key)
             graph.replay()
             assert torch.equal(y.cpu(), labels)
             torch.testing.assert_close(x.cpu(), expected, atol=2e-5, rtol=0)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from banach.fast.network import frozen_copy
 from banach.kernels import conv2d, invert
-from banach.models.blocks import LatentResNet
-from banach.models.paper import Block, CIFARLatent, mnist, svhn
+from banach.models.blocks import LatentBlock, LatentResNet
+from banach.models.paper import mnist, svhn
 from banach.nn.layers import uses_batch_statistics
 from banach.solve import RMS, Norm, Solution, Tolerance, WorstPixel, solve
 
+Block = partial(LatentBlock, 35, late=True)  # of the CIFAR-10 network, and its R
+CIFARLatent = partial(LatentResNet, 35, blocks=5, gamma=0.5, late=True)
 NETWORKS = {"mnist": (32, 9, 9), "svhn": (64, 8, 8), "cifar10": (35, 10, 10)}
 
 

@@ -27,9 +27,8 @@ from banach.kernels import (
 )
 from banach.kernels.latent import shared_memory, sizes_of, tiled
 from banach.models.blocks import LatentResNet
-from banach.models.paper import Block
 from banach.solve import RMS, Anderson, Picard, Tolerance
-from kernels.cases import NETWORKS, network, stack_of, tolerance
+from kernels.cases import NETWORKS, Block, network, stack_of, tolerance
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from banach import __version__
 from banach.cli.console import PLAIN, spoken_warnings
 
-BAD_INPUT, DIVERGED, STOPPED = 2, 3, 130
+BAD_INPUT, DIVERGED = 2, 3
 _SHORT = {
     "train": "Train an implicit network.",
     "evaluate": "Evaluate a run on a split.",
@@ -43,12 +43,6 @@ class _Command(TyperCommand):
 class _Commands(TyperGroup):
     """The sub-commands. Each is imported when it is called: --help and shells see names only, without torch."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(_SHORT)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return TyperCommand(cmd_name, short_help=_SHORT[cmd_name]) if cmd_name in _SHORT else None
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name is None:  # a shell completes an unknown name
@@ -70,6 +64,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     **{**PLAIN, "add_completion": True},
 )
+for _name, _help in _SHORT.items():
+    app.command(_name, short_help=_help)(lambda: None)  # `_Commands` replaces it
 
 
 def _version(wanted: bool) -> None:
@@ -94,11 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with spoken_warnings():
             done = typer.main.get_command(app).main(arguments, prog_name="banach", standalone_mode=False)
-        if done == STOPPED:  # what typer returns on Ctrl-C
-            return _refuse("stopped", STOPPED)
         return done if isinstance(done, int) else 0
-    except (typer.Abort, KeyboardInterrupt):
-        return _refuse("stopped", STOPPED)
     except Exception as error:
         # What typer raises for bad usage; its class is in click or in typer, depending on the version.
         if hasattr(error, "format_message"):
@@ -115,7 +107,7 @@ def _usage(error: Any) -> int:
         print(message)
         return BAD_INPUT
     path = error.ctx.command_path if getattr(error, "ctx", None) else "banach"
-    return _refuse(f"{message.rstrip('.')}; see: {path} --help")
+    return _refuse(f"{message.rstrip('.')}; see: {path} --help".replace("?;", "?"))
 
 
 def _sentence(error: Exception) -> str | None:

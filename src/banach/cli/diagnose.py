@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -16,6 +17,7 @@ from banach.cli.console import console, table, wrapped
 from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, show_plot
 from banach.data import Images
 from banach.diagnose import Contraction, Descent, descent_checks, measure_contraction, network_map, verdict
+from banach.diagnose.contraction import worst
 from banach.diagnose.frozen import undisturbed
 from banach.network import ImplicitNetwork
 from banach.provenance import provenance, write_json
@@ -113,13 +115,13 @@ def diagnose(
     found = settings.load("validation", data_dir)
     samples = min(32, len(found)) if samples is None else checks.whole("samples", samples, 2, len(found))
     checks.whole("seed", seed, 0, 2**63 - 1)
-    chosen = found.subset(samples).to(opened.device)
+    chosen = found.subset(samples).to(settings.torch_device)
     measured = measure(net, chosen, settings.label_smoothing, seed=seed)
     content, kind = measured.to_dict(), "training" if settings.whole else "validation"
     show(content, f"{settings.model} on {samples} {kind} images of {chosen.title}")
     given = {"samples": samples, "seed": seed, "precision": "fp32", "run": settings.to_dict()}
     content |= {"run": opened.run.path, "position": vars(opened.position), "data": chosen.title}
-    content |= {"split": chosen.split, "provenance": provenance(given, device=opened.device)}
+    content |= {"split": chosen.split, "provenance": provenance(given, device=chosen.device)}
     console.print(f"figures: {write_json(opened.run.path / 'diagnose.json', content)}")
     show_plot(lambda: charts(measured), opened.run.path / "diagnose.png")
 
@@ -127,10 +129,7 @@ def diagnose(
 def measure(net: Any, images: Images, label_smoothing: float = 0.0, *, seed: int = 0) -> Diagnosis:
     """Measure a network in eval mode on images, on their device; network and random states do not change."""
     d = images.normalise(images.pixels)
-
-    def loss(output: Tensor) -> Tensor:
-        return F.cross_entropy(output, images.labels, label_smoothing=label_smoothing)
-
+    loss = partial(F.cross_entropy, target=images.labels, label_smoothing=label_smoothing)
     modes = (net.backward, *(mode for mode in MODES if mode != net.backward))
     # The figures contain what the warnings would say.
     with arithmetic("fp32", images.device), undisturbed(), warnings.catch_warnings(action="ignore"):
@@ -181,9 +180,8 @@ def _parts(found: Descent) -> dict[str, dict[str, float]]:
 
 def _figure(values: Tensor) -> dict[str, Any]:
     """Return every value, and mean and largest of those that are not NaN."""
-    known = values.double()[~values.double().isnan()]
-    mean, most = (float(known.mean()), float(known.max())) if len(known) else (math.nan, math.nan)
-    return {"mean": mean, "max": most, "values": values}
+    known = values.double()[~values.isnan()]
+    return {"mean": float(known.mean()), "max": worst(known), "values": values}
 
 
 def show(content: Mapping[str, Any], title: str) -> None:

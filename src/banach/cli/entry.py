@@ -8,12 +8,13 @@ from typing import Any
 def main() -> int:
     """Run `banach` with the arguments of the process, and return the exit code.
 
-    SIGTERM and SIGHUP exit with 128 + their number, as in training: also while torch is imported, data is read or
-    results are written. Files are then complete or absent.
+    SIGINT, SIGTERM and SIGHUP exit with 128 + their number, as in training: also while torch is imported, data is
+    read or results are written. Files are then complete or absent.
     """
-    for name in ("SIGTERM", "SIGHUP"):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+        # Ignored ones stay ignored: nohup ignores SIGHUP, a shell SIGINT in the background.
+        if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _exit)
     try:
         from banach.cli.app import main as run
@@ -22,9 +23,6 @@ def main() -> int:
             raise
         print(f"banach: the command line needs {error.name}; run: pip install 'banach[app]'", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # torch takes seconds to import
-        print("banach: stopped", file=sys.stderr)
-        return 130
     return run()
 
 

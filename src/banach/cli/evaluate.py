@@ -7,7 +7,6 @@ import typer
 from banach.cli.console import console, table
 from banach.cli.shared import DataDir, Device, Imports, RunDir, number, open_run, option
 from banach.cli.train import figures, record
-from banach.network import ImplicitNetwork
 from banach.provenance import write_json
 from banach.train import evaluate as measure
 from banach.train import words
@@ -37,20 +36,15 @@ def evaluate(
 
     Options that are not given are those of training. The figures go to evaluation-SPLIT.json in the run.
     """
-    opened = open_run(run, device)
-    net, position = opened.net, opened.position
     given = {"solver": solver, "eps": eps, "rtol": rtol, "norm": norm, "max_steps": max_steps}
-    settings = opened.settings.changed({**given, "precision": precision})
-    if isinstance(net, ImplicitNetwork):
-        settings.configure(net)
-    elif named := [name for name, value in given.items() if value is not None]:
-        raise ValueError(f"{settings.model} has no fixed point; leave out {', '.join(named)}")
+    opened = open_run(run, device, **given, precision=precision)
+    net, settings, position = opened.net, opened.settings, opened.position
     if position.epoch < settings.epochs:
         done = f"{position.epoch} of {settings.epochs} epochs"
         console.print(f"the run is not finished ({done}): do not choose anything by its test set")
     if settings.whole and split == "validation":
         raise ValueError("this run was trained on the validation images too (whole); choose --split test or train")
-    images = settings.load(split, data_dir).to(opened.device)
+    images = settings.load(split, data_dir).to(settings.torch_device)
     totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
     title = f"{images.title}: {len(images):,} {split} images"
     console.print(table(title, ("figure", "value"), figures(totals, split)))

@@ -11,7 +11,6 @@ from banach.cli.console import console
 from banach.cli.shared import Imports, RunDir, open_run, option
 from banach.export import ENDING
 from banach.export import export as write
-from banach.network import ImplicitNetwork
 from banach.train import words
 
 EPILOG = """\b
@@ -36,11 +35,7 @@ def export(
     path = out or run / f"model{ending}"
     if path.suffix != ending or path.is_dir():
         raise ValueError(f"expected a file that ends in {ending}, got {path}; pass --out {path.stem}{ending}")
-    opened = open_run(run, "cpu")
-    if solver is not None:
-        if not isinstance(opened.net, ImplicitNetwork):
-            raise ValueError(f"{opened.settings.model} has no fixed point; leave out --solver")
-        opened.settings.changed({"solver": solver}).configure(opened.net)
+    opened = open_run(run, "cpu", solver=solver)
     dataset, trained = opened.dataset, opened.run.settings
     card = {
         "model": trained.model,

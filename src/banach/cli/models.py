@@ -8,7 +8,7 @@ from torch import nn
 
 from banach import models as registry
 from banach.cli.console import console, table
-from banach.cli.shared import Imports, argument
+from banach.cli.shared import Imports, argument, parameters
 from banach.latent import leaves
 from banach.models import Model, Recipe
 from banach.network import ImplicitNetwork
@@ -32,15 +32,14 @@ def models(name: Annotated[str | None, argument("A model to describe.")] = None,
         explicit = "yes" if isinstance(net, ImplicitNetwork) else "is explicit"
         norm_free, recipes = "yes" if model.has_twin else "no", ", ".join(model.recipes)
         shapes = _latent(model, net), _by(model.image)
-        rows.append((model.name, _count(net), *shapes, explicit, norm_free, recipes))
+        rows.append((model.name, f"{parameters(net)['all']:,}", *shapes, explicit, norm_free, recipes))
     console.print(table("", COLUMNS, rows))
     console.print("Describe one: banach models NAME.  The explicit twin: banach train --max-steps 0.")
 
 
 def _describe(model: Model) -> None:
     net = _fresh(model)
-    parts = [(name, part) for name, part in net.named_children() if name in ("Q", "R", "S")]
-    sizes = ", ".join(f"{name} {_count(part)}" for name, part in (*parts, ("all", net)))
+    sizes = ", ".join(f"{name} {count:,}" for name, count in parameters(net).items())
     console.print(f"{model.name}: {model.description}")
     console.print(f"images {_by(model.image)}, {model.classes} classes, latent {_latent(model, net) or '-'}")
     console.print(f"parameters: {sizes}\n")
@@ -58,10 +57,6 @@ def _latent(model: Model, net: nn.Module) -> str | None:
     with torch.no_grad():
         start = net.start(net.Q(torch.zeros(1, *model.image)))
     return " + ".join(_by(tuple(leaf.shape[1:])) for leaf in leaves(start))
-
-
-def _count(net: nn.Module) -> str:
-    return f"{sum(parameter.numel() for parameter in net.parameters()):,}"
 
 
 def _fresh(model: Model) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from banach import checks
 from banach.cli.console import console, table, wrapped
 from banach.cli.shared import Device, Imports, Opened, RunDir, argument, number, open_run
-from banach.data import DataSet
 from banach.data.pictures import ENDINGS, images_in, read_image
 
 EPILOG = """\b
@@ -49,25 +49,22 @@ def predict(
     rows = [(path, *answer) for path, answer in zip(pictures, classify(opened, pixels, top), strict=True)]
     console.print(table(title, COLUMNS, rows))
     # What may be wrong with the images, rather than with the network.
-    if inverted := [path for path, one in zip(pictures, pixels, strict=True) if looks_inverted(dataset, one)]:
-        means = f"the mean brightness of {dataset.title} is {_brightness(dataset):.0%}, of these more than half"
+    usual = fmean(dataset.mean)
+    if inverted := [path for path, one in zip(pictures, pixels, strict=True) if looks_inverted(one, usual)]:
+        means = f"the mean brightness of {dataset.title} is {usual:.0%}, of these more than half"
         console.print(wrapped(f"looks inverted: {_named(inverted)} ({means}); try --invert"))
     if squashed := [path for path, picture in pictures.items() if picture.squashed]:
         said = f"squashed to {dataset.shape[2]} x {dataset.shape[1]} pixels: {_named(squashed)}"
         console.print(wrapped(f"{said} (the sides have another ratio); crop or pad it first"))
 
 
-def looks_inverted(dataset: DataSet, pixels: Tensor) -> bool:
-    """Return True if the negative of an image is clearly closer to the mean brightness of the data set.
+def looks_inverted(pixels: Tensor, usual: float) -> bool:
+    """Return True if the negative of an image is clearly closer to the usual brightness of the data set.
 
     Never for data of medium brightness, such as photos.
     """
-    usual, here = _brightness(dataset), float(pixels.float().mean()) / 255
+    here = float(pixels.float().mean()) / 255
     return abs(here - usual) > abs(1 - here - usual) + 0.2
-
-
-def _brightness(dataset: DataSet) -> float:
-    return sum(dataset.mean) / len(dataset.mean)
 
 
 def _named(paths: Sequence[Path]) -> str:

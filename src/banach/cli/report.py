@@ -4,20 +4,20 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.progress import track
-from torch import Tensor, nn
+from torch import Tensor
 
 from banach import checks
 from banach.cli.console import console
 from banach.cli.diagnose import Diagnosis, measure
 from banach.cli.progress import is_terminal
-from banach.cli.shared import DataDir, Device, Imports, argument, check_out, number, open_run, option
+from banach.cli.shared import DataDir, Device, Imports, argument, check_out, number, open_run, option, parameters
 from banach.data import DataError
 from banach.data.dataset import need
 from banach.data.images import held_out
@@ -50,7 +50,7 @@ class Reported:
     test: Mapping[str, Any]
     environment: Mapping[str, Any]
     why: str = ""
-    net: nn.Module | None = None
+    parameters: Mapping[str, int] = field(default_factory=dict)
     images: Any = None
     probabilities: Any = None
     steps: Tensor | None = None
@@ -62,13 +62,6 @@ class Reported:
         """How solves went on the test images or, before the end, in the last epoch; None without a fixed point."""
         found = Totals(**self.test["totals"]) if self.test else self.epochs[-1] if self.epochs else None
         return None if found is None or found.converged is None else found
-
-    @property
-    def parameters(self) -> dict[str, int]:
-        """All parameters, and those of Q, R and S."""
-        parts = {"total": self.net} | {name: getattr(self.net, name, None) for name in "QRS"}
-        modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-        return {name: sum(weight.numel() for weight in part.parameters()) for name, part in modules.items()}
 
     @property
     def contraction(self) -> Contraction:
@@ -144,7 +137,7 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     """Measure the newest weights of a run on its validation images."""
     try:
         opened = open_run(one.run.path, device)
-        one = replace(one, net=opened.net)
+        one = replace(one, parameters=parameters(opened.net))
         images = opened.settings.load("validation", data_dir)
     except (RunError, DataError) as error:
         return replace(one, why=f"Nothing was measured: {error}.")
@@ -158,16 +151,15 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     chosen = held_out(images.labels.numpy(), min(samples, len(images))).tolist()
     parts = torch.tensor(chosen).chunk(math.ceil(len(chosen) / DIAGNOSED))
     shown = track(parts, "diagnosing", console=console, transient=True, disable=not is_terminal(console))
-    batches = (images.take(part).to(opened.device) for part in shown)
+    batches = (images.take(part).to(opened.settings.torch_device) for part in shown)
     diagnoses = [measure(opened.net, batch, opened.settings.label_smoothing) for batch in batches]
     return replace(one, chosen=chosen, diagnoses=diagnoses)
 
 
 def _picture(pixels: Tensor) -> str:
     """Return an image as the address of a PNG that is part of the page."""
-    array, file = pixels.movedim(0, -1).numpy(), io.BytesIO()
-    shown = need("PIL.Image", "showing images").fromarray(array if array.shape[2] == 3 else array[..., 0])
-    shown.save(file, "PNG")
+    array, file = pixels.movedim(0, -1).squeeze(-1).numpy(), io.BytesIO()
+    need("PIL.Image", "showing images").fromarray(array).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

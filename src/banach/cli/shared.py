@@ -7,7 +7,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +20,11 @@ from banach import data, models
 from banach.cli.console import console
 from banach.data import DataSet, Images
 from banach.data.own import own
+from banach.network import ImplicitNetwork
 from banach.train import Position, Run, RunError, Scorer, Settings
 from banach.train.plot import Chart, draw
 from banach.train.precision import arithmetic
+from banach.train.settings import FIXED_POINT
 from banach.train.state import check_identity, described, load_weights
 
 GROUP = "banach"  # of entry points
@@ -77,19 +79,14 @@ Imports = Annotated[list[str] | None, option(_MODULE, "--import", metavar="MODUL
 
 
 @functools.cache
-def load_entry_points() -> dict[str, dict[str, object]]:
-    """Import what packages have registered, once; return what needs no --import."""
+def load_entry_points() -> list[object]:
+    """Import what packages have registered, once; return the data sets and models that need no --import."""
     for point in entry_points(group=GROUP):
         try:
             point.load()
         except Exception as error:  # another package's bug must not stop every command
             warnings.warn(f"the entry point {point.value} of {GROUP} cannot be loaded: {error}", stacklevel=2)
-    return _registered()
-
-
-def _registered() -> dict[str, dict[str, object]]:
-    known = {"data": (data.get, data.names()), "model": (models.get, models.names())}
-    return {kind: {name: get(name) for name in names} for kind, (get, names) in known.items()}
+    return [*map(data.get, data.names()), *map(models.get, models.names())]
 
 
 def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
@@ -99,11 +96,17 @@ def recorded(settings: Settings, modules: Sequence[str] | None) -> Settings:
     """
     mine = own(str(settings.data))
     given = {"data": mine.name if mine else str(settings.data), "model": str(settings.model)}
-    before, now = load_entry_points(), _registered()
-    for key, name in given.items():
-        if modules and name in now[key] and now[key][name] is not before[key].get(name):
-            given[key] = f"{','.join(modules)}:{name}"
+    for key, room in (("data", data), ("model", models)):
+        registered = given[key] in room.names()
+        if modules and registered and all(room.get(given[key]) is not one for one in load_entry_points()):
+            given[key] = f"{','.join(modules)}:{given[key]}"
     return settings.changed(given)
+
+
+def parameters(net: nn.Module) -> dict[str, int]:
+    """Return the number of parameters of Q, R and S, if the network has these parts, and of all."""
+    parts = {name: part for name, part in net.named_children() if name in ("Q", "R", "S")}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in {**parts, "all": net}.items()}
 
 
 def show_plot(make: Callable[[], Sequence[Chart]], path: Path, **options: Any) -> None:
@@ -130,7 +133,6 @@ class Opened:
     settings: Settings
     net: nn.Module
     dataset: DataSet
-    device: torch.device
     position: Position
 
     def answers(self, images: Images) -> tuple[Tensor, Tensor]:
@@ -138,10 +140,10 @@ class Opened:
 
         The network runs in the precision of the run; the results are float64, on the CPU.
         """
-        chances, ends, images = [], [], images.to(self.device)
+        chances, ends, images = [], [], images.to(self.settings.torch_device)
         scorer = Scorer(self.net, self.settings.precision, fast=False)
-        with arithmetic(self.settings.precision, self.device), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the commands say which solves did not converge
+        # The commands say which solves did not converge.
+        with arithmetic(self.settings.precision, images.device), warnings.catch_warnings(action="ignore"):
             for part in images.pixels.split(SCORED):
                 output, found = scorer(images.normalise(part))
                 chances.append(output.double().softmax(1).cpu())
@@ -159,16 +161,20 @@ def own_run(path: Path) -> Run:
     return run
 
 
-def open_run(path: Path, device: str = "auto") -> Opened:
-    """Load the network of a run from its newest checkpoint."""
+def open_run(path: Path, device: str = "auto", **given: Any) -> Opened:
+    """Load the network of a run from its newest checkpoint; `given` are other settings of its solves."""
     run = own_run(path)
-    settings = replace(run.settings, device=device)
+    settings = run.settings.changed({**given, "device": device})
     where, checkpoint = settings.usable_device(), run.latest()
     if checkpoint is None:
         raise RunError(f"{path} has no checkpoint yet; train it: banach train --resume {shlex.quote(str(path))}")
-    net = settings.build()
+    net = run.settings.changed({"device": device}).build()
     load_weights(net, checkpoint)
     now = described(net, run.settings)
     check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
-    dataset = data.get(str(run.settings.data))
-    return Opened(run, settings, net.to(where).eval(), dataset, where, checkpoint.position)
+    if isinstance(net, ImplicitNetwork):
+        settings.configure(net)
+    elif named := [name for name in FIXED_POINT if given.get(name) is not None]:
+        raise ValueError(f"{settings.model} has no fixed point; leave out {', '.join(named)}")
+    dataset = data.get(str(settings.data))
+    return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position)

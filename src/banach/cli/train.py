@@ -17,7 +17,7 @@ from torch import nn
 from banach import data as registry
 from banach.cli.console import console, table
 from banach.cli.progress import Progress
-from banach.cli.shared import DataDir, Imports, number, option, own_run, recorded, show_plot
+from banach.cli.shared import DataDir, Imports, number, option, own_run, parameters, recorded, show_plot
 from banach.data import Images
 from banach.data.dataset import find, roots
 from banach.provenance import numbers, plain, provenance
@@ -124,7 +124,7 @@ def _next_free(data: str) -> Path:
 
 def _fit(run: Run, net: nn.Module, images: Images, validation: Images | None, folder: Path | None) -> History:
     """Train the run to its end, or until a signal; show its progress, also to TensorBoard if there is a folder."""
-    settings, weights = run.settings, sum(p.numel() for p in net.parameters())
+    settings, weights = run.settings, parameters(net)["all"]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     how = f", {settings.solver}, {settings.backward}" if settings.backward else ""

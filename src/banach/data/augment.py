@@ -71,13 +71,10 @@ class Crop:
         checks.whole("pad", self.pad, 0, 256)  # the padded batch is stored
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
-        height, width = x.shape[2:]
         padded = F.pad(x, [self.pad] * 4, value=self.fill)
-        place = _below(u, 2 * self.pad + 1)
-        rows = place[:, :1] + torch.arange(height, device=x.device)
-        columns = place[:, 1:] + torch.arange(width, device=x.device)
-        index = (rows[:, :, None] * padded.shape[3] + columns[:, None, :]).flatten(1)
-        return padded.flatten(2).gather(2, index[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
+        windows = padded.unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)  # (n, C, row, column, H, W), a view
+        row, column = _below(u, 2 * self.pad + 1).unbind(1)
+        return windows[torch.arange(len(x), device=x.device), :, row, column]
 
 
 @dataclass(frozen=True)
@@ -138,15 +135,8 @@ class Affine:
         _check_range("scale", self.scale, 1e-6, 1e6)
 
     def apply(self, x: Tensor, u: Tensor) -> Tensor:
-        # grid_sample fills with 0, hence the shift and back.
-        return F.grid_sample(x - self.fill, self._grid(x, u), align_corners=False) + self.fill
-
-    def _grid(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the source of every pixel as grid_sample wants it: (n, H, W, 2), each side from -1 to 1.
-
-        Written out, because affine_grid multiplies matrices, which TF32 would round to a tenth of a pixel.
-        Angles turn from the x axis towards the y axis, which points down.
-        """
+        # The source of every pixel is written out, because affine_grid multiplies matrices, which TF32 would round
+        # to a tenth of a pixel. Angles turn from the x axis towards the y axis, which points down.
         height, width = x.shape[2:]
         u = u.to(x.dtype)[:, :, None, None]
         angle, scale = (2 * u[:, 0] - 1) * math.radians(self.degrees), _stretch(u[:, 1], self.scale)
@@ -155,7 +145,9 @@ class Affine:
         row = torch.arange(height, device=x.device, dtype=x.dtype)[:, None] - (height - 1) / 2 - down
         cos, sin = angle.cos() / scale, angle.sin() / scale
         from_column, from_row = cos * column + sin * row, cos * row - sin * column
-        return torch.stack([from_column * (2 / width), from_row * (2 / height)], 3)
+        grid = torch.stack([from_column * (2 / width), from_row * (2 / height)], 3)  # each side from -1 to 1
+        # grid_sample fills with 0, hence the shift and back.
+        return F.grid_sample(x - self.fill, grid, align_corners=False) + self.fill
 
 
 def paper_cifar10() -> Chain:

@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import os
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
@@ -87,8 +86,7 @@ class DataSet:
 
     def images(self, pixels: Tensor, labels: Tensor, *, split: str, title: str | None = None) -> Images:
         """Return tensors as images of this data set."""
-        about = (self.name, title or self.title, split, self.classes, self.mean, self.std)
-        return Images(pixels, labels, *about)
+        return Images(pixels, labels, self.name, title or self.title, split, self.classes, self.mean, self.std)
 
     @property
     def remedy(self) -> str:
@@ -340,8 +338,7 @@ def _members(dataset: DataSet, archive: Path) -> list[Path]:
                 if inside not in plain:
                     raise DataError(f"{archive.name} holds no plain file {inside}; get it elsewhere")
                 content: Any = tar.extractfile(plain[inside])
-                with path.open("wb") as file:
-                    shutil.copyfileobj(content, file)
+                path.write_bytes(content.read())
     except tarfile.TarError as error:
         raise DataError(f"{archive.name} is not an archive that can be opened ({error})") from error
     return paths

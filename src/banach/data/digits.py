@@ -12,7 +12,7 @@ from banach.data.dataset import Arrays, Damaged, DataSet, need
 from banach.data.images import parted
 
 TEST = 360  # images of scikit-learn's digits that we hold out
-LIMIT = 2**26  # bytes: an IDX header that asks for more is damaged; MNIST's has 47 million
+LIMIT = 2**26  # bytes that are read of an IDX file; the largest one of MNIST has 47 million
 URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 
 
@@ -31,25 +31,20 @@ def read_mnist(part: str, paths: tuple[Path, ...]) -> Arrays:
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
     """Read an IDX file: two zero bytes, the type 8 (uint8), the number of sizes, the sizes, the values."""
-    first = struct.pack(">HBB", 0, 8, dimensions)
+    first, begin = struct.pack(">HBB", 0, 8, dimensions), 4 + 4 * dimensions
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            head = file.read(4 + 4 * dimensions)
-            if head[:4] != first or len(head) < 4 + 4 * dimensions:
-                wanted = f"expected {first.hex()} and {dimensions} sizes"
-                raise Damaged(path, f"it starts with {head.hex() or 'nothing'}, {wanted}")
-            sizes = struct.unpack(f">{dimensions}I", head[4:])
-            size = math.prod(sizes)
-            asks = f"its header {sizes} asks for {size:,} bytes"
-            if not 0 < size <= LIMIT:
-                raise Damaged(path, f"{asks}, expected 1 to {LIMIT:,}")
-            values = bytearray(file.read(size + 1))  # one more, to see whether the file ends there
+            content = bytearray(file.read(LIMIT))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Damaged(path, f"it cannot be decompressed ({error})") from error
-    if len(values) != size:
-        there = "more" if len(values) > size else f"{len(values):,}"
-        raise Damaged(path, f"{asks}, and there are {there}")
-    return np.frombuffer(values, np.uint8).reshape(sizes)
+    if content[:4] != first or len(content) < begin:
+        found = content[:begin].hex() or "nothing"
+        raise Damaged(path, f"it starts with {found}, expected {first.hex()} and {dimensions} sizes")
+    sizes = struct.unpack_from(f">{dimensions}I", content, 4)
+    if math.prod(sizes) != len(content) - begin:
+        asks = f"its header {sizes} asks for {math.prod(sizes):,} bytes"
+        raise Damaged(path, f"{asks}, and there are {len(content) - begin:,}")
+    return np.frombuffer(content, np.uint8, offset=begin).reshape(sizes)
 
 
 DIGITS = DataSet(

@@ -78,11 +78,10 @@ class Images:
         return torch.addcmul(shift, pixels.to(torch.float32), scale)
 
     @cached_property
-    def _affine(self) -> tuple[Tensor, Tensor]:
+    def _affine(self) -> Tensor:
         # Cached: making a tensor from Python numbers is a copy that the device waits for.
         mean, std = torch.tensor([self.mean, self.std], dtype=torch.float64)[..., None, None]
-        scale, shift = torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
-        return scale, shift
+        return torch.stack([1 / (255 * std), -mean / std]).to(self.device, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +89,7 @@ class Batches:
     """(float32 images, int64 labels) on the device of `images`.
 
     Batch k of epoch e is the same whether the epoch began there or at 0, before or after a resume, and on every
-    device (to rounding). To capture a step, store `index` and `key` in tensors and call `make`.
+    device (to rounding). To capture a step, copy what `drawn` yields into fixed tensors and call `make`.
     """
 
     images: Images
@@ -112,9 +111,15 @@ class Batches:
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch, from batch `start` on."""
+        for key, index in self.drawn(epoch, start):
+            yield self.make(index, key)
+
+    def drawn(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what each batch is made from: the key of its augmentation, and the index of its images."""
         order = self.order(epoch)
         for k in range(start, len(self)):
-            yield self.make(self.index(order, k), self.key(epoch, k))
+            key = counter.key(self.seed, counter.AUGMENT, epoch, k)
+            yield order.new_full((), key), order[k * self.size : (k + 1) * self.size]
 
     def order(self, epoch: int) -> Tensor:
         """Return the index of every image once, in the order of that epoch."""
@@ -123,26 +128,18 @@ class Batches:
             return torch.arange(count, device=device)
         return counter.permutation(counter.key(self.seed, counter.ORDER, epoch), count, device)
 
-    def index(self, order: Tensor, k: int) -> Tensor:
-        """Return the images of batch k, a view of the order."""
-        return order[k * self.size : (k + 1) * self.size]
-
-    def key(self, epoch: int, k: int) -> int:
-        """Return the key from which the augmentation of batch k is drawn."""
-        return counter.key(self.seed, counter.AUGMENT, epoch, k)
-
     def make(self, index: Tensor, key: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return the batch of these images. No host sync: with tensors for both arguments it can be captured."""
-        own = self.own(len(index))
+        own = own_part(len(index), *self.part)
         x = self.images.normalise(self.images.pixels.index_select(0, index[own]))
         if self.augment is not None and self.augment.draws:
             x = self.augment.apply(x, counter.uniform(key, len(index), self.augment.draws, x.device)[own])
         return x, self.images.labels.index_select(0, index[own])
 
-    def own(self, size: int) -> slice:
-        """Return the part of a batch of `size` images that this rank gets; those of all ranks are the batch."""
-        rank, ranks = self.part
-        return slice(size * rank // ranks, size * (rank + 1) // ranks)
+
+def own_part(size: int, rank: int, ranks: int) -> slice:
+    """Return the part of a batch of `size` samples that a rank gets; those of all ranks are the batch."""
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
 def held_out(labels: np.ndarray, count: int) -> np.ndarray:

@@ -43,7 +43,7 @@ class Loader:
         return f"{type(self.data).__name__} of {self.count} batches" + (f" of {size}" if size else "")
 
     def epoch(self, epoch: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch, where the data has them."""
+        """Yield the batches of an epoch, on the device."""
         by_batch = getattr(self.data, "batch_sampler", None)
         inner = [getattr(self.data, name, None) for name in ("dataset", "sampler")]
         for part in (self.data, *inner, by_batch, getattr(by_batch, "sampler", None)):
@@ -58,20 +58,12 @@ class Loader:
                 given = next(batches, None)
             if given is None:
                 raise ValueError(f"the data gave {k} batches, but its length is {self.count}; correct its __len__")
-            yield _checked(given)
-
-    def placed(self, batch: Batch) -> Batch:
-        """Return a batch on the device."""
-        return tuple(one.to(self.device, non_blocking=True) for one in batch)
-
-    def own(self, size: int) -> slice:
-        """Return the part of a batch that this rank gets: there is one rank, which gets all."""
-        return slice(0, size)
+            yield tuple(one.to(self.device, non_blocking=True) for one in _checked(given))
 
     @cached_property
     def few(self) -> tuple[Tensor, ...]:
         """The inputs of the first batch, on which a network is measured."""
-        return self.placed(next(self.epoch()))[:-1]
+        return next(self.epoch())[:-1]
 
 
 def _checked(given: Any) -> Batch:

@@ -123,8 +123,7 @@ def _shape(file: zipfile.ZipFile, name: str, kind: type) -> tuple[int, ...]:
 def _member(file: zipfile.ZipFile, name: str, kind: type) -> np.ndarray:
     _shape(file, name, kind)
     with file.open(f"{name}.npy") as stream:
-        found: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
-    return found
+        return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
 
 
 def _planes(pixels: np.ndarray) -> np.ndarray:
@@ -140,9 +139,7 @@ def _dataset(
     name: str, title: str, shape: Any, classes: tuple[str, ...], labels: Sequence[np.ndarray], read: Read
 ) -> DataSet:
     """Return the data set of one array of labels, a tenth of which is the test part, or of two."""
-    chosen: Any = slice(None), slice(None)
-    if len(labels) == 1:
-        chosen = parted(labels[0], len(labels[0]) // TENTH)
+    chosen: Any = parted(labels[0], len(labels[0]) // TENTH) if len(labels) == 1 else (slice(None), slice(None))
     train, test = len(labels[0][chosen[0]]), len(labels[-1][chosen[1]])
     if train < TENTH or test < 1 or not 2 <= len(classes) <= CLASSES:
         got = f"{train:,} training images, {test:,} test images and {len(classes)} classes"

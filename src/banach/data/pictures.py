@@ -61,10 +61,9 @@ def read_image(path: Path, shape: tuple[int, int, int] | None = None) -> Picture
 
 def _read(pillow: Any, path: Path, shape: tuple[int, int, int] | None) -> Picture:
     pillow.init()
-    formats = [name for name in FORMATS if name in pillow.OPEN]
     if path.stat().st_size > BYTES:
         raise DataError(f"has {path.stat().st_size:,} bytes, expected at most {BYTES:,}; scale it down first")
-    with pillow.open(path, formats=formats) as image:
+    with pillow.open(path, formats=[name for name in FORMATS if name in pillow.OPEN]) as image:
         _check(image)
         # In place: a copy would lose the format, and cost memory.
         need("PIL.ImageOps", "reading images").exif_transpose(image, in_place=True)

@@ -111,8 +111,7 @@ class Shortcut(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stride > 1:
-            x = x[:, :, :: self.stride, :: self.stride]
+        x = x[:, :, :: self.stride, :: self.stride]
         return F.pad(x, (0, 0, 0, 0, self.before, self.after)) if self.before or self.after else x
 
 

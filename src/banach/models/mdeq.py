@@ -1,7 +1,6 @@
 """Multiscale deep equilibrium models (Bai et al. 2020): a latent of several resolutions, solved at once."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -214,16 +213,14 @@ def mdeq(image: Image = (3, 32, 32), classes: int = 10) -> ImplicitNetwork:
     return multiscale(image, classes, LARGE)
 
 
-@contextmanager
-def unrolled(net: ImplicitNetwork, steps: int = 10) -> Iterator[None]:
+def unrolled(net: ImplicitNetwork, steps: int = 10) -> AbstractContextManager[None]:
     """Warm up: inside the block the network makes `steps` steps from z0 by plain backpropagation, and no solve.
 
     The authors' first 20,000 training steps (TINY: 3,000) are of this kind. The damping is that of the solver.
     """
     tolerance = replace(net.tolerance, max_steps=0)
     backward = Unroll(steps, damping=getattr(net.solver, "damping", 0.0))
-    with assigned([(net, "tolerance", tolerance), (net, "backward", backward)]):
-        yield
+    return assigned([(net, "tolerance", tolerance), (net, "backward", backward)])
 
 
 # The authors' caps on evaluations, 18 forward and 20 backward; the tolerance is in effect never met.

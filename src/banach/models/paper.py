@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch.nn.functional as F
@@ -15,8 +14,6 @@ from banach.solve import WorstPixel
 CHANNELS = 35  # of the CIFAR-10 network
 BORDER = 4  # pixels of a constant around its images
 GREY = 0.449  # that constant: a mean colour, although the images are normalised already
-Block = partial(LatentBlock, CHANNELS, late=True)
-CIFARLatent = partial(LatentResNet, CHANNELS, blocks=5, gamma=0.5, late=True)
 
 
 def digits(image: Image = (1, 8, 8), classes: int = 10, *, batch_norm: bool = True) -> Parts:
@@ -83,7 +80,7 @@ def cifar10(image: Image = (3, 32, 32), classes: int = 10, *, batch_norm: bool =
     latent = (CHANNELS, (height + 2 * BORDER) // 4, (width + 2 * BORDER) // 4)
     return Parts(
         Q=CIFARData(channels),
-        R=CIFARLatent(batch_norm=batch_norm),
+        R=LatentResNet(CHANNELS, blocks=5, gamma=0.5, batch_norm=batch_norm, late=True),
         S=_readout(latent, CHANNELS, classes, nn.Dropout(0.1), stride=2, padding=1),
     )
 
@@ -123,8 +120,8 @@ class CIFARData(nn.Module):
     def __init__(self, channels: int = 3) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, CHANNELS, 7)
-        self.stage1 = nn.Sequential(*(Block(dropout=0.15) for _ in range(16)))
-        self.stage2 = nn.Sequential(*(Block(dropout=0.15) for _ in range(16)))
+        self.stage1 = nn.Sequential(*(LatentBlock(CHANNELS, late=True, dropout=0.15) for _ in range(16)))
+        self.stage2 = nn.Sequential(*(LatentBlock(CHANNELS, late=True, dropout=0.15) for _ in range(16)))
 
     def forward(self, d: Tensor) -> Tensor:
         # The authors pad by a constant, then their convolution repeats the border three times: one pad does both.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from banach.provenance import digest, naming, sync, write_bytes
+from banach.provenance import digest, naming, sync, whole_file
 from banach.train.metrics import Epoch
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -85,8 +85,8 @@ def write_checkpoint(
         with naming(target):
             written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
             content = {"tensors": written, "sha256": digest(state), "state": state}
-            write_bytes(half / STATE, json.dumps(content, indent=1).encode())
-        sync(half)
+            with whole_file(half / STATE) as file:
+                file.write(json.dumps(content, indent=1))
         half.chmod(0o755)  # a temporary folder is readable by its owner only
         if target.exists():
             shutil.rmtree(target)
@@ -160,7 +160,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     # Copies: safetensors refuses tensors that share memory, as tied weights do.
     data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
-    write_bytes(path, data)
+    with whole_file(path, binary=True) as file:
+        file.write(data)
     return hashlib.sha256(data).hexdigest()
 
 

@@ -137,7 +137,7 @@ def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: O
 def _batches(data: Images | Loader, size: int, ranks: Ranks) -> Iterator[Batch]:
     """Yield batches; those of images have at most this size, and an image for every rank: all call the network."""
     if isinstance(data, Loader):
-        yield from map(data.placed, data.epoch())
+        yield from data.epoch()
         return
     if len(data) < ranks.count:
         raise ValueError(f"{ranks.count} ranks cannot share {len(data)} images; start fewer processes")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from banach.backward import Neumann, Unroll
 from banach.backward.jacobian import explained
-from banach.data import Batches, counter
+from banach.data import counter
+from banach.data.images import own_part
 from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
 from banach.fast.capture import unchanged
@@ -50,16 +51,17 @@ class Feed:
     @property
     def given(self) -> Batch:
         """What the next batch is made from, drawn once; what was seen before a resume is skipped."""
-        position = self.state.position
+        position, batches = self.state.position, self.state.batches
         if self.at != position:
             if self.at is None or self.at.epoch != position.epoch:
-                self.drawn = enumerate(_drawn(self.state.batches, position.epoch))
+                drawn: Any = batches.epoch if isinstance(batches, Loader) else batches.drawn
+                self.drawn = enumerate(drawn(position.epoch))
             for k, parts in self.drawn:
                 if k == 0:
                     self.first = parts
                 if k == position.step:
                     break
-            self.at, self.parts = position, tuple(one.to(self.state.device, non_blocking=True) for one in parts)
+            self.at, self.parts = position, parts
         return self.parts
 
     @property
@@ -105,16 +107,6 @@ class Feed:
         yield from (self.state.metrics.sums, self.state.metrics.most, self.state.counted)
         if self.state.average is not None:
             yield from self.state.average.weights.values()
-
-
-def _drawn(batches: Batches | Loader, epoch: int) -> Iterator[Batch]:
-    """Yield what each batch of an epoch is made from: of images the key and the index, else the batch itself."""
-    if isinstance(batches, Loader):
-        yield from batches.epoch(epoch)
-        return
-    order = batches.order(epoch)
-    for k in range(len(batches)):
-        yield order.new_full((), batches.key(epoch, k)), batches.index(order, k)
 
 
 @dataclass(frozen=True)
@@ -261,7 +253,7 @@ class Stepper:
                 where = f"in step {state.step + 1} of epoch {state.epoch + 1}"
                 self.watch.failure = f"the solver failed ({error}) {where}"
                 return
-        own = state.batches.own(self.feed.count())
+        own = own_part(self.feed.count(), state.ranks.rank, state.ranks.count)
         samples = own.stop - own.start
         products += 0 if self.penalties is None else self.penalties.products
         products += state.metrics.add_evaluations(state.net, samples)
