@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # of Dynamo, at v
+    pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
 ]
 CUDA = torch.device("cuda", 0)
 SHAPES = {"mnist": (1, 28, 28), "svhn": (3, 32, 32), "cifar10": (3, 32, 32), "own": (1, 8, 8)}

@@ -93,18 +93,18 @@ def test_evaluations_are_counted() -> None:
 class ReplayedDynamics:
     """In place of `make_graphed_callables`: a replay overwrites the output of the one before."""
 
-    def __init__(self, f: Any, given: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, f: Any, given: tuple[Tensor, ...]) -> None:
         self.f, self.output = f, torch.empty_like(given[1])
 
-    def __call__(self, t: Tensor, h: Tensor) -> Tensor:
-        y: Tensor = self.f(t, h)
+    def __call__(self, *given: Tensor) -> Tensor:
+        y: Tensor = self.f(*given)
         return y if torch.is_grad_enabled() else self.output.copy_(y)
 
 
 def test_captured_dynamics_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ReplayedDynamics] = []
 
-    def capture(f: Any, given: tuple[Tensor, Tensor]) -> ReplayedDynamics:
+    def capture(f: Any, given: tuple[Tensor, ...]) -> ReplayedDynamics:
         made.append(ReplayedDynamics(f, given))
         return made[-1]
 

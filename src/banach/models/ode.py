@@ -59,7 +59,7 @@ class Dynamics(nn.Module):
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
         self.count += 1
         if self.graphs and runs_graphs(h.device) and (captured := _captured(self, t, h)) is not None:
-            return captured(t, h).clone()  # the next replay overwrites it
+            return captured(t, h, *self.parameters()).clone()  # the next replay overwrites it
         h = F.relu(self.conv1(t, h))
         h = F.relu(self.conv2(t, h))
         return self.conv3(t, h)
@@ -70,17 +70,23 @@ _MOST = 8  # shapes of h; with more f runs eagerly
 
 
 def _captured(f: Dynamics, t: Tensor, h: Tensor) -> Any:
-    """Return f as CUDA graphs for the shape of h, where its weights are now; None if there are too many."""
+    """Return f(t, h, *weights) as CUDA graphs for this shape and these weights; None if there are too many."""
     known = _CAPTURED.setdefault(f, {})
     key = h.shape, h.dtype, convolves_in_tf32(), *(weight.data_ptr() for weight in f.parameters())
     if key not in known:
         if len(known) == _MOST:
             return None
-        alone = substitute(f)
-        alone.graphs = False
-        given = (one.detach().clone().requires_grad_() for one in (t, h))
+        eager, names = substitute(f), [name for name, _ in f.named_parameters()]
+        eager.graphs = False
+
+        def evaluate(t: Tensor, h: Tensor, *weights: Tensor) -> Tensor:
+            return torch.func.functional_call(eager, dict(zip(names, weights, strict=True)), (t, h))
+
+        # New leaves: those of the weights belong to the stream of the pass, which a capture may not touch.
+        given = (t.clone(), h.clone(), *f.parameters())
         with torch.enable_grad():
-            known[key] = torch.cuda.make_graphed_callables(alone, tuple(given))
+            leaves = tuple(one.detach().requires_grad_() for one in given)
+            known[key] = torch.cuda.make_graphed_callables(evaluate, leaves)
     return known[key]
 
 
