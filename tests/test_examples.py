@@ -123,6 +123,7 @@ def test_the_transformer_is_causal() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of Dynamo, at v
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning")
 @pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning")
 def test_the_transformer_trains_captured_and_compiled() -> None:
     assert transformer_deq.train(300, device="cuda")[1] > 0.9

@@ -1,6 +1,5 @@
 """Neural ODEs: counts, gradients against unrolled autograd in float64, evaluations, failures."""
 
-import copy
 import sys
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 
 from banach import models
-from banach.models import ode
 from banach.models.ode import ODEFailure, ODENet
 from models.reference_models import count
 from nn.parts_nn import gradients
@@ -88,66 +86,6 @@ def test_evaluations_are_counted() -> None:
     assert direct.evaluations.backward == 0
     with torch.no_grad():
         torch.testing.assert_close(net(d), direct(d))
-
-
-class ReplayedDynamics:
-    """In place of `make_graphed_callables`: a replay overwrites the output of the one before."""
-
-    def __init__(self, f: Any, given: tuple[Tensor, ...]) -> None:
-        self.f, self.output = f, torch.empty_like(given[1])
-
-    def __call__(self, *given: Tensor) -> Tensor:
-        y: Tensor = self.f(*given)
-        return y if torch.is_grad_enabled() else self.output.copy_(y)
-
-
-def test_captured_dynamics_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ReplayedDynamics] = []
-
-    def capture(f: Any, given: tuple[Tensor, ...]) -> ReplayedDynamics:
-        made.append(ReplayedDynamics(f, given))
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
-    monkeypatch.setattr(ode, "runs_graphs", lambda device: True)
-    net, d = small(), images()
-    y = net(d)
-    exact, evaluations = gradients(net, y.sum()), net.evaluations
-    net.graphs = True
-    other = net(d)
-    torch.testing.assert_close(other, y, rtol=0, atol=0)
-    torch.testing.assert_close(gradients(net, other.sum()), exact, rtol=0, atol=0)
-    assert net.evaluations == evaluations
-    assert len(made) == 1
-    net(images(4))
-    assert len(made) == 2  # one per shape
-    net.adjoint = False  # recorded evaluations may not be overwritten
-    net(images(5)).sum().backward()
-    assert len(made) == 2
-    copy.deepcopy(net)(d)
-    net.float()(d.float())  # the weights have moved
-    assert len(made) == 2
-    with torch.no_grad():
-        net(d.float())
-    assert len(made) == 3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["node", "anode"])
-def test_captured_dynamics_on_a_gpu(name: str) -> None:
-    net: Any = models.build(name).cuda()
-    d = torch.rand(16, 1, 28, 28, device="cuda")
-    y = net(d)
-    exact, evaluations = gradients(net, y.square().sum()), net.evaluations
-    net.graphs = True
-    for _ in range(2):
-        other = net(d)
-        torch.testing.assert_close(other, y, rtol=1e-3, atol=1e-3)
-        found = gradients(net, other.square().sum())
-        assert net.evaluations == evaluations
-        assert all(float((found[key] - g).norm() / g.norm()) < 5e-3 for key, g in exact.items())
-    with torch.no_grad():
-        torch.testing.assert_close(net(d), y, rtol=1e-3, atol=1e-3)
 
 
 def test_autocast() -> None:

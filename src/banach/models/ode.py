@@ -2,17 +2,14 @@
 
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from banach.fast.plan import convolves_in_tf32, runs_graphs
 from banach.models.blocks import Image
 from banach.models.mon import COMMON
 from banach.models.registry import Recipe, register
-from banach.nn import substitute
 
 
 class ODEFailure(RuntimeError):
@@ -41,7 +38,6 @@ class TimeConv2d(nn.Conv2d):
         of_time, of_h = self.weight.split((1, self.in_channels - 1), 1)
         ones = h.new_ones(1, 1, *h.shape[2:])
         added: Tensor = F.conv2d(ones, t.to(h.dtype) * of_time, self.bias, padding=self.padding)
-        of_h = of_h.contiguous(memory_format=torch.channels_last)  # h follows: torchdiffeq gives it as NCHW
         return F.conv2d(h, of_h, padding=self.padding).add_(added)
 
 
@@ -54,40 +50,12 @@ class Dynamics(nn.Module):
         self.conv2 = TimeConv2d(filters + 1, filters, 3, padding=1)
         self.conv3 = TimeConv2d(filters + 1, channels, 1)
         self.count = 0  # evaluations since it was last set to 0
-        self.graphs = False  # evaluate f and its vector-Jacobian product as CUDA graphs
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
         self.count += 1
-        if self.graphs and runs_graphs(h.device) and (captured := _captured(self, t, h)) is not None:
-            return captured(t, h, *self.parameters()).clone()  # the next replay overwrites it
         h = F.relu(self.conv1(t, h))
         h = F.relu(self.conv2(t, h))
         return self.conv3(t, h)
-
-
-_CAPTURED: "WeakKeyDictionary[Dynamics, dict[Any, Any]]" = WeakKeyDictionary()  # not in the module: it is copied
-_MOST = 8  # shapes of h; with more f runs eagerly
-
-
-def _captured(f: Dynamics, t: Tensor, h: Tensor) -> Any:
-    """Return f(t, h, *weights) as CUDA graphs for this shape and these weights; None if there are too many."""
-    known = _CAPTURED.setdefault(f, {})
-    key = h.shape, h.dtype, convolves_in_tf32(), *(weight.data_ptr() for weight in f.parameters())
-    if key not in known:
-        if len(known) == _MOST:
-            return None
-        eager, names = substitute(f), [name for name, _ in f.named_parameters()]
-        eager.graphs = False
-
-        def evaluate(t: Tensor, h: Tensor, *weights: Tensor) -> Tensor:
-            return torch.func.functional_call(eager, dict(zip(names, weights, strict=True)), (t, h))
-
-        # New leaves: those of the weights belong to the stream of the pass, which a capture may not touch.
-        given = (t.clone(), h.clone(), *f.parameters())
-        with torch.enable_grad():
-            leaves = tuple(one.detach().requires_grad_() for one in given)
-            known[key] = torch.cuda.make_graphed_callables(evaluate, leaves)
-    return known[key]
 
 
 class ODENet(nn.Module):
@@ -105,9 +73,6 @@ class ODENet(nn.Module):
             is exact only up to the tolerance.
         tolerance: rtol and atol of the solver.
         max_steps: attempted steps of the solver (dopri5), at most.
-    Attributes:
-        graphs: on a GPU, evaluate f and its vector-Jacobian product as CUDA graphs, unless autograd records the
-            solver's steps. `fit` sets it.
     Raises:
         ODEFailure: if the solver gives up in the forward pass. (In an adjoint pass torchdiffeq's AssertionError
             reaches the caller of `backward()`.) `fit` reports either as a DivergenceError, or rewinds.
@@ -127,7 +92,7 @@ class ODENet(nn.Module):
         super().__init__()
         channels, height, width = image
         self.extra, self.adjoint = extra, adjoint
-        self.rtol, self.max_steps, self.graphs = tolerance, max_steps, False
+        self.rtol, self.max_steps = tolerance, max_steps
         self.f = Dynamics(channels + extra, filters)
         self.linear = nn.Linear((channels + extra) * height * width, classes)
         self._forward = 0
@@ -144,9 +109,8 @@ class ODENet(nn.Module):
             import torchdiffeq
         except ImportError:
             raise ImportError("Neural ODEs need torchdiffeq: pip install torchdiffeq") from None
-        recorded = torch.is_grad_enabled()
-        odeint: Any = torchdiffeq.odeint_adjoint if self.adjoint and recorded else torchdiffeq.odeint
-        self.f.graphs = self.graphs and (self.adjoint or not recorded)  # replays overwrite what was recorded
+        recorded = self.adjoint and torch.is_grad_enabled()
+        odeint: Any = torchdiffeq.odeint_adjoint if recorded else torchdiffeq.odeint
         # Rounding in bf16 exceeds any useful tolerance, so f runs without autocast.
         with torch.autocast(h.device.type, enabled=False):
             h = h.to(self.linear.weight.dtype)

@@ -161,8 +161,6 @@ class Stepper:
         """Plan a step for the network as it is now, and make it."""
         state = self.state
         net, settings = state.net.train(), state.settings
-        if isinstance(net, ODENet):
-            net.graphs = settings.fast
         self.penalties = None if self._pretrains else Penalties.of(settings)
         if (ranks := state.ranks.count) > 1:
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
@@ -196,8 +194,7 @@ class Stepper:
             return "fast is off"
         if self.state.ranks.count > 1:
             return f"{self.state.ranks.count} ranks exchange gradients within a step"
-        on_host = "the ODE solver chooses its steps on the host; only f is captured"
-        return on_host if isinstance(self.state.net, ODENet) else None
+        return "the ODE solver chooses its steps on the host" if isinstance(self.state.net, ODENet) else None
 
     @property
     def failed(self) -> bool:
