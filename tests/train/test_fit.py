@@ -282,7 +282,7 @@ def test_a_batch_far_larger_than_the_data_needs_no_more_memory() -> None:
     made = settings(batch_size=10**6)
     batches = Batches(images(20), made.batch_size)
     feed = Feed(TrainState(plain_network(), batches, None, made))
-    assert max(value.numel() for value in feed.given) == 20
+    assert max(value.numel() for value in feed.next_parts()) == 20
 
 
 def test_one_cycle_goes_up_and_down() -> None:

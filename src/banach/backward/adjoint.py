@@ -72,7 +72,7 @@ class Problem:
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
         if equation.every or self.mode.report is not None:
-            self._tell(equation, w, finite)
+            self._report(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
 
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
@@ -95,7 +95,7 @@ class Problem:
         with self._short_type():  # by which the loop calls a sample stalled
             return solve(step, equation.g, method, tolerance=tolerance).value
 
-    def _tell(self, equation: "Adjoint", w: Tensor, finite: Tensor) -> None:
+    def _report(self, equation: "Adjoint", w: Tensor, finite: Tensor) -> None:
         """Report how the equation was solved, and warn where that is short of the tolerance."""
         ends = list(zip(to_numpy(finite).tolist(), equation.ends(w), strict=True))
         if self.mode.report is not None:

@@ -1,4 +1,4 @@
-"""The one method a backward mode has, and what several modes ask."""
+"""The one method a backward mode has, and checks that several modes share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -148,7 +148,7 @@ def latent_solve(R: Any, v: Tensor, z0: Tensor | None = None, *, tolerance: Tole
         z0: starting latent, zeros if None.
         tolerance: its norm is RMS, Euclidean or WorstPixel.
     Returns:
-        Solution. If programs lost each other (two solves on a GPU without cooperative launch): NaN and -1 steps.
+        Solution. If a barrier timed out (two solves on a GPU without cooperative launch): NaN and -1 steps.
     Raises:
         ValueError: if R, the norm or a shape does not fit.
     """

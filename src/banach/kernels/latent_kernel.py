@@ -282,7 +282,7 @@ def _finish(
     slot, value, residual, steps, flags, begin, end, shift, image, count, images, code, diverged, made, norm,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of `count` images, from `image` on. Programs that lost each other write NaN and -1."""
+    """Write the result of `count` images, from `image` on. After a timeout at a barrier: NaN and -1."""
     co = tl.arange(0, K.columns)
     for tile in range(begin, end, K.rows):
         m = tile + tl.arange(0, K.rows)

@@ -17,7 +17,7 @@ from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
 from banach.train.distributed import Ranks
-from banach.train.metrics import Compared, MetricSums, Objective, Totals
+from banach.train.metrics import NONFINITE, Compared, MetricSums, Objective, Totals
 from banach.train.precision import arithmetic, autocast
 
 AT_A_TIME = 512  # images per captured batch; batches are powers of two
@@ -125,7 +125,7 @@ def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: O
     totals = sums.read()
     if not scorer.captured(device):
         return totals  # the network itself has warned of samples that did not converge
-    if bool(sums.sums[-1]) or not math.isfinite(totals.loss):
+    if bool(sums.sums[NONFINITE]) or not math.isfinite(totals.loss):
         # The network itself warns of samples that diverge, and a kernel that failed gives no answer.
         return once(Scorer(scorer.net, scorer.precision, fast=False)).read()
     if totals.converged is not None and totals.converged < 1 and scorer.net.tolerance.check_every != 0:

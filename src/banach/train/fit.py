@@ -201,7 +201,7 @@ class _Training:
     def _end_epoch(self, scorer: Scorer) -> None:
         """Validate, report the epoch, and write a checkpoint and the metrics."""
         state = self.state
-        state.end_epoch(_look_back(state, scorer))
+        state.end_epoch(_measure_epoch(state, scorer))
         found = ((name, getattr(state.done[-1], name)) for name in _LOGGED)
         line = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found if value is not None)
         logger.info("epoch %d of %d: %s", state.epoch, state.settings.epochs, line)
@@ -241,8 +241,8 @@ class _Training:
         ranks.go_on(state)
 
 
-def _look_back(state: TrainState, scorer: Scorer) -> Epoch:
-    """Read what the epoch came to: the only host sync of the loop."""
+def _measure_epoch(state: TrainState, scorer: Scorer) -> Epoch:
+    """Validate, and return the figures of the epoch. Syncs with the host."""
     state.ranks.pool(state)
     figures: dict[str, Any] = {
         **vars(state.metrics.read()),
@@ -278,11 +278,10 @@ def _contraction(state: TrainState) -> float | None:
     wanted = settings.monitor and not (settings.sharded and state.ranks.count > 1)
     if not wanted or not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         return None
-    few = (
-        data.few
-        if isinstance(data, Loader)
-        else data.images.normalise(data.images.pixels[: state.monitor.samples])
-    )
+    if isinstance(data, Loader):
+        few: Any = data.few
+    else:
+        few = data.images.normalise(data.images.pixels[: state.monitor.samples])
     try:
         state.monitor(net, few)
     except RuntimeError as error:  # such as of a layer without second derivative

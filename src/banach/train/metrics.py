@@ -88,7 +88,9 @@ class Totals:
         return made
 
 
-COUNTS = [0, -5, -4, -2, -1]  # counts in `MetricSums.sums`: samples, solved ones, steps, converged, not finite
+# `MetricSums.sums`: samples, loss, metrics, then these. Depths are sums of steps; all but the residual are counts.
+SOLVED, DEPTH, RESIDUAL, CONVERGED, NONFINITE = range(-5, 0)
+COUNTS = [0, SOLVED, DEPTH, CONVERGED, NONFINITE]
 
 
 class MetricSums:
@@ -96,7 +98,6 @@ class MetricSums:
 
     def __init__(self, device: torch.device, metrics: Mapping[str, Compared] = Objective().metrics) -> None:
         self.metrics = metrics
-        # Samples, loss, metrics; then solved samples, depth, residual, converged, not finite.
         self.sums = torch.zeros(7 + len(metrics), dtype=torch.float64, device=device)
         self.most = torch.zeros(2, dtype=torch.float64, device=device)  # depth, residual
 
@@ -129,7 +130,7 @@ class MetricSums:
         made = getattr(net, "evaluations", None)
         if made is None:
             return 0
-        self.sums[-4] += samples * made.forward
+        self.sums[DEPTH] += samples * made.forward
         self.most[0].clamp_(min=made.forward)
         return int(made.backward)
 

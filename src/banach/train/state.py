@@ -173,7 +173,7 @@ class TrainState:
             raise ValueError(f"it has {len(got)} tensors, expected {checkpoint.state['tensors']}")
         counts = torch.cat([got["tally.sums"][COUNTS], got["tally.most"][:1]])
         if not bool((counts.isfinite() & (counts >= 0)).all()):
-            raise ValueError(f"the tally must hold counts, got {counts.tolist()}")
+            raise ValueError(f"the sums of metrics (tally) must hold counts, got {counts.tolist()}")
 
     def _likes(self, names: Container[str]) -> dict[str, Tensor]:
         """Return the tensors of this state, and tensors like those of the optimizer that have one of these names.

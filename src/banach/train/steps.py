@@ -48,9 +48,8 @@ class Feed:
         self.at: Position | None = None  # that of `parts`
         self.kept: Batch = ()  # what a captured step reads
 
-    @property
-    def given(self) -> Batch:
-        """What the next batch is made from, drawn once; what was seen before a resume is skipped."""
+    def next_parts(self) -> Batch:
+        """Return what the batch at the state's position is made from, drawn once. Earlier ones are skipped."""
         position, batches = self.state.position, self.state.batches
         if self.at != position:
             if self.at is None or self.at.epoch != position.epoch:
@@ -66,15 +65,16 @@ class Feed:
 
     @property
     def fits(self) -> bool:
-        return [(one.shape, one.dtype) for one in self.given] == [(one.shape, one.dtype) for one in self.kept]
+        now, wanted = ([(one.shape, one.dtype) for one in batch] for batch in (self.next_parts(), self.kept))
+        return now == wanted
 
     def count(self) -> int:
         """Return the number of samples of the next batch, on all ranks."""
-        return len(self.given[-1])
+        return len(self.next_parts()[-1])
 
     def load(self) -> None:
         """Write what a captured step reads."""
-        given = self.given
+        given = self.next_parts()
         if not self.kept:  # of the first batch, though a resumed epoch may begin with its last one
             self.kept = tuple(one.to(self.state.device, copy=True) for one in self.first)
         self.begin_step()
@@ -94,7 +94,7 @@ class Feed:
 
     def eager(self) -> Batch:
         self.begin_step()
-        return self.make(self.given)
+        return self.make(self.next_parts())
 
     def captured(self) -> Batch:
         return self.make(self.kept)
@@ -213,7 +213,7 @@ class Stepper:
 
     def prepare(self) -> None:
         """Capture the step, if that is planned; again if the network is used in another way than before."""
-        if self._made_for_pretrain != self._pretrains or self._tuned():
+        if self._made_for_pretrain != self._pretrains or self._tune_modules():
             self._make()
         if self.step.plan.graph:
             self.feed.load()
@@ -221,12 +221,12 @@ class Stepper:
                 with self._phase(), unchanged([self.watch.first]):  # the warm-up is undone
                     self.step.prepare()
 
-    def _tuned(self) -> bool:
+    def _tune_modules(self) -> bool:
         """Let modules tune themselves on the next batch, if it is time; return True if one has changed."""
         state, steps = self.state, len(self.state.batches)
         if not state.settings.tune or state.step not in (_TUNED, steps // 2) or self._pretrains:
             return False
-        *d, _ = self.feed.make(self.feed.given)
+        *d, _ = self.feed.make(self.feed.next_parts())
         able: list[Any] = [module for module in state.net.modules() if callable(getattr(module, "tune", None))]
         with autocast(state.settings.precision, state.device), torch.no_grad():
             changed = [module.tune(state.net, *d) for module in able]  # all of them, before any() looks
