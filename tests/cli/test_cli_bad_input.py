@@ -148,6 +148,16 @@ def test_settings_edited_after_training_are_refused(run: Path, capsys: Any, key:
         refused(command, capsys, f"the run was started with setting {key}=")
 
 
+def test_a_file_that_ends_too_early(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set of the user's may raise an EOFError, which typer turns into its own Abort."""
+
+    def load(*given: Any) -> Any:
+        raise EOFError("Ran out of input")
+
+    monkeypatch.setattr(Settings, "load", load)
+    refused(["train"], capsys, "ended too early")
+
+
 def refused_data(name: str, capsys: Any, *words: str) -> None:
     refused(["train", "--data", name, "--data-dir", ".", "--out", "run"], capsys, *words)
     assert not Path("run").exists()

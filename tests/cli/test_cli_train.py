@@ -166,7 +166,7 @@ def test_evaluate_says_that_a_run_is_not_finished_and_knows_explicit_models(caps
     net, run = settings.build(), Run.create("explicit", settings)
     state = {**STATE, "step": 1, "identity": described(net, settings)}
     run.save(train.Position(0, 1), {f"net.{name}": value for name, value in net.state_dict().items()}, state)
-    refused(["evaluate", "explicit", "--eps", "1e-3"], capsys, "resnet56 has no fixed point; leave out eps")
+    refused(["evaluate", "explicit", "--eps", "1e-3"], capsys, "resnet56 has no fixed point; leave out --eps")
     assert main(["evaluate", "explicit"]) == 0
     assert "the run is not finished (0 of 1 epochs)" in capsys.readouterr().out
 

@@ -91,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
         with spoken_warnings():
             done = typer.main.get_command(app).main(arguments, prog_name="banach", standalone_mode=False)
         return done if isinstance(done, int) else 0
+    except typer.Abort:  # what typer makes of an EOFError
+        return _refuse("a file or the input ended too early; check the data and what --import loads", BAD_INPUT)
     except Exception as error:
         # What typer raises for bad usage; its class is in click or in typer, depending on the version.
         if hasattr(error, "format_message"):

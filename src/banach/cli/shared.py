@@ -175,6 +175,7 @@ def open_run(path: Path, device: str = "auto", **given: Any) -> Opened:
     if isinstance(net, ImplicitNetwork):
         settings.configure(net)
     elif named := [name for name in FIXED_POINT if given.get(name) is not None]:
-        raise ValueError(f"{settings.model} has no fixed point; leave out {', '.join(named)}")
+        flags = ", ".join("--" + name.replace("_", "-") for name in named)
+        raise ValueError(f"{settings.model} has no fixed point; leave out {flags}")
     dataset = data.get(str(settings.data))
     return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position)

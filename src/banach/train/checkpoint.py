@@ -147,7 +147,8 @@ def _checked(state: Any) -> dict[str, Any]:
     for key, kind in _STATE.items():
         value, counts = state[key], kind in (int, float)
         if type(value) is not kind or (counts and not 0 <= value < 2**63):
-            raise ValueError(f"{key} must be a {kind.__name__}, a number from 0 to 2^63, got {value!r:.60}")
+            limits = " from 0 to 2^63" if counts else ""
+            raise ValueError(f"{key} must be a {kind.__name__}{limits}, got {value!r:.60}")
     numbers = [Epoch.from_dict(values).epoch for values in state["done"]]
     if len(numbers) != state["epoch"] or numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"done must hold the epochs 1 to {state['epoch']!r:.60}, got {numbers!r:.60}")
