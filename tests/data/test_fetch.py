@@ -97,6 +97,18 @@ def test_what_goes_wrong_leaves_whole_files_only(mnist: np.ndarray, server: Serv
     assert everything(cache_dir()) <= {"mnist", "cifar-10-batches-bin", *whole}
 
 
+@pytest.mark.parametrize("place", [".", "cifar-10-batches-bin"])
+def test_an_archive_that_is_there_is_unpacked(place: str, server: Server, cifar: dict, tmp_path: Path) -> None:
+    """It was skipped, and then the files were reported missing."""
+    content = tar(cifar)
+    small(CIFAR10, downloads=server.offer("cifar.tar.gz", content))
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "cifar.tar.gz").write_bytes(content)
+    fetch("cifar10", tmp_path)
+    assert server.asked == []
+    assert (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").exists()
+
+
 def test_an_archive_gives_its_named_plain_files_only(server: Server, cifar: dict, tmp_path: Path) -> None:
     small(CIFAR10, downloads=server.offer("cifar.tar.gz", tar(cifar)))
     fetch("cifar10", tmp_path / "new")

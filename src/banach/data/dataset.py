@@ -293,7 +293,10 @@ def fetch(name: str, data_dir: Folder | None = None) -> list[str]:
 
 
 def _download(dataset: DataSet, root: Path) -> None:
-    """Download each file to a temporary folder, and move it to its place in one step."""
+    """Download each file to a temporary folder, and move it to its place in one step.
+
+    An archive that is already in the folder is unpacked without a download.
+    """
     if not dataset.downloads:
         raise DataError(f"{dataset.name} has no address to download from; {dataset.remedy}")
     folder = root / dataset.folders[0]
@@ -302,10 +305,15 @@ def _download(dataset: DataSet, root: Path) -> None:
         with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as temporary:
             for url, digest in dataset.downloads.items():
                 path = Path(temporary) / url.rsplit("/", 1)[-1]
-                if matches(folder / path.name, digest):
+                packed = path.name.endswith(".tar.gz")
+                places = (folder / path.name, root / path.name) if packed else (folder / path.name,)
+                here = next((place for place in places if matches(place, digest)), None)
+                if here is None:
+                    _retrieve(url, digest, path)
+                elif not packed:
                     continue
-                _retrieve(url, digest, path)
-                for file in _members(dataset, path) if path.name.endswith(".tar.gz") else [path]:
+                files = _members(dataset, here or path, path.parent) if packed else [path]
+                for file in files:
                     file.chmod(0o644)  # temporary files are readable by their owner only
                     os.replace(file, folder / file.name)
     except OSError as error:
@@ -327,9 +335,9 @@ def _retrieve(url: str, digest: str, path: Path) -> None:
         raise DataError(f"{url} does not have its published {digest}; try again, or get it elsewhere") from error
 
 
-def _members(dataset: DataSet, archive: Path) -> list[Path]:
+def _members(dataset: DataSet, archive: Path, folder: Path) -> list[Path]:
     """Extract the files that the data set names, if they are plain files; return them when all are there."""
-    paths = [archive.parent / (name + dataset.endings[0]) for part in dataset.files.values() for name in part]
+    paths = [folder / (name + dataset.endings[0]) for part in dataset.files.values() for name in part]
     try:
         with tarfile.open(archive) as tar:
             plain = {member.name: member for member in tar if member.isreg()}
