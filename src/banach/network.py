@@ -157,7 +157,7 @@ class ImplicitNetwork(nn.Module):
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
             if found.failures:
-                found = warn_unconverged(found, this_pass.iterate, (v,), coupled=coupled, owner=R)
+                found = warn_unconverged(found, this_pass.evaluate_in_solve, (v,), coupled=coupled, owner=R)
             u = mode.attach(this_pass.evaluate, found.value, (v,), coupled=coupled)
         return u, found
 
@@ -174,9 +174,8 @@ class ImplicitNetwork(nn.Module):
             if compact and this_pass.masks is not None:  # indices, by which masks are selected with the batch
                 first = leaves(z0)[0]
                 inputs = v, torch.arange(first.shape[0], device=first.device)
-            return solve(
-                this_pass.iterate, z0, self.solver, inputs=inputs, tolerance=self.tolerance, compact=compact, **how
-            )
+            T, tolerance = this_pass.evaluate_in_solve, self.tolerance
+            return solve(T, z0, self.solver, inputs=inputs, tolerance=tolerance, compact=compact, **how)
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
             about_shapes = isinstance(error, KeyError) or any(word in str(error) for word in _SHAPE_WORDS)
             if default_start and about_shapes and not isinstance(error, NotConverged):

@@ -30,7 +30,7 @@ def test_on_a_gpu_every_choice_has_a_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[0] == "training step on cpu, bf16: captured"
     assert lines[1:] == [
         "  CUDA graph: yes",
-        "  own loop: yes",
+        "  Q, R, S one by one: yes",
         "  one-launch kernel: yes",
         "  while node: no, a kernel iterates R",
         "  fused step: no, a kernel iterates R",
@@ -78,7 +78,7 @@ def test_reasons(choice: str, options: Any, how: Any, why: str, monkeypatch: pyt
     assert getattr(made, choice).why.startswith(why)
     if choice == "own_loop":
         assert made.graph
-        assert made.kernel.why == made.windows.why == "the network is not taken apart"
+        assert made.kernel.why == made.windows.why == "Q, R and S are not called one by one"
 
 
 def test_kernels_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
 
 LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
-_NOT_TAKEN_APART = "the network is not taken apart"
+_NOT_ONE_BY_ONE = "Q, R and S are not called one by one"
 _NO_FIXED_POINT = "the network has no fixed point"
 
 
@@ -67,7 +67,7 @@ class Plan:
     device: str
     precision: str
     graph: Choice = _titled("CUDA graph")
-    own_loop: Choice = _titled("own loop")
+    own_loop: Choice = _titled("Q, R, S one by one")
     kernel: Choice = _titled("one-launch kernel")
     loop: Choice = _titled("while node")
     fused_step: Choice = _titled("fused step")
@@ -106,7 +106,7 @@ def plan(
         precision: "fp32", "tf32" or "bf16" (autocast). None: fp32, or tf32 where cuDNN convolves in TF32.
         training: plan a training step; otherwise a prediction in eval mode.
         compile: torch.compile was asked for.
-        observed: penalties observe the network's own pass, so it is not taken apart.
+        observed: penalties observe the network's own pass, so Q, R and S are not called one by one.
         refused: a reason not to capture, such as "fast is off".
     Returns:
         Plan; print it.
@@ -123,7 +123,7 @@ def plan(
     no_kernel = _no_kernel(net, device)
     ways = _ways_to_iterate(net, no_kernel, training=training, observed=observed)
     # Reasons, which are false where they do not hold.
-    no_parts = training and not ways["own_loop"] and _NOT_TAKEN_APART
+    no_parts = training and not ways["own_loop"] and _NOT_ONE_BY_ONE
     no_training = not training and "for training steps only"
     no_bf16 = precision != "bf16" and f"the precision is {precision}"
     no_stack = not any(map(is_stack, net.modules())) and "there is no stack of known blocks"
@@ -228,7 +228,7 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     )
     explicit = net.tolerance.max_steps == 0 and "max_steps is 0"
     no_tests = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
-    no_parts = training and not own_loop and _NOT_TAKEN_APART
+    no_parts = training and not own_loop and _NOT_ONE_BY_ONE
     no_masks = draws(net.R) and "R draws dropout masks"
     kernel = _unless(no_kernel, no_parts, explicit, no_masks) and _unless(_no_latent_kernel(net))
     by_kernel = kernel and "a kernel iterates R"

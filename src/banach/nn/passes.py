@@ -78,7 +78,7 @@ class Pass:
                 return self.remembered.call(u, v, self.buffers.fresh())
             return self.buffers.call(u, v, last=self.open)
 
-    def iterate(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
+    def evaluate_in_solve(self, u: Latent, v: Latent, index: Tensor | None = None) -> Latent:
         """Return R(u, v), not recorded and not the last of the pass: if possible without an update of buffers."""
         if not self.buffers.norms or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.evaluate(u, v, index)
@@ -131,7 +131,7 @@ class PlainPass:
 
     def __init__(self, R: nn.Module) -> None:
         called = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None and not is_hooked(R)
-        self.iterate = self.evaluate = R.forward if called and not torch.compiler.is_compiling() else R
+        self.evaluate_in_solve = self.evaluate = R.forward if called and not torch.compiler.is_compiling() else R
 
     def __enter__(self) -> Self:
         return self

@@ -52,7 +52,7 @@ class Observed:
         return getattr(self._solver, "memory", 1)
 
     @property
-    def watched(self) -> int:
+    def steps_before_loop(self) -> int:
         return max(self.steps) + 1  # steps that a captured solve takes one by one, since iterates are kept
 
     def start(self, z: Tensor) -> Memory:

@@ -43,7 +43,7 @@ def run_on_device(run: SolveRun, state: State, loop: Loop) -> State:
     A captured body has the slots of a solver's memory as constants, so it is one whole cycle of them.
     """
     most, cycle = run.tolerance.max_steps, getattr(run.solver, "memory", STEPS_PER_TEST)
-    first = steps_before_loop(most, cycle, getattr(run.solver, "watched", 0))
+    first = steps_before_loop(most, cycle, getattr(run.solver, "steps_before_loop", 0))
     for k in range(1, first + 1):
         run.step(state, k, k)
     if most == first:

@@ -33,7 +33,7 @@ class Solver(Protocol):
     written in place. `z` and `r` belong to the loop and stay as they are; `Tz` and the numbers of a sample may be
     overwritten by the next evaluation, so keep copies. What is proposed belongs to the loop too: a new tensor, or
     `Tz` itself. A solver with slots has an attribute `memory`, their number: a captured loop takes a whole cycle
-    of them before it tests again.
+    of them before it tests again. One with `steps_before_loop` takes so many steps one by one before that loop.
     """
 
     def start(self, z: Tensor) -> Memory:
