@@ -20,7 +20,7 @@ from reproduction.trainings import Training, learning_curves, of_groups, trained
 EXACT = "implicit:picard:1e-2:300"  # as MON's own recipe
 TF32 = {"precision": "tf32"}  # PyTorch's default for convolutions
 DAMPED = {"solver": "picard:0.5", "compile": True, **TF32}
-LARGE = {**DAMPED, "precision": "bf16", "epochs": 100, "pretrain": 3_000}  # what 25 minutes allow
+LARGE = {**DAMPED, "precision": "bf16", "epochs": 100, "pretrain": 3_000}  # planned for 25 minutes
 OWN: dict[tuple[str, str, str], dict[str, Any]] = {  # data, model, gradient -> changes of the model's own recipe
     ("mnist", "mon", "jfb"): {"backward": "jfb"},
     ("mnist", "mon", "exact"): {},

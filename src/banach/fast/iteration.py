@@ -23,8 +23,11 @@ HALVINGS = 2  # each costs a sort and copies of late samples
 
 @dataclass(frozen=True)
 class Samples:
-    """z, v: the samples that are iterated together. All other tensors have one entry per sample of the whole batch
-    and are shared by its parts; `index` maps rows of z to these entries. All are written in place."""
+    """The samples that are iterated together, z and v, and numbers of the whole batch. All are written in place.
+
+    All tensors but z and v have one entry per sample of the whole batch, and are shared by its parts; `index` maps
+    rows of z to these entries.
+    """
 
     z: Latent
     v: Latent

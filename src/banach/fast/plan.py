@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from banach.backward import JFB, Implicit, Neumann
 from banach.kernels import declares, describe, has_triton
 from banach.network import ImplicitNetwork, is_coupled
-from banach.nn.layers import draws_masks, is_hooked, uses_batch_statistics
+from banach.nn.layers import draws_masks, is_hooked, modules_of, uses_batch_statistics
 from banach.solve import RMS, Anderson, Euclidean, Picard, WorstPixel
 
 LONGEST = 8  # differences that the kernels of Anderson keep
@@ -261,7 +261,7 @@ def _not_copied(R: Any) -> str:
 
 def draws(R: Any) -> bool:
     """Return True if R has dropout that is on, with one mask per pass."""
-    return isinstance(R, nn.Module) and any(map(draws_masks, R.modules()))
+    return any(map(draws_masks, modules_of(R)))
 
 
 def _no_kernel(net: nn.Module, device: torch.device) -> str:

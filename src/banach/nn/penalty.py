@@ -65,10 +65,9 @@ class Observed:
         return self._solver.step(memory, at)
 
     def __getattr__(self, name: str) -> Any:
-        advice = (
-            "" if "z" in vars(self) else ": no pass was observed; call the network inside the block of observe()"
-        )
-        raise AttributeError(name + advice)
+        if "z" in vars(self):
+            raise AttributeError(name)
+        raise AttributeError(f"{name}: no pass was observed; call the network inside the block of observe()")
 
 
 @contextmanager

@@ -137,9 +137,8 @@ class Penalties:
                 found = estimate(seen.T, seen.z, seen.inputs, coupled=seen.coupled)
                 total = total + settings.jacobian_penalty * found.mean()
             if settings.correction:
-                total = total + settings.correction * fixed_point_correction(
-                    seen, lambda y: loss(at_least_fp32(y))
-                )
+                found = fixed_point_correction(seen, lambda y: loss(at_least_fp32(y)))
+                total = total + settings.correction * found
         return total
 
     def explained(self) -> AbstractContextManager[None]:
