@@ -122,6 +122,8 @@ def test_a_start_and_later_settings_are_used() -> None:
         assert torch.equal(found.steps, net(SLOPES, solution=True)[1].steps)
     warm = fast(SLOPES, z0=found.value, solution=True)[1]
     assert int(warm.steps.max()) <= 2 < int(found.steps.max())
+    net.S = nn.Hardtanh(0, 0.5).eval()
+    assert torch.equal(fast(SLOPES), net(SLOPES))
 
 
 def grows(number: float) -> Tensor:

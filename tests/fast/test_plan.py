@@ -9,7 +9,7 @@ from torch import nn
 import banach
 from banach import GMRES, RMS, Anderson, Broyden, Implicit, Neumann, Picard, Tolerance, Unroll, models
 from banach.fast import Plan, plan
-from fast.simulated import simulate_gpu
+from fast.simulated import PLAN, simulate_gpu
 
 
 def build(name: str = "digits", coupled: bool | None = None, **options: Any) -> Any:
@@ -90,6 +90,22 @@ def test_kernels_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     explicit = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     assert plan(explicit).graph
     assert plan(explicit).own_loop.why == "the network has no fixed point"
+
+
+def test_a_network_inside_another_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_gpu(monkeypatch, kernels=True)
+    net = build()
+    larger = plan(nn.Sequential(net, nn.Flatten()))
+    assert larger.graph
+    assert larger.loop.why == "the fixed point is that of a module inside the network"
+    assert plan(nn.DataParallel(net)).graph.why.startswith("DataParallel exchanges tensors between devices")
+    net.solver = Momentum()
+    assert plan(nn.Sequential(net)).graph.why.startswith("the solver may depend on the number of the step")
+    net.solver, net.backward = Picard(), Implicit(GMRES())
+    assert plan(nn.Sequential(net)).graph.why.startswith("Implicit syncs with the host")
+    monkeypatch.setattr(PLAN, "while_nodes_lack", lambda: "PyTorch 2.8")
+    net.backward = Implicit()
+    assert plan(nn.Sequential(net)).graph.why == "a while node needs PyTorch 2.8"
 
 
 def test_a_compiled_network_has_a_plan() -> None:

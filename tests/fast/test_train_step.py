@@ -193,7 +193,11 @@ def test_plain_dropout_in_R_is_refused_as_by_the_network_itself(
         step(torch.randn(6, 4), torch.arange(6) % 3)
 
 
-def test_a_captured_step_follows_the_settings_of_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_captured_step_follows_the_settings_of_its_network(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the network is a part of a larger one, and where its weights move: replays read the old ones."""
     net, twin, d = two_networks(batch_norm=True)
     y, captures = torch.arange(6), 0
     capture = EagerGraphs.capture
@@ -204,7 +208,8 @@ def test_a_captured_step_follows_the_settings_of_its_network(monkeypatch: pytest
         return capture(self, program)
 
     monkeypatch.setattr(EagerGraphs, "capture", counted)
-    step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch)
+    whole, sgd = torch.nn.Sequential(net) if inside else net, torch.optim.SGD(net.parameters(), lr=0.1)
+    step = captured(whole, sgd, monkeypatch)
 
     def changed(net: Any, change: int) -> None:
         if change == 1:
@@ -215,8 +220,10 @@ def test_a_captured_step_follows_the_settings_of_its_network(monkeypatch: pytest
             net.R.norm.eval()
         elif change == 4:
             net.tolerance = Tolerance(atol=1e-2)
+        elif change == 5:
+            net.Q.weight.data = net.Q.weight.data.clone()
 
-    for change in range(5):
+    for change in range(6):
         changed(net, change)
         changed(twin, change)
         for _ in range(2):
@@ -227,7 +234,7 @@ def test_a_captured_step_follows_the_settings_of_its_network(monkeypatch: pytest
     frozen = net.Q.weight.requires_grad_(False)
     before = frozen.clone()
     step(d, y)
-    assert captures == 6
+    assert captures == 7
     assert torch.equal(frozen, before)
 
 

@@ -262,6 +262,19 @@ def test_captured_steps_read_batches_and_rates_from_the_device(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_captured_steps_follow_what_on_epoch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    for captured in (False, True):
+        if captured:
+            capture_steps(monkeypatch)
+        net = plain_network(Tolerance(atol=1e-9, max_steps=60))
+        exact = Implicit(tolerance=Tolerance(atol=1e-10, max_steps=100))
+        made = settings(optimizer="sgd", lr=0.1)
+        fit(net, images(), None, made, on_epoch=lambda epoch: setattr(net, "backward", exact))  # noqa: B023
+        trained.append([*net.parameters()])
+    torch.testing.assert_close(*trained)
+
+
 def test_a_capture_that_failed_in_training_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation tried it too, and issued a second warning."""
     tried = []

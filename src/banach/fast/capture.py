@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from banach.kernels import has_triton, invert
 from banach.latent import leaves, map_leaves, outline
+from banach.network import ImplicitNetwork
 from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once
 
@@ -178,6 +179,19 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
+
+
+def held_fixed(net: nn.Module) -> list[Any]:
+    """Return what a CUDA graph of the network holds fixed: settings, modes, and tensors by their address."""
+    found: list[Any] = []
+    for module in net.modules():
+        found += module, module.training, vars(module).get("alpha")  # that of a monotone network is a number
+        if isinstance(module, ImplicitNetwork):
+            found += module.Q, module.R, module.S, module.start, module.coupled
+            found += module.solver, module.tolerance, module.backward
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            found += () if tensor is None else (tensor.data_ptr(), tensor.requires_grad)
+    return found
 
 
 def reason_of(error: Exception) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banach.fast.capture import CapturedCalls
+from banach.fast.capture import CapturedCalls, held_fixed
 from banach.fast.network import FastNetwork, promoted
 from banach.fast.plan import is_as_written, plan
 from banach.latent import Latent, leaves, map_leaves, select
@@ -46,7 +46,7 @@ class CompiledNetwork:
         net = self.net
         if net.coupled:
             raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
-        self._made_for = net.solver, net.tolerance, net.backward, net.start, net.coupled
+        self._made_for = held_fixed(net)
         self.plan = plan(net, precision="bf16" if self.bf16 else None, training=False, compile=self.compiles)
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
@@ -67,7 +67,7 @@ class CompiledNetwork:
         if training or uses_batch_statistics(self.net.R):
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         net = self.net
-        if self._made_for != (net.solver, net.tolerance, net.backward, net.start, net.coupled):
+        if self._made_for != held_fixed(net):
             self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)

@@ -83,7 +83,8 @@ class FastNetwork:
 def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
     """Call the network, by `call` if given. Return its output and its Solution, None without fixed point."""
     call = net if call is None else call
-    return call(*d, solution=True) if isinstance(net, ImplicitNetwork) else (call(*d), None)
+    own = net.module if isinstance(net, nn.parallel.DistributedDataParallel) else net
+    return call(*d, solution=True) if isinstance(own, ImplicitNetwork) else (call(*d), None)
 
 
 def promoted(z: Latent) -> Latent:

@@ -21,6 +21,8 @@ LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
 _NOT_ONE_BY_ONE = "Q, R and S are not called one by one"
 _NO_FIXED_POINT = "the network has no fixed point"
+_INSIDE = "the fixed point is that of a module inside the network"
+_PARALLEL = "torch.nn.parallel.", "torch.distributed.fsdp."  # modules of wrappers: DDP, FSDP, DataParallel
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def plan(
         task="training step" if training else "prediction",
         device=str(device),
         precision=precision,
-        graph=_graph(net, device, refused, ways["loop"], training=training),
+        graph=_graph(net, device, refused, ways["kernel"], training=training),
         **ways,
         bf16_weights=_unless(no_training, no_bf16, no_parts),
         fused_blocks=_unless(no_bf16, no_kernel, no_parts, no_stack),
@@ -153,6 +155,11 @@ def convolves_in_tf32() -> bool:
         return bool(backends.cudnn.allow_tf32)
     flags = (backends.cudnn.conv.fp32_precision, backends.cudnn.fp32_precision, backends.fp32_precision)
     return next((flag for flag in flags if flag != "none"), "ieee") == "tf32"
+
+
+def networks_in(net: nn.Module) -> list[ImplicitNetwork]:
+    """Return the implicit networks that a module contains; the module itself may be one."""
+    return [module for module in net.modules() if isinstance(module, ImplicitNetwork)]
 
 
 def is_as_written(net: object) -> bool:
@@ -218,7 +225,8 @@ def _unless(*reasons: Any) -> Choice:
 def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool) -> dict[str, Choice]:
     """Decide what iterates R."""
     if not isinstance(net, ImplicitNetwork):
-        return dict.fromkeys(("own_loop", "kernel", "loop", "fused_step"), Choice(False, _NO_FIXED_POINT))
+        why = _INSIDE if networks_in(net) else _NO_FIXED_POINT
+        return dict.fromkeys(("own_loop", "kernel", "loop", "fused_step"), Choice(False, why))
     modes = (JFB,) if training else (JFB, Neumann, Implicit)  # of those the value is T(z)
     own_loop = _unless(
         not is_as_written(net) and "the network overrides forward or has hooks",
@@ -285,17 +293,21 @@ def _no_latent_kernel(net: ImplicitNetwork) -> str:
     ).why
 
 
-def _graph(net: Any, device: torch.device, refused: str | None, loop: Choice, *, training: bool) -> Choice:
-    implicit = isinstance(net, ImplicitNetwork)
-    mode = net.backward if implicit else None
-    syncs = training and isinstance(mode, Implicit) and mode.syncs_with_host
+def _graph(net: Any, device: torch.device, refused: str | None, kernel: Choice, *, training: bool) -> Choice:
+    implicit, networks = isinstance(net, ImplicitNetwork), networks_in(net)
+    looped = (one for one in networks if one.tolerance.max_steps and one.tolerance.check_every != 0)
+    solvers = [] if kernel else [one.solver for one in looped]
+    modes = [one.backward for one in networks] if training else []
+    parallel = next((type(m).__name__ for m in net.modules() if type(m).__module__.startswith(_PARALLEL)), "")
     shares = implicit and not training and (bool(net.coupled) or uses_batch_statistics(net.R))
-    missing = loop and runs_graphs(device) and while_nodes_lack()
-    counts_steps = loop and type(net.solver) is not Picard and not hasattr(net.solver, "memory")
+    missing = solvers and runs_graphs(device) and while_nodes_lack()
+    counts_steps = any(type(solver) is not Picard and not hasattr(solver, "memory") for solver in solvers)
+    syncs = any(isinstance(mode, Implicit) and mode.syncs_with_host for mode in modes)
     return _unless(
-        not training and not implicit and _NO_FIXED_POINT,
+        not training and not implicit and (_INSIDE if networks else _NO_FIXED_POINT),
         not runs_graphs(device) and f"the weights are on the {device.type.upper()}",
         refused,
+        parallel and f"{parallel} exchanges tensors between devices in every step",
         missing and f"a while node needs {missing}",
         counts_steps and "the solver may depend on the number of the step; give it a `memory`",
         syncs and "Implicit syncs with the host for its report or its method; NormalCG and Anderson do not",

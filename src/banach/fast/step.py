@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from banach.fast.capture import Graphs, reason_of, unchanged
+from banach.fast.capture import Graphs, held_fixed, reason_of, unchanged
 from banach.fast.network import FastNetwork, compiled, run_network
 from banach.fast.plan import Choice, Plan, plan
 from banach.network import ImplicitNetwork, as_inputs
@@ -56,7 +56,8 @@ class TrainStep:
     graphs, or a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step
     overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
     runs eagerly and a warning gives the reason. A captured step is planned and captured again if you
-    change the solver, tolerance or backward mode, switch to train or eval mode, or freeze or unfreeze weights.
+    change the solver, tolerance or backward mode, switch to train or eval mode, freeze or unfreeze weights, or
+    move or replace them.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -91,7 +92,6 @@ class TrainStep:
             raise TypeError(f"TrainStep takes a network, got {type(net).__name__}")
         self._how, self._compile = how, compile
         self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
-        self._modules, self._parameters = list(net.modules()), list(net.parameters())
         self.feed: Any = GivenBatches(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
@@ -115,7 +115,7 @@ class TrainStep:
         for name, value in (*(("inputs", one) for one in d), ("targets", targets)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
-        if self.plan.graph and self._settings() != self._made_for:
+        if self.outdated:
             self._make_plan()
         self.feed.take((*d, targets), captured=bool(self.plan.graph))
         return self.run()
@@ -124,14 +124,14 @@ class TrainStep:
         """Plan for the network as it is now. The step will be captured again."""
         options: Any = {"compile": self._compile, "observed": self.extras.penalty is not None}
         self.plan = self._how or plan(self.net, precision="bf16" if self.bf16 else None, **options)
-        self._made_for, self._recording = self._settings(), None
+        self._made_for, self._recording = held_fixed(self.net), None
         if self._how is None and not self.plan.graph:
             self.warn()
 
-    def _settings(self) -> tuple[Any, ...]:
-        """Return what the plan and the capture take from the network as it is: later changes do not reach them."""
-        own = (getattr(self.net, name, None) for name in ("solver", "tolerance", "backward", "start", "coupled"))
-        return *own, [m.training for m in self._modules], [p.requires_grad for p in self._parameters]
+    @property
+    def outdated(self) -> bool:
+        """The network has changed since a captured step was planned, in a way that replays do not see."""
+        return bool(self.plan.graph) and held_fixed(self.net) != self._made_for
 
     @property
     def prepared(self) -> bool:

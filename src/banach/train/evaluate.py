@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
-from banach.fast.capture import reason_of
+from banach.fast.capture import held_fixed, reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
@@ -56,7 +56,7 @@ class Scorer:
         net = self.net
         if self.reason or net.training or not runs_graphs(device) or not isinstance(net, ImplicitNetwork):
             return None
-        if self._made[0] != (now := _state(net)):
+        if self._made[0] != (now := held_fixed(net)):
             self._made = None, None  # frees its memory before the next one needs some
             how = plan(net, device, self.precision, training=False)
             made = CompiledNetwork(net, bf16=self.precision == "bf16") if how.graph and how.own_loop else None
@@ -144,13 +144,3 @@ def _batches(data: Images | Loader, size: int, ranks: Ranks) -> Iterator[Batch]:
     fits = (n for n in range(size, 0, -1) if (len(data) % n or n) >= ranks.count)
     batches = Batches(data, next(fits, len(data)), shuffle=False, part=(ranks.rank, ranks.count))
     yield from batches.epoch()
-
-
-def _state(net: Any) -> tuple[Any, ...]:
-    """Return what a CUDA graph holds fixed: tensors by their address, not by their values."""
-    return (
-        *(net.tolerance, net.solver, net.backward, net.start, net.coupled),
-        *(id(part) for part in (net.Q, net.R, net.S)),
-        *((id(module), module.training, getattr(module, "alpha", None)) for module in net.modules()),
-        *((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in (*net.parameters(), *net.buffers())),
-    )

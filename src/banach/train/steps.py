@@ -154,12 +154,13 @@ class Stepper:
     def __init__(self, state: TrainState) -> None:
         self.state, self.feed = state, Feed(state)
         self.watch = NonfiniteWatch(state, self.feed.step_number)
+        state.net.train()
         self._make()
 
     def _make(self) -> None:
         """Plan a step for the network as it is now, and make it."""
         state = self.state
-        net, settings = state.net.train(), state.settings
+        net, settings = state.net, state.settings
         self.penalties = None if self._pretrains else Penalties.of(settings)
         if (ranks := state.ranks.count) > 1:
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
@@ -211,8 +212,12 @@ class Stepper:
         return unrolled(cast(ImplicitNetwork, self.state.net)) if self._pretrains else nullcontext()
 
     def prepare(self) -> None:
-        """Capture the step, if that is planned; again if the network is used in another way than before."""
-        if self._made_for_pretrain != self._pretrains or self._tune_modules():
+        """Capture the step, if that is planned; again if the network is used in another way than before.
+
+        What `on_epoch` changed is seen at the first step of an epoch.
+        """
+        changed = self.state.step == 0 and self.step.outdated
+        if self._made_for_pretrain != self._pretrains or self._tune_modules() or changed:
             self._make()
         if self.step.plan.graph:
             self.feed.load()
