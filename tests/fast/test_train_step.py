@@ -222,8 +222,10 @@ def test_a_captured_step_follows_the_settings_of_its_network(
             net.tolerance = Tolerance(atol=1e-2)
         elif change == 5:
             net.Q.weight.data = net.Q.weight.data.clone()
+        elif change == 6:
+            net.R.gamma = 0.1
 
-    for change in range(6):
+    for change in range(7):
         changed(net, change)
         changed(twin, change)
         for _ in range(2):
@@ -234,7 +236,7 @@ def test_a_captured_step_follows_the_settings_of_its_network(
     frozen = net.Q.weight.requires_grad_(False)
     before = frozen.clone()
     step(d, y)
-    assert captures == 7
+    assert captures == 8
     assert torch.equal(frozen, before)
 
 

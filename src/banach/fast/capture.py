@@ -182,10 +182,13 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def held_fixed(net: nn.Module) -> list[Any]:
-    """Return what a CUDA graph of the network holds fixed: settings, modes, and tensors by their address."""
+    """Return what a CUDA graph of the network holds fixed: settings, modes, numbers, and tensors by their address.
+
+    Numbers are float attributes of modules, such as a step size. Integers may be counters of calls.
+    """
     found: list[Any] = []
     for module in net.modules():
-        found += module, module.training, vars(module).get("alpha")  # that of a monotone network is a number
+        found += module, module.training, *(value for value in vars(module).values() if type(value) is float)
         if isinstance(module, ImplicitNetwork):
             found += module.Q, module.R, module.S, module.start, module.coupled
             found += module.solver, module.tolerance, module.backward

@@ -55,9 +55,9 @@ class TrainStep:
     Every sample stops at its own depth, as in the network itself: the iteration is a while node between two
     graphs, or a kernel that knows R. On a GPU the tensors of the step belong to the graph: the next step
     overwrites them, and batches must keep their shape and dtype. If a step cannot be captured, as on a CPU, it
-    runs eagerly and a warning gives the reason. A captured step is planned and captured again if you
-    change the solver, tolerance or backward mode, switch to train or eval mode, freeze or unfreeze weights, or
-    move or replace them.
+    runs eagerly and a warning gives the reason. A captured step is planned and captured again, which takes a
+    second or more, if you change the solver, tolerance or backward mode, switch to train or eval mode, freeze,
+    move or replace weights, or change a float attribute of a module. Make a buffer of what always changes.
 
     Args:
         net: the network, usually an `ImplicitNetwork`.
@@ -150,6 +150,7 @@ class TrainStep:
             with self._restored():
                 graphs.warm_up(program)
             self._recording = graphs.capture(program)
+            self._made_for = held_fixed(self.net)  # a module may have changed its numbers meanwhile
         except Exception as error:  # a user's network may do anything
             self.plan = replace(self.plan, graph=Choice(False, reason_of(error)))
             self.warn()
