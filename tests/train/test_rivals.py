@@ -14,6 +14,7 @@ from banach.models import ODENet
 from banach.models.registry import get
 from banach.train import DivergenceError, Run, Settings, fit, words
 from banach.train.distributed import Ranks
+from fast.simulated import EagerGraphs
 from train.parts_train import capture_steps, figures, images, plain_network, same_weights, settings
 
 RIVALS = ("mon", "mon-tiers", "mon-large", "mdeq-tiny", "mdeq", "node", "anode")
@@ -88,6 +89,20 @@ def test_the_first_steps_are_plain_backpropagation() -> None:
     by_hand(twin, how, 6)
     for a, b in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_steps_are_captured_once_for_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that begins within a phase captures nothing."""
+    capture_steps(monkeypatch)
+    captures, capture = list[Any](), EagerGraphs.capture
+
+    def counted(*given: Any) -> Any:
+        captures.append(given)
+        return capture(*given)
+
+    monkeypatch.setattr(EagerGraphs, "capture", counted)
+    fit(plain_network(), images(), None, settings(epochs=4, pretrain=14))
+    assert len(captures) == 2
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -183,7 +183,8 @@ class Stepper:
         loss, bf16 = state.objective.loss, settings.precision == "bf16"
         if loss is cross_entropy:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
-        self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
+        with self._phase():
+            self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
         self._planned_graph, self._made_for_pretrain = bool(how.graph), self._pretrains
         if settings.fast and not how.graph and state.device.type == "cuda":
             self.step.warn()
@@ -216,7 +217,8 @@ class Stepper:
 
         What `on_epoch` changed is seen at the first step of an epoch.
         """
-        changed = self.state.step == 0 and self.step.outdated
+        with self._phase():
+            changed = self.state.step == 0 and self.step.outdated
         if self._made_for_pretrain != self._pretrains or self._tune_modules() or changed:
             self._make()
         if self.step.plan.graph:
