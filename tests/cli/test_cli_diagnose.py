@@ -94,7 +94,7 @@ def test_the_curve_is_that_of_the_iteration(tmp_path: Path, capsys: Any) -> None
         assert float(got.min()) < 1e-9  # far below the run's own tolerance
     assert figures["steps"]["values"] == ((residuals > EPS).sum(0) + 1).tolist()
     assert (found["converged"], found["tolerance"]["atol"]) == (COUNT, EPS)
-    assert figures["least residual, further on"]["max"] < 1e-12
+    assert figures["least residual of more steps"]["max"] < 1e-12
     out, err = capsys.readouterr()
     assert err == ""
     assert found["verdict"] in " ".join(out.split())

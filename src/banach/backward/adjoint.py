@@ -114,7 +114,7 @@ class Problem:
     def _advice(self, missed: Sequence[Status], equation: "Adjoint") -> str:
         """Constant for every cause, so that Python shows each warning once."""
         if set(missed) == {Status.STALLED}:
-            return "the rounding of T allows no better, so loosen rtol or compute T in higher precision"
+            return "the rounding of T allows no better, so loosen rtol of `Implicit` or use a higher precision"
         single = self.space.coupled or equation.jacobian.axes.levels  # what vmap maps over cannot be looked at
         # Under autocast the value of T may be of a shorter type than z*, which the probe takes there only.
         with self._short_type() if self.space.autocast else nullcontext():
@@ -123,7 +123,7 @@ class Problem:
         if Status.NONFINITE in missed:
             return "check that T and its derivative are finite at z*"
         if hasattr(self.mode.method, "solve"):
-            return "allow more max_steps, loosen rtol, or check that T contracts (banach.contraction_factor)"
+            return "allow more max_steps or a larger rtol in Implicit(tolerance=...), or check that T contracts"
         return "allow more max_steps, or use GMRES() or NormalCG(), which do not need a T that contracts"
 
     def _short_type(self) -> AbstractContextManager[Any]:

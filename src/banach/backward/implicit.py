@@ -40,9 +40,9 @@ class Implicit:
     Args:
         method: `NormalCG()` (the paper's, two products per step), `GMRES()`, or the iteration w <- J' w + g by
             `Picard()`, `Anderson()` or `Broyden()`.
-        tolerance: relative to g. None: max_steps=500, atol=0 and rtol by the arithmetic of T: float64 1e-8,
-            float32 1e-5, TF32, bfloat16 and float16 1e-2. `Tolerance(max_steps=k, check_every=0)` makes exactly
-            k steps, without a host sync, a safeguard or a warning.
+        tolerance: relative to g, atol too: write `Tolerance(atol=0, rtol=...)`. None: max_steps=500, atol=0, and
+            rtol by the arithmetic of T: 1e-8 in float64, 1e-5 in float32, 1e-2 in TF32, bfloat16 and float16.
+            `check_every=0` makes exactly `max_steps` steps, without a host sync, a safeguard or a warning.
         report: called after every linear solve as report(products, residual, status): the true number of
             J-products, and per sample the residual |g - (I - J') w| and its `Status`.
         order: derivatives up to this order are exact, in every mixture of forward and reverse mode; higher ones
@@ -63,7 +63,7 @@ class Implicit:
         if isinstance(self.method, type) or not (hasattr(self.method, "solve") or hasattr(self.method, "step")):
             raise TypeError(f"method must be NormalCG(), GMRES(), Picard() or Anderson(), got {self.method!r}")
         if self.tolerance is not None and not isinstance(self.tolerance, Tolerance):
-            raise TypeError(f"tolerance must be a Tolerance, got {self.tolerance!r}; write Tolerance(rtol=...)")
+            raise TypeError(f"tolerance must be a Tolerance(atol=0, rtol=...), got {self.tolerance!r}")
         if self.report is not None and not callable(self.report):
             raise TypeError(f"report must be a function of (products, residual, status), got {self.report!r}")
 

@@ -79,7 +79,7 @@ def wrapped(text: str, first: str = "", then: str = "") -> str:
 
 
 # Advice for callers of the library, and its replacement on the command line.
-_LIBRARY = "print Solution.summary() (solution=True) for advice"
+_LIBRARY = "pass solution=True and print Solution.summary()"
 _HERE = "try more --max-steps, a larger --eps, or --solver anderson"
 
 

@@ -80,8 +80,8 @@ class Diagnosis:
             "sigma_max(dT/du)": c.sigma,
             "observed rate": c.rate,
             "steps": found.steps,
-            "residual after them": found.residual,
-            "least residual, further on": self.trace.amin(0),
+            "residual at the last step": found.residual,
+            "least residual of more steps": self.trace.amin(0),
         }
         return {
             "verdict": self.words,

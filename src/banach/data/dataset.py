@@ -129,7 +129,7 @@ def get(name: str) -> DataSet:
     try:
         return _registry[checks.nearest("data set", checks.own_name(name), _registry)]
     except ValueError as error:
-        raise DataError(str(error)) from None
+        raise DataError(f"{error}, folder:PATH or FILE.npz") from None
 
 
 def names() -> tuple[str, ...]:

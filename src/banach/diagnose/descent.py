@@ -62,7 +62,7 @@ def descent_check(
         loss: takes the output, returns one number.
         z0: where the network's own solve starts; None: at `net.start`.
         backward: the cheap mode; None: the network's own.
-        exact: the exact mode; None: `Implicit`, tight.
+        exact: the exact mode; None: `Implicit`, tight. If it misses its tolerance, an `AdjointWarning` says so.
         tolerance: of the fixed point; None: tight.
 
     Returns:

@@ -97,9 +97,8 @@ def _readout(
     channels, *sizes = latent
     height, width = ((size + 2 * padding - 3) // stride + 1 for size in sizes)
     if min(height, width) < 1:
-        raise ValueError(
-            f"the latent is {sizes[0]}x{sizes[1]} pixels, and S begins with a 3x3 convolution; use larger images"
-        )
+        what = f"the latent is {sizes[0]}x{sizes[1]} pixels, and S begins with a 3x3 convolution"
+        raise ValueError(f"{what}; use larger images, such as those of --data folder:PATH@28")
     return nn.Sequential(
         OrderedDict(
             conv=conv3x3(channels, kept, stride=stride, padding=padding),

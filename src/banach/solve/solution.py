@@ -19,7 +19,7 @@ from banach.solve.tolerance import Tolerance
 class Status(enum.Enum):
     """Why a sample stopped; the value is a sentence about it. Advice is in `Solution.summary()`."""
 
-    CONVERGED = "converged: the residual met the tolerance"
+    CONVERGED = "converged, the residual met the tolerance"
     MAX_STEPS = "stopped at max_steps above the tolerance"
     STALLED = "stalled above the tolerance, at the rounding error of the arithmetic"
     NONFINITE = "T gave NaN or infinity"
@@ -136,7 +136,7 @@ class Solution:
                 "check that T contracts (banach.contraction_factor)" + _other_solver(self.solver, diverged=True)
             )
         elif counts[Status.MAX_STEPS]:
-            falls = "more max_steps if the residual still falls (banach.diagnose.measure_contraction)"
+            falls = "more max_steps if the observed rate is below 1 (banach.diagnose.measure_contraction)"
             advice.append(f"{falls}, or a larger tolerance" + _other_solver(self.solver))
         if counts[Status.STALLED]:
             advice.append("a larger tolerance or a higher precision (TF32 and bfloat16 cannot meet 1e-4)")

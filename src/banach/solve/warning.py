@@ -59,6 +59,6 @@ def warn_unconverged(
             if found.fault is None:
                 _independent[id(owner)] = owner
     causes = "; ".join(status.value for status in Status if status in found.failures)
-    text = found.fault.value if found.fault else f"{causes}; print Solution.summary() (solution=True) for advice"
+    text = found.fault.value if found.fault else f"{causes}; pass solution=True and print Solution.summary()"
     warn_user(f"the fixed point was not found for all samples: {text}", ConvergenceWarning)
     return found

@@ -145,7 +145,7 @@ class Settings:
         name = given.get("data", "digits")
         dataset, model = data.get(name), given.get("model") or name
         if model not in models.names() and "model" not in given:
-            raise ValueError(f"no model is named after the data set {name}; choose one with --model")
+            raise ValueError(f"no model is named like the data {name}; choose one with --model (banach models)")
         recipe = models.recipe(model, given.get("recipe"))
         defaults: dict[str, Any] = {
             "data": name,
