@@ -32,13 +32,8 @@ _COUNT = 10**9  # at most, of epochs, steps and images
 _RATE = 1e30  # at most, of rates: a step is computed in fp32
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
 # The first setting of each group in `banach train --help`.
-GROUPS = {
-    "data": "Data",
-    "model": "Network",
-    "epochs": "Training",
-    "jacobian_penalty": "Penalties",
-    "device": "Run",
-}
+GROUPS = {"data": "Data", "model": "Network", "epochs": "Training"}
+GROUPS |= {"jacobian_penalty": "Penalties", "device": "Run"}
 
 
 def setting(default: Any, help: str, metavar: str | None = None, **limits: Any) -> Any:
