@@ -14,6 +14,8 @@ import torch
 import banach
 from banach import provenance as source
 from banach.provenance import plain, provenance, source_commit, write_json
+from banach.train.checkpoint import write_checkpoint
+from train.parts_train import STATE
 
 
 def test_provenance_names_machine_versions_and_settings() -> None:
@@ -91,3 +93,17 @@ def _git(folder: Path, *arguments: str) -> str:
     # A clean environment: no hook's GIT_DIR, no user's configuration.
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o002])
+def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    """They were readable by everyone and writable by their owner only, whatever the umask said."""
+    before = os.umask(umask)
+    try:
+        path = write_json(tmp_path / "a.json", {})
+        place = write_checkpoint(tmp_path / "checkpoints", {}, STATE, 1, None)
+    finally:
+        os.umask(before)
+    for one in (path, *place.iterdir()):
+        assert one.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert place.stat().st_mode & 0o777 == 0o777 & ~umask

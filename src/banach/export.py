@@ -91,9 +91,10 @@ def _traced(net: nn.Module, inputs: Mapping[str, Tensor]) -> torch.export.Export
         several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one.clone() for one in inputs.values())
         try:
             return torch.export.export(_WithSolution(net), several, dynamic_shapes=shapes, strict=False)
-        except torch._dynamo.exc.UncapturedHigherOrderOpError as error:
-            advice = "update PyTorch (2.11 and newer were tested), or replace what cannot be traced"
-            raise ValueError(f"torch {torch.__version__} cannot export the loop; {advice}") from error
+        except Exception as error:  # the tracer may raise anything
+            said = " ".join(str(error).partition("Hint:")[0].rpartition("break/error:")[2].split())[:300]
+            advice = "replace that operation (len(x) by x.shape[0]), or update PyTorch: 2.11 and newer were tested"
+            raise ValueError(f"torch {torch.__version__} cannot export it ({said}); {advice}") from error
 
 
 def _to_onnx(net: nn.Module, inputs: Mapping[str, Tensor]) -> Any:

@@ -8,8 +8,8 @@ import math
 import os
 import platform
 import re
+import secrets
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,17 +133,16 @@ def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterato
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            with open(handle, "wb" if binary else "w", encoding=None if binary else "utf-8") as file:
+            with open(half, "xb" if binary else "x", encoding=None if binary else "utf-8") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(name, 0o644)  # mkstemp's files are readable by their owner only
-            os.replace(name, path)
+            os.replace(half, path)
             sync(path.parent)
         finally:
-            Path(name).unlink(missing_ok=True)
+            half.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -143,3 +143,13 @@ def test_a_full_disk_loses_nothing(capsys: Any, monkeypatch: Any, count: int, na
     assert main(["train", "--resume", "run"]) == 0
     assert main([*SMALL, "--epochs", "1", "--out", "whole"]) == 0
     assert same("run", "whole")
+
+
+def test_a_closed_pipe_of_warnings_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`banach train 2>&1 | head -1` died of its first warning, before the first checkpoint."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        assert main([*SMALL, "--epochs", "1", "--max-steps", "1", "--out", "run"]) == 0
+    assert Path("run/test.json").exists()

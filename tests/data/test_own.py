@@ -76,6 +76,18 @@ def test_sizes_and_channels(tmp_path: Path) -> None:
         assert torch.equal(found.pixels[:, 0], found.pixels[:, 2])
 
 
+def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
+    """.ipynb_checkpoints became a class, and the ._ files of macOS were refused as damaged images."""
+    root = folder(tmp_path)
+    wanted = get(f"folder:{root}").counts
+    (root / ".ipynb_checkpoints").mkdir()
+    (root / ".ipynb_checkpoints" / "1.png").write_bytes(next((root / "a").glob("*.png")).read_bytes())
+    (root / "a" / "._1.png").write_bytes(b"not an image")
+    found = get(f"folder:{root}")
+    assert (found.classes, found.counts) == (tuple("abc"), wanted)
+    assert len(load(f"folder:{root}")) == 49
+
+
 def test_the_name_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "x")
     monkeypatch.chdir(tmp_path)

@@ -63,3 +63,10 @@ def test_by_one_step_only_peaceman_rachford_reaches_every_tier() -> None:
 def test_images_that_do_not_halve_are_refused() -> None:
     with pytest.raises(ValueError, match="needs an even size"):
         models.build("mon-tiers", image=(1, 27, 27))
+
+
+@pytest.mark.parametrize("builder", [models.mon, models.mon_tiers, models.mon_large])
+def test_a_misspelt_option_is_refused_by_a_public_name(builder: Any) -> None:
+    """The TypeError named a private function."""
+    with pytest.raises(TypeError, match=r"^mon(_tiers)?\(\) got an unexpected keyword argument 'alphaa'"):
+        builder(GREY, alphaa=1)

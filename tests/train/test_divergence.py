@@ -198,8 +198,11 @@ def test_the_first_step_can_be_skipped(optimizer: str) -> None:
 def test_an_epoch_without_a_usable_batch_stops() -> None:
     net = network()
     net.S.weight.detach()[0] = math.nan
-    with pytest.raises(DivergenceError, match=r"no batch of the epoch could be used: .*the loss became NaN"):
+    with pytest.raises(
+        DivergenceError, match=r"no batch of the epoch could be used: .*the loss became NaN"
+    ) as said:
         quietly(lambda: fit(net, images(), HELD, settings(**SGD, on_nonfinite="skip")))
+    assert str(said.value).endswith("or choose --on-nonfinite rewind"), "not skip"
 
 
 class Fuse(nn.Linear):

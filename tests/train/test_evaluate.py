@@ -239,3 +239,12 @@ def test_samples_that_diverge_in_a_kernel_are_warned_of() -> None:
         with pytest.warns(ConvergenceWarning, match="T gave NaN or infinity"):
             found.append(evaluate(net, images(60), batch_size=60, scorer=scorer))
     assert found[0] == found[1]
+
+
+def test_frozen_parts_stay_frozen() -> None:
+    """A part in eval mode inside a network in train mode was in train mode afterwards."""
+    net: Any = network().train()
+    net.S.eval()
+    before = [module.training for module in net.modules()]
+    evaluate(net, images(16))
+    assert [module.training for module in net.modules()] == before

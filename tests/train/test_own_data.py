@@ -355,7 +355,7 @@ def test_what_does_not_apply_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     net = network()
     with pytest.raises(ValueError, match="label_smoothing applies to cross entropy"):
         fit(net, batches(), None, settings(label_smoothing=0.1), loss=F.mse_loss)
-    with pytest.raises(ValueError, match=r"got one output and torch\.float64 targets; pass loss= for"):
+    with pytest.raises(ValueError, match=r"got one output and torch\.float64 targets; .* pass loss= for"):
         fit(network().double(), batches(), None, settings())
     with pytest.raises(ValueError, match="augment applies to Images, got list of 3 batches"):
         fit(net, batches(), None, settings(), loss=F.mse_loss, augment=Flip())
@@ -391,3 +391,67 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(network(kind=kind), Run.create(Path(path), MADE), on_step=kill, kind=kind)
+
+
+class Tokens(nn.Module):
+    """Q: (batch, 5, 4) -> one row of the latent per token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, d: Tensor) -> Tensor:
+        rows: Tensor = self.inner(d.flatten(0, 1))
+        return rows
+
+
+class Means(Tokens):
+    """S: the mean over the tokens of a sample, three scores."""
+
+    def forward(self, u: Tensor) -> Tensor:
+        return u.view(-1, 5, 6).mean(1)[:, :3]
+
+
+def test_depths_are_means_over_the_rows_of_the_latent() -> None:
+    """With five rows per sample the depth was five times too large, and 500% of the samples converged."""
+    torch.manual_seed(0)
+    net = ImplicitNetwork(Tokens(), Contraction(6), Means(), tolerance=Tolerance(atol=1e-5, max_steps=60))
+    x, y = torch.randn(20, 5, 4), torch.arange(20) % 3
+    found = net.eval()(x, solution=True)[1]
+    totals = evaluate(net, [(x[:13], y[:13]), (x[13:], y[13:])])
+    assert totals.depth == pytest.approx(float(found.steps.double().mean()))
+    assert totals.residual == pytest.approx(float(found.residual.double().mean()), rel=1e-2)
+    assert (totals.converged, totals.max_depth) == (1.0, int(found.steps.max()))
+
+
+@pytest.mark.parametrize("count", [4, 3])
+def test_soft_targets_have_an_accuracy(count: int) -> None:
+    """Batches of probabilities raised an error, or gave a wrong accuracy if there were as many as classes."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 3), torch.randn(count, 4)
+    y = net(x).detach().softmax(1)
+    y[0] = y[0].roll(1)
+    assert evaluate(net, [(x, y)]).accuracy == pytest.approx(1 - 1 / count)
+
+
+def test_one_output_is_no_classification() -> None:
+    """The cross entropy of one output is 0: labels 0 and 1 raised an IndexError, labels 0 trained nothing."""
+    data = [(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))]
+    with pytest.raises(ValueError, match=r"got one output and torch\.int64 targets; give two outputs"):
+        fit(nn.Linear(2, 1), data, None, settings())
+
+
+def test_an_accuracy_of_nan_is_not_the_best(tmp_path: Path) -> None:
+    """NaN in the first epoch made its checkpoint the best one for ever."""
+    made, calls = settings(epochs=3, keep=1), [0]
+
+    def accuracy(output: Tensor, targets: Tensor) -> Tensor:
+        calls[0] += 1
+        return torch.tensor(float("nan") if calls[0] <= 2 else 0.5)
+
+    run = Run.create(tmp_path / "run", made)
+    data: Any = [(torch.ones(4, 2), torch.ones(4, 1))]
+    fit(nn.Linear(2, 1), data, data, made, run=run, loss=F.l1_loss, metrics={"accuracy": accuracy})
+    best = run.best()
+    assert best is not None
+    assert best.position.epoch == 2

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from banach import __version__
-from banach.cli.console import PLAIN, spoken_warnings
+from banach.cli.console import PLAIN, complain, spoken_warnings
 
 BAD_INPUT, DIVERGED = 2, 3
 _SHORT = {
@@ -129,5 +128,5 @@ def _sentence(error: Exception) -> str | None:
 
 
 def _refuse(sentence: str, code: int = BAD_INPUT) -> int:
-    print(f"banach: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    complain(f"banach: {' '.join(sentence.split())}")
     return code

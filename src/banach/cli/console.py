@@ -78,6 +78,14 @@ def wrapped(text: str, first: str = "", then: str = "") -> str:
     return wrapper.fill(text)
 
 
+def complain(text: str) -> None:
+    """Print a line on standard error, unless that is a closed pipe: `banach train 2>&1 | head` trains on."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 # Advice for callers of the library, and its replacement on the command line.
 _LIBRARY = "pass solution=True and print Solution.summary()"
 _HERE = "try more --max-steps, a larger --eps, or --solver anderson"
@@ -95,7 +103,7 @@ def spoken_warnings() -> Iterator[None]:
         text = " ".join(str(message).split()).replace(_LIBRARY, _HERE)
         if text not in said:
             said.add(text)
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            complain(f"warning: {text}")
 
     with warnings.catch_warnings():
         warnings.showwarning = say

@@ -50,7 +50,8 @@ def _folder(text: str) -> DataSet:
     parts = [part for part in (root / "train", root / "test") if part.is_dir()]
     listed = list[list[Path]]()
     for part in parts if len(parts) == 2 else [root]:
-        listed.append([path for inner in sorted(part.iterdir()) if inner.is_dir() for path in images_in(inner)])
+        folders = sorted(one for one in part.iterdir() if one.is_dir() and not one.name.startswith("."))
+        listed.append([path for folder in folders for path in images_in(folder)])
         if not listed[-1]:
             raise DataError(f"{part} has no images; put them into one folder per class, as in {part}/cat/1.png")
     classes = {name: number for number, name in enumerate(sorted({path.parent.name for path in listed[0]}))}

@@ -34,8 +34,9 @@ class Picture:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Return the image files of a folder, in order."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and path.is_file())
+    """Return the image files of a folder, in order; hidden ones, such as ._1.png of macOS, are left out."""
+    seen = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    return [path for path in seen if path.suffix.lower() in ENDINGS and path.is_file()]
 
 
 def read_image(path: Path, shape: tuple[int, int, int] | None = None) -> Picture:

@@ -29,7 +29,7 @@ class Injection(nn.Module):
         tiers, size = [v], v.shape[-2:]
         for width in self.channels[1:]:
             size = [n // 2 + 1 for n in size]
-            tiers.append(v.new_zeros(len(v), width, *size))
+            tiers.append(v.new_zeros(v.shape[0], width, *size))
         return tuple(tiers) if len(tiers) > 1 else v
 
 
@@ -57,15 +57,34 @@ def mon_fc(
     )
 
 
-def mon(image: Image = (1, 28, 28), classes: int = 10, *, channels: int | None = None, **options: Any) -> Parts:
+def mon(
+    image: Image = (1, 28, 28),
+    classes: int = 10,
+    *,
+    channels: int | tuple[int, ...] | None = None,
+    splitting: type[Splitting] = PeacemanRachford,
+    alpha: float = 1.0,
+) -> Parts:
     """Return the monotone operator network of one convolution: 84,460 parameters on MNIST.
 
     On SVHN and CIFAR-10 it has 172,218. Without `channels`: 56 for grey images, else 81. (The paper prints 54 and
-    84K for MNIST; 84,460 needs 56.) Options are `splitting` and `alpha`, as for `mon_fc`. The authors stop a batch
-    as one: ImplicitNetwork(*mon(), coupled=True, tolerance=Tolerance(atol=0, rtol=1e-2)).
+    84K for MNIST; 84,460 needs 56.) A tuple is for several tiers, of which S reads the last. The authors stop a
+    batch as one: ImplicitNetwork(*mon(), coupled=True, tolerance=Tolerance(atol=0, rtol=1e-2)).
     """
-    width = channels or (56 if image[0] == 1 else 81)
-    return _convolutional(image, classes, (width,), nn.AvgPool2d(4), **options)
+    channels = channels or (56 if image[0] == 1 else 81)
+    widths = channels if isinstance(channels, tuple) else (channels,)
+    pool: nn.Module = nn.Identity() if widths is channels else nn.AvgPool2d(4)
+    size = [n + 2 for n in image[1:]]
+    for _ in widths[1:]:
+        if any(n % 2 for n in size):
+            raise ValueError(
+                f"a tier before the last needs an even size, got {size} with its border; resize images"
+            )
+        size = [n // 2 + 1 for n in size]
+    entries = pool(torch.empty(1, widths[-1], *size)).numel()
+    head = OrderedDict(act=LastTier(), pool=pool, flat=nn.Flatten(), linear=nn.Linear(entries, classes))
+    Q = Injection(image[0], widths)
+    return Parts(Q, splitting(MonotoneConv2d(widths, M), alpha), nn.Sequential(head))
 
 
 def mon_tiers(
@@ -79,36 +98,12 @@ def mon_tiers(
     cosine of .9 or more at fresh weights.
     """
     widths = channels or ((16, 32, 32) if image[0] == 1 else (16, 32, 60))
-    return _convolutional(image, classes, widths, nn.Identity(), **options)
+    return mon(image, classes, channels=widths, **options)
 
 
 def mon_large(image: Image = (3, 32, 32), classes: int = 10, **options: Any) -> Parts:
     """Return the large monotone operator network of three tiers: 1,014,546 parameters on CIFAR-10."""
     return mon_tiers(image, classes, channels=(64, 128, 128), **options)
-
-
-def _convolutional(
-    image: Image,
-    classes: int,
-    widths: tuple[int, ...],
-    pool: nn.Module,
-    *,
-    splitting: type[Splitting] = PeacemanRachford,
-    alpha: float = 1.0,
-) -> Parts:
-    """Return a network of one tier per width, whose S pools the last one."""
-    size = [n + 2 for n in image[1:]]
-    for _ in widths[1:]:
-        if any(n % 2 for n in size):
-            raise ValueError(
-                f"a tier before the last needs an even size, got {size} with its border; resize images"
-            )
-        size = [n // 2 + 1 for n in size]
-    entries = pool(torch.empty(1, widths[-1], *size)).numel()
-    head = OrderedDict(act=LastTier(), pool=pool, flat=nn.Flatten(), linear=nn.Linear(entries, classes))
-    return Parts(
-        Q=Injection(image[0], widths), R=splitting(MonotoneConv2d(widths, M), alpha), S=nn.Sequential(head)
-    )
 
 
 # One recipe for the comparison of all models at equal epochs.

@@ -120,22 +120,23 @@ class Splitting(nn.Module):
 
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
         """Return make(), or what it gave earlier in this pass or capture for these weights; never recorded."""
-        first = leaves(v)[0]
+        first, make = leaves(v)[0], torch.no_grad()(make)
+        if torch.compiler.is_compiling():  # what is traced, such as an exported loop, changes no attribute
+            return make()
         try:
             weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
             kind, inference = first.device.type, torch.is_inference_mode_enabled()  # autograd refuses its tensors
             autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-            known = (_place(first), first.shape[1:], self.alpha, weights, autocast, inference)
-            key = None if torch.compiler.is_compiling() else known
+            key: Any = (_place(first), first.shape[1:], self.alpha, weights, autocast, inference)
         except RuntimeError:  # tensors of torch.func have no address
             key = None
         kept = self._kept
         if kept is not None and key is not None and kept[0] == key:
             return kept[2]
-        with torch.no_grad():
-            made = make()
+        made = make()
         # Holding v keeps its address from being given to the v of another pass, or of another CUDA graph.
         self._kept = None if key is None else (key, first.detach(), made)
+        self._shapes = [leaf.shape for leaf in leaves(v)]
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,9 +165,8 @@ class ForwardBackward(Splitting):
     any_step_size = False
 
     def forward(self, u: Latent, v: Latent) -> Latent:
-        self._shapes = [leaf.shape for leaf in leaves(v)]
-        matrices = self.layer.matrices
-        M = matrices() if self._records_weights() else self._once(v, matrices)
+        kept = self._once(v, self.layer.matrices)
+        M = self.layer.matrices() if self._records_weights() else kept
         return self.layer.activate(_step(u, self.layer.product(M, u, border=False), v, self.alpha))
 
 
@@ -182,7 +182,6 @@ class PeacemanRachford(Splitting):
     """
 
     def forward(self, u: Latent, v: Latent) -> Latent:
-        self._shapes = [leaf.shape for leaf in leaves(v)]
         layer, alpha = self.layer, self.alpha
         inverse = self._once(v, lambda: layer.inverse(layer.matrices(), alpha, v))
         z = layer.activate(u)

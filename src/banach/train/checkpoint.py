@@ -81,13 +81,13 @@ def write_checkpoint(
             return read_finite(target).path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=HALF, dir=folder, ignore_cleanup_errors=True) as name:
-        half = Path(name)
+        half = Path(name) / target.name  # the temporary folder is for its owner only, whatever the umask
+        half.mkdir()
         with naming(target):
             written = write_shards(tensors, half) if sharded else _write_tensors(half / TENSORS, tensors)
             content = {"tensors": written, "sha256": digest(state), "state": state}
             with whole_file(half / STATE) as file:
                 file.write(json.dumps(content, indent=1))
-        half.chmod(0o755)  # a temporary folder is readable by its owner only
         if target.exists():
             shutil.rmtree(target)
         os.replace(half, target)

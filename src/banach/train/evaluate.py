@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
 from banach.network import ImplicitNetwork
+from banach.nn.layers import assigned
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.warning import warn_user
 from banach.train.distributed import Ranks
@@ -94,12 +96,11 @@ def evaluate(
         raise ValueError(f"expected a Scorer(net, {precision!r}) of this network, got one of {got}")
     device = next((weight.device for weight in net.parameters()), torch.device("cpu"))
     held = data if isinstance(data, Images) else Loader(data, device)
-    training = net.training
-    net.eval()
-    try:
+    modes = [(module, "training", module.training) for module in net.modules()]  # parts may differ
+    with assigned(modes), ExitStack() as stack:
+        stack.callback(net.train, net.training)
+        net.eval()
         return measure(scorer, held, batch_size, objective=Objective.of(loss, metrics))
-    finally:
-        net.train(training)
 
 
 @torch.no_grad()

@@ -18,16 +18,16 @@ Compared = Callable[[Any, Tensor], Tensor]  # (output, targets) -> a loss, or th
 
 
 def accuracy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return for each sample whether its highest score is that of its label."""
-    return output.argmax(1) == labels
+    """Return for each sample whether its highest score is that of its label, or of its most probable class."""
+    return output.argmax(1) == (labels.argmax(1) if labels.is_floating_point() else labels)
 
 
 def cross_entropy(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the cross entropy; refuse a regression with one output, of which it would be zero."""
-    if targets.is_floating_point() and output.dim() > 1 and output.shape[1] == 1:
+    """Return the cross entropy; refuse one output, of which it would be zero."""
+    if output.dim() > 1 and output.shape[1] == 1:
         raise ValueError(
             f"cross entropy needs a score for each class, got one output and {targets.dtype} targets; "
-            "pass loss= for a regression, such as torch.nn.functional.mse_loss"
+            "give two outputs for two classes, or pass loss= for a regression, such as mse_loss"
         )
     return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
 
@@ -115,8 +115,9 @@ class MetricSums:
         if solution is not None:
             # Without a step there is no residual: infinity would hide those of other batches.
             residual = torch.where(solution.steps > 0, solution.residual, torch.zeros_like(solution.residual))
-            parts += [count, solution.steps.sum(), residual.double().sum(), solution.converged.sum()]
-            parts.append(solution.nonfinite.sum())
+            # Q may make several rows of a sample, such as one per token.
+            parts += [count.new_full((), len(solution.steps)), solution.steps.sum(), residual.double().sum()]
+            parts += [solution.converged.sum(), solution.nonfinite.sum()]
             most = torch.stack([solution.steps.max(), residual.max()]).double()
             torch.maximum(self.most, most, out=self.most)
         self.sums[: len(parts)] += torch.stack([part.double() for part in parts])
@@ -141,11 +142,12 @@ class MetricSums:
         solved, depth, residual, converged, _, *most = figures[-7:]
         metrics = {name: total / count for name, total in zip(self.metrics, measured, strict=True)}
         means = (loss / count, metrics.pop("accuracy", None))
-        mean, deepest = (depth / count, int(most[0])) if solved or depth else (None, None)
+        rows = solved or count
+        mean, deepest = (depth / rows, int(most[0])) if solved or depth else (None, None)
         if not solved or not most[0]:  # the explicit twin takes no step: it has no residual and meets no tolerance
             return Totals(*means, mean, deepest, None, None, None, metrics)
-        share = converged / count if math.isfinite(loss) else math.nan  # a NaN output is no answer
-        return Totals(*means, mean, deepest, residual / count, most[1], share, metrics)
+        share = converged / rows if math.isfinite(loss) else math.nan  # a NaN output is no answer
+        return Totals(*means, mean, deepest, residual / rows, most[1], share, metrics)
 
 
 def _total(name: str, values: Any, samples: int) -> Tensor:

@@ -185,7 +185,7 @@ def _best(epochs: Sequence[Epoch]) -> Position | None:
     judged = [
         (-loss if epoch.validation_accuracy is None else epoch.validation_accuracy, -epoch.epoch)
         for epoch in epochs
-        if (loss := epoch.validation_loss) is not None and math.isfinite(loss)
+        if (loss := epoch.validation_loss) is not None and math.isfinite(loss + (epoch.validation_accuracy or 0))
     ]
     return Position(-max(judged)[1], 0) if judged else None
 

@@ -24,21 +24,14 @@ from banach.solve import Tolerance
 from banach.train import words
 
 FREE = ("device", "on_nonfinite", "keep", "sharded")  # these may change when a run is resumed
-FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")
-# These, too, need a network with a fixed point.
+FIXED_POINT = ("solver", "backward", "norm", "eps", "rtol", "max_steps")  # they need one, as IMPLICIT does
 IMPLICIT = ("jacobian_penalty", "finite_difference", "correction", "correction_steps", "pretrain", "tune")
 _TOML_BYTES = 2**20
 _COUNT = 10**9  # at most, of epochs, steps and images
 _RATE = 1e30  # at most, of rates: a step is computed in fp32
 _SMALL = 16 * 16  # pixels: on smaller images a second CPU thread costs more than it gains
-# The first setting of each group in `banach train --help`.
-GROUPS = {
-    "data": "Data",
-    "model": "Network",
-    "epochs": "Training",
-    "jacobian_penalty": "Penalties",
-    "device": "Run",
-}
+GROUPS = {"data": "Data", "model": "Network", "epochs": "Training"}  # of --help, by their first settings
+GROUPS |= {"jacobian_penalty": "Penalties", "device": "Run"}
 
 
 def setting(default: Any, help: str, metavar: str | None = None, **limits: Any) -> Any:
