@@ -99,6 +99,13 @@ def test_monotone_whatever_the_weights(channels: Any, m: float, raised: float) -
     assert 0.98 * exact < L < 1.001 * exact
 
 
+def test_the_default_device_of_the_user_does_not_matter() -> None:
+    W, shapes = MonotoneLinear(4), [torch.Size((2, 4))]
+    expected = monotonicity(W, shapes)
+    with torch.device("meta"):  # stands for torch.set_default_device("cuda")
+        assert monotonicity(W, shapes) == expected
+
+
 def test_one_tier_is_the_formula() -> None:
     """W z by circular convolutions of A and B and their transposes, which autograd gives."""
     made, z = layer(3), normal(2, 3, 6, 6)

@@ -270,8 +270,8 @@ def operator_norm(layer: AffineLayer, size: int | Sequence[int] | None = None) -
 
 def _random_directions(count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return orthonormal vectors, at most `count`, from a separate generator: measuring a norm changes no run."""
-    count = min(count, math.prod(shape))
-    x = torch.randn(count, *shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    count, generator = min(count, math.prod(shape)), torch.Generator().manual_seed(0)
+    x = torch.randn(count, *shape[1:], generator=generator, dtype=torch.float64, device="cpu")
     return _orthonormal(x).to(like)
 
 

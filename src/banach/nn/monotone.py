@@ -220,8 +220,8 @@ def monotonicity(layer: Any, shapes: list[torch.Size], steps: int = 40) -> tuple
         shapes: of the tensors of a latent; the batch axis is ignored.
         steps: of the power iteration.
     """
-    like, generator = next(layer.parameters()), torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, *shape[1:], generator=generator, dtype=torch.float64).to(like) for shape in shapes]
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    parts = [draw(1, *shape[1:]).to(next(layer.parameters())) for shape in shapes]
     start = parts[0] if len(parts) == 1 else tuple(parts)
     space, M = Space.of(start), layer.matrices()
 
