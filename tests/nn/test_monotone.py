@@ -341,9 +341,9 @@ def test_weights_that_depend_on_u_are_differentiated(kind: Any) -> None:
 
 
 def test_bad_input_gets_one_sentence() -> None:
-    with pytest.raises(ValueError, match="m must be above 0, got 0"):
+    with pytest.raises(ValueError, match="m must be above 0 and finite, got 0"):
         MonotoneLinear(3, 0)
-    with pytest.raises(ValueError, match="alpha must be above 0, got -1"):
+    with pytest.raises(ValueError, match="alpha must be above 0 and finite, got -1"):
         ForwardBackward(linear(), -1)
     made = MonotoneConv2d((1, 1))
     v = torch.zeros(1, 1, 9, 9), torch.zeros(1, 1, 5, 5)

@@ -41,10 +41,8 @@ class Lipschitz(nn.Module):
         self, layer: AffineLayer, bound: float = 1.0, *, size: int | Sequence[int] | None = None, steps: int = 2
     ) -> None:
         super().__init__()
-        if not 0 < bound < float("inf"):
-            raise ValueError(f"bound must be above 0 and finite, got {bound}")
         self.shape = _input_shape(layer, size)
-        self.layer, self.bound, self.steps = layer, float(bound), checks.whole("steps", steps, 0)
+        self.layer, self.bound, self.steps = layer, checks.above_zero("bound", bound), checks.whole("steps", steps)
         self.register_buffer("directions", _random_directions(FOLLOWED, self.shape, layer.weight))
         self.refine()
 

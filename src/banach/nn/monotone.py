@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from banach import checks
 from banach.latent import Latent, Space, leaves, map_leaves
 from banach.solve import solve
 from banach.solve.context import device_inverse, device_loop, weights_are_constant
@@ -29,7 +30,7 @@ class MonotoneLinear(nn.Module):
 
     def __init__(self, width: int, m: float = 0.1) -> None:
         super().__init__()
-        self.m = above_zero("m", m)
+        self.m = checks.above_zero("m", m)
         self.A = nn.Parameter(nn.init.xavier_normal_(torch.empty(width, width)))
         self.B = nn.Parameter(nn.init.xavier_normal_(torch.empty(width, width)))
 
@@ -84,7 +85,7 @@ class Splitting(nn.Module):
 
     def __init__(self, layer: nn.Module, alpha: float) -> None:
         super().__init__()
-        self.layer, self.alpha = layer, above_zero("alpha", alpha)
+        self.layer, self.alpha = layer, checks.above_zero("alpha", alpha)
         self._kept: tuple[Any, Tensor, Any] | None = None
         self._shapes: list[torch.Size] = []
 
@@ -236,13 +237,6 @@ def monotonicity(layer: Any, shapes: list[torch.Size], steps: int = 40) -> tuple
     for _ in range(steps):
         y = F.normalize(L * y - (A(y) + At(y)[0]) / 2)
     return float((y * A(y)).sum()), L
-
-
-def above_zero(name: str, value: float) -> float:
-    """Return the value as a float, or raise a ValueError."""
-    if not value > 0:
-        raise ValueError(f"{name} must be above 0, got {value}")
-    return float(value)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
