@@ -67,9 +67,9 @@ class MonotoneLinear(nn.Module):
 class Splitting(nn.Module):
     """R of a monotone network: a map whose fixed point solves z = relu(W z + v), with a step size `alpha`.
 
-    What depends on the weights alone is computed once per pass, and cached until v or a weight changes. `alpha` is
-    a number, not a weight; it is stored in the state_dict. Whenever the module goes from train to eval mode, as it
-    does after every epoch of `fit`, the guarantee is checked; a `MonotoneWarning` says that it does not hold.
+    What depends on the weights alone is computed once per pass, and cached until v or a weight changes. (PyTorch
+    counts no changes through `.data`: call `train()` or `eval()` after one.) `alpha` is a number, not a weight; it
+    is stored in the state_dict. From train to eval mode the guarantee is checked: see `check`.
 
     The layer has I - W >= m I in its symmetric part, and these methods:
 
