@@ -28,6 +28,13 @@ def number(
     return float(value)
 
 
+def above_zero(name: str, value: float) -> float:
+    """Return `value` as a float if it is above 0 and finite, else raise a ValueError."""
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
+    return float(value)
+
+
 def nearest(what: str, name: Any, known: Iterable[str]) -> str:
     """Return `name` if it is one of `known`, else raise a ValueError that suggests the closest name."""
     known = list(known)

@@ -152,7 +152,9 @@ class ImplicitNetwork(nn.Module):
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
         plain = len(modules) > 0 and not special
-        this_pass = forward_pass(R, modules, plain=plain, evaluates_later=_evaluates_later(mode))
+        # Modes that record R in the forward pass do not evaluate it in the backward pass.
+        later = not (type(mode) in (JFB, Neumann) or (type(mode) is Unroll and not mode.checkpoint))
+        this_pass = forward_pass(R, modules, plain=plain, evaluates_later=later)
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
@@ -205,8 +207,3 @@ def _check_start(parts: list[Tensor], v: Tensor) -> None:
 def _check_mode(backward: Mode) -> None:
     if isinstance(backward, type) or not hasattr(backward, "attach"):
         raise TypeError(f"backward must be a mode such as JFB() or Neumann(5), got {backward!r}")
-
-
-def _evaluates_later(backward: Mode) -> bool:
-    """Return True if the backward pass may evaluate R: modes that record it in the forward pass do not."""
-    return not (type(backward) in (JFB, Neumann) or (type(backward) is Unroll and not backward.checkpoint))

@@ -83,6 +83,13 @@ def test_a_nonfinite_sample_is_nan_and_alone_in_it() -> None:
     torch.testing.assert_close(sigma[[0, 2]], torch.linalg.matrix_norm(A[[0, 2]], 2), rtol=1e-9, atol=0)
 
 
+def test_the_default_device_of_the_user_does_not_matter() -> None:
+    A, z = normal(3, 5, 5), normal(3, 5)
+    with torch.device("meta"):  # stands for torch.set_default_device("cuda")
+        sigma = contraction_factor(matrices, z, (A,))
+    torch.testing.assert_close(sigma, torch.linalg.matrix_norm(A, 2), rtol=1e-4, atol=0)
+
+
 def test_refusals() -> None:
     z = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"T must keep the shape of its input: \(2, 3\) became \(2, 1\)"):

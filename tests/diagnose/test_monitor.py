@@ -43,6 +43,18 @@ def test_silent_on_a_contraction() -> None:
     assert reading.rate == pytest.approx(float(measured.rate.max()))
 
 
+def test_only_tensors_with_the_batch_axis_are_cut() -> None:
+    plain = tiny(gain=0.5)
+    alone = measure_contraction(plain, DATA[:2])
+    net = ImplicitNetwork(
+        lambda x, scale, mask: plain.Q(x) * scale * mask.diagonal(), plain.R, plain.S, tolerance=plain.tolerance
+    )
+    data = DATA, torch.ones((), dtype=DATA.dtype), torch.eye(5, dtype=DATA.dtype)
+    measured = ContractionMonitor(samples=2)(net, data)
+    assert measured is not None
+    torch.testing.assert_close(measured.sigma, alone.sigma)
+
+
 def test_warns_once_with_the_figures(steep: Any) -> None:
     monitor = ContractionMonitor()
     with unchanged(steep), pytest.warns(ContractionWarning) as caught:

@@ -31,6 +31,15 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 }
 
 
+def test_the_default_device_of_the_user_does_not_matter() -> None:
+    layer = nn.Linear(4, 3)
+    expected = operator_norm(layer)
+    with torch.device("meta"):  # stands for torch.set_default_device("cuda")
+        torch.testing.assert_close(operator_norm(layer), expected)
+        assert Lipschitz(layer).directions.is_cpu
+        assert Lipschitz(nn.Linear(4, 3)).directions.is_meta
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_norm_the_bound_and_the_gradient_are_those_of_the_matrix(case: str) -> None:
     torch.manual_seed(3)

@@ -99,6 +99,13 @@ def test_monotone_whatever_the_weights(channels: Any, m: float, raised: float) -
     assert 0.98 * exact < L < 1.001 * exact
 
 
+def test_the_default_device_of_the_user_does_not_matter() -> None:
+    W, shapes = MonotoneLinear(4), [torch.Size((2, 4))]
+    expected = monotonicity(W, shapes)
+    with torch.device("meta"):  # stands for torch.set_default_device("cuda")
+        assert monotonicity(W, shapes) == expected
+
+
 def test_one_tier_is_the_formula() -> None:
     """W z by circular convolutions of A and B and their transposes, which autograd gives."""
     made, z = layer(3), normal(2, 3, 6, 6)
@@ -334,9 +341,9 @@ def test_weights_that_depend_on_u_are_differentiated(kind: Any) -> None:
 
 
 def test_bad_input_gets_one_sentence() -> None:
-    with pytest.raises(ValueError, match="m must be above 0, got 0"):
+    with pytest.raises(ValueError, match="m must be above 0 and finite, got 0"):
         MonotoneLinear(3, 0)
-    with pytest.raises(ValueError, match="alpha must be above 0, got -1"):
+    with pytest.raises(ValueError, match="alpha must be above 0 and finite, got -1"):
         ForwardBackward(linear(), -1)
     made = MonotoneConv2d((1, 1))
     v = torch.zeros(1, 1, 9, 9), torch.zeros(1, 1, 5, 5)

@@ -132,6 +132,34 @@ def test_an_exception_in_r_leaves_the_buffers_untouched(fail_at: int) -> None:
     assert int(R.norm.num_batches_tracked) == 1
 
 
+class Constants(NormR):
+    """Buffers that never change, one with entries that share memory, and a batch norm that is frozen."""
+
+    place: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.ones(1, dtype=torch.float64).expand(6))
+        self.norm.eval()
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return super().forward(u, v * self.place)
+
+
+@pytest.mark.parametrize("mode", ["jfb", "neumann", "unroll", "implicit"])
+def test_constant_buffers_in_train_mode_may_be_captured_and_may_share_memory(mode: str) -> None:
+    net = network(Constants(), backward=MODES[mode])
+    expected = gradients(net, net(normal(5, 4)).square().sum())
+
+    def loss(p: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(net, p, (normal(5, 4),)).square().sum()
+
+    got = torch.func.grad(loss)({name: p.detach() for name, p in net.named_parameters()})
+    assert close(got, expected, atol=1e-11)
+    with torch.inference_mode():
+        net(normal(5, 4))
+
+
 @pytest.mark.parametrize("mode", ["jfb", "neumann", "unroll", "implicit"])
 def test_inside_functional_transforms(mode: str) -> None:
     """As in PyTorch itself, buffers that change are handed to the transformed function."""

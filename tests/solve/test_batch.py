@@ -39,6 +39,14 @@ def test_compaction_spends_its_work_on_samples_that_need_it(batch: int) -> None:
     assert useful_work(p, False, tolerance) < 0.4, "freezing alone: all rows until the slowest is done"
 
 
+def test_T_never_sees_an_empty_batch_when_samples_that_failed_have_left() -> None:
+    def T(z: Tensor, q: Tensor) -> Tensor:
+        return q * z.reshape(len(z), -1, 2).flatten(1)  # refuses an empty batch
+
+    found = solve(T, torch.ones(2, 4), inputs=(torch.tensor([[1e30], [1e3]]),), compact=True)
+    assert found.status == (Status.NONFINITE, Status.NONFINITE)
+
+
 @solvers
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("every", [1, 3, 0])

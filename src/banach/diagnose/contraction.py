@@ -67,8 +67,8 @@ def _largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: i
     checks.whole("max_steps", max_steps, 1)
     rtol = max(rtol, rounding(J.space))
     krylov = _Krylov(J, _unit(_random_rows(J.space, seed)))
-    history = [torch.zeros(J.space.samples, dtype=torch.float64)] * 2
-    quiet = torch.zeros(J.space.samples, dtype=torch.long)
+    history = [torch.zeros(J.space.samples, dtype=torch.float64, device="cpu")] * 2
+    quiet = torch.zeros_like(history[0], dtype=torch.long)
     for step in range(1, max_steps + 1):
         history.append(krylov.sigma())
         grew = _to_come(history[-3:]) > rtol * history[-1]
@@ -88,7 +88,7 @@ class _Krylov:
     def __init__(self, J: Jacobian, v: Tensor) -> None:
         self.J, self.V = J, v[:, None]
         self.W = v.new_empty(len(v), 0, sum(J.space.sizes))
-        self.gram = torch.empty(len(v), 0, 0, dtype=torch.float64)  # on the host: it is small
+        self.gram = torch.empty(len(v), 0, 0, dtype=torch.float64, device="cpu")  # it is small
 
     def sigma(self) -> Tensor:
         """(samples,): the largest |J v| over unit vectors v in the span of V."""
@@ -125,7 +125,7 @@ def _to_come(history: list[Tensor]) -> Tensor:
 def _random_rows(space: Space, seed: int) -> Tensor:
     """Normal numbers, drawn on the host, so that a seed means the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(space.samples, sum(space.sizes), generator=generator, dtype=torch.float64)
+    rows = torch.randn(space.samples, sum(space.sizes), generator=generator, dtype=torch.float64, device="cpu")
     return rows.to(space.device, space.rows_dtype)
 
 

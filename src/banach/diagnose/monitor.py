@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from banach import checks
 from banach.backward import JFB
@@ -39,8 +39,8 @@ class ContractionMonitor:
 
     Warns with `ContractionWarning` when the contraction is violated on the data (sigma_max(dT/du) >= 1, or
     residuals that do not shrink), once per run (`once=False`: every time). `samples` is how many of the batch
-    are measured (None: all). With batch norm in train mode they are normalised by themselves, as a batch of
-    that size would be. `history` holds a `ContractionReading` per measurement.
+    are measured (None: all); tensors of another length than the first, such as the mask of a sequence, stay
+    whole. In train mode batch norm normalises by these samples alone. `history` has a `ContractionReading` each.
     """
 
     def __init__(self, *, samples: int | None = 8, every: int = 1, once: bool = True, seed: int = 0) -> None:
@@ -48,8 +48,7 @@ class ContractionMonitor:
         if samples is not None:
             checks.whole("samples", samples, 1)
         self.samples, self.every, self.once, self.seed = samples, every, once, seed
-        self.calls = 0
-        self.warned = False
+        self.calls, self.warned = 0, False
         self.history: list[ContractionReading] = []
 
     def __call__(self, net: Any, d: Any) -> Contraction | None:
@@ -57,7 +56,8 @@ class ContractionMonitor:
         self.calls += 1
         if (self.calls - 1) % self.every:
             return None
-        few = tree_map_only(Tensor, lambda leaf: leaf[: self.samples], d)
+        batch = next((leaf.shape[:1] for leaf in tree_leaves(d) if isinstance(leaf, Tensor) and leaf.dim()), None)
+        few = tree_map_only(Tensor, lambda leaf: leaf[: self.samples] if leaf.shape[:1] == batch else leaf, d)
         measured = measure_contraction(net, few, seed=self.seed)
         sigma = float(measured.sigma.max()) if len(measured.sigma) else float("nan")
         figures = len(measured.sigma), measured.violations, sigma, worst(measured.rate)

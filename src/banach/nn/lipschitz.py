@@ -41,10 +41,8 @@ class Lipschitz(nn.Module):
         self, layer: AffineLayer, bound: float = 1.0, *, size: int | Sequence[int] | None = None, steps: int = 2
     ) -> None:
         super().__init__()
-        if not 0 < bound < float("inf"):
-            raise ValueError(f"bound must be above 0 and finite, got {bound}")
         self.shape = _input_shape(layer, size)
-        self.layer, self.bound, self.steps = layer, float(bound), checks.whole("steps", steps, 0)
+        self.layer, self.bound, self.steps = layer, checks.above_zero("bound", bound), checks.whole("steps", steps)
         self.register_buffer("directions", _random_directions(FOLLOWED, self.shape, layer.weight))
         self.refine()
 
@@ -270,8 +268,8 @@ def operator_norm(layer: AffineLayer, size: int | Sequence[int] | None = None) -
 
 def _random_directions(count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return orthonormal vectors, at most `count`, from a separate generator: measuring a norm changes no run."""
-    count = min(count, math.prod(shape))
-    x = torch.randn(count, *shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    count, generator = min(count, math.prod(shape)), torch.Generator().manual_seed(0)
+    x = torch.randn(count, *shape[1:], generator=generator, dtype=torch.float64, device="cpu")
     return _orthonormal(x).to(like)
 
 

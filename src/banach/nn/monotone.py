@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from banach import checks
 from banach.latent import Latent, Space, leaves, map_leaves
 from banach.solve import solve
 from banach.solve.context import device_inverse, device_loop, weights_are_constant
@@ -29,7 +30,7 @@ class MonotoneLinear(nn.Module):
 
     def __init__(self, width: int, m: float = 0.1) -> None:
         super().__init__()
-        self.m = above_zero("m", m)
+        self.m = checks.above_zero("m", m)
         self.A = nn.Parameter(nn.init.xavier_normal_(torch.empty(width, width)))
         self.B = nn.Parameter(nn.init.xavier_normal_(torch.empty(width, width)))
 
@@ -66,9 +67,9 @@ class MonotoneLinear(nn.Module):
 class Splitting(nn.Module):
     """R of a monotone network: a map whose fixed point solves z = relu(W z + v), with a step size `alpha`.
 
-    What depends on the weights alone is computed once per pass, and cached until v or a weight changes. `alpha` is
-    a number, not a weight; it is stored in the state_dict. Whenever the module goes from train to eval mode, as it
-    does after every epoch of `fit`, the guarantee is checked; a `MonotoneWarning` says that it does not hold.
+    What depends on the weights alone is computed once per pass, and cached until v or a weight changes. (PyTorch
+    counts no changes through `.data`: call `train()` or `eval()` after one.) `alpha` is a number, not a weight; it
+    is stored in the state_dict. From train to eval mode the guarantee is checked: see `check`.
 
     The layer has I - W >= m I in its symmetric part, and these methods:
 
@@ -84,7 +85,7 @@ class Splitting(nn.Module):
 
     def __init__(self, layer: nn.Module, alpha: float) -> None:
         super().__init__()
-        self.layer, self.alpha = layer, above_zero("alpha", alpha)
+        self.layer, self.alpha = layer, checks.above_zero("alpha", alpha)
         self._kept: tuple[Any, Tensor, Any] | None = None
         self._shapes: list[torch.Size] = []
 
@@ -219,8 +220,8 @@ def monotonicity(layer: Any, shapes: list[torch.Size], steps: int = 40) -> tuple
         shapes: of the tensors of a latent; the batch axis is ignored.
         steps: of the power iteration.
     """
-    like, generator = next(layer.parameters()), torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, *shape[1:], generator=generator, dtype=torch.float64).to(like) for shape in shapes]
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    parts = [draw(1, *shape[1:]).to(next(layer.parameters())) for shape in shapes]
     start = parts[0] if len(parts) == 1 else tuple(parts)
     space, M = Space.of(start), layer.matrices()
 
@@ -235,13 +236,6 @@ def monotonicity(layer: Any, shapes: list[torch.Size], steps: int = 40) -> tuple
     for _ in range(steps):
         y = F.normalize(L * y - (A(y) + At(y)[0]) / 2)
     return float((y * A(y)).sum()), L
-
-
-def above_zero(name: str, value: float) -> float:
-    """Return the value as a float, or raise a ValueError."""
-    if not value > 0:
-        raise ValueError(f"{name} must be above 0, got {value}")
-    return float(value)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from banach import checks
 from banach.latent import Latent, leaves, map_leaves, rebuild
-from banach.nn.monotone import above_zero, at_least_float32, inverse_of
+from banach.nn.monotone import at_least_float32, inverse_of
 
 _ONE = math.log(math.e - 1)  # softplus of this is 1
 
@@ -49,7 +50,7 @@ class MonotoneConv2d(nn.Module):
 
     def __init__(self, channels: int | Sequence[int], m: float = 1.0) -> None:
         super().__init__()
-        self.m = above_zero("m", m)
+        self.m = checks.above_zero("m", m)
         widths = (channels,) if isinstance(channels, int) else tuple(channels)
         # Fresh kernels of nn.Conv2d, whose lengths have no effect but on the learning rate.
         self.A = nn.ParameterList(nn.Conv2d(n, n, 3, bias=False).weight for n in widths)

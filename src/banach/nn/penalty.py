@@ -175,12 +175,11 @@ def finite_difference_penalty(
     Returns:
         (batch,): one value per sample. Coupled samples share one value.
     """
-    if h is not None and not 0 < h < float("inf"):
-        raise ValueError(f"h must be above 0 and finite, got {h}")
     z = detach(z)
     space = Space.of(z, coupled=coupled)
     rows = space.rows(z, "z")
-    step = h or rounding(space) ** 0.5 * rows.square().mean(1, keepdim=True).sqrt().clamp(min=1)
+    size = rows.square().mean(1, keepdim=True).sqrt().clamp(min=1)
+    step = rounding(space) ** 0.5 * size if h is None else checks.above_zero("h", h)
     moved = space.rows(T(space.nest(rows + step * _signs(rows)), *inputs))
     return space.spread(((moved - space.rows(T(z, *inputs))) / step).square().mean(1))
 

@@ -93,7 +93,7 @@ def solve(
         else:
             state = _run_on_host(run, state, check if every else None, trace, on_step, compact=compact)
         found = finish(state, trace, shown=on_step is not None)
-    if run.whole is not None:  # samples have left the batch, and were not evaluated since
+    if run.whole is not None and found.converged.any():  # some left the batch, and were not evaluated since
         run.risen = _recheck_converged(run, found, inputs)
     if run.risen is not None and not space.coupled:
         found = _probed(run, T, found, inputs)
