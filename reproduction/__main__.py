@@ -20,7 +20,7 @@ TRAIN = """\
 Run training jobs one after the other, each in RUNS/JOB, until they are finished or the minutes are over.
 
 The minutes count from the start of the process. A run stops at the end of an epoch; the same command resumes it.
-On a CPU a resumed run is the same bit by bit; on a GPU it is statistically, not bitwise, the same.
+On a CPU a resumed run is the same bit by bit; on a GPU statistically: kernels add in another order.
 """
 
 

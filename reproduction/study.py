@@ -101,7 +101,7 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]], *, append: bool 
         file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in (*before, *lines))
 
 
-def store(path: Path, rows: Iterable[Any], device: torch.device, *, append: bool = False) -> None:
+def store(path: Path, rows: Iterable[Any], device: torch.device | str = "cpu", *, append: bool = False) -> None:
     """Write dataclass rows to a file of records, each with its origin: date, device, versions, commit."""
     made = {k: v for k, v in provenance(device=device).items() if k not in ("settings", "threads", "platform")}
     write_lines(path, [{**dataclasses.asdict(row), "origin": made} for row in rows], append=append)

@@ -39,7 +39,7 @@ from reproduction.train import train
 
 RECORDS = "theory.jsonl"
 RUNS = tuple(f"{name}-jfb-seed0" for name in ("mnist", "svhn", "cifar10"))
-QUICK, CPU = "digits-jfb-seed0", torch.device("cpu")
+QUICK = "digits-jfb-seed0"
 TIGHT = Tolerance(atol=0.0, rtol=1e-10, max_steps=1000)
 OTHERS = 64  # columns of M besides those of one channel
 CHUNK = 256  # rows of J at a time
@@ -122,16 +122,16 @@ def run(options: Options) -> list[Row]:
         train([jobs.get(QUICK)], options)
     known = {(row.run, row.epoch) for row in read(Row, path)}
     for job in map(jobs.get, names):
-        files = sorted((options.runs / job.name / SNAPSHOTS).glob("epoch-*.safetensors"))
+        folder = options.runs / job.name
+        snapshots = (folder / SNAPSHOTS).glob("epoch-*.safetensors")
+        files = {int(file.stem.removeprefix("epoch-")): file for file in snapshots}
         if not files:
-            folder = options.runs / job.name
             options.say(f"no snapshots in {folder}; run `python -m reproduction train {job.name}`")
-        first = [None] if files else []  # the initial weights, epoch 0
-        for file in (*first, *(files[-1:] if options.quick else files)):
-            epoch = int(file.stem.removeprefix("epoch-")) if file else 0
+            continue
+        for epoch in (0, max(files)) if options.quick else (0, *sorted(files)):
             if (job.name, epoch) not in known:
                 options.say(f"{job.name}: measuring epoch {epoch}")
-                store(path, [_measured(job, epoch, file, options)], CPU, append=True)
+                store(path, [_measured(job, epoch, files.get(epoch), options)], append=True)
     return read(Row, path)
 
 

@@ -36,7 +36,7 @@ class Row:
 
 def run(options: Options) -> list[Row]:
     """Check all statements; seconds on a CPU."""
-    store(options.records / RECORDS, rows := statements(), torch.device("cpu"))
+    store(options.records / RECORDS, rows := statements())
     return rows
 
 

@@ -1,8 +1,4 @@
-"""Run training jobs within a time budget: resume, measure, stop in time, pack.
-
-A run stops at the end of an epoch, with a checkpoint, before the next epoch would exceed the budget. On a CPU a
-resumed run is the same bit by bit. On a GPU it is statistically the same: kernels add in another order.
-"""
+"""Run training jobs within a time budget: resume, measure, stop in time, pack; `train --help` has the rules."""
 
 import gc
 import time

@@ -88,14 +88,15 @@ def test_other_weights_than_the_modules_own(mode: Mode, how: str) -> None:
     torch.testing.assert_close(torch.cat([g.flatten() for g in got]), wanted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", [JFB(), *LATER], ids=str)
-def test_the_mode_of_the_forward_pass_counts(mode: Mode) -> None:
-    wanted = gradient(network(lambda: Cell(norm=True), mode))
-    net = network(lambda: Cell(norm=True), mode)
+def test_the_mode_of_the_forward_pass_counts(mode: Mode, training: bool) -> None:
+    wanted = gradient(network(lambda: Cell(norm=True), mode).train(training))
+    net = network(lambda: Cell(norm=True), mode).train(training)
     y = net(IMAGES)
-    net.eval()
+    net.train(not training)
     torch.testing.assert_close(gradient(net, output=y), wanted)
-    assert not net.R.norm.training
+    assert net.R.norm.training is not training
 
 
 # What was changed in place between the passes is refused.

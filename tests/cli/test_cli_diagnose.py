@@ -17,6 +17,7 @@ from banach.cli.shared import open_run
 from banach.train import Run, Settings, fit
 from banach.train.plot import draw
 from cli.conftest import refused
+from train.parts_train import Double
 
 EPS, COUNT = 1e-3, 12
 
@@ -31,11 +32,6 @@ class R(nn.Module):
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         found: Tensor = self.norm(torch.tanh(self.inner(u) + v)) / 4
         return found
-
-
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.double()
 
 
 def tiny(image: Any, classes: int) -> tuple[nn.Module, nn.Module, nn.Module]:

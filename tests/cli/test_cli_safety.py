@@ -32,8 +32,7 @@ def test_a_rate_that_explodes_stops_the_run(capsys: Any, twin: list[str]) -> Non
     said = capsys.readouterr().err.splitlines()[-1]
     for part in ("banach: training diverged: ", " of epoch 3; ", "run/checkpoints/epoch-00002", "lower --lr"):
         assert part in said
-    latest = Run.open("run").latest()
-    assert latest is not None
+    latest: Any = Run.open("run").latest()
     assert (latest.position.epoch, nonfinite(latest.tensors)) == (2, None)
     assert not Path("run/test.json").exists()
     assert main(["evaluate", "run", "--device", "cpu"]) == 0

@@ -19,8 +19,8 @@ from banach.cli.diagnose import measure
 from banach.cli.shared import open_run
 from banach.diagnose import verdict
 from banach.train import Run, Settings, fit
-from cli.conftest import SMALL
-from train.parts_train import NO_FIXED_POINT, Contraction, epoch
+from cli.conftest import SMALL, refused
+from train.parts_train import NO_FIXED_POINT, Contraction, epoch, totals
 
 VOID = {"meta", "img", "br"}
 WORDS = {"None": "-", "True": "yes", "False": "no"}
@@ -237,11 +237,6 @@ def test_a_run_of_fit_on_your_own_data_and_loss(here: Path) -> None:
     assert "Test accuracy" not in page.text
 
 
-def totals(**changes: Any) -> dict[str, Any]:
-    solve = {"depth": 7.0, "max_depth": 9, "residual": 1e-4, "max_residual": 2e-4, "converged": 1.0}
-    return {"loss": 0.1, "accuracy": 0.98765, **solve, **changes}
-
-
 def test_almost_all_is_not_all(here: Path) -> None:
     made = Run.create("r", Settings(epochs=2, device="cpu"))
     made.write_metrics([epoch(1, loss=float("nan"), residual=float("inf"), converged=None), epoch(2)])
@@ -263,10 +258,7 @@ def test_bad_input_is_refused_in_one_sentence(run: Path, capsys: Any) -> None:
         ([run, "--out", "folder.html"], "folder.html"),
         ([run, "--samples", "1"], "samples must be"),
     ):
-        assert main(["report", *map(str, arguments)]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert said in err
+        assert refused(["report", *map(str, arguments)], capsys, said) == ""
     assert Path("notes.html").read_text() == "mine"
     assert not (run / "report.html").exists()
 

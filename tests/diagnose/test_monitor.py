@@ -34,8 +34,7 @@ def test_silent_on_a_contraction() -> None:
     monitor = ContractionMonitor()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        measured = monitor(tiny(gain=0.5), DATA)
-    assert measured is not None
+        measured: Any = monitor(tiny(gain=0.5), DATA)
     assert measured.contracts
     (reading,) = monitor.history
     assert (reading.call, reading.samples, reading.violations) == (1, 6, 0)
@@ -58,8 +57,7 @@ def test_only_tensors_with_the_batch_axis_are_cut() -> None:
 def test_warns_once_with_the_figures(steep: Any) -> None:
     monitor = ContractionMonitor()
     with unchanged(steep), pytest.warns(ContractionWarning) as caught:
-        measured = monitor(steep, 0.1 * DATA)
-    assert measured is not None
+        measured: Any = monitor(steep, 0.1 * DATA)
     assert measured.violations == int((measured.sigma >= 1).sum()) > 0
     assert (measured.rate < 1).all()
     assert measured.error[measured.sigma >= 1].isinf().all()
@@ -155,7 +153,6 @@ def test_verdict_on_the_gradient() -> None:
 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.75, 0.95])
 def test_suggested_order_is_the_least(rate: float) -> None:
-    k = suggested_order(rate)
-    assert k is not None
+    k: Any = suggested_order(rate)
     assert rate ** (k + 1) <= 0.05 + 1e-12
     assert k == 0 or rate**k > 0.05

@@ -129,14 +129,6 @@ def test_inside_inference_mode() -> None:
     assert descent.cosine > 0
 
 
-def test_dropout_in_R_is_one_mask() -> None:
-    net = tiny(drop=0.5)
-    m = network_map(net, DATA)
-    first, second = m.T(m.u, *m.inputs), m.T(m.u, *m.inputs)
-    assert torch.equal(first, second)
-    assert float((first == 0).double().mean()) > 0.2
-
-
 def test_refusals() -> None:
     net = tiny()
     net.R = nn.Sequential(nn.Dropout(0.5))

@@ -1,6 +1,5 @@
 """compile(net) answers as the network does, sample by sample, also where samples diverge; what it refuses."""
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -126,44 +125,6 @@ def test_a_start_and_later_settings_are_used() -> None:
     assert torch.equal(fast(SLOPES), net(SLOPES))
 
 
-def grows(number: float) -> Tensor:
-    return torch.tensor([[number], [0.5]]).expand(2, 8).contiguous()
-
-
-def countdown(u: Tensor, v: Tensor) -> Tensor:
-    """T(u) = u - 1, except T(1), which is infinite: 4, 3, 2, 1, and no further."""
-    return torch.where(u == 1, torch.inf, u - v)
-
-
-BAD, STOPPED, GOOD = Status.NONFINITE, Status.MAX_STEPS, Status.CONVERGED
-DIVERGING: dict[str, tuple[Map, dict[str, Any], Tensor, Any, tuple[Status, ...]]] = {
-    # The norm of T(z) overflows before z does: then all residuals are below rtol times infinity.
-    **{f"grows by {by}": (slope, {"tolerance": RELATIVE}, grows(by), 0.0, (BAD, GOOD)) for by in (1.2, 3.0, -2.5)},
-    "grows, damped": (slope, {"tolerance": RELATIVE, "solver": Picard(0.2)}, grows(3.0), 0.0, (BAD, GOOD)),
-    "overflows": (lambda u, v: u * u + v, {}, torch.tensor([[9.0, 9.0], [0.1, 0.2]]), 0.0, (BAD, GOOD)),
-    "infinite at the end": (
-        countdown,
-        {"tolerance": Tolerance(max_steps=9)},
-        torch.ones(2, 3),
-        4.0,
-        (BAD, STOPPED),
-    ),
-    "finite nowhere": (slope, {}, torch.tensor([[torch.nan], [0.5]]), 0.0, (BAD, GOOD)),
-    # 1.2^50 is finite, and not an answer.
-    "to the last step": (slope, {}, torch.tensor([[-1.5], [1.2], [0.1]]), 0.0, (STOPPED, STOPPED, GOOD)),
-}
-
-
-@pytest.mark.parametrize("name", DIVERGING)
-def test_diverging_samples_are_reported_and_keep_their_best_iterate(name: str) -> None:
-    R, options, d, start, status = DIVERGING[name]
-    z0 = torch.tensor([[4.0], [40.0]]).expand(2, 3).contiguous() if start else None
-    found = check_same(network(R, **options), d, z0)[1]
-    assert found.status == status
-    assert (found.value[0] == start).all()
-    assert name != "finite nowhere" or found.residual[0].item() == math.inf
-
-
 def test_few_steps_warn_at_the_users_line_and_a_fixed_depth_does_not() -> None:
     net = network(tolerance=Tolerance(max_steps=9))
     fast, d = banach.compile(net), torch.full((2, 3), 1.5)
@@ -267,6 +228,7 @@ def test_an_r_that_mixes_samples_is_refused() -> None:
 
 # Where Q(d), the latent or the output is a tuple or a dict of tensors.
 
+BAD, GOOD = Status.NONFINITE, Status.CONVERGED
 PAIR_SLOPES = torch.tensor([[0.5], [3.0], [0.9], [-2.5], [0.1]]).repeat(1, 3)  # slopes: the second and the fourth
 
 

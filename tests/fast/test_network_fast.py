@@ -47,12 +47,9 @@ def assert_same_step(own: Any, other: Any, d: Any) -> None:
         output, found = call(net, d)
         output.square().mean().backward()
         results.append((output, found.residual, found.steps, found.converged, found.nonfinite))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-    for a, b in zip(other.parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    for (name, a), b in zip(other.named_buffers(), own.buffers(), strict=True):
-        torch.testing.assert_close(a, b, msg=name)
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close([p.grad for p in other.parameters()], [p.grad for p in own.parameters()])
+    torch.testing.assert_close(dict(other.named_buffers()), dict(own.named_buffers()))
 
 
 @pytest.mark.parametrize("training", [True, False])

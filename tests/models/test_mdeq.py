@@ -86,8 +86,7 @@ def test_the_map_is_the_formula() -> None:
         norm(F.conv2d(y.relu(), weight(last[1])), last[2], groups=4)
         for y, last in zip((fine, coarse), R.last, strict=True)
     ]
-    for got, exact in zip(R(tuple(z), (x, z[1])), expected, strict=True):
-        torch.testing.assert_close(got, exact, rtol=0, atol=1e-10)
+    torch.testing.assert_close([*R(tuple(z), (x, z[1]))], [*expected], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from banach import models
 from banach.models.ode import ODEFailure, ODENet
-from models.reference_models import count
 from nn.parts_nn import gradients
 
-COUNTS = {
-    ("node", (1, 28, 28)): 85_316,
-    ("node", (3, 32, 32)): 173_611,
-    ("anode", (1, 28, 28)): 85_462,
-    ("anode", (3, 32, 32)): 172_452,
-}
 IMAGE = (1, 5, 5)
 
 
@@ -28,11 +20,6 @@ def small(extra: int = 2, **options: Any) -> ODENet:
 
 def images(batch: int = 3) -> Tensor:
     return torch.randn(batch, *IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def test_counts() -> None:
-    for (name, image), parameters in COUNTS.items():
-        assert count(models.build(name, image=image)) == parameters
 
 
 def by_hand(net: ODENet, d: Tensor, steps: int = 100) -> Tensor:

@@ -143,8 +143,7 @@ def test_an_order_of_the_study_is_the_neumann_series(order: int) -> None:
         net: Any = models.build("digits", backward=mode).double().eval()
         d = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         gradients.append(torch.autograd.grad(net(d).square().sum(), list(net.parameters())))
-    for got, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 def test_jobs_differ_in_what_their_names_say() -> None:

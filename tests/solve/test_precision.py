@@ -96,8 +96,7 @@ def test_channels_last_is_kept(solver: Solver, compact: bool) -> None:
 @solvers
 def test_T_may_return_a_transposed_matrix(solver: Solver) -> None:
     p = affine()
-    matrix = p.matrix
-    assert matrix is not None
+    matrix: Any = p.matrix
     T = lambda z, b: (matrix @ z.T).T + b.T.contiguous().T  # noqa: E731
     found = solve(T, p.z0, solver, inputs=p.inputs, tolerance=Tolerance(atol=1e-9))
     assert distance(found.value, p.solution) < 1e-7

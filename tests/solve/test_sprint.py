@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from banach import RMS, Euclidean, Picard, Tolerance, WorstPixel, solve
-from banach.solve.run import SolveRun
-from banach.solve.solution import DEFERRED
-from banach.solve.stride import stride
-
-
-def take_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a CPU take several steps between two host checks, as a GPU does."""
-    monkeypatch.setattr(SolveRun, "sprint", lambda run, state, k, compact: stride(run, state, k))
+from contracts import same
+from solve.test_stride import take_strides
 
 
 def problems() -> list[tuple[Callable[..., Tensor], Tensor, Tensor, Picard, Tolerance]]:
@@ -46,20 +40,18 @@ def problems() -> list[tuple[Callable[..., Tensor], Tensor, Tensor, Picard, Tole
     return made
 
 
-@pytest.mark.parametrize("way", ["sprint", "stride", "compact"])
+@pytest.mark.parametrize("way", ["sprint", "stride", "stride of large iterates", "compact"])
 def test_short_loops_are_the_general_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`stride` is for a GPU: several steps between two host checks."""
-    if way == "stride":
-        take_strides(monkeypatch)
+    if "stride" in way:
+        take_strides(monkeypatch, 0 if "large" in way else None)
     ends: set[str] = set()
     for T, A, b, solver, tolerance in problems():
         start = torch.ones_like(b)
         options: dict[str, Any] = {"inputs": (A, b), "tolerance": tolerance}
         found = solve(T, start, solver, **options, compact=way == "compact")
         wanted = solve(T, start, solver, **options, record=True)
-        torch.testing.assert_close(found.value, wanted.value, rtol=0, atol=0, equal_nan=True)
-        for name in DEFERRED:
-            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True)
+        same(found, wanted)
         assert (found.failures, found.fault) == (wanted.failures, wanted.fault)
         ends |= {status.name for status in found.status}
     assert ends >= {"CONVERGED", "MAX_STEPS", "NONFINITE"}

@@ -113,19 +113,13 @@ def test_the_last_two_are_kept_and_a_sound_one_is_not_replaced(tmp_path: Path) -
     "change",
     [
         *({"epoch": 10**12}, {"epoch": True}, {"done": [{}]}, {"identity": []}, {"seconds": -1}, {"more": 1}),
-        *({"tensors": "abc"}, {"tensors": -1}, {"done": 1}),
+        *({"tensors": "abc"}, {"tensors": -1}, {"done": 1}, {"epoch": 1, "done": [1]}),
     ],
 )
 def test_a_state_of_another_type_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     """Its checksum is right. A list of 10^12 epochs would not fit into memory."""
     path = write_checkpoint(tmp_path, {}, {**STATE, **change}, 2, None)
     with pytest.raises(CheckpointError, match=r"is damaged: ([\w.]+ must|\w+Error)"):
-        read_checkpoint(path)
-
-
-def test_epochs_that_are_no_tables_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, {}, {**STATE, "epoch": 1, "done": [1]}, 2, None)
-    with pytest.raises(CheckpointError, match=r"is damaged: \w+Error"):
         read_checkpoint(path)
 
 

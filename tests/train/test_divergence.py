@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from banach import ImplicitNetwork, Tolerance
 from banach.data import Batches, Images
 from banach.models import Steps
-from banach.train import Checkpoint, DivergenceError, Position, Run, Settings, evaluate, finite, fit
+from banach.train import DivergenceError, Position, Run, Settings, evaluate, finite, fit
 from banach.train.checkpoint import checkpoints, nonfinite, read_checkpoint
 from train.parts_train import Contraction, Double, capture_steps, images, plain_network, same_weights, settings
 
@@ -91,10 +91,8 @@ def quietly(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def latest(run: Run) -> Checkpoint:
-    found = run.latest()
-    assert found is not None
-    return found
+def latest(run: Run) -> Any:
+    return run.latest()
 
 
 def poke(part: str, position: Position, net: Any) -> Callable[[Position], None]:
@@ -176,8 +174,7 @@ def test_a_skipped_batch_changes_nothing(kind: str, captured: bool) -> None:
     assert [text.startswith("skipped one batch") for text in texts] == [True, True]
     assert [step in text for step, text in zip(steps, texts, strict=True)] == [True, True]
     near: Any = {"rtol": 1e-6, "atol": 1e-8} if captured else {"rtol": 0, "atol": 1e-12}  # captured rates are fp32
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name], value, **near)
+    torch.testing.assert_close(net.state_dict(), reference.state_dict(), **near)
     assert all(math.isfinite(epoch.loss) for epoch in history.epochs)
 
 
@@ -190,8 +187,7 @@ def test_the_first_step_can_be_skipped(optimizer: str) -> None:
     net, reference = network("data"), network().train()
     by_hand(reference, made, torch.optim.Adam(reference.parameters(), lr=made.lr) if adam else None)
     quietly(lambda: fit(net, marked(), HELD, made))
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(net.state_dict(), reference.state_dict(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("captured")
@@ -229,8 +225,7 @@ def test_a_rewind_goes_on_with_a_tenth_of_the_rate(tmp_path: Path) -> None:
     run, net = Run.create(tmp_path / "run", made), fused()
     with pytest.warns(RuntimeWarning, match="back to epoch-00000-step-0000000 with the learning rate times 0.1"):
         history = fit(net, images(), HELD, made, run=run)
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(net.state_dict(), reference.state_dict(), rtol=1e-6, atol=1e-8)
     assert history.last.lr == pytest.approx(slow.lr)
     assert [epoch.loss for epoch in history.epochs] == pytest.approx([epoch.loss for epoch in expected.epochs])
     again = fused()
@@ -302,8 +297,7 @@ def test_the_best_checkpoint_on_validation_is_kept(tmp_path: Path) -> None:
     best = Position(scores.index(max(scores)) + 1, 0)
     kept = [path.name for path in checkpoints(run.path / "checkpoints")]
     assert kept == sorted({best.name, Position(6, 0).name})
-    found = run.best()
-    assert found is not None
+    found: Any = run.best()
     assert found.position == best
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from banach import ConvergenceWarning, Picard, Tolerance, Unroll
 from banach.data import Images
@@ -17,7 +17,7 @@ from banach.fast import CompiledNetwork, plan
 from banach.train import Totals, evaluate, fit
 from banach.train.evaluate import Scorer
 from fast.simulated import simulate_gpu
-from train.parts_train import images, network, plain_network, settings
+from train.parts_train import Double, images, network, plain_network, settings
 
 FINE = Tolerance(atol=1e-9, max_steps=200)
 Made = list[CompiledNetwork]
@@ -43,20 +43,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, kernels=True)
 
 
-class Double(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x.double())
-        return y
-
-
 def in_double(tolerance: Tolerance = FINE) -> Any:
     """The digits network in float64, for images in float32."""
     net: Any = network(tolerance=tolerance).double()
-    net.Q = Double(net.Q)
+    net.Q = nn.Sequential(Double(), net.Q)
     return net
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from banach.train import Run, fit
-from train.parts_train import figures, images, plain_network, settings
+from train.parts_train import figures, images, plain_network, settings, totals
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = settings(checkpoint_every=1, keep=1, ema=0.9)
@@ -30,9 +30,7 @@ def train(path: Path) -> str:
     net = plain_network()
     history = fit(net, images(32), images(20, "validation"), MADE, run=run)
     if run.test() is None:
-        totals = dict.fromkeys(("loss", "accuracy"), 0.5)
-        none = dict.fromkeys(("depth", "max_depth", "residual", "max_residual", "converged"))
-        run.write_test({"title": "", "count": 1, "totals": {**totals, **none}})
+        run.write_test({"title": "", "count": 1, "totals": totals()})
     weights = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
     return hashlib.sha256(weights + json.dumps([figures(history), run.test()]).encode()).hexdigest()
 

@@ -23,7 +23,7 @@ from banach.data import Flip
 from banach.train import CheckpointError, Epoch, History, Position, Run, Settings, evaluate, fit
 from banach.train.distributed import Ranks
 from banach.train.plot import LEARNING, board, curves, draw
-from train.parts_train import Contraction, capture_steps, figures, images, same_weights, settings
+from train.parts_train import Contraction, capture_steps, figures, images, same_weights, settings, stop_at
 from train.parts_train import network as classifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,18 +149,6 @@ def test_the_figures_are_those_of_the_data() -> None:
     assert evaluate(net, data, loss=F.mse_loss, metrics=metrics).metrics == epoch.validation_metrics
 
 
-def test_a_loop_written_by_hand_gives_the_same() -> None:
-    net, other = network().double(), network().double()
-    made = settings(optimizer="sgd", lr=0.05, epochs=2)
-    fit(net, batches(), None, made, loss=F.l1_loss)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-    for d, targets in batches() * 2:
-        optimizer.zero_grad()
-        F.l1_loss(other(*d), targets).backward()
-        optimizer.step()
-    assert same_weights(net, other)
-
-
 def test_classes_from_a_loader_need_no_loss() -> None:
     """The same images as tensors, in the same order, give the same network as the image data set."""
     split = images(40)
@@ -171,18 +159,6 @@ def test_classes_from_a_loader_need_no_loss() -> None:
     assert history.last.accuracy is not None
     assert evaluate(nets[0], data).accuracy == history.last.validation_accuracy
     assert evaluate(nets[0], split, batch_size=16) == evaluate(nets[0], data)
-
-
-class Interrupted(Exception):
-    pass
-
-
-def stop_at(step: int) -> Any:
-    def stop(position: Position) -> None:
-        if position.epoch * STEPS + position.step == step:
-            raise Interrupted
-
-    return stop
 
 
 def generator() -> dict[str, Any]:
@@ -204,10 +180,9 @@ def test_a_resumed_run_ends_bit_by_bit_as_an_uninterrupted_one(name: str, tmp_pa
     wanted = train(whole, **LOADERS[name]())
     for step in (3, 7):
         path = tmp_path / str(step)
-        with pytest.raises(Interrupted):
-            train(network(), Run.create(path, MADE), stop_at(step), **LOADERS[name]())
-        latest = Run.open(path).latest()
-        assert latest is not None
+        with pytest.raises(KeyboardInterrupt):
+            train(network(), Run.create(path, MADE), stop_at(step, STEPS), **LOADERS[name]())
+        latest: Any = Run.open(path).latest()
         assert latest.position.step == 2  # within an epoch
         again = network(seed=9)
         history = train(again, Run.open(path), **LOADERS[name]())
@@ -275,16 +250,16 @@ def test_captured_steps_read_the_batches_of_a_loader(
         if name == "captured":
             capture_steps(monkeypatch)
         if begin:
-            with pytest.raises(Interrupted):
-                fit(net, data, data, made, run=run, on_step=stop_at(begin + 1), **OBJECTIVE)
+            with pytest.raises(KeyboardInterrupt):
+                fit(net, data, data, made, run=run, on_step=stop_at(begin + 1, STEPS), **OBJECTIVE)
             assert run.latest().position == Position(0, begin)  # type: ignore[union-attr]
         plans: list[Any] = []
         history = fit(net, data, data, made, run=run, on_plan=plans.append, **OBJECTIVE)
         assert bool(plans[-1].graph) == (name == "captured")
         trained.append((net, history.last))
-    for a, b in zip(trained[0][0].parameters(), trained[1][0].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert trained[0][1].metrics["error"] == pytest.approx(trained[1][1].metrics["error"], rel=1e-4)
+    (eager, first), (captured, second) = trained
+    torch.testing.assert_close([*captured.parameters()], [*eager.parameters()], rtol=1e-4, atol=1e-5)
+    assert second.metrics["error"] == pytest.approx(first.metrics["error"], rel=1e-4)
 
 
 def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path) -> None:
@@ -292,10 +267,9 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(tmp_path: Path) -> N
     run = Run.create(tmp_path / "run", made)
     data: Any = [(torch.ones(4, 2), torch.ones(4, 1))]
     history = fit(nn.Linear(2, 1), data, data, made, run=run, loss=F.l1_loss)
-    losses = [epoch.validation_loss for epoch in history.epochs]
-    best = run.best()
-    assert best is not None
-    assert best.position.epoch == 1 + losses.index(min(losses))  # type: ignore[type-var]
+    losses: list[Any] = [epoch.validation_loss for epoch in history.epochs]
+    best: Any = run.best()
+    assert best.position.epoch == 1 + losses.index(min(losses))
 
 
 def test_metrics_reach_every_file(tmp_path: Path) -> None:

@@ -87,8 +87,7 @@ def test_after_a_signal(number: int, step: int, tmp_path: Path, whole: Any) -> N
     history = train(run, made, net)
     assert not history.finished
     assert signal.getsignal(number) is before
-    latest = run.latest()
-    assert latest is not None
+    latest: Any = run.latest()
     assert latest.position == (Position(0, step) if step <= STEPS else Position(1, step - STEPS))
     again = network(seed=9)
     history = train(run, made, again)
@@ -119,8 +118,7 @@ def test_the_monitor_warns_once_also_over_a_resume(tmp_path: Path) -> None:
     interrupt(net, STEPS + 1, fail)
     with pytest.warns(ContractionWarning), pytest.raises(Interrupted):
         train(run, made, net)
-    sigma = train(run, made, expanding_network()).last.sigma  # a second warning would be an error
-    assert sigma is not None
+    sigma: Any = train(run, made, expanding_network()).last.sigma  # a second warning would be an error
     assert sigma > 1
 
 

@@ -15,7 +15,7 @@ from banach.models.registry import get
 from banach.train import DivergenceError, Run, Settings, fit, words
 from banach.train.distributed import Ranks
 from fast.simulated import EagerGraphs
-from train.parts_train import capture_steps, figures, images, plain_network, same_weights, settings
+from train.parts_train import capture_steps, figures, images, plain_network, same_weights, settings, stop_at
 
 RIVALS = ("mon", "mon-tiers", "mon-large", "mdeq-tiny", "mdeq", "node", "anode")
 EVERY = [(name, which) for name in RIVALS for which in get(name).recipes]
@@ -87,8 +87,7 @@ def test_the_first_steps_are_plain_backpropagation() -> None:
     assert (net.tolerance, net.backward) == solver
     assert (history.last.depth, history.last.products) == (0.0, 9 * 96)
     by_hand(twin, how, 6)
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close([*net.parameters()], [*twin.parameters()], rtol=1e-9, atol=1e-12)
 
 
 def test_steps_are_captured_once_for_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,23 +120,15 @@ def test_then_they_solve_also_after_a_resume(
     run = Run.create(tmp_path / "run", how)
     for stop in (7, 9):
         with pytest.raises(KeyboardInterrupt):
-            fit(parts, images(), None, how, run=run, on_step=_interrupting(stop))
+            fit(parts, images(), None, how, run=run, on_step=stop_at(stop, 6))
         parts = plain_network(seed=1)
     found = fit(parts, images(), None, how, run=run)
     if captured:
-        for a, b in zip(parts.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # rates are fp32 on a GPU
+        near: Any = {"rtol": 1e-5, "atol": 1e-6}  # rates are fp32 on a GPU
+        torch.testing.assert_close([*parts.parameters()], [*whole.parameters()], **near)
     else:
         assert same_weights(parts, whole)
         assert figures(found) == figures(expected)
-
-
-def _interrupting(after: int) -> Any:
-    def on_step(position: Any) -> None:
-        if position.epoch * 6 + position.step == after:
-            raise KeyboardInterrupt
-
-    return on_step
 
 
 # Modules tune themselves.
@@ -187,7 +178,7 @@ def test_a_monotone_network_tunes_alpha_and_resumes(tmp_path: Path) -> None:
     assert whole.R.alpha <= 1
     run = Run.create(tmp_path / "run", how)
     with pytest.raises(KeyboardInterrupt):
-        fit(parts, images(), None, how, run=run, on_step=_interrupting(5))
+        fit(parts, images(), None, how, run=run, on_step=stop_at(5, 6))
     parts = network()
     found = fit(parts, images(), None, how, run=run)
     assert same_weights(parts, whole)
@@ -266,7 +257,7 @@ def test_captured_steps_count_the_products_of_the_exact_gradient(monkeypatch: py
         assert bool(plans[0].graph) == captured
         assert net.backward is mode
         trained.append((net, history.last.products))
-    for a, b in zip(*(net.parameters() for net, _ in trained), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-    assert trained[1][1] == pytest.approx(trained[0][1], rel=0.2)
-    assert trained[0][1] > 96
+    (eager, products), (net, captured_products) = trained
+    torch.testing.assert_close([*net.parameters()], [*eager.parameters()], rtol=1e-3, atol=1e-5)
+    assert captured_products == pytest.approx(products, rel=0.2)
+    assert products > 96
