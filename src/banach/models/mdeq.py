@@ -138,7 +138,7 @@ class Stem(nn.Module):
         branches, (height, width) = [x], x.shape[2:]
         for c in self.channels[1:]:
             height, width = (height + 1) // 2, (width + 1) // 2
-            branches.append(x.new_zeros(len(x), c, height, width))
+            branches.append(x.new_zeros(x.shape[0], c, height, width))
         return tuple(branches)
 
 

@@ -29,7 +29,7 @@ class Injection(nn.Module):
         tiers, size = [v], v.shape[-2:]
         for width in self.channels[1:]:
             size = [n // 2 + 1 for n in size]
-            tiers.append(v.new_zeros(len(v), width, *size))
+            tiers.append(v.new_zeros(v.shape[0], width, *size))
         return tuple(tiers) if len(tiers) > 1 else v
 
 

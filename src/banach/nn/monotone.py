@@ -109,8 +109,7 @@ class Splitting(nn.Module):
 
     def tune(self, net: Any, *d: Any) -> bool:
         """Tune alpha on a batch, see `tune_alpha`; `fit` calls this. Return True if alpha has changed."""
-        before = self.alpha
-        return tune_alpha(net, *d) != before
+        return self.alpha != tune_alpha(net, *d)
 
     def _records_weights(self) -> bool:
         """Is this evaluation differentiated in the weights? A product with the Jacobian in u is not."""
@@ -120,20 +119,20 @@ class Splitting(nn.Module):
 
     def _once(self, v: Latent, make: Callable[[], Any]) -> Any:
         """Return make(), or what it gave earlier in this pass or capture for these weights; never recorded."""
-        first = leaves(v)[0]
+        first, once = leaves(v)[0], torch.no_grad()(make)
+        if torch.compiler.is_compiling():
+            return once()
         try:
             weights = [(p.data_ptr(), p._version) for p in self.layer.parameters()]
             kind, inference = first.device.type, torch.is_inference_mode_enabled()  # autograd refuses its tensors
             autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-            known = (_place(first), first.shape[1:], self.alpha, weights, autocast, inference)
-            key = None if torch.compiler.is_compiling() else known
+            key = (_place(first), first.shape[1:], self.alpha, weights, autocast, inference)
         except RuntimeError:  # tensors of torch.func have no address
             key = None
         kept = self._kept
         if kept is not None and key is not None and kept[0] == key:
             return kept[2]
-        with torch.no_grad():
-            made = make()
+        made = once()
         # Holding v keeps its address from being given to the v of another pass, or of another CUDA graph.
         self._kept = None if key is None else (key, first.detach(), made)
         return made
@@ -164,7 +163,8 @@ class ForwardBackward(Splitting):
     any_step_size = False
 
     def forward(self, u: Latent, v: Latent) -> Latent:
-        self._shapes = [leaf.shape for leaf in leaves(v)]
+        if not torch.compiler.is_compiling():  # which refuses that a module changes in a loop
+            self._shapes = [leaf.shape for leaf in leaves(v)]
         matrices = self.layer.matrices
         M = matrices() if self._records_weights() else self._once(v, matrices)
         return self.layer.activate(_step(u, self.layer.product(M, u, border=False), v, self.alpha))
@@ -181,7 +181,8 @@ class PeacemanRachford(Splitting):
     """
 
     def forward(self, u: Latent, v: Latent) -> Latent:
-        self._shapes = [leaf.shape for leaf in leaves(v)]
+        if not torch.compiler.is_compiling():  # which refuses that a module changes in a loop
+            self._shapes = [leaf.shape for leaf in leaves(v)]
         layer, alpha = self.layer, self.alpha
         inverse = self._once(v, lambda: layer.inverse(layer.matrices(), alpha, v))
         minus_twice = partial(torch.sub, alpha=2)
@@ -287,10 +288,9 @@ def tune_alpha(net: Any, *d: Any, first: float = 1.0, halvings: int = 6) -> floa
     for k in range(halvings + 1):
         net.R.alpha = first / 2**k
         found = solve(net.R, net.start(v), net.solver, inputs=(v,), tolerance=net.tolerance)
-        steps = torch.where(found.converged, found.steps, 2 * net.tolerance.max_steps).double().mean()
-        if float(steps) > fewest and fewest < 2 * net.tolerance.max_steps:
+        steps = float(torch.where(found.converged, found.steps, 2 * net.tolerance.max_steps).double().mean())
+        if steps > fewest:
             break
-        if float(steps) <= fewest:
-            best, fewest = net.R.alpha, float(steps)
+        best, fewest = net.R.alpha, steps
     net.R.alpha = best
     return best
