@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import banach
-from banach import Anderson, ImplicitNetwork, Picard, Tolerance, models
+from banach import Anderson, ImplicitNetwork, Picard, Tolerance
 from banach.cli.app import main
 from banach.cli.shared import open_run
 from banach.data import DIGITS
@@ -249,18 +248,6 @@ def test_another_module_has_one_output() -> None:
     net, rows = nn.Linear(4, 3).double().eval(), ROWS[:4]
     (output,) = export(net, rows, format="torch").module()(rows[:3])
     torch.testing.assert_close(output, net(rows[:3]))
-
-
-@pytest.mark.parametrize(("name", "image"), [("mon", (1, 8, 8)), ("mdeq-tiny", (3, 8, 8))])
-def test_rivals_are_exported_for_any_batch_size(name: str, image: tuple[int, int, int]) -> None:
-    """`len(d)` in Q fixed the batch size, and R of a monotone network changed its attributes in the loop."""
-    torch.manual_seed(0)
-    net: Any = models.build(name, image=image, tolerance=Tolerance(atol=1e-3, max_steps=8)).eval()
-    module = export(net, torch.randn(3, *image), format="torch").module()
-    for count in (1, 7):
-        d = torch.randn(count, *image)
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            torch.testing.assert_close(module(d)[0], net(d), rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_traced_is_refused_in_a_sentence() -> None:

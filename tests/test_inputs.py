@@ -96,6 +96,15 @@ def test_a_latent_unlike_q_needs_a_start() -> None:
         torch.testing.assert_close(found, torch.full_like(found, 2.0), rtol=1e-3, atol=1e-3)
 
 
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return 0.5 * torch.tanh(self.norm(u) + v)
+
+
 def test_an_r_that_fails_on_a_latent_shaped_like_q_says_why() -> None:
     """The first evaluation fails inside R, with PyTorch's words about shapes."""
     linear = nn.Linear(4, 4)
@@ -112,6 +121,9 @@ def test_an_r_that_fails_on_a_latent_shaped_like_q_says_why() -> None:
         with pytest.raises(kind) as caught:
             ImplicitNetwork(nn.Linear(3, 8), R, nn.Identity())(torch.zeros(3, 3), z0=torch.zeros(3, 8))
         assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(ValueError, match="more than 1 value per channel") as alone:  # of a batch of one
+        ImplicitNetwork(nn.Linear(3, 8), Normalised(), nn.Identity())(torch.zeros(1, 3))
+    assert not hasattr(alone.value, "__notes__")
     with pytest.raises(TypeError, match="positional argument") as caught:
         ImplicitNetwork(nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 8)), nn.Identity())(torch.zeros(3, 3))
     assert caught.value.__notes__[0].startswith("R is called as R(u, Q(d))")

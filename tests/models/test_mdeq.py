@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from banach import GMRES, Implicit, ImplicitNetwork, Picard, Tolerance, Unroll, models
+from banach.export import export
 from banach.models.mdeq import Sizes, multiscale, unrolled
 from models.reference_models import count
 from nn.parts_nn import gradients
@@ -119,3 +120,11 @@ def test_warm_up_by_unrolling() -> None:
     expected = gradients(net, net.S(z).square().sum())
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-8, atol=1e-12)
+
+
+def test_it_is_exported_for_any_batch_size() -> None:
+    """Q fixed the batch size of the example by len()."""
+    net = small().eval()
+    program = export(net, torch.zeros(2, *IMAGE, dtype=torch.float64), format="torch")
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(images(5))[0], net(images(5)))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from banach import JFB, ImplicitNetwork, Neumann, Tolerance, descent_check, models
+from banach.export import export
 from banach.nn import ForwardBackward, PeacemanRachford
 from models.reference_models import count
 
@@ -70,3 +71,31 @@ def test_a_misspelt_option_is_refused_by_a_public_name(builder: Any) -> None:
     """The TypeError named a private function."""
     with pytest.raises(TypeError, match=r"^mon(_tiers)?\(\) got an unexpected keyword argument 'alphaa'"):
         builder(GREY, alphaa=1)
+
+
+@pytest.mark.parametrize("kind", [ForwardBackward, PeacemanRachford])
+@pytest.mark.parametrize(("name", "channels"), [("mon", 4), ("mon-tiers", (2, 4, 4))])
+def test_they_are_exported(name: str, channels: Any, kind: Any) -> None:
+    """What R stored on itself, and a batch size that Q fixed, were refused, with the advice to update PyTorch."""
+    torch.manual_seed(0)
+    parts = models.get(name).builder(GREY, 10, channels=channels, splitting=kind, alpha=0.25)
+    net = ImplicitNetwork(*parts, tolerance=Tolerance(atol=0, rtol=1e-3, max_steps=300)).eval()
+    program = export(net, torch.zeros(2, *GREY), format="torch")
+    d = torch.randn(5, *GREY)
+    with torch.no_grad():
+        y, found = net(d, solution=True)
+    outputs = program.module()(d)
+    torch.testing.assert_close(outputs[0], y)
+    assert outputs[1].tolist() == found.steps.tolist()
+
+
+def test_a_batch_stops_as_one_as_the_authors_do_it() -> None:
+    torch.manual_seed(0)
+    net = ImplicitNetwork(*models.mon(GREY, channels=4), coupled=True, tolerance=Tolerance(atol=0, rtol=1e-2))
+    with torch.no_grad():
+        d = torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1, 1) * torch.randn(3, *GREY)
+        v, steps = net.Q(d), 1
+        u, new = torch.zeros_like(v), net.R(torch.zeros_like(v), v)
+        while float((new - u).norm()) > 1e-2 * float(new.norm()):
+            u, new, steps = new, net.R(new, v), steps + 1
+        assert net.latent(d)[1].steps.tolist() == [steps] * 3

@@ -220,6 +220,27 @@ def test_the_exact_gradient_by_each_splitting_is_that_of_unrolled_autograd(chann
             assert error <= 1e-6, (name, error)
 
 
+@pytest.mark.parametrize("channels", [3, (2, 3)])
+@pytest.mark.parametrize("size", [0.0, 1.0])
+def test_peaceman_rachford_has_its_derivatives_in_the_weights_at_every_u(channels: Any, size: float) -> None:
+    """With V a constant, R(0, v), the explicit twin, had no gradient in W, and a Jacobian penalty a wrong one."""
+    made, alpha, eye = layer(channels), 0.7, identity(channels)
+    u, v, e = (flat(latent(channels, seed=seed)) for seed in range(3))
+    u = (size * u).requires_grad_()
+    V = torch.linalg.inv((1 + alpha) * eye - alpha * flat(made(nest(eye, channels))).T)
+    h = 2 * flat(made.activate(nest(u, channels))) - u
+    found = []
+    for y in (
+        flat(PeacemanRachford(made, alpha)(nest(u, channels), nest(v, channels))),
+        2 * (h + alpha * v) @ V.T - h,
+    ):
+        first = torch.autograd.grad((y * e).sum(), [u, *made.parameters()], create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), list(made.parameters()), retain_graph=True)
+        found.append([y, *first, *second])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
 def test_guarantees_are_checked_when_the_mode_changes() -> None:
     made, v = linear(), normal(4, 6, seed=3)
     for R in (ForwardBackward(made, 1e-3), PeacemanRachford(made, 10.0)):

@@ -38,6 +38,8 @@ def test_recipes_of_the_authors() -> None:
     mon = Settings.choose({"model": "mon", "data": "mnist"})
     assert (mon.backward, mon.rtol, mon.eps, mon.max_steps) == ("implicit:picard:1e-2:300", 1e-2, 0, 300)
     assert (mon.tune, mon.augment, mon.pretrain) == (True, "none", 0)
+    assert models.recipe("mon", "colour").schedule == models.Steps((25,), 0.1)  # with 81 channels
+    assert models.recipe("mon-tiers", "cifar10").lr == 1e-2
     tiny = Settings.choose({"model": "mdeq-tiny", "data": "cifar10"})
     assert (tiny.solver, tiny.max_steps, tiny.pretrain, tiny.augment) == ("broyden:18", 22, 3000, "none")
     assert Settings.choose({"model": "mon-large", "data": "cifar10"}).augment == "flip+crop:4"

@@ -123,10 +123,10 @@ OWN = Recipe(
     augment="none",
     tune=True,
 )
-# From 1e-3 to .05 in 30 epochs, and back. (The authors also change Adam's first beta, .95 to .85 and back.)
+# From 1e-3 to .05 in 30 epochs, and back in 35. (The authors go back in 30, and change Adam's first beta too.)
 LARGE = replace(OWN, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02, end=0.02), augment="flip+crop:4")
 CONSTANT = replace(LARGE, lr=1e-3, epochs=200, schedule=Constant())
 
-register("mon", mon, recipes={"own": OWN, "common": COMMON})
-register("mon-tiers", mon_tiers, recipes={"own": OWN, "common": COMMON})
+register("mon", mon, recipes={"own": OWN, "colour": replace(OWN, schedule=Steps((25,), 0.1)), "common": COMMON})
+register("mon-tiers", mon_tiers, recipes={"own": OWN, "cifar10": replace(OWN, lr=1e-2), "common": COMMON})
 register("mon-large", mon_large, recipes={"own": LARGE, "constant": CONSTANT, "common": COMMON})

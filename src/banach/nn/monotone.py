@@ -110,8 +110,7 @@ class Splitting(nn.Module):
 
     def tune(self, net: Any, *d: Any) -> bool:
         """Tune alpha on a batch, see `tune_alpha`; `fit` calls this. Return True if alpha has changed."""
-        before = self.alpha
-        return tune_alpha(net, *d) != before
+        return self.alpha != tune_alpha(net, *d)
 
     def _records_weights(self) -> bool:
         """Is this evaluation differentiated in the weights? A product with the Jacobian in u is not."""
@@ -172,27 +171,27 @@ class ForwardBackward(Splitting):
 
 
 class PeacemanRachford(Splitting):
-    """R(u, v) = u + 2 V (G(u, v) - u),  V = (I + a (I - W))^-1,  G(u, v) = (1 - a) z + a (W z + v),  z = relu(u).
+    """R(u, v) = 2 y - h,  h = 2 z - u,  z = relu(u),  y = V (h + a v),  V = (I + a (I - W))^-1.
 
-    The fixed point u* is that of G, and z* = relu(u*) solves z = relu(W z + v), so S must begin with the
-    activation. It converges for every a > 0. Unless the weights are differentiated, the same value is computed as
-    g - 2 V (g - a v), g = u - 2 z, without a product with W; so are products with dR/du. V is a constant for
-    autograd: G(u*) - u* = 0, so at the fixed point its derivative does not matter, and `Implicit(Picard())` is the
-    exact backward pass by the same splitting. (Second derivatives, as of a Jacobian penalty, are those of a
-    constant V.)
+    At the fixed point u* the latent z* = relu(u*) solves z = relu(W z + v), so S must begin with the activation.
+    It converges for every a > 0, and `Implicit(Picard())` is the exact backward pass by the same splitting. V is
+    made once per pass, without autograd. Where the weights are differentiated, one step of iterative refinement,
+    y + V (h + a v - V^-1 y), leaves y as it is and has its derivatives: all first ones, at every u, and those of
+    dR/du in the weights, for a Jacobian penalty.
     """
 
     def forward(self, u: Latent, v: Latent) -> Latent:
         layer, alpha = self.layer, self.alpha
         inverse = self._once(v, lambda: layer.inverse(layer.matrices(), alpha, v))
-        z = layer.activate(u)
-        if self._records_weights():
-            G = _step(z, layer.product(layer.matrices(), z), v, alpha)
-            return map_leaves(partial(torch.add, alpha=2), u, layer.invert(inverse, map_leaves(torch.sub, G, u)))
         minus_twice = partial(torch.sub, alpha=2)
-        g = map_leaves(minus_twice, u, z)
-        y = layer.invert(inverse, map_leaves(partial(torch.sub, alpha=alpha), g, v))
-        return map_leaves(minus_twice, g, y)
+        h = map_leaves(minus_twice, u, layer.activate(u))  # this, b and y with the other sign
+        b = map_leaves(partial(torch.sub, alpha=alpha), h, v)
+        y = layer.invert(inverse, b)
+        if self._records_weights():
+            Wy = layer.product(layer.matrices(), y)
+            rest = map_leaves(lambda b, y, Wy: b - (1 + alpha) * y + alpha * Wy, b, y, Wy)
+            y = map_leaves(torch.add, y, layer.invert(inverse, rest))
+        return map_leaves(minus_twice, h, y)
 
 
 def _place(v: Tensor) -> Any:
@@ -280,10 +279,9 @@ def tune_alpha(net: Any, *d: Any, first: float = 1.0, halvings: int = 6) -> floa
     for k in range(halvings + 1):
         net.R.alpha = first / 2**k
         found = solve(net.R, net.start(v), net.solver, inputs=(v,), tolerance=net.tolerance)
-        steps = torch.where(found.converged, found.steps, 2 * net.tolerance.max_steps).double().mean()
-        if float(steps) > fewest and fewest < 2 * net.tolerance.max_steps:
+        steps = float(torch.where(found.converged, found.steps, 2 * net.tolerance.max_steps).double().mean())
+        if steps > fewest:
             break
-        if float(steps) <= fewest:
-            best, fewest = net.R.alpha, float(steps)
+        best, fewest = net.R.alpha, steps
     net.R.alpha = best
     return best

@@ -68,13 +68,13 @@ class MonotoneConv2d(nn.Module):
         return Kernels([_diagonal(*pair, self.m) for pair in zip(A, B, strict=True)], D, below)
 
     def product(self, matrices: Kernels, z: Latent, *, border: bool = True) -> Latent:
-        tiers, found = leaves(z), list[Tensor]()
+        found: list[Tensor] = []
         above: Tensor | None = None
-        for i, x in enumerate(tiers):
+        for i, x in enumerate(leaves(z)):
             y = _conv(x, matrices.diagonal[i], wrap=border)
             if above is not None:
                 y = y + _conv(above, matrices.below[i - 1], wrap=border)
-            if i < len(tiers) - 1:
+            if i < len(matrices.down):
                 above = _down(x, matrices.down[i])
                 y = y - _up(above, matrices.down[i])
             found.append(y)
