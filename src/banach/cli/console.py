@@ -41,7 +41,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
     Words are never cut: a column is at least as wide as its longest word. None is "-".
     """
-    cells = [[_cell(value) for value in row] for row in rows]
+    number = lambda value: f"{value:g}" if isinstance(value, float) else str(value)  # noqa: E731
+    cells = [["-" if value is None else number(value) for value in row] for row in rows]
     texts = [[column, *(row[index] for row in cells)] for index, column in enumerate(columns)]
     least = [max(cell_len(word) for text in column for word in text.split() or [""]) for column in texts]
     spare = console.width - sum(least) - 3 * (len(columns) - 1)
@@ -56,10 +57,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     for row in cells:
         made.add_row(*row)
     return made
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -190,8 +190,9 @@ def show(content: Mapping[str, Any], title: str) -> None:
     console.print(table(title, ("figure", "mean", "worst"), means))
     console.print()
     shown = content["gradients"]
-    rows = [(name, *(f"{x['cosine']:.3f}  {x['ratio']:.3g}" for x in row.values())) for name, row in shown.items()]
-    title = "cosine with the exact gradient, and ratio of the norms"
+    pair = "{cosine:.3f} ({ratio:.3g})"
+    rows = [(name, *(pair.format(**x) for x in row.values())) for name, row in shown.items()]
+    title = "cosine with the exact gradient (ratio of the norms)"
     console.print(table(title, ("gradient", *shown[IN_TRAINING]), rows))
     console.print(f"\n{wrapped(content['verdict'])}\n")
 

@@ -295,9 +295,8 @@ def _no_latent_kernel(net: ImplicitNetwork) -> str:
 
 def _graph(net: Any, device: torch.device, refused: str | None, kernel: Choice, *, training: bool) -> Choice:
     implicit, networks = isinstance(net, ImplicitNetwork), networks_in(net)
-    looped = (one for one in networks if one.tolerance.max_steps and one.tolerance.check_every != 0)
-    solvers = [] if kernel else [one.solver for one in looped]
-    modes = [one.backward for one in networks] if training else []
+    loops = [one for one in networks if not kernel and one.tolerance.max_steps and one.tolerance.check_every != 0]
+    solvers, modes = [one.solver for one in loops], [one.backward for one in networks if training]
     parallel = next((type(m).__name__ for m in net.modules() if type(m).__module__.startswith(_PARALLEL)), "")
     shares = implicit and not training and (bool(net.coupled) or uses_batch_statistics(net.R))
     missing = solvers and runs_graphs(device) and while_nodes_lack()

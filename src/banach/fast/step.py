@@ -96,7 +96,6 @@ class TrainStep:
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
         self._recording: Any = None
-        self._network: Any = None
         self._make_plan()
 
     @property

@@ -152,17 +152,12 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 conv2d.register_autograd(_backward, setup_context=_setup)
 
 
-def _tile(pixels: int, dtype: torch.dtype) -> int:
-    if dtype == torch.float32 and pixels < 8192:
-        return TILES["fewest"]
-    return TILES["many" if pixels >= 32768 else "few"]
-
-
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, window: Window) -> None:
     from banach.kernels.window_kernel import convolve
 
     pixels, bias = len(x) * window.rows_out * window.columns_out, None if bias is None else bias.contiguous()
-    K = window.sized(_tile(pixels, x.dtype), even=True)
+    size = "fewest" if x.dtype == torch.float32 and pixels < 8192 else "many" if pixels >= 32768 else "few"
+    K = window.sized(TILES[size], even=True)
     grid = (host.ceil_div(pixels, K.rows),)
     convolve[grid](_channels_last(x), weight, bias, out, pixels, K=host.constants(K), num_warps=4)
 

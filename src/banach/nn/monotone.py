@@ -167,7 +167,9 @@ class ForwardBackward(Splitting):
     def forward(self, u: Latent, v: Latent) -> Latent:
         kept = self._once(v, self.layer.matrices)
         M = self.layer.matrices() if self._records_weights() else kept
-        return self.layer.activate(_step(u, self.layer.product(M, u, border=False), v, self.alpha))
+        Wu = self.layer.product(M, u, border=False)
+        moved = map_leaves(lambda a, b, c: torch.lerp(a, (b + c).to(a.dtype), self.alpha), u, Wu, v)
+        return self.layer.activate(moved)
 
 
 class PeacemanRachford(Splitting):
@@ -203,11 +205,6 @@ def _place(v: Tensor) -> Any:
     captured = v.is_cuda and torch.cuda.is_current_stream_capturing()
     recording = getattr(device_loop(), "__self__", None) if captured else None
     return (v.data_ptr(), v.shape[0], captured) if recording is None else weakref.ref(recording)
-
-
-def _step(z: Latent, Wz: Latent, v: Latent, alpha: float) -> Latent:
-    """(1 - alpha) z + alpha (W z + v)."""
-    return map_leaves(lambda a, b, c: torch.lerp(a, (b + c).to(a.dtype), alpha), z, Wz, v)
 
 
 @torch.no_grad()

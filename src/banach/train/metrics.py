@@ -116,9 +116,8 @@ class MetricSums:
             # Without a step there is no residual: infinity would hide those of other batches.
             residual = torch.where(solution.steps > 0, solution.residual, torch.zeros_like(solution.residual))
             rows = len(solution.steps)  # Q may make several of a sample, such as one per token
-            parts.append(count if rows == len(targets) else count.new_full((), rows))
-            parts += [solution.steps.sum(), residual.double().sum()]
-            parts += [solution.converged.sum(), solution.nonfinite.sum()]
+            parts += [count if rows == len(targets) else count.new_full((), rows), solution.steps.sum()]
+            parts += [residual.double().sum(), solution.converged.sum(), solution.nonfinite.sum()]
             most = torch.stack([solution.steps.max(), residual.max()]).double()
             torch.maximum(self.most, most, out=self.most)
         self.sums[: len(parts)] += torch.stack([part.double() for part in parts])
