@@ -172,7 +172,7 @@ def test_results_are_shown_even_if_they_cannot_be_written(run: Path, capsys: Any
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device", "/somewhere/.evaluation-test.json.abc")
 
-    monkeypatch.setattr("tempfile.mkstemp", full)
+    monkeypatch.setattr("secrets.token_hex", full)
     for command, shown in (("evaluate", "test accuracy"), ("diagnose", "sigma")):
         assert main([command, "run"]) == 2
         said = capsys.readouterr()

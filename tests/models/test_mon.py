@@ -73,8 +73,9 @@ def test_a_misspelt_option_is_refused_by_a_public_name(builder: Any) -> None:
         builder(GREY, alphaa=1)
 
 
-@pytest.mark.parametrize("kind", [ForwardBackward, PeacemanRachford])
-@pytest.mark.parametrize(("name", "channels"), [("mon", 4), ("mon-tiers", (2, 4, 4))])
+@pytest.mark.parametrize(
+    ("name", "channels", "kind"), [("mon", 4, ForwardBackward), ("mon-tiers", (2, 4), PeacemanRachford)]
+)
 def test_they_are_exported(name: str, channels: Any, kind: Any) -> None:
     """What R stored on itself, and a batch size that Q fixed, were refused, with the advice to update PyTorch."""
     torch.manual_seed(0)
