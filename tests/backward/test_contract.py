@@ -102,11 +102,7 @@ BAD: list[tuple[type[Exception], Any, str]] = [
     (ValueError, lambda: GMRES(0), "restart must be a whole number, at least 1, got 0"),
     (TypeError, lambda: Implicit("cg"), "method must be NormalCG.., GMRES.., Picard.. or Anderson.., got 'cg'"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(NormalCG), "method must be NormalCG.., .* got <class"),  # type: ignore[arg-type]
-    (
-        TypeError,
-        lambda: Implicit(tolerance=1e-6),
-        "must be a Tolerance.atol=0, rtol=.*, got 1e-06",
-    ),  # type: ignore[arg-type]
+    (TypeError, lambda: Implicit(tolerance=1e-6), "tolerance must be a Tolerance.atol=0, .*, got 1e-06"),  # type: ignore[arg-type]
     (TypeError, lambda: Implicit(report=3), "report must be a function of .* got 3"),  # type: ignore[arg-type]
     (ValueError, lambda: Implicit(order=0), "order must be a whole number, at least 1, got 0"),
 ]
