@@ -48,7 +48,7 @@ def mon_fc(
     splitting: type[Splitting] = PeacemanRachford,
     alpha: float = 1.0,
 ) -> Parts:
-    """Return the fully connected network: 84,313 parameters on MNIST, without learned scales."""
+    """Return the fully connected monotone operator network: 84,313 parameters on MNIST, without learned scales."""
     channels, height, w = image
     return Parts(
         Q=nn.Sequential(OrderedDict(flat=nn.Flatten(), linear=nn.Linear(channels * height * w, width))),
@@ -128,5 +128,6 @@ LARGE = replace(OWN, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02
 CONSTANT = replace(LARGE, lr=1e-3, epochs=200, schedule=Constant())
 
 register("mon", mon, recipes={"own": OWN, "colour": replace(OWN, schedule=Steps((25,), 0.1)), "common": COMMON})
+register("mon-fc", mon_fc, recipes={"own": OWN, "common": COMMON})
 register("mon-tiers", mon_tiers, recipes={"own": OWN, "cifar10": replace(OWN, lr=1e-2), "common": COMMON})
 register("mon-large", mon_large, recipes={"own": LARGE, "constant": CONSTANT, "common": COMMON})
