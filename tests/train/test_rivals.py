@@ -17,7 +17,7 @@ from banach.train.distributed import Ranks
 from fast.simulated import EagerGraphs
 from train.parts_train import capture_steps, figures, images, plain_network, same_weights, settings, stop_at
 
-RIVALS = ("mon", "mon-tiers", "mon-large", "mdeq-tiny", "mdeq", "node", "anode")
+RIVALS = ("mon", "mon-fc", "mon-tiers", "mon-large", "mdeq-tiny", "mdeq", "node", "anode")
 EVERY = [(name, which) for name in RIVALS for which in get(name).recipes]
 
 

@@ -48,7 +48,7 @@ def mon_fc(
     splitting: type[Splitting] = PeacemanRachford,
     alpha: float = 1.0,
 ) -> Parts:
-    """Return the fully connected monotone operator network: 84,313 parameters on MNIST, without learned scales."""
+    """Return the fully connected monotone operator network: 84,313 parameters on MNIST."""
     channels, height, w = image
     return Parts(
         Q=nn.Sequential(OrderedDict(flat=nn.Flatten(), linear=nn.Linear(channels * height * w, width))),

@@ -36,9 +36,9 @@ class MonotoneLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W, made from A and B."""
+        """W, made from A and B. (A while loop of torch.export refuses their `.mT`.)"""
         eye = torch.eye(len(self.A), dtype=self.A.dtype, device=self.A.device)
-        return (1 - self.m) * eye - self.A.mT @ self.A + self.B - self.B.mT
+        return (1 - self.m) * eye - self.A.t() @ self.A + self.B - self.B.t()
 
     def forward(self, u: Tensor) -> Tensor:
         return F.linear(u, self.weight)
