@@ -13,7 +13,7 @@ GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
 OLDEST_TESTS ?= tests/data tests/train tests/cli tests/diagnose tests/nn tests/backward tests/test_network.py
 
-OLDEST := $(VENV)-oldest
+OLDEST := $(VENV)-torch-$(OLDEST_TORCH)
 AUDIT  := $(VENV)-audit
 FRESH  := $(VENV)-fresh
 
@@ -32,7 +32,7 @@ help:
 	@echo "make test-endurance  kills at every file operation, 200 at random (writes results/kills.json), 2,000 mutated checkpoints"
 	@echo "make test-slow  the tests marked slow (writes results/export.json);  make test-gpu  the tests that need CUDA"
 	@echo "make test-browser  the pages (docs site, demo, report) in Chromium, which it installs; writes docs/images/*.png"
-	@echo "make test-oldest  the tests of the library on torch $(OLDEST_TORCH); downloads 3 GB, since that wheel brings CUDA"
+	@echo "make test-oldest  the tests of the library on torch $(OLDEST_TORCH), or on OLDEST_TORCH=2.15.0; downloads 3 GB, since its wheel brings CUDA"
 	@echo "make fuzz       100,000 damaged files; make leaks  10,000 steps per backward mode; both write results/*.json"
 	@echo "make audit      look up known vulnerabilities of the pinned packages (needs the advisory service of PyPI)"
 
@@ -140,4 +140,4 @@ paper: setup
 	$(BIN)/python -m reproduction all --quick
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(AUDIT) $(FRESH) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-torch-* $(AUDIT) $(FRESH) .mypy_cache .ruff_cache .pytest_cache

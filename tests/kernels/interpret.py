@@ -34,10 +34,13 @@ Differences = dict[str, float]
 def repair_interpreter() -> None:
     """Let it use arrays of one element as integers with a new NumPy, and multiply bf16, which it holds as uint16.
 
+    In Triton 3.9 a comparison of scalars has the type of its operands, and no mask takes it: int1 is right.
     Its programs are plain Python, where an integer % a constexpr is an error: constants stay integers.
     """
     host.constants = lambda record: record  # type: ignore[assignment]
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    builder = interpreter.InterpreterBuilder
+    patch, dot, binary = interpreter._patch_lang_tensor, builder.create_dot, builder.binary_op
+    comparisons = (np.greater, np.greater_equal, np.less, np.less_equal, np.equal, np.not_equal)
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -48,8 +51,13 @@ def repair_interpreter() -> None:
             return value
         return interpreter.TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
+    def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
+        made = binary(self, a, b, op)
+        return interpreter.TensorHandle(made.data.astype(bool), tl.int1) if op in comparisons else made
+
     interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *others: dot(self, wide(a), wide(b), *others)
+    builder.binary_op = binary_op
+    builder.create_dot = lambda self, a, b, *others: dot(self, wide(a), wide(b), *others)
 
 
 def stacks() -> dict[str, Differences]:
