@@ -22,7 +22,7 @@ def _numbers(line: dict[str, Any], key: str) -> list[float]:
 
 
 def values(rows: Sequence[Training]) -> dict[str, Any]:
-    """Return the claim, extremes, how often sigma_max >= 1 on batches in training mode, and the table.
+    """Return the claim, extremes, the `last` epoch at which an image has sigma_max < 1, batches, and the table.
 
     They are over the longest JFB runs of each data set that were measured; the table shows the first run of each.
     """
@@ -41,6 +41,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         "claim": Claim.always(images - fired, images, len(runs)),
         "highest": max((x for line in lines for x in _numbers(line, "sigma")), default=math.nan),
         "rate": max((x for line in lines for x in _numbers(line, "rate")), default=math.nan),
+        "last": max((x["epoch"] for x in lines if x["eval"]["violations"] < x["images"]), default=0),
         "batches_fired": sum(line["train"]["sigma"][0] >= 1 for line in lines),
         "batches": len(lines),
         "table": table(shown, columns),

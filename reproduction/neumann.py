@@ -53,7 +53,6 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
-    """Draw test accuracy against epochs and against seconds of training, by order."""
+    """Draw test accuracy against seconds of training, by order."""
     known = {TITLES[data]: of_groups(rows, {f"k = {k}": f"neumann-{data}-k{k}" for k in ORDERS}) for data in DATA}
-    shown = {title: runs for title, runs in known.items() if runs}
-    return {"neumann": learning_curves(shown, times=(False, True))}
+    return {"neumann": learning_curves({title: runs for title, runs in known.items() if runs})}

@@ -34,9 +34,10 @@ from reproduction import STARTED
 
 RESULTS = Path("results/reproduction")
 REPRODUCED, NOT_REPRODUCED, UNDECIDED, UNTESTED = "reproduced", "not reproduced", "undecided", "untested"
-WIDEST = 0.3  # points, or units of a ratio: a wider interval decides nothing
+WIDEST = 0.3  # points, or units of a ratio: a wider interval around the printed value decides nothing
 SEEDS = 3  # fewer decide nothing
 T = TypeVar("T")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")  # of Okabe and Ito, also for the colour-blind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +163,9 @@ class Interval:
 def verdict(ours: Interval, printed: float | None, *, full: bool = True, strict: bool = False) -> str:
     """Return the verdict on the claim "at least `printed`", or "more than `printed`" if `strict`.
 
-    Reproduced: the interval contains the printed value or lies above it, and is narrow. Not reproduced: it lies
-    below. Undecided: it is too wide; for a strict claim also if it contains the value. Untested: shortened runs
-    (`full` is False), or fewer than three. A dash: the paper prints nothing (None).
+    Reproduced: the interval lies above the printed value, or contains it and is narrow. Not reproduced: it lies
+    below. Undecided: it contains the value and is wide, or the claim is strict. Untested: shortened runs (`full`
+    is False), or fewer than three. A dash: the paper prints nothing (None).
     """
     if printed is None:
         return "-"
@@ -173,7 +174,7 @@ def verdict(ours: Interval, printed: float | None, *, full: bool = True, strict:
     if ours.mean + ours.half < printed:
         return NOT_REPRODUCED
     inside = ours.mean - ours.half <= printed
-    return UNDECIDED if ours.half > WIDEST or (strict and inside) else REPRODUCED
+    return UNDECIDED if inside and (strict or ours.half > WIDEST) else REPRODUCED
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,7 @@ def panels(count: int = 1, *, width: float = 5.0, height: float = 3.6) -> tuple[
     axes = figure.subplots(1, count, squeeze=False)[0]
     for one in axes:
         one.grid(alpha=0.3)
+        one.set_prop_cycle(color=COLORS)
         one.set_axisbelow(True)
         one.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)

@@ -41,6 +41,7 @@ GAINS = {  # the difference of two rows
     "mnist-mon-gain": ("mnist-jfb", "mnist-mon-exact"),
     "svhn-mon-gain": ("svhn-jfb", "svhn-mon-tiers-exact"),
     "cifar10-mon-gain": ("cifar10-jfb", "cifar10-mon-large-jfb"),
+    "mnist-decayed-gain": ("mnist-jfb-decayed", "mnist-twin-decayed"),
     "svhn-decayed-gain": ("svhn-jfb-decayed", "svhn-twin-decayed"),
 }
 
@@ -115,7 +116,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
 def _details(runs: Sequence[Training]) -> dict[str, Any]:
     """Return what the text of the page mentions besides the claims."""
     if not runs:
-        return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch", "training"), "-")
+        return dict.fromkeys(("depth", "protocols", "peak", "peak_epoch", "training", "minutes"), "-")
     curves = accuracies(runs)
     peak = max(curves, key=lambda epoch: fmean(curves[epoch]))
     return {
@@ -123,6 +124,7 @@ def _details(runs: Sequence[Training]) -> dict[str, Any]:
         "protocols": f"{interval(runs, 'protocols'):+.2f}",
         "peak": fmean(curves[peak]),
         "peak_epoch": peak,
+        "minutes": fmean(run.elapsed[-1] / 60 for run in runs),
         "training": fmean(100 * (run.epochs[-1].accuracy or 0.0) for run in runs),
     }
 
@@ -161,21 +163,22 @@ def _table(made: Sequence[Sequence[Training]]) -> str:
 
 
 def figures(rows: Sequence[Training]) -> dict[str, Any]:
-    """Draw the learning curves of the longest runs: mean over runs, band from least to largest."""
+    """Draw the learning curves of the longest runs, and of others only if they are full as well."""
     known = longest(rows)
     names = [name for name in TITLES if f"{name}-jfb" in known]
     figure, axes = panels(len(names), width=4.2, height=4.2)
     for one, name in zip(axes, names, strict=True):
         kinds = {f"{name}-jfb": "JFB", f"{name}-twin": "explicit twin"}
         kinds |= {"resnet56": "ResNet-56"} if name == "cifar10" else {}
-        drawn = {label: known[group] for group, label in kinds.items() if group in known}
+        shown = {label: known[group] for group, label in kinds.items() if group in known}
+        drawn = {label: runs for label, runs in shown.items() if runs[0].full or not shown["JFB"][0].full}
         for label, runs in drawn.items():
-            draw_curve(one, runs, f"{label}, n = {len(runs)}, {runs[0].progress}")
+            draw_curve(one, runs, f"{label}, {len(runs)} run{'s' * (len(runs) > 1)} of {runs[0].reached} epochs")
         if printed := PAPER.get(f"{name}-jfb"):
             one.axhline(printed, color="black", linewidth=0.8, linestyle=":", label=f"JFB in the paper: {printed}")
         ends = [run.clean for runs in drawn.values() for run in runs]
         low = min(*ends, printed or 100.0)
-        one.set(title=TITLES[name], xlabel="epoch", ylim=(low - 0.5 * (100 - low), None))
+        one.set(title=TITLES[name], xlabel="epoch", ylim=(2 * low - 100, None))
         one.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes[0].set_ylabel("test accuracy, % (clean protocol)")
     return {"table1": figure}

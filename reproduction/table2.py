@@ -97,7 +97,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         if chosen:
             lines.append((
                 table1.TITLES[data], f"{PAPER[data]:.1f}" if data in PAPER else None, f"{time:.2f}",
-                f"{min(times):.2f} to {max(times):.2f}", gain.count, f"{jfb:.2f}", f"{cg:.2f}", f"{gain:+.2f}",
+                gain.count, f"{jfb:.2f}", f"{cg:.2f}", f"{gain:+.2f}",
                 fmean(run.epochs[-1].products / run.images for run, _ in chosen) or None,
                 percent(run.epochs[-1].converged for pair in chosen for run in pair), length,
             ))  # fmt: skip
@@ -107,7 +107,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         for key in ("relative-bn", "trained-bn"):
             shares = [run.solved for run in rows if run.group == f"table2-{data}-cg-{key}"]
             found[f"{data}.{key}"] = percent(shares) if shares else UNTESTED
-    columns = "data|time, CG / JFB: paper|ours|range|n|JFB %|CG %|JFB - CG|J-products per image|met eps|length"
+    columns = "data|time, CG / JFB: paper|ours|n|JFB %|CG %|JFB - CG|J-products per image|met eps|length"
     return found | {"table": table(lines, columns)}
 
 
@@ -129,7 +129,7 @@ def figures(rows: Sequence[Training]) -> dict[str, Any]:
     for data in DATA:
         if chosen := _chosen(rows, data):
             cg, jfb = zip(*chosen, strict=True)
-            drawn = {"CG, R without batch norm": cg, "JFB, the same R": jfb}
+            drawn = {"JFB, R without batch norm": jfb, "CG, the same R": cg}
             others = of_groups(rows, {"JFB, batch norm in R": f"table2-{data}-jfb-captured-bn"})
             shown[table1.TITLES[data]] = {**drawn, **others}
     return {"table2": learning_curves(shown)}

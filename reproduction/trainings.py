@@ -177,11 +177,10 @@ def draw_curve(axes: Any, runs: Sequence[Training], label: str, *, time: bool = 
     draw_band(axes, values, label, linewidth=1.2, marker="." if len(values) < 25 else "")
 
 
-def learning_curves(shown: Mapping[str, Mapping[str, Sequence[Training]]], times: Sequence[bool] = (True,)) -> Any:
+def learning_curves(shown: Mapping[str, Mapping[str, Sequence[Training]]], *, time: bool = True) -> Any:
     """Return a figure with panels by title: the accuracy of labelled runs against seconds, or against epochs."""
-    places = [(title, groups, time) for title, groups in shown.items() for time in times]
-    figure, axes = panels(len(places), width=4.2)
-    for one, (title, groups, time) in zip(axes, places, strict=True):
+    figure, axes = panels(len(shown), width=4.2)
+    for one, (title, groups) in zip(axes, shown.items(), strict=True):
         for label, runs in groups.items():
             draw_curve(one, runs, f"{label} (n = {len(runs)})", time=time)
         one.set(title=title, xlabel="seconds of training" if time else "epoch")

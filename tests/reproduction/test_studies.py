@@ -55,6 +55,7 @@ def test_the_longest_runs_of_a_group_are_judged_and_reruns_of_a_seed_are_average
     assert found["mnist-jfb.released"].verdict == "not reproduced"
     assert found["mnist-gain"].ours.startswith("+0.32 ± ")
     assert found["mnist-gain"].verdict == "reproduced"
+    assert found["mnist-jfb.minutes"] == pytest.approx(3 / 60), "three epochs of a second"
     assert (found["mnist-jfb.peak_epoch"], found["mnist-jfb.protocols"]) == (100, "-2.00 ± 0.00")
     assert found["svhn-jfb"].verdict == "untested"
     assert "| 40 of 100 epochs | 99.4 | 50.00 (n = 1) |" in found["table"]
@@ -80,9 +81,9 @@ def test_the_pair_of_the_second_table_by_hand() -> None:
     rows = [training(f"table2-mnist-jfb-pair-seed{s}", 0.99, 2.0) for s in (2, 1, 0)]
     rows += [training(f"table2-mnist-cg-pair-seed{s}", 0.98 + s / 1000, 6.0 + s) for s in range(4)]
     found = table2.values(rows)
-    assert str(found["mnist"]) == "1.6 | 3.50 ± 1.24 | 3 | 3 epochs, 60,000 images | undecided"
+    assert str(found["mnist"]) == "1.6 | 3.50 ± 1.24 | 3 | 3 epochs, 60,000 images | reproduced"
     assert found["mnist.gain"].verdict == "untested"  # a short training decides nothing about accuracy
-    assert "| MNIST | 1.6 | 3.50 ± 1.24 | 3.00 to 4.00 | 3 | 99.00 ± 0.00 |" in found["table"]
+    assert "| MNIST | 1.6 | 3.50 ± 1.24 | 3 | 99.00 ± 0.00 |" in found["table"]
     assert found["svhn"].verdict == "untested"
     assert table2.PAPER["cifar10"] == pytest.approx(3.62, abs=0.01)
 
@@ -117,6 +118,11 @@ def test_the_monitor_counts_images_and_batches() -> None:
     found = contraction.values([measured, training("svhn-jfb-seed1", 0.9)])
     assert str(found["claim"]) == "always | 3 of 4 | 1 | over training | not reproduced"
     assert (found["highest"], found["rate"], found["batches_fired"], found["batches"]) == (1.2, 0.5, 1, 2)
+    assert found["last"] == 3, "one of two images still contracts there"
+    assert (
+        contraction.values([replace(measured, contraction=(line(1, [0.5, 1.0]), line(3, [1.0, 1.2])))])["last"]
+        == 1
+    )
 
 
 def test_a_ratio_whose_interval_contains_one_is_not_faster() -> None:
@@ -130,8 +136,25 @@ def test_rows_of_the_other_networks_come_with_their_runs() -> None:
     assert "(no records)" in rivals.values([])["table"]
     rows = [training(f"mnist-mon-{kind}-seed{s}", 0.99) for kind in ("jfb", "exact") for s in range(3)]
     found = rivals.values(rows)
-    assert "| MNIST | mon | exact | 3 | 100 | 99.00 ± 0.00 (n = 3) | 99.2 | 99.1 |" in found["table"]
+    assert "| MNIST | mon | exact | 100 | 99.00 ± 0.00 (n = 3) | 99.2 | 99.1 |" in found["table"]
     assert table1.values(rows)["mnist-mon-exact"].ours == "99.00 ± 0.00"
+
+
+def test_figures_draw_runs_that_can_be_compared_and_name_their_axes() -> None:
+    rows = [training(f"cifar10-{kind}-seed0", 0.9) for kind in ("jfb", "twin")]
+    full, short = (reaching(row, 1000) for row in rows), reaching(rows[1], 20)
+    jfb, twin = full
+    for drawn, wanted in (((jfb, twin), 3), ((jfb, short), 2), ((reaching(jfb, 20), short), 3)):
+        (axes,) = table1.figures(drawn)["table1"].axes  # the last line is the printed value
+        assert len(axes.get_lines()) == wanted
+        assert axes.get_lines()[0].get_color() == study.COLORS[0], "JFB is blue everywhere"
+        assert axes.get_xlabel()
+        assert axes.get_ylabel()
+    done = training("mnist-mon-exact-seed0", 0.99)
+    runs = [training("mnist-mon-jfb-seed0", 0.99), done, replace(reaching(done, 9), final=None)]
+    (axes,) = rivals.figures(runs)["rivals"].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["JFB (n = 1)", "exact gradient (n = 1)"]
+    assert axes.get_xlabel() == "epoch", "the runs shared a GPU"
 
 
 @pytest.mark.parametrize("order", [0, 1, 5])

@@ -197,7 +197,7 @@ def test_verdicts_are_counted_over_trained_snapshots() -> None:
     assert (sigma.holding, sigma.count, sigma.high) == (2, 4, 1.5)
     assert (cosine.holding, cosine.count, found["svhn.cosine.last"]) == (1, 2, -0.1)
     assert found["all.rate"].holding == 4
-    assert str(found["claim"]) == "always | 1 of 2 | 2 | over training | not reproduced"
+    assert str(found["claim"]) == "always | 1 of 2 | 1 | over training | not reproduced"
     line = "| svhn | sigma_max(dT/du), eval mode | < 1 | 1 (0.8 to 1.2) | 1 (0.8 to 1.2) | 2 of 4 |"
     assert line in found["table"]
     # Of a network the longest run is shown, and digits only if there is no other.
