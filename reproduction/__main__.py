@@ -10,7 +10,10 @@ from typing import Any
 # What needs torch is imported in functions: --help does without.
 
 # Modules of this package, in the order of the report; study.py describes what they offer.
-STUDIES = ("table1", "rivals", "table2", "neumann", "accelerate", "memory", "toy", "contraction", "theory")
+STUDIES = (
+    *("table1", "rivals", "table2", "neumann", "accelerate"),  # they train
+    *("memory", "toy", "contraction", "theory", "authors"),
+)
 QUICK = Path("runs/quick")
 STUDY = """\
 Train or compute what the study needs and its records lack, write the records, and print its table.
