@@ -23,6 +23,7 @@ from banach.export import OUTPUTS, export
 from banach.provenance import provenance, source_commit, write_json
 from banach.train import words
 from data.conftest import real_data  # noqa: F401
+from train.parts_train import Contraction
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -253,9 +254,19 @@ def test_another_module_has_one_output() -> None:
 def test_what_cannot_be_traced_is_refused_in_a_sentence() -> None:
     """A UserError or another internal error of PyTorch was raised."""
 
-    class Fixed(nn.Module):
+    class Fixed(nn.Linear):
         def forward(self, d: Tensor) -> Tensor:
-            return d + d.new_zeros(len(d), 1)
+            return super().forward(d) + d.new_zeros(len(d), 1)
+
+    def network(Q: nn.Module) -> ImplicitNetwork:
+        return ImplicitNetwork(Q, Contraction(3), nn.Identity()).eval()
 
     with pytest.raises(ValueError, match=r"cannot export it \(.*batch.*\); replace .* \(len\(x\) by x.shape"):
-        export(Fixed().eval(), torch.randn(3, 4), format="torch")
+        export(network(Fixed(4, 3)), torch.randn(3, 4), format="torch")
+    net, d = network(nn.Linear(4, 3)), torch.randn(5, 4)
+    corrected = export(net, d[:3], format="torch").module()(d)[0]  # PyTorch remembered the batch size
+    torch.testing.assert_close(corrected, net(d))
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied"):
+        export(net, torch.randn(3, 5), format="torch")
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        export(net, (d, d), format="torch")

@@ -57,6 +57,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         write_json(path, {"x": 2})
     assert json.loads(path.read_text()) == {"x": "nan"}
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"File name too long: 'x+'"):  # not that of the temporary file
+        write_json("x" * 250, {})
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

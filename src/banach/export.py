@@ -89,9 +89,11 @@ def _traced(net: nn.Module, inputs: Mapping[str, Tensor]) -> torch.export.Export
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # about the tracer itself
         # torch.export takes a batch of one for a constant, and a tensor that is given twice for one input.
         several = tuple(torch.cat((one, one)) if one.shape[0] == 1 else one.clone() for one in inputs.values())
+        _WithSolution(net)(*several)  # what the network itself refuses is not for the tracer to explain
         try:
             return torch.export.export(_WithSolution(net), several, dynamic_shapes=shapes, strict=False)
         except Exception as error:  # the tracer may raise anything
+            torch._dynamo.reset()  # otherwise later exports in this process meet the same batch size
             said = " ".join(str(error).partition("Hint:")[0].rpartition("break/error:")[2].split())[:300]
             advice = "replace that operation (len(x) by x.shape[0]), or update PyTorch: 2.11 and newer were tested"
             raise ValueError(f"torch {torch.__version__} cannot export it ({said}); {advice}") from error

@@ -133,7 +133,7 @@ def whole_file(path: str | os.PathLike[str], *, binary: bool = False) -> Iterato
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
-        half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        half = path.absolute().parent / f".{path.name}.{secrets.token_hex(4)}"
         try:
             with open(half, "xb" if binary else "x", encoding=None if binary else "utf-8") as file:
                 yield file

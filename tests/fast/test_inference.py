@@ -26,7 +26,7 @@ from banach import (
 from banach.fast.capture import pad_batch
 from banach.models.mdeq import Sizes, multiscale
 from banach.train import Scorer
-from fast.simulated import PLAN, images, simulate_gpu
+from fast.simulated import PLAN, EagerCalls, images, simulate_gpu
 
 SLOPES = (
     torch.tensor([0.1, 0.5, 0.9, 0.95, 0.3, -0.6, 0.0], dtype=torch.float64)[:, None].expand(-1, 3).contiguous()
@@ -224,6 +224,39 @@ def test_an_r_that_mixes_samples_is_refused() -> None:
     nest = network(lambda u, v: (0.4 * u[0] + v[0], 0.3 * u[0].mean(0) + v[1]), lambda d: (d, d))
     with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
         banach.compile(nest)(SLOPES)
+    net = network()
+    fast = banach.compile(net)
+    fast(SLOPES[:2])
+    net.R = Applied(lambda u, v: 0.4 * u + 0.3 * u.mean(0) + v).eval()
+    with pytest.raises(ValueError, match="treats each sample by itself, and this one mixes samples"):
+        fast(SLOPES)
+
+
+class Counts(nn.Module):
+    """R with a float attribute that changes at every call."""
+
+    calls = 0.0
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        self.calls = self.calls + 1.0
+        return slope(u, v)
+
+
+def test_numbers_that_change_in_a_call_do_not_make_the_next_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_gpu(monkeypatch, kernels=False)
+    capture, captured = EagerCalls._capture, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        captured.append(1)
+        return capture(*arguments)
+
+    monkeypatch.setattr(EagerCalls, "_capture", counted)
+    net = ImplicitNetwork(nn.Identity(), Counts(), nn.Identity()).eval()
+    for call in (banach.compile(net), Scorer(net)):
+        captured.clear()
+        for _ in range(3):
+            call(SLOPES[:2])
+        assert len(captured) == 1
 
 
 # Where Q(d), the latent or the output is a tuple or a dict of tensors.

@@ -103,6 +103,11 @@ def test_a_network_inside_another_module_is_found(monkeypatch: pytest.MonkeyPatc
     assert plan(nn.Sequential(net)).graph.why.startswith("the solver may depend on the number of the step")
     net.solver, net.backward = Picard(), Implicit(GMRES())
     assert plan(nn.Sequential(net)).graph.why.startswith("Implicit syncs with the host")
+    outer = build()
+    outer.S.inner = build(solver=Momentum())
+    assert outer.S.inner.solver == Momentum()
+    assert plan(outer).kernel
+    assert plan(outer).graph.why.startswith("the solver may depend on the number of the step")
     monkeypatch.setattr(PLAN, "while_nodes_lack", lambda: "PyTorch 2.8")
     net.backward = Implicit()
     assert plan(nn.Sequential(net)).graph.why == "a while node needs PyTorch 2.8"

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 import networks
 from banach import Implicit, ImplicitNetwork, Tolerance
 from banach.fast import Extras, TrainStep
+from banach.fast.capture import held_fixed
 from fast.simulated import EagerGraphs, digits, images, simulate_gpu
 from networks import conv_network
 from train.parts_train import plain_network, same_weights
@@ -52,6 +54,45 @@ def test_without_a_gpu_it_is_a_plain_step_and_says_so() -> None:
     assert step.reached is not None
     assert bool(step.reached.converged.all())
     step(*batch(3))  # of any size
+
+
+class SparseR(torch.nn.Module):
+    """R(u, v) = tanh(A (W u) + v) / 3 with a sparse A, as graph networks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.register_buffer("A", 0.5 * torch.eye(6).to_sparse())
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        found: Tensor = torch.tanh(torch.sparse.mm(self.A, self.inner(u)) + v) / 3
+        return found
+
+
+def test_tensors_without_an_address_may_be_in_the_network() -> None:
+    """Sparse buffers, and weights of lazy layers before the first call, raised an error on every device."""
+    net = ImplicitNetwork(torch.nn.LazyLinear(4), SparseR(), torch.nn.Linear(4, 3), coupled=True)
+    before = held_fixed(net)
+    step, d, y = eagerly(net), torch.randn(6, 5), torch.arange(6) % 3
+    losses = [float(step(d, y)) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert before != held_fixed(net) == held_fixed(net)
+
+
+def test_what_replays_hold_fixed() -> None:
+    """Also where an address stays, and numbers of NumPy."""
+    net: Any = conv_network()
+    net.S[1] = torch.nn.Linear(8, 8)
+
+    def transpose() -> None:
+        net.S[1].weight.data = net.S[1].weight.data.t()
+
+    net.R.gamma = numpy.float64(0.4)
+    for change in (transpose, lambda: setattr(net.R, "gamma", numpy.float64(0.3))):
+        before = held_fixed(net)
+        assert held_fixed(net) == before
+        change()
+        assert held_fixed(net) != before
 
 
 def test_what_cannot_be_captured_runs_plainly(monkeypatch: pytest.MonkeyPatch) -> None:

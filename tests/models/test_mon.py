@@ -27,6 +27,10 @@ def test_counts() -> None:
     for (name, image), parameters in COUNTS.items():
         assert count(models.build(name, image=image)) == parameters
     assert sum(map(count, models.mon((1, 28, 28), channels=54))) == 79_500  # the width that the paper prints
+    widths: Any = [4, 8]
+    assert list(map(count, models.mon_tiers(GREY, channels=widths))) == list(
+        map(count, models.mon_tiers(GREY, channels=(4, 8)))
+    )
 
 
 @pytest.mark.parametrize(("name", "channels"), [("mon", 8), ("mon-tiers", (4, 8, 8))])
@@ -62,7 +66,7 @@ def test_by_one_step_only_peaceman_rachford_reaches_every_tier() -> None:
 
 
 def test_images_that_do_not_halve_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs an even size"):
+    with pytest.raises(ValueError, match="need an even size"):
         models.build("mon-tiers", image=(1, 27, 27))
 
 

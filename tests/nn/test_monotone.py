@@ -241,6 +241,19 @@ def test_peaceman_rachford_has_its_derivatives_in_the_weights_at_every_u(channel
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
+def test_second_derivatives_of_a_solution_by_peaceman_rachford() -> None:
+    """On its positive entries D the solution is (I - D W)^-1 D v, which autograd differentiates twice."""
+    made, v, e = linear(), normal(4, 6, seed=3), normal(6, 6)
+    mode = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=500), order=2)
+    net = ImplicitNetwork(nn.Identity(), PeacemanRachford(made, 0.7), nn.ReLU(), tolerance=TIGHT, backward=mode)
+    D = torch.diag_embed((net(v) > 0).double())
+    found = []
+    for z in (net(v), torch.linalg.solve(torch.eye(6).double() - D @ made.weight, D @ v[..., None])[..., 0]):
+        (first,) = torch.autograd.grad(z.pow(3).sum(), made.A, create_graph=True)
+        found.append([z, first, *torch.autograd.grad((first * e).sum(), list(made.parameters()))])
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
+
+
 def test_guarantees_are_checked_when_the_mode_changes() -> None:
     made, v = linear(), normal(4, 6, seed=3)
     for R in (ForwardBackward(made, 1e-3), PeacemanRachford(made, 10.0)):

@@ -255,6 +255,25 @@ def test_an_epoch_in_which_nothing_converges_warns_once() -> None:
     assert texts == ["in epoch 1 only 0.0% of the samples converged; try more max_steps or a larger tolerance"]
 
 
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """The wrapper without a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+    def forward(self, *d: Any, **options: Any) -> Any:
+        return self.module(*d, **options)
+
+
+@pytest.mark.filterwarnings("ignore:the fixed point was not found")
+def test_an_epoch_of_a_network_in_ddp_in_which_nothing_converges_warns_too() -> None:
+    """It was an AttributeError: a wrapper has no tolerance."""
+    net = Wrapped(plain_network(Tolerance(atol=1e-12, max_steps=2)))
+    with pytest.warns(match=r"in epoch 1 only 0.0% of the samples converged"):
+        assert fit(net, images(), HELD, settings(epochs=1)).last.validation_converged == 0
+
+
 def test_a_state_that_is_not_finite_is_never_written(tmp_path: Path) -> None:
     """It was broken after the last step of an epoch, which itself was finite."""
     made, net = settings(), network()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from banach.cli.console import console, table
 from banach.cli.shared import argument, check_out, option, show_plot
 from banach.train import Epoch, Run
-from banach.train.plot import Chart, Panel, curves
+from banach.train.plot import Panel, curves
 
 EPILOG = """\b
 Examples:
@@ -40,14 +40,10 @@ def compare(
         console.print(f"data: {', '.join(titles)}")
     if len(titles) > 1 or len({run.settings.data for run in found.values()}) > 1:
         console.print("The runs use different data: their accuracies are not comparable.")
-    show_plot(lambda: _charts(epochs), out)
-
-
-def _charts(runs: Mapping[str, Sequence[Epoch]]) -> list[Chart]:
-    """Return accuracy by epochs and by seconds, loss and depth."""
-    accuracy: Panel = "Accuracy", {"validation": "validation_accuracy"}, "percent"
+    accuracy: list[Panel] = [("Accuracy", {"validation": "validation_accuracy"}, "percent")]
     others: list[Panel] = [("Loss", {"train": "loss"}, ""), ("Solver steps", {"train, mean": "depth"}, "")]
-    return curves(runs, [accuracy]) + curves(runs, [accuracy], across="seconds") + curves(runs, others)
+    times: Any = {"across": "seconds"}
+    show_plot(lambda: curves(epochs, accuracy) + curves(epochs, accuracy, **times) + curves(epochs, others), out)
 
 
 def _settings(runs: Iterable[Run]) -> list[list[Any]]:

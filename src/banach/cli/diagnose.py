@@ -190,7 +190,7 @@ def show(content: Mapping[str, Any], title: str) -> None:
     console.print(table(title, ("figure", "mean", "worst"), means))
     console.print()
     shown = content["gradients"]
-    pair = "{cosine:.3f} ({ratio:.3g})"
+    pair = "{cosine:.3f} ({ratio:.2g})"
     rows = [(name, *(pair.format(**x) for x in row.values())) for name, row in shown.items()]
     title = "cosine with the exact gradient (ratio of the norms)"
     console.print(table(title, ("gradient", *shown[IN_TRAINING]), rows))

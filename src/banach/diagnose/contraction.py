@@ -66,7 +66,9 @@ def _largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: i
     """
     checks.whole("max_steps", max_steps, 1)
     rtol = max(rtol, rounding(J.space))
-    krylov = _Krylov(J, _unit(_random_rows(J.space, seed)))
+    draw = torch.Generator().manual_seed(seed)  # of the host: a seed means the same on every device
+    start = torch.randn(J.space.samples, sum(J.space.sizes), generator=draw, dtype=torch.float64, device="cpu")
+    krylov = _Krylov(J, _unit(start.to(J.space.device, J.space.rows_dtype)))
     history = [torch.zeros(J.space.samples, dtype=torch.float64, device="cpu")] * 2
     quiet = torch.zeros_like(history[0], dtype=torch.long)
     for step in range(1, max_steps + 1):
@@ -120,13 +122,6 @@ def _to_come(history: list[Tensor]) -> Tensor:
     before, change = history[1] - history[0], history[2] - history[1]
     ratio = (change / before).nan_to_num(nan=0.0).clamp(0.0, 0.999)
     return torch.maximum(change, change * ratio / (1 - ratio))
-
-
-def _random_rows(space: Space, seed: int) -> Tensor:
-    """Normal numbers, drawn on the host, so that a seed means the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(space.samples, sum(space.sizes), generator=generator, dtype=torch.float64, device="cpu")
-    return rows.to(space.device, space.rows_dtype)
 
 
 def _unit(rows: Tensor) -> Tensor:

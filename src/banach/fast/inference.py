@@ -39,7 +39,6 @@ class CompiledNetwork:
             raise TypeError(f"compile takes an ImplicitNetwork whose Q, R and S it can call itself, got {got}")
         self.net, self.bf16, self.compiles = net, bf16, compile
         self._prepare()
-        self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
 
     def _prepare(self) -> None:
         """Plan for the network as it is: its solver, tolerance and mode may be assigned later."""
@@ -50,6 +49,12 @@ class CompiledNetwork:
         self.plan = plan(net, precision="bf16" if self.bf16 else None, training=False, compile=self.compiles)
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
+        self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
+
+    @property
+    def outdated(self) -> bool:
+        """The network has changed since the last call, in a way that replays do not see."""
+        return self._made_for != held_fixed(self.net)
 
     @torch.no_grad()
     def __call__(self, *inputs: Any, z0: Latent | None = None, solution: bool = False) -> Any:
@@ -63,11 +68,9 @@ class CompiledNetwork:
             ConvergenceWarning: without `solution`, if samples did not converge, unless a kernel knows R or
                 `check_every` is 0.
         """
-        training = any([module.training for module in self.net.modules()])  # noqa: C419 (faster)
-        if training or uses_batch_statistics(self.net.R):
+        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
-        net = self.net
-        if self._made_for != held_fixed(net):
+        if self.outdated:
             self._prepare()
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
@@ -78,6 +81,7 @@ class CompiledNetwork:
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
         y, found = self._run(d, z0, solution=solution)
+        self._made_for = held_fixed(self.net)  # modules may change their numbers when they are called
         if solution:
             return y, found
         if found.failures:

@@ -158,7 +158,7 @@ def convolves_in_tf32() -> bool:
 
 
 def networks_in(net: nn.Module) -> list[ImplicitNetwork]:
-    """Return the implicit networks that a module contains; the module itself may be one."""
+    """Return the implicit networks that a module contains; the module itself may be the first."""
     return [module for module in net.modules() if isinstance(module, ImplicitNetwork)]
 
 
@@ -295,7 +295,7 @@ def _no_latent_kernel(net: ImplicitNetwork) -> str:
 
 def _graph(net: Any, device: torch.device, refused: str | None, kernel: Choice, *, training: bool) -> Choice:
     implicit, networks = isinstance(net, ImplicitNetwork), networks_in(net)
-    loops = [one for one in networks if not kernel and one.tolerance.max_steps and one.tolerance.check_every != 0]
+    loops = [one for one in networks[bool(kernel) :] if one.tolerance.max_steps and one.tolerance.check_every != 0]
     solvers, modes = [one.solver for one in loops], [one.backward for one in networks if training]
     parallel = next((type(m).__name__ for m in net.modules() if type(m).__module__.startswith(_PARALLEL)), "")
     shares = implicit and not training and (bool(net.coupled) or uses_batch_statistics(net.R))

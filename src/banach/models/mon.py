@@ -72,14 +72,12 @@ def mon(
     batch as one: ImplicitNetwork(*mon(), coupled=True, tolerance=Tolerance(atol=0, rtol=1e-2)).
     """
     channels = channels or (56 if image[0] == 1 else 81)
-    widths = channels if isinstance(channels, tuple) else (channels,)
-    pool: nn.Module = nn.Identity() if widths is channels else nn.AvgPool2d(4)
+    widths = (channels,) if isinstance(channels, int) else tuple(channels)
+    pool: nn.Module = nn.AvgPool2d(4) if isinstance(channels, int) else nn.Identity()
     size = [n + 2 for n in image[1:]]
     for _ in widths[1:]:
         if any(n % 2 for n in size):
-            raise ValueError(
-                f"a tier before the last needs an even size, got {size} with its border; resize images"
-            )
+            raise ValueError(f"tiers before the last need an even size, got {size} with its border; resize images")
         size = [n // 2 + 1 for n in size]
     entries = pool(torch.empty(1, widths[-1], *size)).numel()
     head = OrderedDict(act=LastTier(), pool=pool, flat=nn.Flatten(), linear=nn.Linear(entries, classes))

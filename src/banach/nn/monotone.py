@@ -177,21 +177,22 @@ class PeacemanRachford(Splitting):
 
     At the fixed point u* the latent z* = relu(u*) solves z = relu(W z + v), so S must begin with the activation.
     It converges for every a > 0, and `Implicit(Picard())` is the exact backward pass by the same splitting. V is
-    made once per pass, without autograd. Where the weights are differentiated, one step of iterative refinement,
-    y + V (h + a v - V^-1 y), leaves y as it is and has its derivatives: all first ones, at every u, and those of
-    dR/du in the weights, for a Jacobian penalty.
+    made once per pass, without autograd. Where the weights are differentiated, y comes from z by two steps of
+    iterative refinement, y <- y + V (h + a v - V^-1 y). The first one gives y, the second all first derivatives at
+    every u, and those of dR/du in the weights. At u* y is z, so that all derivatives of `Implicit` are exact.
     """
 
     def forward(self, u: Latent, v: Latent) -> Latent:
         layer, alpha = self.layer, self.alpha
         inverse = self._once(v, lambda: layer.inverse(layer.matrices(), alpha, v))
-        minus_twice = partial(torch.sub, alpha=2)
-        h = map_leaves(minus_twice, u, layer.activate(u))  # this, b and y with the other sign
+        minus_twice, z = partial(torch.sub, alpha=2), layer.activate(u)
+        h = map_leaves(minus_twice, u, z)  # this, b and y with the other sign
         b = map_leaves(partial(torch.sub, alpha=alpha), h, v)
-        y = layer.invert(inverse, b)
-        if self._records_weights():
-            Wy = layer.product(layer.matrices(), y)
-            rest = map_leaves(lambda b, y, Wy: b - (1 + alpha) * y + alpha * Wy, b, y, Wy)
+        if not self._records_weights():
+            return map_leaves(minus_twice, h, layer.invert(inverse, b))
+        M, y = layer.matrices(), map_leaves(torch.neg, z)
+        for _ in range(2):
+            rest = map_leaves(lambda b, y, Wy: b - (1 + alpha) * y + alpha * Wy, b, y, layer.product(M, y))
             y = map_leaves(torch.add, y, layer.invert(inverse, rest))
         return map_leaves(minus_twice, h, y)
 

@@ -58,11 +58,12 @@ class Scorer:
         net = self.net
         if self.reason or net.training or not runs_graphs(device) or not isinstance(net, ImplicitNetwork):
             return None
-        if self._made[0] != (now := held_fixed(net)):
-            self._made = None, None  # frees its memory before the next one needs some
+        known, made = self._made
+        if made.outdated if made else known != held_fixed(net):
+            made, self._made = None, (None, None)  # frees its memory before the next one needs some
             how = plan(net, device, self.precision, training=False)
             made = CompiledNetwork(net, bf16=self.precision == "bf16") if how.graph and how.own_loop else None
-            self._made = now, made
+            self._made = held_fixed(net), made
         return self._made[1]
 
 

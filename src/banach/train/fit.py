@@ -12,7 +12,7 @@ from torch import nn
 from banach.backward import Implicit
 from banach.data import Augmentation, Batches, Images
 from banach.data.loader import Loader
-from banach.fast.plan import Plan
+from banach.fast.plan import Plan, networks_in
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
 from banach.solve.warning import warn_user
@@ -253,10 +253,10 @@ def _measure_epoch(state: TrainState, scorer: Scorer) -> Epoch:
         # Before the validation, which in batches of another size has another peak.
         "memory": torch.cuda.max_memory_allocated(state.device) if state.device.type == "cuda" else None,
     }
-    net: Any = state.net.eval()
+    net = state.net.eval()
     epoch = Epoch(epoch=state.epoch + 1, **figures, **_validate(state, scorer), sigma=_contraction(state))
     few = [one for one in (*state.done, epoch) if one.converged is not None and one.converged < _FEW]
-    if few == [epoch] and net.tolerance.check_every != 0:  # at a fixed depth that is meant
+    if few == [epoch] and networks_in(net)[0].tolerance.check_every != 0:  # at a fixed depth that is meant
         text = f"in epoch {epoch.epoch} only {epoch.converged:.1%} of the samples converged"
         warn_user(f"{text}; try more max_steps or a larger tolerance", ConvergenceWarning)
     return epoch

@@ -25,10 +25,8 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross entropy; refuse one output, of which it would be zero."""
     if output.dim() > 1 and output.shape[1] == 1:
-        raise ValueError(
-            f"cross entropy needs a score for each class, got one output and {targets.dtype} targets; "
-            "give two outputs for two classes, or pass loss= for a regression, such as mse_loss"
-        )
+        got = f"got one output and {targets.dtype} targets; give two outputs for two classes"
+        raise ValueError(f"cross entropy needs a score for each class, {got}, or pass loss= for a regression")
     return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
 
 
