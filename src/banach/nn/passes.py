@@ -229,6 +229,11 @@ class Buffers:
             return self.R(*given)
         buffers = self.fresh()
         value = torch.func.functional_call(self.R, buffers, given, tie_weights=False)  # see `everywhere`
+        for name, one in self.names.items():
+            if buffers[name].shape != self.snapshot[one].shape:  # a cache that grew, such as rotary embeddings
+                owner, _, key = name.rpartition(".")
+                self.names[name], self.snapshot[name] = name, buffers[name].detach()
+                self.R.get_submodule(owner)._buffers[key] = self.snapshot[name].clone()
         if last:
             self.latest = buffers
         return value
