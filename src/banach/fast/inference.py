@@ -78,11 +78,9 @@ class CompiledNetwork:
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
         y, found = self._run(d, z0, solution=solution)
-        if solution:
-            return y, found
-        if found.failures:
+        if found.failures and not solution:
             warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
-        return y
+        return (y, found) if solution else y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, solution: bool) -> tuple[Any, Solution]:
         """Return copies of the output and, if wanted, of the Solution, which the next call would overwrite."""
@@ -137,7 +135,8 @@ class CompiledNetwork:
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
         with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            v = self.fast.Q(*d)
+            v = _check_rows("Q(d)", self.fast.Q(*d), len(d[0]))
+            _check_rows("Q(d) of one sample", self.fast.Q(*(one[:1] for one in d)), 1)
             self._independent = not mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,))
         if not self._independent:
             raise ValueError(
