@@ -16,9 +16,7 @@ from banach.solve.warning import warn_unconverged
 
 # Words of errors about shapes: such an error of the first evaluation may come from z0.
 _SHAPE_WORDS = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
-_SHAPE_ADVICE = (
-    "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function that makes z0 from Q(d)"
-)
+_SHAPE_ADVICE = "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, which makes z0 from Q(d)"
 _CALLED = "R is called as R(u, Q(d)): put a module of one argument into one whose forward(u, v) combines u and v"
 
 
@@ -179,9 +177,8 @@ class ImplicitNetwork(nn.Module):
             T, tolerance = this_pass.evaluate_in_solve, self.tolerance
             return solve(T, z0, self.solver, inputs=inputs, tolerance=tolerance, compact=compact, **how)
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
-            said = (
-                str(error).replace("1 value per channel", "").replace("input size", "")
-            )  # batch norm of one sample
+            # Not the words of batch norm of one sample.
+            said = str(error).replace("1 value per channel", "").replace("input size", "")
             about_shapes = isinstance(error, KeyError) or any(word in said for word in _SHAPE_WORDS)
             if default_start and about_shapes and not isinstance(error, NotConverged):
                 error.add_note(_SHAPE_ADVICE)
