@@ -16,9 +16,7 @@ from banach.solve.warning import warn_unconverged
 
 # Words of errors about shapes: such an error of the first evaluation may come from z0.
 _SHAPE_WORDS = ("shape", "size", "channel", "dimension", "indices", "unpack", "'str'", "structure", "z0 must")
-_SHAPE_ADVICE = (
-    "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, a function that makes z0 from Q(d)"
-)
+_SHAPE_ADVICE = "here z0 is zeros shaped like Q(d): where u and Q(d) differ, pass start=, which makes z0 from Q(d)"
 _CALLED = "R is called as R(u, Q(d)): put a module of one argument into one whose forward(u, v) combines u and v"
 
 

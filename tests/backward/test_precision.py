@@ -142,3 +142,28 @@ def test_weights_cached_in_a_failed_solve_keep_their_gradient() -> None:
     with parametrize.cached(), pytest.warns(ConvergenceWarning):
         net(normal(4, 3, seed=76).float()).sum().backward()
     assert layer.parametrizations.weight.original.grad is not None
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_torchs_attention_under_autocast(method: Any) -> None:
+    """The pullback of its pullback mixes float32 and bfloat16 in torch.func. Found as a RuntimeError."""
+    W, x = 0.2 * normal(8, 8, seed=77), normal(3, 5, 8, seed=78)
+
+    def gradient(W: Tensor, x: Tensor, context: AbstractContextManager[Any], attend: Any) -> Tensor:
+        def T(u: Tensor, x: Tensor) -> Tensor:
+            h = torch.nn.functional.linear(u, W)
+            value: Tensor = attend(h, h, h) + x
+            return value
+
+        W = W.clone().requires_grad_()
+        u = solve(T, torch.zeros_like(x), inputs=(x,), tolerance=Tolerance(atol=1e-6, max_steps=99)).value
+        with context:
+            mode = Implicit(method, Tolerance(atol=0, rtol=5e-2, max_steps=100))
+            loss = mode.attach(T, u, (x,)).to(torch.float64).square().sum()
+        return torch.autograd.grad(loss, W)[0].double()
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT / 8**0.5, -1) @ v
+
+    found = gradient(W.float(), x.float(), autocast(), torch.nn.functional.scaled_dot_product_attention)
+    assert error(found, gradient(W, x, nullcontext(), dense)) <= 3e-2

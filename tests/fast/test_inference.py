@@ -259,6 +259,15 @@ def test_numbers_that_change_in_a_call_do_not_make_the_next_one_capture(monkeypa
         assert len(captured) == 1
 
 
+@pytest.mark.usefixtures("device")
+def test_a_tensor_that_is_not_per_sample_is_refused_also_if_it_has_as_many_rows() -> None:
+    """Such as a causal mask of sequences as long as the batch: late samples were solved with rows of it."""
+    causal = lambda d: (d, torch.ones(len(d[0]), len(d[0])).tril())  # noqa: E731
+    fast = banach.compile(network(lambda u, v: (0.1 * v[1] @ u[0] + v[0], u[1]), causal, start=lambda v: v))
+    with pytest.raises(ValueError, match=r"Q\(d\) of one sample .* for each of 1 samples, .* shape \(3, 3\)"):
+        fast(torch.rand(3, 3, 2))
+
+
 # Where Q(d), the latent or the output is a tuple or a dict of tensors.
 
 BAD, GOOD = Status.NONFINITE, Status.CONVERGED

@@ -109,6 +109,27 @@ def test_what_cannot_be_captured_runs_plainly(monkeypatch: pytest.MonkeyPatch) -
     assert step.reason == "RuntimeError: the host was asked"
 
 
+def test_steps_of_several_depths_share_a_network_and_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network()
+    reference, (d, y) = copy.deepcopy(net), batch()
+    optimizer, other = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (net, reference))
+    steps: dict[int, Any] = {}
+    for loops in (2, 4, 4, 2, 3, 2):
+        net.tolerance = reference.tolerance = Tolerance(atol=0, max_steps=loops, check_every=0)
+        if loops not in steps:
+            steps[loops] = captured(net, optimizer, monkeypatch)
+            steps[loops].feed.take((d, y), captured=True)
+            steps[loops].prepare()
+        made = steps[loops]._recording
+        loss = float(steps[loops](d, y))
+        assert steps[loops]._recording is made is not None
+        other.zero_grad()
+        expected = F.cross_entropy(reference(d), y)
+        expected.backward()
+        other.step()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
 def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy into the graph's tensors would broadcast one image over the batch, and cast what it gets."""
     net = network()

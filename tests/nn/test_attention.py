@@ -173,3 +173,38 @@ def test_the_function_drops_by_its_layer_and_is_pytorchs_in_eval_mode(options: A
     for layer in (None, banach.nn.Dropout(0.0), drop.eval()):
         found = scaled_dot_product_attention(q, k, v, dropout=layer, **options)
         assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_a_query_that_may_attend_to_nothing_gets_zeros(kind: torch.dtype) -> None:
+    """As from PyTorch's function, such as for padding on the left of a causal mask. It got NaN."""
+    real = torch.arange(S) >= torch.tensor([[2], [0], [5]])  # the last sequence is padding alone
+    allowed = real[:, None, None, :] & torch.ones(S, S, dtype=torch.bool).tril()
+    mask = allowed if kind == torch.bool else torch.zeros(N, 1, S, S).double().masked_fill(~allowed, -torch.inf)
+    q, k, v = (normal(N, H, S, 3, seed=seed).requires_grad_() for seed in range(3))
+    drop = banach.nn.Dropout(0.5)
+    R = Fixed(partial(scaled_dot_product_attention, q, k, v, mask, dropout=drop))
+    R.drop = drop
+    with Pass(R) as one:
+        y = one.evaluate(None, None)
+    assert one.masks is not None
+    (kept,) = one.masks.values()
+    eye = torch.eye(S, dtype=torch.float64).expand(N, H, S, S)
+    expected = (F.scaled_dot_product_attention(q, k, eye, mask) * kept * 2) @ v
+    assert torch.allclose(y, expected, rtol=0, atol=1e-13)
+    assert not y[0, :, :2].any()
+    assert not y[2].any()
+    got, exact = (torch.autograd.grad(one.sin().sum(), (q, k, v)) for one in (y, expected))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(got, exact, strict=True))
+
+
+def test_a_causal_layer_takes_padding_on_the_left() -> None:
+    padding, causal = torch.arange(S) < torch.tensor([[2], [0], [3]]), torch.ones(S, S, dtype=torch.bool).triu(1)
+    plain, x = layer(batch_first=True), normal(N, S, E)
+    how: Any = {"key_padding_mask": padding, "attn_mask": causal, "need_weights": False}
+    y = in_a_pass(convert_dropout(copy.deepcopy(plain)), x, x, x, **how)[0][0]
+    plain.dropout = 0.0
+    assert y.isfinite().all()
+    nothing = plain.out_proj.bias.expand(2, E)  # PyTorch's layer gives its bias there
+    assert torch.allclose(y[0, :2], nothing, rtol=0, atol=1e-13)
+    assert torch.allclose(plain(x, x, x, **how)[0][0, :2], nothing, rtol=0, atol=1e-13)

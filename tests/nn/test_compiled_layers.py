@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from banach import JFB, Mode, Tolerance, Unroll
 from banach.nn import Dropout, Lipschitz
@@ -68,3 +68,33 @@ def test_a_compiled_r_in_an_eager_loop_settles_on_its_graphs() -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compare(outer, net, eager, passes=4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+class Longer(nn.Module):
+    """R on sequences, with a layer that is called at two places: the second drops whole features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear, self.drop = nn.Linear(6, 6).double(), Dropout(0.4)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return 0.3 * torch.tanh(self.drop(self.linear(u))) + v * self.drop(torch.ones_like(u[:, :1]))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_a_compiled_r_that_drops_takes_sequences_of_every_length() -> None:
+    """Code was made for every length, and from the eighth piece on R ran eagerly."""
+    net = network(Longer(), tolerance=FIXED)
+    eager, graphs = copy.deepcopy(net), []
+    net.R.compile(fullgraph=True, backend="aot_eager")
+    for length in (9, 8, 7, 6, 5, 10):
+        d = normal(3, length, 4, seed=length)
+        found = []
+        for one in (net, eager):
+            torch.manual_seed(length)
+            y = one(d)
+            found.append({"y": y, **gradients(one, y.square().sum())})
+        assert close(found[0], found[1], atol=1e-12)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[3:] == [graphs[3]] * 3

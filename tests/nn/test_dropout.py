@@ -195,6 +195,19 @@ def test_a_mask_of_another_batch_is_refused() -> None:
         network(Flat(), compact=True)(SPREAD)
 
 
+def test_a_mask_whose_batch_is_another_axis_is_refused() -> None:
+    """Attention in the layout of PyTorch's default, axis 0 the sequence. Its masks were selected out of range."""
+    block = banach.nn.convert_dropout(nn.MultiheadAttention(6, 2, dropout=0.3, dtype=torch.float64))
+
+    def R(u: Tensor, v: Tensor) -> Tensor:
+        mixed: Tensor = 0.1 * block(u, u, u)[0] + v
+        return mixed
+
+    u = ImplicitNetwork(nn.Identity(), R, nn.Identity(), compact=True)
+    with pytest.raises(ValueError, match=r"a mask for a batch of 5 and got a batch of 3: .* compact=True"):
+        u(normal(5, 3, 6))
+
+
 def test_a_function_for_r_keeps_its_mask_too() -> None:
     inner = DropR()
     net = network(lambda u, v: inner(u, v), backward=Unroll(2, checkpoint=True))

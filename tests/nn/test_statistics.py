@@ -298,6 +298,51 @@ def test_r_may_register_a_buffer_at_its_first_evaluation() -> None:
     assert bool(network(Lazy())(normal(5, 4), solution=True)[1].converged.all())
 
 
+def positions(length: int) -> Tensor:
+    return torch.cos(torch.arange(length, dtype=torch.float64))[:, None].expand(-1, 6).clone()
+
+
+class Places(nn.Module):
+    """R with a table of positions, long enough from the start, or a buffer that grows with the sequence."""
+
+    table: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.kind, self.known, self.linear = kind, 2, nn.Linear(6, 6).double()
+        if kind == "long":
+            self.table = positions(9)
+        elif kind != "registered":
+            self.register_buffer("table", positions(2), persistent=False)
+        if kind == "shared":  # by two names
+            self.register_buffer("first", self.table)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        length = u.shape[1]
+        if self.kind != "long" and (length > self.known or not hasattr(self, "table")):
+            self.known = length
+            if self.kind == "registered":
+                self.register_buffer("table", positions(length), persistent=False)
+            else:
+                self.table = positions(length)
+        return 0.4 * torch.tanh(self.linear(u) + self.table[:length]) + v
+
+
+@pytest.mark.parametrize("kind", ["assigned", "registered", "shared"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_buffer_may_grow_with_the_sequence(mode: str, kind: str) -> None:
+    """As rotary embeddings do. R got its old table back after every evaluation, and sizes did not match."""
+    nets = [network(Places(one), backward=MODES[mode]) for one in ("long", kind)]
+    found = []
+    for net in nets:
+        values = [net(normal(2, length, 4, seed=length)) for length in (6, 9, 4)]
+        found.append(gradients(net, sum((y.square().sum() for y in values), values[0].new_zeros(()))))
+    assert close(found[0], found[1], atol=1e-12)
+    assert torch.equal(nets[1].R.table, positions(9))
+    assert nets[1].R.kind != "shared" or torch.equal(nets[1].R.first, positions(2))
+
+
 COUPLES: list[tuple[Any, bool]] = [
     (nn.BatchNorm2d(3), True),
     (nn.BatchNorm2d(3).eval(), False),

@@ -14,8 +14,8 @@ from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
 from banach.solve.context import constant_weights
 
-# What torch.func says of hooks and old autograd.Functions, and of LSTMs; plain autograd takes them.
-_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
+# What torch.func says of hooks, old autograd.Functions, LSTMs, attention under autocast; plain autograd takes all.
+_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None", "expected scalar type")
 
 
 class Jacobian:
@@ -167,8 +167,7 @@ def eagerly() -> Iterator[None]:
         yield
     finally:
         with _one_at_a_time:
-            stance = _stances.pop()
-            if stance is not None:
+            if (stance := _stances.pop()) is not None:
                 stance.__exit__(None, None, None)
 
 

@@ -94,20 +94,16 @@ def _on_iteration(measured: Contraction) -> str:
     total, sigma, rate = len(measured.sigma), worst(measured.sigma), worst(measured.rate)
     if not total:
         return "Nothing was measured: the batch is empty."
-    diverging = int((measured.rate >= STILL).sum())
-    nonfinite = int((~measured.sigma.isfinite()).sum())
-    if nonfinite:
+    if nonfinite := int((~measured.sigma.isfinite()).sum()):
         return f"T is not finite at {nonfinite} of {total} samples: look for NaN in the data and the weights."
-    if diverging:
+    if diverging := int((measured.rate >= STILL).sum()):
         figures = f"changes by a factor of up to {rate:.3g} per step (sigma_max {sigma:.3g})"
         advice = "bound R (banach.nn.lipschitz_), or use damping or Anderson"
         if bool(measured.solution.converged.all()):
             advice = "the solver of the network met its tolerance on all samples"
         where = f"on {diverging} of {total} samples"
         return f"The undamped iteration does not converge {where}: its residual {figures}; {advice}."
-    pace = "too few residuals for a rate"
-    if not math.isnan(rate):
-        pace = f"observed rate {_at_most(rate)} per step"
+    pace = "too few residuals for a rate" if math.isnan(rate) else f"observed rate {_at_most(rate)} per step"
     if rate > SLOW:
         pace += f" ({math.ceil(-1 / math.log10(rate))} steps for every decimal digit: try Anderson)"
     if measured.contracts:
@@ -115,10 +111,8 @@ def _on_iteration(measured: Contraction) -> str:
     where = f"on {measured.violations} of {total} samples (sigma_max up to {sigma:.3g})"
     if math.isnan(rate):
         return f"T does not contract {where}, and there were {pace}."
-    return (
-        f"The undamped iteration converges, {pace}, though T does not contract {where}: "
-        "Banach's bound does not apply, so go by the residual."
-    )
+    advice = "Banach's bound does not apply, so go by the residual"
+    return f"The undamped iteration converges, {pace}, though T does not contract {where}: {advice}."
 
 
 def _at_most(value: float) -> str:

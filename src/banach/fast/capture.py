@@ -188,15 +188,16 @@ def held_fixed(net: nn.Module) -> list[Any]:
     """
     found: list[Any] = []
     for module in net.modules():
-        found += module, module.training, *(value for value in vars(module).values() if isinstance(value, float))
+        found += module, module.training, *[value for value in vars(module).values() if isinstance(value, float)]
         if isinstance(module, ImplicitNetwork):
             found += module.Q, module.R, module.S, module.start, module.coupled
             found += module.solver, module.tolerance, module.backward
-        for tensor in filter(torch.is_tensor, (*module._parameters.values(), *module._buffers.values())):
-            try:
-                found += tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.requires_grad
-            except (RuntimeError, ValueError):  # sparse tensors and those of lazy layers have no address
-                found += id(tensor), tensor.requires_grad
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                try:
+                    found += tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.requires_grad
+                except (RuntimeError, ValueError):  # sparse tensors and those of lazy layers have no address
+                    found += id(tensor), tensor.requires_grad
     return found
 
 

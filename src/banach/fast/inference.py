@@ -45,7 +45,9 @@ class CompiledNetwork:
         net = self.net
         if net.coupled:
             raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
-        self._made_for = held_fixed(net)
+        self._made_for: list[Any] | None = held_fixed(net)
+        training = any(module.training for module in net.modules())
+        self._predicts = not training and not uses_batch_statistics(net.R)
         self.plan = plan(net, precision="bf16" if self.bf16 else None, training=False, compile=self.compiles)
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
@@ -68,10 +70,10 @@ class CompiledNetwork:
             ConvergenceWarning: without `solution`, if samples did not converge, unless a kernel knows R or
                 `check_every` is 0.
         """
-        if any(module.training for module in self.net.modules()) or uses_batch_statistics(self.net.R):
-            raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         if self.outdated:
             self._prepare()
+        if not self._predicts:
+            raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
         batch = _batch_of(d)
         if z0 is not None:
@@ -81,12 +83,10 @@ class CompiledNetwork:
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
         y, found = self._run(d, z0, solution=solution)
-        self._made_for = held_fixed(self.net)  # modules may change their numbers when they are called
-        if solution:
-            return y, found
-        if found.failures:
+        self._made_for = self._made_for or held_fixed(self.net)
+        if found.failures and not solution:
             warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
-        return y
+        return (y, found) if solution else y
 
     def _run(self, d: tuple[Tensor, ...], z0: Latent | None, *, solution: bool) -> tuple[Any, Solution]:
         """Return copies of the output and, if wanted, of the Solution, which the next call would overwrite."""
@@ -125,6 +125,7 @@ class CompiledNetwork:
     ) -> tuple[Any, Solution]:
         """Return N(d) and the Solution. `eager`: by `solve`, with host checks."""
         fast, count = self.fast, len(d[0])
+        self._made_for = None  # modules may change their numbers when they are called
         with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
@@ -141,7 +142,8 @@ class CompiledNetwork:
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
         with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            v = self.fast.Q(*d)
+            v = _check_rows("Q(d)", self.fast.Q(*d), len(d[0]))
+            _check_rows("Q(d) of one sample", self.fast.Q(*(one[:1] for one in d)), 1)
             self._independent = not mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,))
         if not self._independent:
             raise ValueError(

@@ -162,9 +162,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _weights(query: Tensor, key: Tensor, added: Tensor | None, scale: float | None = None) -> Tensor:
-    """softmax(scale Q K' + added), one row per query."""
+    """softmax(scale Q K' + added), one row per query; zeros where no key may be attended to, as in PyTorch."""
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.softmax(scores if added is None else scores + added, -1)
+    if added is None:
+        return torch.softmax(scores, -1)
+    none = (added == -math.inf).all(-1, keepdim=True)
+    return torch.softmax((scores + added).masked_fill(none, 0.0), -1).masked_fill(none, 0.0)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

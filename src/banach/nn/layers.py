@@ -131,8 +131,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check(self, func: Any, given: dict[str, Any]) -> None:
-        p = given.get("p", given.get("dropout_p", 0.0))
-        if p:
+        if p := given.get("p", given.get("dropout_p", 0.0)):
             advice = (_LAYER if "dropout_p" not in _ARGUMENTS[func] else _ATTENTION).format(p=p)
             raise RuntimeError(
                 f"R calls {getattr(func, '__name__', func)} with a dropout probability of {p:g}, which draws a "

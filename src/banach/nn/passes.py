@@ -92,17 +92,21 @@ class Pass:
         """
         assert self.masks is not None
         shape = x.shape if shape is None else shape
-        key = (id(layer), shape[1:])
+        key: Any = id(layer)
+        if key in self.masks and self.masks[key].shape[1:] != shape[1:]:  # called at another place, too
+            key = key, shape[1:]  # not always: torch.compile would make code for every length of a sequence
         if key not in self.masks:
             self.masks[key] = torch.rand(shape, device=x.device) < 1 - layer.p
         mask: Tensor = self.masks[key]
-        for rows in self.present():
-            mask = mask.index_select(0, rows)
-        if mask.shape != shape:
+        here = self.present()
+        batch = len(here[-1]) if here else len(mask)
+        if batch != shape[0]:
             raise ValueError(
-                f"dropout in R has a mask for a batch of {mask.shape[0]} and got a batch of {shape[0]}: one pass "
-                "is one batch; where R drops, axis 0 must be the batch, or leave out compact=True"
+                f"dropout in R has a mask for a batch of {batch} and got a batch of {shape[0]}: one pass is one "
+                "batch; where R drops, axis 0 must be the batch, or leave out compact=True"
             )
+        for rows in here:
+            mask = mask.index_select(0, rows)
         # At p = 1 nothing is kept and the scale would be infinite.
         return torch.where(mask, x / (1 - layer.p) if layer.p < 1 else x, x.new_zeros(()))
 
@@ -229,6 +233,11 @@ class Buffers:
             return self.R(*given)
         buffers = self.fresh()
         value = torch.func.functional_call(self.R, buffers, given, tie_weights=False)  # see `everywhere`
+        for name, one in self.names.items():
+            if buffers[name].shape != self.snapshot[one].shape:  # a cache that grew, such as rotary embeddings
+                owner, _, key = name.rpartition(".")
+                self.names[name], self.snapshot[name] = name, buffers[name].detach()
+                self.R.get_submodule(owner)._buffers[key] = self.snapshot[name].clone()
         if last:
             self.latest = buffers
         return value

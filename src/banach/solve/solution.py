@@ -129,8 +129,7 @@ class Solution:
         if self.fault is not None:
             return [self.fault.value]
         advice = []
-        diverged = int(self.diverged.sum())
-        if diverged:
+        if diverged := int(self.diverged.sum()):
             advice.append(
                 f"the iteration diverges for {diverged} of {len(self.steps)} samples, whose best iterate is kept: "
                 "check that T contracts (banach.contraction_factor)" + _other_solver(self.solver, diverged=True)
