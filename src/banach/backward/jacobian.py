@@ -14,8 +14,8 @@ from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
 from banach.solve.context import constant_weights
 
-# What torch.func says of hooks and old autograd.Functions, and of LSTMs; plain autograd takes them.
-_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None")
+# What torch.func says of hooks and old autograd.Functions, LSTMs, CSR matrices; plain autograd takes them.
+_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None", "tensors do not have strides")
 
 
 class Jacobian:
@@ -73,7 +73,7 @@ class Jacobian:
 
     def _evaluate(self) -> None:
         with torch.no_grad(), eagerly(), constant_weights():
-            self._value, self._pull = self._vjp(self._f, self._x)[:2]
+            self.value, self._pull = self._vjp(self._f, self._x)[:2]
 
     def _retried(self, action: Callable[[], Any]) -> Any:
         """Run it, and once more with plain autograd if torch.func refuses what f holds."""
@@ -109,7 +109,7 @@ class Jacobian:
                     raise
             with sdpa_kernel(SDPBackend.MATH):
                 self._evaluate()
-                self._record(self._value)
+                self._record(self.value)
             return self._push((v,))[0]
 
     def _check_forward(self, w: Latent, product: Latent) -> None:
