@@ -179,9 +179,8 @@ class ImplicitNetwork(nn.Module):
             T, tolerance = this_pass.evaluate_in_solve, self.tolerance
             return solve(T, z0, self.solver, inputs=inputs, tolerance=tolerance, compact=compact, **how)
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
-            said = (
-                str(error).replace("1 value per channel", "").replace("input size", "")
-            )  # batch norm of one sample
+            # Words of a batch norm that has one sample.
+            said = str(error).replace("1 value per channel", "").replace("input size", "")
             about_shapes = isinstance(error, KeyError) or any(word in said for word in _SHAPE_WORDS)
             if default_start and about_shapes and not isinstance(error, NotConverged):
                 error.add_note(_SHAPE_ADVICE)
