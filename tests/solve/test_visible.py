@@ -255,7 +255,7 @@ def test_fixed_depth_and_max_steps_zero_only_record() -> None:
 
 @pytest.mark.parametrize("make", [Anderson, Broyden])
 def test_advice_of_a_larger_memory_helps(make: Any) -> None:
-    """Found on a map that turns in ten planes: the advice was more steps, and 5000 did not do."""
+    """Found on a map that turns in ten planes: the advice was more steps, but 5000 did not help."""
     angles = torch.linspace(0.3, 3, 10, dtype=torch.float64)
     turn = torch.polar(torch.full_like(angles, 0.99), angles)
 
