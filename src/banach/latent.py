@@ -221,10 +221,9 @@ class Space:
         if leaf.shape != shape:
             raise ValueError(f"{what} must keep the shape of its input: {shape} became {tuple(leaf.shape)}")
         if leaf.dtype != self.dtype and not self.autocast:
-            raise TypeError(
-                f"{what} must keep the dtype of its input: {_name(self.dtype)} became {_name(leaf.dtype)}; "
-                f"give z0 in {_name(leaf.dtype)}"
-            )
+            new = _name(leaf.dtype)
+            text = f"{what} must keep the dtype of its input: {_name(self.dtype)} became {new}"
+            raise TypeError(f"{text}; give z0 in {new}")
         if leaf.device != self.device:
             text = f"{what} must keep the device of its input: {self.device} became {leaf.device}"
             raise ValueError(f"{text}; put z0 on {leaf.device}")

@@ -113,6 +113,19 @@ def test_at_a_fixed_depth_products_are_counted_on_the_device(method: Any, steps:
     assert Implicit(method, mode.tolerance, report=print).syncs_with_host
 
 
+def test_gmres_that_stagnates_says_so_and_the_advice_helps() -> None:
+    """Found on a map of spectral radius 1.5: 500 more steps of GMRES(20) change nothing."""
+    M = normal(100, 100, seed=63)
+    J, g, log = (1.5 * M / torch.linalg.eigvals(M).abs().max())[None], normal(1, 100, seed=64), Reports()
+    for steps in (500, 1000):
+        with pytest.warns(AdjointWarning, match=r"use a larger restart, .* or NormalCG\(\)"):
+            solve_adjoint(GMRES(), J, g, log, max_steps=steps, rtol=1e-8)
+    assert float(log.residual[1] / log.residual[0]) > 0.9
+    for method in (GMRES(110), NormalCG()):
+        w = solve_adjoint(method, J, g, log, max_steps=500, rtol=1e-8)
+        torch.testing.assert_close(w, dense(J, g), rtol=0, atol=1e-5 * float(dense(J, g).norm()))
+
+
 @every
 def test_an_unmet_tolerance_warns_in_one_sentence(method: Any) -> None:
     """One warning without a number, so that Python's default filter shows it once; numbers are in the report."""
@@ -125,6 +138,7 @@ def test_an_unmet_tolerance_warns_in_one_sentence(method: Any) -> None:
     assert text.startswith("the adjoint equation missed its tolerance: allow more max_steps")
     assert not any(character.isdigit() for character in text)
     assert "\n" not in text
+    assert ("larger restart" in text) is isinstance(method, GMRES)
     assert log.status == [(Status.MAX_STEPS, Status.CONVERGED, Status.MAX_STEPS)]
     solve_adjoint(method, J, g, log, max_steps=3, check_every=0)  # reports, but never warns
     assert log.status[1] == log.status[0]

@@ -16,6 +16,7 @@ from backward.systems_backward import METHODS
 from banach import (
     GMRES,
     JFB,
+    AdjointWarning,
     Implicit,
     ImplicitNetwork,
     Neumann,
@@ -141,6 +142,51 @@ def test_changed_inputs_are_refused() -> None:
         z.sum().backward()
 
 
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_changed_fixed_point_is_refused(method: Any) -> None:
+    """Found as a silently wrong gradient: a warm start was reset in place before the backward pass."""
+    b = LATENTS.clone().requires_grad_()
+    z0 = {"a": torch.zeros_like(b), "b": torch.zeros_like(b)}
+
+    def T(u: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"a": 0.7 * torch.tanh(u["b"]) + b, "b": 0.5 * torch.sin(u["a"])}
+
+    u, found = fixed_point(T, z0, backward=Implicit(method), solution=True)
+    found.value["b"][0] = 0
+    with pytest.raises(RuntimeError, match=r"Solution\.value was changed in place between the forward"):
+        u["a"].square().sum().backward()
+
+
+def along(x: Tensor, A: Tensor, mode: Mode | None, *, closure: bool = False) -> Tensor:
+    """Return a loss over three time steps, each with a layer that sees the state; None: by a plain loop."""
+    total = x.new_zeros(())
+    for _ in range(3):
+        v = x @ A
+        if mode is None:
+            u = torch.zeros_like(x)
+            for _ in range(100):
+                u = torch.tanh(0.5 * u @ A + v)
+        elif closure:
+            u = fixed_point(lambda u: torch.tanh(0.5 * u @ A + v), torch.zeros_like(x), backward=mode)  # noqa: B023
+        else:
+            u = closed(lambda u, v: torch.tanh(0.5 * u @ A + v), v, mode)
+        x = torch.tanh(x + u)
+        total = total + (x**3).sum()
+    return total
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_function_in_a_loop_that_reads_the_last_value_of_a_variable_warns(method: Any) -> None:
+    """Found as a silently wrong gradient: when the backward pass calls T, its v is that of the last step."""
+    A = (0.5 * normal(6, 6, seed=3) / 2.5).requires_grad_()
+    wanted = torch.autograd.grad(along(LATENTS, A, None), A)[0]
+    torch.testing.assert_close(torch.autograd.grad(along(LATENTS, A, Implicit(method, ADJOINT)), A)[0], wanted)
+    with pytest.warns(AdjointWarning, match="T gave another value in the backward pass"):
+        got = torch.autograd.grad(along(LATENTS, A, Implicit(method), closure=True), A)[0]
+    assert (got - wanted).norm() > 1e-3 * wanted.norm()  # which is why
+    torch.autograd.grad(along(LATENTS, A, JFB(), closure=True), A)  # does not call T later
+
+
 def test_what_is_not_read_again_may_change() -> None:
     with torch.inference_mode():
         x = LATENTS.clone()  # inference tensors do not count their versions
@@ -227,6 +273,17 @@ class Recurrent(nn.Module):
         return 0.5 * found
 
 
+class Compressed(Cell):
+    """Its matrix is CSR, which has no strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = (0.3 * normal(6, 6, seed=4)).relu().to_sparse_csr()
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        return super().forward((self.A @ u.T).T, v)
+
+
 class OldSine(OnceSine):
     """Its derivative can be differentiated."""
 
@@ -247,7 +304,8 @@ class Once(Sine):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("make", [Cell, Recurrent, Sine], ids=["hook", "LSTM", "old function"])
+@pytest.mark.parametrize("make", [Cell, Recurrent, Sine, Compressed], ids=["hook", "LSTM", "old function", "CSR"])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # CSR is beta; its invariants are not checked
 def test_what_torch_func_does_not_take_is_differentiated_by_plain_autograd(make: Any, method: Any) -> None:
     net, calls = network(make, Implicit(method, ADJOINT)), list[int]()
     if make is Cell:

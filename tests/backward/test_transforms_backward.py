@@ -1,16 +1,29 @@
 """torch.func through Implicit, against dense algebra: jvp, vjp, jacrev, jacfwd, and gradients per sample."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 from backward.contracts_backward import EXACT, METHODS, TIGHT, attach, error, name, sensitivity
 from backward.maps_backward import Case, all_cases, layer
 from backward.systems_backward import Reports
-from banach import JFB, Implicit, Mode, Neumann, NormalCG, Tolerance, Unroll
+from banach import (
+    JFB,
+    Anderson,
+    Broyden,
+    Implicit,
+    Mode,
+    Neumann,
+    NormalCG,
+    Picard,
+    Tolerance,
+    Unroll,
+    fixed_point,
+)
 from networks import by_hand, linear_network
 from problems import normal
 
@@ -137,6 +150,53 @@ def test_vmap_of_grad_through_a_solve_is_refused_in_a_sentence(mode: Mode, check
         vmap(grad(lambda d: net(d[None]).sum()))(d)
     with pytest.raises(RuntimeError, match=says):
         vmap(lambda d: net(d[None]))(d)
+
+
+# An ensemble: the weights are mapped over, the latent is not.
+
+
+def ensemble() -> tuple[list[Any], dict[str, Tensor], Any, Tensor]:
+    """Return three networks' R, their weights stacked, R as a function of weights, and v."""
+    members = [linear_network(seed).R for seed in range(3)]
+    weights, _ = stack_module_state(members)
+    return members, weights, partial(functional_call, members[0]), normal(4, 6, seed=148)
+
+
+@pytest.mark.parametrize("mode", [JFB(), Implicit()], ids=name)
+@pytest.mark.parametrize("tolerance", [Tolerance(), Tolerance(check_every=0), Tolerance(check_every=3)], ids=str)
+@pytest.mark.parametrize("solver", [Picard(), Anderson(), Broyden()], ids=str)
+def test_vmap_over_weights_alone_is_refused_in_a_sentence(solver: Any, tolerance: Tolerance, mode: Mode) -> None:
+    """Found as "vmap: It looks like you're calling .item() on a Tensor"."""
+    _, weights, R, v = ensemble()
+
+    def one(weights: dict[str, Tensor]) -> Tensor:
+        how: Any = {"solver": solver, "tolerance": tolerance, "backward": mode}
+        found: Tensor = fixed_point(lambda u: R(weights, (u, v)), torch.zeros_like(v), **how)
+        return found
+
+    for way in (one, grad(lambda weights: one(weights).sum())):
+        with pytest.raises(RuntimeError, match=r"vmap cannot map over a solve.* for an ensemble by a T such as"):
+            vmap(way)(weights)
+
+
+@methods
+def test_an_ensemble_on_the_batch_axis(method: Any) -> None:
+    members, weights, R, v = ensemble()
+
+    def T(u: Tensor) -> Tensor:
+        found: Tensor = vmap(lambda weights, u: R(weights, (u, v)))(weights, u)
+        return found
+
+    z0, tolerance = torch.zeros(3, *v.shape, dtype=v.dtype), Tolerance(atol=1e-14, max_steps=500)
+    u = fixed_point(T, z0, tolerance=tolerance, backward=Implicit(method, TIGHT))
+    found = torch.autograd.grad(u.pow(3).sum(), list(weights.values()))
+    for index, R in enumerate(members):
+        w = torch.zeros_like(v)
+        for _ in range(150):
+            w = R(w, v)
+        assert error(u[index], w) <= 1e-9
+        wanted = torch.autograd.grad(w.pow(3).sum(), list(R.parameters()))
+        assert error(flat(part[index] for part in found), flat(wanted)) <= 1e-9
 
 
 def test_a_derivative_from_outside_of_a_vmap_is_refused_in_a_sentence() -> None:

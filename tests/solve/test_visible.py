@@ -253,6 +253,25 @@ def test_fixed_depth_and_max_steps_zero_only_record() -> None:
     assert (found.value == 0).all()
 
 
+@pytest.mark.parametrize("make", [Anderson, Broyden])
+def test_advice_of_a_larger_memory_helps(make: Any) -> None:
+    """Found on a map that turns in ten planes: the advice was more steps, but 5000 did not help."""
+    angles = torch.linspace(0.3, 3, 10, dtype=torch.float64)
+    turn = torch.polar(torch.full_like(angles, 0.99), angles)
+
+    def T(z: Tensor) -> Tensor:
+        return torch.view_as_real(turn * torch.view_as_complex(z)) + 1
+
+    z0, tolerance = torch.zeros(1, 10, 2, dtype=torch.float64), Tolerance(atol=1e-10, max_steps=100)
+    short = solve(T, z0, make(), tolerance=tolerance)
+    assert short.status == (Status.MAX_STEPS,)
+    assert short.summary().endswith("a larger tolerance, or a larger memory")
+    long = solve(T, z0, make(memory=40), tolerance=tolerance)
+    assert long.converged.all()
+    wanted = torch.view_as_real((1 + 1j) / (1 - turn))
+    torch.testing.assert_close(long.value[0], wanted)
+
+
 def test_advice_knows_what_was_tried() -> None:
     slow, tolerance = (lambda z: 0.999 * z + 1), Tolerance(max_steps=3)
     by = {solver: solve(slow, torch.zeros(2, 1), solver, tolerance=tolerance).summary() for solver in SOLVERS}

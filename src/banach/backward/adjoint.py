@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 Parts = tuple[Tensor, ...]
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
+_CHANGED = (
+    "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T closes "
+    "over must not change in between (a lambda in a loop reads the last value of a variable); pass it in `inputs`"
+)
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 
 
@@ -36,6 +40,7 @@ class Problem:
     mode: "Implicit"
     T: Map
     z_star: Latent
+    value: Latent  # T(z_star) in the forward pass
     inputs: tuple[Any, ...]
     space: Space
     tolerance: Tolerance
@@ -52,7 +57,8 @@ class Problem:
             axes = Axes.of((*g, *parts))
             given = [part.detach().to(self.space.dtype) for part in g]
             rows = self.space.rows(rebuild(self.z_star, given), "the cotangent")
-            here = replace(self, T=now.seen_by(self.T), z_star=map_leaves(now.see, self.z_star))
+            z_star, value = (map_leaves(now.see, nest) for nest in (self.z_star, self.value))
+            here = replace(self, T=now.seen_by(self.T), z_star=z_star, value=value)
             w = axes.mapped(here._rows(axes.plain(rows), axes, tangent))
             found = [a.to(b.dtype) for a, b in zip(self.space.parts(w), g, strict=True)]
         return tuple(map(now.see, found))
@@ -68,12 +74,20 @@ class Problem:
         how: dict[str, Any] = {"unit": scale, "axes": axes, "count": self.mode.count}
         jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, **how)
         equation = Adjoint(self, jacobian, right / unit[:, None], unit, tangent)
+        if equation.every and not axes.levels:
+            self._check_value(jacobian.value)
         method = self.mode.method
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
         if equation.every or self.mode.report is not None:
             self._report(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
+
+    def _check_value(self, value: Latent) -> None:
+        """Warn if T(z*) is not what it was in the forward pass, by more than the rounding of another kernel."""
+        was, now = self.space.rows(self.value), self.space.rows(value)
+        if bool(torch.linalg.vector_norm(now - was) > min(1e4 * self.eps, 0.1) * torch.linalg.vector_norm(was)):
+            warn_user(_CHANGED, AdjointWarning)
 
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""
@@ -122,6 +136,8 @@ class Problem:
                 return "T mixes samples: pass coupled=True"
         if Status.NONFINITE in missed:
             return "check that T and its derivative are finite at z*"
+        if hasattr(self.mode.method, "restart"):
+            return "allow more max_steps, use a larger restart, without which GMRES can stagnate, or NormalCG()"
         if hasattr(self.mode.method, "solve"):
             return "allow more max_steps or a larger rtol in Implicit(tolerance=...), or check that T contracts"
         return "allow more max_steps, or use GMRES() or NormalCG(), which do not need a T that contracts"

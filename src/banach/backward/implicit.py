@@ -32,17 +32,18 @@ class Implicit:
     nothing warns.
 
     A backward pass evaluates T again, so what T reads must still be what it was. A change in place of an input,
-    or of a parameter of a network's R, is refused. What a plain function closes over cannot be seen from here.
-    Products with J come from torch.func. Where T holds what that refuses (an LSTM, a full backward hook) they come
-    from plain autograd, and a hook is called once per product. A nonfinite cotangent stays nonfinite, so that a
-    gradient scaler sees it.
+    of `Solution.value`, or of a parameter of a network's R, is refused. What a plain function closes over cannot
+    be seen from here. Products with J come from torch.func. Where T holds what that refuses (an LSTM, a full
+    backward hook, a CSR matrix) they come from plain autograd, and a hook is called once per product. A nonfinite
+    cotangent stays nonfinite, so that a gradient scaler sees it.
 
     Args:
         method: `NormalCG()` (the paper's, two products per step), `GMRES()`, or the iteration w <- J' w + g by
             `Picard()`, `Anderson()` or `Broyden()`.
-        tolerance: relative to g, atol too: write `Tolerance(atol=0, rtol=...)`. None: max_steps=500, atol=0, and
-            rtol by the arithmetic of T: 1e-8 in float64, 1e-5 in float32, 1e-2 in TF32, bfloat16 and float16.
-            `check_every=0` makes exactly `max_steps` steps, without a host sync, a safeguard or a warning.
+        tolerance: of the residual g - (I - J') w, rtol relative to g: write `Tolerance(atol=0, rtol=...)`, since
+            the default atol counts too. None: max_steps=500, atol=0, and rtol by the arithmetic of T: 1e-8 in
+            float64, 1e-5 in float32, 1e-2 in TF32, bfloat16 and float16. `check_every=0` makes exactly
+            `max_steps` steps, without a host sync, a safeguard or a warning.
         report: called after every linear solve as report(products, residual, status): the true number of
             J-products, and per sample the residual |g - (I - J') w| and its `Status`.
         order: derivatives up to this order are exact, in every mixture of forward and reverse mode; higher ones
@@ -96,12 +97,13 @@ class Implicit:
                 mode=self,
                 T=with_autocast_of(space, T),
                 z_star=z_star,
+                value=detach(value),
                 inputs=tuple(inputs),
                 space=space,
                 tolerance=self.tolerance_for(space),
                 eps=rounding(space),
                 computed_in=torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype,
-                unchanged=_unchanged(T, inputs),
+                unchanged=_unchanged(T, z_star, inputs),
             )
             parts = self._corrected(T, problem, parts)
         return rebuild(z_star, parts)
@@ -131,10 +133,11 @@ def _derivative(part: Tensor) -> Tensor:
     return part - part.detach()
 
 
-def _unchanged(T: Map, inputs: tuple[Any, ...]) -> Unchanged:
-    leaves = [] if torch.compiler.is_compiling() else tree_leaves(inputs)
-    parts = {f"an input of T ({n})": leaf for n, leaf in enumerate(leaves, 1) if isinstance(leaf, Tensor)}
-    return Unchanged(parts | parameters_of(T), "call backward() before that, or give T a copy")
+def _unchanged(T: Map, z_star: Latent, inputs: tuple[Any, ...]) -> Unchanged:
+    latents, given = ([], []) if torch.compiler.is_compiling() else (leaves(z_star), tree_leaves(inputs))
+    parts = [(f"an input of T ({n})", leaf) for n, leaf in enumerate(given, 1) if isinstance(leaf, Tensor)]
+    parts += [*parameters_of(T).items(), *(("Solution.value", leaf) for leaf in latents)]
+    return Unchanged(parts, "call backward() before that, or change a copy")
 
 
 def attached(problem: Problem, parts: Sequence[Tensor]) -> Parts:

@@ -14,8 +14,12 @@ from banach.backward.transforms import Axes
 from banach.latent import Latent, Space, detach, leaves, leaves_like, map_leaves, rebuild
 from banach.solve.context import constant_weights
 
-# What torch.func says of hooks, old autograd.Functions, LSTMs, attention under autocast; plain autograd takes all.
-_REFUSED = ("functorch transforms", "Expected a proper Tensor but got None", "expected scalar type")
+# What torch.func says of hooks and old autograd.Functions, of LSTMs, of attention under autocast, and of CSR
+# matrices; plain autograd takes them all.
+_REFUSED = (
+    *("functorch transforms", "Expected a proper Tensor but got None"),
+    *("expected scalar type", "tensors do not have strides"),
+)
 
 
 class Jacobian:
@@ -73,7 +77,7 @@ class Jacobian:
 
     def _evaluate(self) -> None:
         with torch.no_grad(), eagerly(), constant_weights():
-            self._value, self._pull = self._vjp(self._f, self._x)[:2]
+            self.value, self._pull = self._vjp(self._f, self._x)[:2]
 
     def _retried(self, action: Callable[[], Any]) -> Any:
         """Run it, and once more with plain autograd if torch.func refuses what f holds."""
@@ -109,7 +113,7 @@ class Jacobian:
                     raise
             with sdpa_kernel(SDPBackend.MATH):
                 self._evaluate()
-                self._record(self._value)
+                self._record(self.value)
             return self._push((v,))[0]
 
     def _check_forward(self, w: Latent, product: Latent) -> None:

@@ -1,6 +1,6 @@
 """The one method a backward mode has, and checks that several modes share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,18 +28,16 @@ class Mode(Protocol):
 class Unchanged:
     """Refuses tensors that were written to in place since this was made: the backward pass reads them again."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], do: str) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], do: str) -> None:
         # Other kinds, such as sharded tensors, are kept by others; inference tensors do not count writes.
-        plain = {n: t for n, t in tensors.items() if type(t) in (Tensor, nn.Parameter) and not t.is_inference()}
-        self.do, self.counts = do, [(name, tensor, tensor._version) for name, tensor in plain.items()]
+        plain = ((n, t) for n, t in tensors if type(t) in (Tensor, nn.Parameter) and not t.is_inference())
+        self.do, self.counts = do, [(name, tensor, tensor._version) for name, tensor in plain]
 
     def check(self) -> None:
         for name, tensor, count in self.counts:
             if tensor._version != count:
-                raise RuntimeError(
-                    f"{name} was changed in place between the forward and the backward pass, which needs it as it "
-                    f"was: {self.do}"
-                )
+                what = f"{name} was changed in place between the forward and the backward pass"
+                raise RuntimeError(f"{what}, which needs it as it was: {self.do}")
 
 
 def parameters_of(T: Any) -> dict[str, Tensor]:

@@ -32,7 +32,8 @@ class Unroll:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z = z_star = detach(z_star)
         keep = self.checkpoint and torch.is_grad_enabled()
-        unchanged = Unchanged(parameters_of(T) if keep else {}, "call backward() before the optimizer's step()")
+        read = parameters_of(T).items() if keep else ()
+        unchanged = Unchanged(read, "call backward() before the optimizer's step()")
 
         def step(z: Latent, *inputs: Any) -> Latent:
             unchanged.check()  # a checkpointed step runs again in the backward pass

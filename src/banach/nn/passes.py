@@ -158,7 +158,7 @@ class Remembered:
         self.R = R
         self.parameters = everywhere(R, "_parameters")
         # Not lazy ones, which are filled in the pass itself.
-        kept = {f"R's parameter {name}": p for name, p in self.parameters.items() if not is_lazy(p)}
+        kept = ((f"R's parameter {name}", p) for name, p in self.parameters.items() if not is_lazy(p))
         self.unchanged = Unchanged(kept, "call backward() before the optimizer's step()")
         self.training = [(module, module.training) for module in modules]
 
@@ -187,10 +187,8 @@ def pass_of(layer: Any) -> Pass | None:
     if now is None or now.masks is None:
         was_inside = not compiling and draws_masks(layer) and layer in _inside
         if was_inside and torch._C._current_graph_task_id() != -1:  # the backward pass is running
-            raise RuntimeError(
-                "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask: "
-                "use Unroll(checkpoint=True) instead"
-            )
+            lost = "dropout in R was recomputed outside its pass, by a checkpoint inside R, and has lost its mask"
+            raise RuntimeError(f"{lost}: use Unroll(checkpoint=True) instead")
         return None
     if not layer.training or layer.p == 0:
         return None

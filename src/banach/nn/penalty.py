@@ -123,10 +123,8 @@ def fixed_point_correction(seen: Observed, loss: Callable[[Any], Tensor], *, gam
 def check_network(net: Any) -> None:
     """Raise a TypeError for what has no Q, R and S."""
     if not all(hasattr(net, name) for name in ("Q", "R", "S", "solver", "tolerance", "backward")):
-        raise TypeError(
-            f"net must be an ImplicitNetwork, got {type(net).__name__}; of a wrapped network give the inner one "
-            "(net.module)"
-        )
+        got = f"net must be an ImplicitNetwork, got {type(net).__name__}"
+        raise TypeError(f"{got}; of a wrapped network give the inner one (net.module)")
 
 
 def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Tensor:

@@ -22,10 +22,6 @@ from banach.solve.tolerance import Tolerance, measure
 
 OnStep = Callable[[int, Latent], None]
 _RECHECKED = 8  # converged samples that are evaluated once more where some have left the batch
-_VMAPPED = (
-    "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on the first "
-    "(batch) axis; for per-sample gradients solve first, then vmap(grad(...)) with z0=z* and max_steps=0"
-)
 
 
 @context.no_derivatives
@@ -71,9 +67,6 @@ def solve(
     """
     _check(T, solver, inputs, tolerance)
     space, compiling = Space.of(z0, coupled=coupled), context.is_compiling()
-    transformed = tolerance.max_steps and not compiling and context.is_transformed()
-    if transformed and any(map(context.functorch.is_batchedtensor, map(context.unwrap_derivatives, leaves(z0)))):
-        raise RuntimeError(_VMAPPED)
     if compact:
         _check_compact(space, inputs)
     inputs = detach(tuple(inputs))
@@ -133,13 +126,9 @@ def _probed(run: SolveRun, T: Map, found: Solution, inputs: tuple[Any, ...]) -> 
     fault = probe(T, found.value, inputs, int(cast(Any, run.risen)[0]))
     if fault is None:
         return found
-    return replace(
-        found,
-        converged=torch.zeros_like(found.converged),
-        residual=_residual(run, run.space_of_all, found.value, inputs)[0],
-        failures=found.failures | {Status.MAX_STEPS},
-        fault=fault,
-    )
+    residual = _residual(run, run.space_of_all, found.value, inputs)[0]
+    nobody, failures = torch.zeros_like(found.converged), found.failures | {Status.MAX_STEPS}
+    return replace(found, converged=nobody, residual=residual, failures=failures, fault=fault)
 
 
 def _recheck_converged(run: SolveRun, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
@@ -176,16 +165,10 @@ def _check(T: Map, solver: Solver, inputs: tuple[Any, ...], tolerance: Tolerance
 
 def _check_compact(space: Space, inputs: tuple[Any, ...]) -> None:
     if space.coupled:
-        raise ValueError(
-            "compact=True needs independent samples, but these are coupled and stop as one; leave it out"
-        )
+        raise ValueError("compact=True needs independent samples, but these stop as one; leave it out")
     if not inputs:
-        raise ValueError(
-            "compact=True needs what belongs to a sample in `inputs`, since a closure cannot be cut: T(z, *inputs)"
-        )
+        raise ValueError("compact=True needs what belongs to a sample in `inputs`, since a closure cannot be cut")
     for leaf in leaves(inputs):
         if leaf.shape[:1] != (space.batch,):
-            raise ValueError(
-                f"compact=True cuts every tensor of `inputs` along the batch: expected {space.batch} rows, "
-                f"got shape {tuple(leaf.shape)}; let T close over what is not per sample"
-            )
+            got = f"expected {space.batch} rows, got shape {tuple(leaf.shape)}"
+            raise ValueError(f"compact=True cuts `inputs` along the batch: {got}; let T close over the others")

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from banach.latent import Latent, Space, leaves, select
-from banach.solve.context import is_transformed, rounding, with_autocast_of
+from banach.solve.context import functorch, is_transformed, rounding, unwrap_derivatives, with_autocast_of
 from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
 from banach.solve.solver import Map, Point, Solver
 from banach.solve.state import DIVERGED, IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
 from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
+
+_VMAPPED = (
+    "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on the first "
+    "(batch) axis, for an ensemble by a T such as lambda z: vmap(R)(weights, z); for per-sample gradients solve "
+    "first, then vmap(grad(...)) with z0=z* and max_steps=0"
+)
 
 
 @dataclass
@@ -184,12 +190,13 @@ class SolveRun:
             value = self.T(self.space.nest(z), *self.inputs)
         except RuntimeError as error:
             if any(word in str(error) for word in ("dtype", "scalar type", "device")):
-                raise TypeError(
-                    f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error}); "
-                    "give z0 the dtype and device of T's weights"
-                ) from error
+                got = f"T cannot take z0 of {self.space.dtype} on {self.space.device} ({error})"
+                raise TypeError(f"{got}; give z0 the dtype and device of T's weights") from error
             raise
         rows, after = self.space.rows(value), _versions(given)
+        mapped = map(functorch.is_batchedtensor, map(unwrap_derivatives, (z, rows)))
+        if not compiling and is_transformed() and any(mapped):
+            raise RuntimeError(_VMAPPED)
         if after != before:
             what = "its input" if after[0] != before[0] else "`inputs` (in a network: R must not change v)"
             raise ValueError(f"T must not change {what} in place: begin with an operation that is not in place")

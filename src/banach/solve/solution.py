@@ -146,5 +146,6 @@ class Solution:
 
 def _other_solver(solver: Any, *, diverged: bool = False) -> str:
     if type(solver) is not Picard:  # Anderson and Broyden may diverge where T contracts
-        return ", or Picard(damping=0.5)" if diverged and solver is not None else ""
+        other = ", or Picard(damping=0.5)" if diverged and solver is not None else ""
+        return other or (", or a larger memory" if hasattr(solver, "memory") else "")
     return ", or Anderson()" if solver.damping else ", or Anderson(), or Picard(damping=0.5)"

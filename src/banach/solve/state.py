@@ -152,13 +152,8 @@ class State:
         """Return the samples with these indices as a separate state."""
         index = on_device(chosen, self.z)
         here: Any = chosen if self.on_host else index
-        return State(
-            self.z.index_select(0, index),
-            self.best_z.index_select(0, index),
-            self.active[here],
-            self.stats[:, :, here],
-            tuple(part.index_select(0, index) for part in self.memory),
-        )
+        z, best_z, *memory = (part.index_select(0, index) for part in (self.z, self.best_z, *self.memory))
+        return State(z, best_z, self.active[here], self.stats[:, :, here], tuple(memory))
 
     def put(self, chosen: np.ndarray, part: "State") -> None:
         """Write the samples of `part` back to these indices. The solver's memory is not needed again."""

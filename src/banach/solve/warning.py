@@ -22,7 +22,7 @@ class ConvergenceWarning(RuntimeWarning):
 
 
 class AdjointWarning(RuntimeWarning):
-    """The adjoint equation of `Implicit` was not solved to its tolerance: the gradient is not exact."""
+    """The gradient of `Implicit` is not exact: its equation missed the tolerance, or T changed before it."""
 
 
 def warn_user(text: str, category: type[Warning]) -> None:
