@@ -201,7 +201,8 @@ def load_weights(net: nn.Module, checkpoint: Checkpoint) -> None:
         _check_tensors(average, dict(net.named_parameters()) if has_average else {})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
-    net.load_state_dict(weights | average)
+    net.load_state_dict(weights)
+    net.load_state_dict(average, strict=False)  # after them: of a tied weight only one of its names is averaged
 
 
 def _check_tensors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
