@@ -81,6 +81,7 @@ class TrainState:
         parts = {"train": train, "validation": validation, "augment": batches.augment, "loss": objective.loss}
         self.identity = _reprs({**parts, "metrics": list(objective.metrics)}) | described(net, settings)
         self.epoch = self.step = self.rewinds = 0
+        self.frozen = [part for part in net.modules() if net.training and not part.training]
         self.done: list[Epoch] = []
         self.warm_up, self.begun_at = True, 0
         self.begin_epoch()
@@ -99,6 +100,12 @@ class TrainState:
         settings = self.settings
         share = settings.schedule.multiplier(self.epoch + step / len(self.batches), settings.epochs)
         return settings.lr * share * LOWER**self.rewinds
+
+    def set_train_mode(self) -> None:
+        """Set the network to train mode, except for the frozen parts."""
+        self.net.train()
+        for part in self.frozen:
+            part.training = False
 
     def begin_epoch(self) -> None:
         """Reset the sums, the counts and the clock."""

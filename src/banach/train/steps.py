@@ -154,7 +154,7 @@ class Stepper:
     def __init__(self, state: TrainState) -> None:
         self.state, self.feed = state, Feed(state)
         self.watch = NonfiniteWatch(state, self.feed.step_number)
-        state.net.train()
+        state.set_train_mode()
         self._make()
 
     def _make(self) -> None:
