@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from banach.backward import JFB, Mode, Neumann, Unroll
+from banach.backward import JFB, Implicit, Mode, Neumann, Unroll
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import check_sharded, modules_of, special_layers, uses_batch_statistics, watch_over
@@ -144,7 +144,8 @@ class ImplicitNetwork(nn.Module):
         modules = modules_of(R)
         special = special_layers(modules)
         if special:
-            check_sharded(special, fixed_depth=not self.tolerance.steps_per_check)
+            fixed = not self.tolerance.steps_per_check
+            check_sharded(special, fixed_depth=fixed, products=isinstance(mode, Implicit))
             check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:

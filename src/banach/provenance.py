@@ -28,9 +28,10 @@ def provenance(settings: Any = None, *, device: torch.device | str = "cpu") -> d
     from banach import __version__
 
     commit, dirty = source_commit()
+    kind = torch.device(device).type
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device_name(device),
+        "device": f"{kind}: {torch.cuda.get_device_name(device) if kind == 'cuda' else cpu_name()}",
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
@@ -45,14 +46,6 @@ def provenance(settings: Any = None, *, device: torch.device | str = "cpu") -> d
         "dirty": dirty,
         "settings": plain({} if settings is None else settings),
     }
-
-
-def device_name(device: torch.device | str) -> str:
-    """Return the name of the hardware of a torch device."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
-    return f"cpu: {cpu_name()}" if device.type == "cpu" else str(device)
 
 
 @functools.cache

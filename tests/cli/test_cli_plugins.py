@@ -17,7 +17,7 @@ from banach.cli.app import main
 from banach.data import dataset
 from banach.models import Model
 from banach.train import Run
-from cli.conftest import SMALL
+from cli.conftest import SMALL, refused
 
 CODE = """
 from dataclasses import replace
@@ -80,6 +80,15 @@ def test_a_module_that_replaces_a_model_is_recorded() -> None:
     Path("mine_package.py").write_text(CODE.format("digits"))
     assert main([*SMALL, "--import", "mine_package", "--epochs", "0", "--out", "r"]) == 0
     assert (Run.open("r").settings.model, Run.open("r").settings.data) == ("mine_package:digits", "digits")
+
+
+def test_a_module_with_a_fault_is_not_said_to_be_missing(capsys: Any) -> None:
+    Path("listed.py").write_text("import banach.models as m\nm.register('a')")
+    for name, advice in (
+        ("listed", "missing 1 required positional argument: 'builder'); correct the module"),
+        ("no_such", "install it"),
+    ):
+        refused(["models", "--import", name], capsys, advice)
 
 
 def test_only_import_looks_into_the_working_directory() -> None:

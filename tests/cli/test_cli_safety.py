@@ -30,8 +30,15 @@ def test_a_rate_that_explodes_stops_the_run(capsys: Any, twin: list[str]) -> Non
     """NaN from epoch 3: both kept checkpoints became NaN, and the exit code was 0."""
     assert main([*SMALL, *EXPLODES, *twin]) == 3
     said = capsys.readouterr().err.splitlines()[-1]
-    for part in ("banach: training diverged: ", " of epoch 3; ", "run/checkpoints/epoch-00002", "lower --lr"):
+    for part in (
+        "banach: training diverged: ",
+        " of epoch 3; ",
+        "run/checkpoints/epoch-00002",
+        "lower --lr, set --clip 1",
+    ):
         assert part in said
+    assert main([*SMALL, *EXPLODES[:-1], "clipped", "--clip", "1", *twin]) == 3
+    assert "; lower --lr, check the data, or" in capsys.readouterr().err  # it is clipped already
     latest: Any = Run.open("run").latest()
     assert (latest.position.epoch, nonfinite(latest.tensors)) == (2, None)
     assert not Path("run/test.json").exists()

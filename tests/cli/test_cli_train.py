@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from banach import data, models, train
+from banach import Status, Tolerance, data, models, solve, train
 from banach.cli import app
 from banach.cli import train as command_line
 from banach.cli.app import main
+from banach.cli.console import spoken_warnings
 from banach.cli.shared import open_run
+from banach.solve.warning import warn_unconverged
 from banach.train import Run
 from banach.train.run import lock
 from banach.train.state import described
@@ -185,7 +187,7 @@ def test_a_warning_is_one_line_once_a_command(capsys: Any, monkeypatch: pytest.M
     """Python's own filter would show it again whenever other code changes the filters."""
     said = (
         "warning: the fixed point was not found for all samples: stopped at max_steps above the tolerance; "
-        "try more --max-steps, a larger --eps, or --solver anderson\n"
+        "try more --max-steps, a larger --eps or another --solver\n"
     )
     few = "warning: in epoch 1 only 0.0% of the samples converged; try more max_steps or a larger tolerance\n"
     with warnings.catch_warnings():
@@ -202,6 +204,25 @@ def test_a_warning_is_one_line_once_a_command(capsys: Any, monkeypatch: pytest.M
         warnings.simplefilter("default")
         assert main([*SMALL, "--epochs", "0"]) == 0
     assert capsys.readouterr().err == "warning: the sky is low\n"
+
+
+@pytest.mark.parametrize("status", list(Status)[1:], ids=lambda status: status.name)
+def test_advice_follows_the_cause(status: Status, capsys: Any) -> None:
+    """More steps were the advice for solves that rounding had stopped, and for NaN in the data."""
+    advice = {
+        Status.MAX_STEPS: "more --max-steps",
+        Status.STALLED: "--precision fp32",
+        Status.NONFINITE: "look for NaN in the data",
+    }
+    Q = torch.zeros(2, 3)
+    found = solve(torch.cos, Q, tolerance=Tolerance(max_steps=1)).changed(failures=frozenset([status]))
+    with spoken_warnings():
+        warnings.simplefilter("always")
+        warn_unconverged(found, torch.cos, (), coupled=False)
+    said = capsys.readouterr().err
+    assert status.value in said
+    assert [one for one, words in advice.items() if words in said] == [status]
+    assert "Solution" not in said
 
 
 def test_a_run_of_the_library_is_evaluated_by_the_command_if_it_names_its_parts(capsys: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from banach import Anderson, ImplicitNetwork, Mode, Picard, Tolerance
+from banach import JFB, Anderson, Implicit, ImplicitNetwork, Mode, Picard, Tolerance
 from banach.cli.app import main
 from banach.data import Augmentation, Images
 from banach.models import Cosine
@@ -178,14 +178,15 @@ def nested(rank: int, count: int, folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh, own, said = init_device_mesh("cpu", (count,)), images(12).pixels.float().tensor_split(count)[rank], ""
-    for reshard in (False, True):
-        net = parts_train.plain_network()
+    modes: list[Mode] = [JFB(), JFB(), Implicit()]
+    for reshard, mode in zip((False, True, False), modes, strict=True):
+        net = parts_train.plain_network(backward=mode)
         fully_shard(net.R, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(net, mesh=mesh)
         try:
             net(own).sum().backward()
         except RuntimeError as error:
-            said += f"{reshard}: {error}"
+            said += f"{reshard}, {type(mode).__name__}: {error}\n"
     (folder / f"nested-{rank}").write_text(said)
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from banach import JFB, Neumann
+from banach import JFB, ImplicitNetwork, Neumann
 from banach.provenance import digest
 from banach.train import CheckpointError, Position, Run, RunError, fit, read_checkpoint
 from banach.train.checkpoint import checkpoints, write_checkpoint
+from banach.train.state import load_weights
 from train.parts_train import STATE, images, network, plain_network, same_weights, settings
 
 MADE = settings(checkpoint_every=4)
@@ -47,6 +48,26 @@ def test_what_is_in_a_run(trained: Run, tmp_path: Path) -> None:
     assert environment["versions"]["torch"] == torch.__version__
     assert Run.open(trained.path) == trained
     assert [epoch.epoch for epoch in trained.metrics()] == [1, 2]
+
+
+def test_averages_of_tied_weights_are_loaded(tmp_path: Path) -> None:
+    """The second name of a tied weight held the weight itself, which replaced its average."""
+    made = settings(ema=0.9, lr=0.05)
+
+    def tied(seed: int = 0) -> ImplicitNetwork:
+        net = plain_network(seed=seed)
+        net.Q.append(net.R.inner)
+        return net
+
+    net, run = tied(), Run.create(tmp_path / "run", made)
+    fit(net, images(), HELD, made, run=run)  # which leaves the averages in the network
+    checkpoint, loaded = run.latest(), tied(seed=9)
+    assert checkpoint is not None
+    raw = checkpoint.under("net")
+    assert not torch.equal(raw["R.inner.weight"], net.R.inner.weight)  # the weights differ from their averages
+    load_weights(loaded, checkpoint)
+    assert loaded.Q[3] is loaded.R.inner
+    assert same_weights(loaded, net)
 
 
 def cut(path: Path) -> None:

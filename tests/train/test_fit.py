@@ -47,6 +47,26 @@ def test_log_and_callbacks_get_the_plan_every_epoch_and_a_resumption(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_parts_in_eval_mode_stay_so(whole: bool) -> None:
+    """A pretrained Q with frozen batch norm was put into train mode, and lost its statistics.
+
+    A network that is in eval mode as a whole, as `fit` leaves it, is trained as a whole.
+    """
+    net: Any = network()
+    made = settings(epochs=2, accumulate=2, on_nonfinite="skip")
+    norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+    frozen = [module for module in net.Q.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert len(norms) > len(frozen) > 0
+    (net if whole else net.Q).eval()
+    modes = list[bool]()
+    net.Q.register_forward_hook(lambda *_: modes.append(frozen[0].training) if net.training else None)
+    fit(net, images(64), HELD, made)
+    assert modes == [whole] * len(modes) != []
+    for norm in norms:
+        assert bool(norm.num_batches_tracked) == (whole or norm not in frozen)
+
+
 MODES = [JFB(), Neumann(3), Unroll(2), Unroll(2, checkpoint=True), Implicit(), Implicit(GMRES())]
 
 

@@ -83,9 +83,13 @@ def complain(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-# Advice for callers of the library, and its replacement on the command line.
+# Advice for callers of the library, and its replacements on the command line, by words of the cause.
 _LIBRARY = "pass solution=True and print Solution.summary()"
-_HERE = "try more --max-steps, a larger --eps, or --solver anderson"
+_HERE = {
+    "max_steps": "try more --max-steps, a larger --eps or another --solver",
+    "stalled": "try a larger --eps, or --precision fp32 if it is another",
+    "NaN": "look for NaN in the data, and see `banach diagnose RUN`: R may not contract",
+}
 
 
 @contextmanager
@@ -97,7 +101,8 @@ def spoken_warnings() -> Iterator[None]:
     said: set[str] = set()
 
     def say(message: Any, *_: Any, **__: Any) -> None:
-        text = " ".join(str(message).split()).replace(_LIBRARY, _HERE)
+        text = " ".join(str(message).split())
+        text = text.replace(_LIBRARY, "; ".join(advice for words, advice in _HERE.items() if words in text))
         if text not in said:
             said.add(text)
             complain(f"warning: {text}")

@@ -96,9 +96,11 @@ class Reported:
     def card(self, index: int) -> dict[str, Any]:
         """Return an image with its label, prediction and solver steps."""
         chances, label = self.probabilities[index], int(self.images.labels[index])
+        pixels, file = self.images.pixels[index].movedim(0, -1).squeeze(-1).numpy(), io.BytesIO()
+        need("PIL.Image", "showing images").fromarray(pixels).save(file, "PNG")
         return {
             "number": index,
-            "picture": _picture(self.images.pixels[index]),
+            "picture": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}",
             "label": self.images.classes[label],
             "guess": self.images.classes[int(chances.argmax())],
             "chance": float(chances[label]),
@@ -154,13 +156,6 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     batches = (images.take(part).to(opened.settings.torch_device) for part in shown)
     diagnoses = [measure(opened.net, batch, opened.settings.label_smoothing) for batch in batches]
     return replace(one, chosen=chosen, diagnoses=diagnoses)
-
-
-def _picture(pixels: Tensor) -> str:
-    """Return an image as the address of a PNG that is part of the page."""
-    array, file = pixels.movedim(0, -1).squeeze(-1).numpy(), io.BytesIO()
-    need("PIL.Image", "showing images").fromarray(array).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def render(reported: Sequence[Reported]) -> str:

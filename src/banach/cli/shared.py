@@ -66,7 +66,8 @@ def import_modules(modules: Sequence[str] | None) -> list[str]:
             importlib.import_module(module)
         except Exception as error:  # whatever a module raises
             said = f"{type(error).__name__}: {error}"
-            advice = "install it, or run the command in its folder"
+            missing = isinstance(error, ModuleNotFoundError)
+            advice = "install it, or run the command in its folder" if missing else "correct the module"
             raise ValueError(f"--import: the module {module!r} cannot be imported ({said}); {advice}") from error
     return list(modules or ())
 

@@ -24,11 +24,6 @@ def read_digits(part: str, paths: tuple[Path, ...]) -> Arrays:
     return Arrays(pixels[index], labels[index])
 
 
-def read_mnist(part: str, paths: tuple[Path, ...]) -> Arrays:
-    """Read a file of images and a file of labels."""
-    return Arrays(_read_idx(paths[0], 3)[:, None], _read_idx(paths[1], 1))
-
-
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
     """Read an IDX file: two zero bytes, the type 8 (uint8), the number of sizes, the sizes, the values."""
     first, begin = struct.pack(">HBB", 0, 8, dimensions), 4 + 4 * dimensions
@@ -72,7 +67,7 @@ MNIST = DataSet(
     std=(0.3081,),
     counts={"train": 60_000, "test": 10_000},
     validation=5_000,
-    read=read_mnist,
+    read=lambda part, paths: Arrays(_read_idx(paths[0], 3)[:, None], _read_idx(paths[1], 1)),
     folders=("mnist", "MNIST/raw"),
     files={
         "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

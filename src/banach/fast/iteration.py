@@ -50,11 +50,6 @@ class Samples:
         memory = kernels.AndersonMemory.start(z, residual, solver.memory) if isinstance(solver, Anderson) else None
         return Samples(z, v, None, active, residual, least, allowed, steps, arrived, memory)
 
-    def still_active(self, count: int) -> "Samples":
-        """Return a part of the batch with copies of `count` samples, all active ones among them."""
-        index = self.active.sort(descending=True).indices[:count]
-        return replace(self, z=select(self.z, index), v=select(self.v, index), index=index)
-
 
 @dataclass(frozen=True)
 class Iteration:
@@ -102,7 +97,9 @@ class Iteration:
                 self._move(samples, self.R(samples.z, samples.v))
 
         def iterate_late() -> None:
-            self._iterate(everyone, everyone.still_active(stop_at), taken, halves[1:], cycle)
+            index = everyone.active.sort(descending=True).indices[:stop_at]  # all active ones are among them
+            late = replace(everyone, z=select(everyone.z, index), v=select(everyone.v, index), index=index)
+            self._iterate(everyone, late, taken, halves[1:], cycle)
 
         loop(steps, samples.active, taken, cycle=cycle, max_steps=most, stop_at=stop_at)
         if samples.index is not None:  # a part of the batch, which is written back

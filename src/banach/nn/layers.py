@@ -40,8 +40,13 @@ def special_layers(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if _is_special(type(module))]  # type: ignore[arg-type]
 
 
-def check_sharded(modules: list[nn.Module], *, fixed_depth: bool) -> None:
-    """Refuse a part of R that gathers its weights at every evaluation, if the depth may differ by rank."""
+def check_sharded(modules: list[nn.Module], *, fixed_depth: bool, products: bool) -> None:
+    """Refuse a part of R that gathers its weights at every evaluation, or frees them after products with J."""
+    if products and any(hasattr(type(module), "set_reshard_after_forward") for module in modules):
+        raise RuntimeError(
+            "fully_shard makes a part of R free its weights after every product with its Jacobian, which Implicit "
+            "needs: shard by banach.train.distributed.shard(net), or use JFB(), Neumann() or Unroll()"
+        )
     if not fixed_depth and any(map(_gathers_often, modules)):
         raise RuntimeError(
             "fully_shard makes a part of R gather its weights from all ranks at every evaluation, and ranks may "

@@ -115,7 +115,8 @@ def _rewind(state: TrainState, run: Run | None, fault: str) -> None:
     if checkpoint is None or state.settings.on_nonfinite != "rewind" or state.rewinds >= REWINDS:
         kept = f"the last good checkpoint is {checkpoint.path}" if checkpoint else "there is no checkpoint yet"
         others = " or ".join(policy for policy in ("skip", "rewind") if policy != state.settings.on_nonfinite)
-        advice = f"lower --lr, set --clip 1, check the data, or choose --on-nonfinite {others}"
+        clip = "" if state.settings.clip else " set --clip 1,"
+        advice = f"lower --lr,{clip} check the data, or choose --on-nonfinite {others}"
         raise DivergenceError(f"training diverged: {fault}; {kept}; {advice}")
     rewinds = state.rewinds + 1
     rate = f"the learning rate times {LOWER**rewinds:g}"

@@ -50,6 +50,7 @@ def fit(
     """Train a network, on the device of the settings.
 
     Afterwards it is in eval mode, with the averaged weights if there are any. The global random state is restored.
+    Of a network in train mode, parts in eval mode stay so: batch norm in a frozen Q keeps its statistics.
     In a process group of several ranks all of them call `fit`: each takes its part of every batch, the first one
     alone writes files. The logger `banach.train` reports plan, epochs and resumption at level INFO.
 
@@ -179,7 +180,7 @@ class _Training:
     def _train_epoch(self, signals: list[int], scorer: Scorer) -> int:
         """Take the remaining steps of an epoch, unless a signal stops them or they are rewound."""
         state, every = self.state, self.state.settings.checkpoint_every
-        state.net.train()
+        state.set_train_mode()
         for _ in range(state.step, len(state.batches)):
             self.steps.take()
             self._show_plan()

@@ -81,6 +81,7 @@ class TrainState:
         parts = {"train": train, "validation": validation, "augment": batches.augment, "loss": objective.loss}
         self.identity = _reprs({**parts, "metrics": list(objective.metrics)}) | described(net, settings)
         self.epoch = self.step = self.rewinds = 0
+        self.frozen = [part for part in net.modules() if net.training and not part.training]
         self.done: list[Epoch] = []
         self.warm_up, self.begun_at = True, 0
         self.begin_epoch()
@@ -99,6 +100,12 @@ class TrainState:
         settings = self.settings
         share = settings.schedule.multiplier(self.epoch + step / len(self.batches), settings.epochs)
         return settings.lr * share * LOWER**self.rewinds
+
+    def set_train_mode(self) -> None:
+        """Set the network to train mode, except for the frozen parts."""
+        self.net.train()
+        for part in self.frozen:
+            part.training = False
 
     def begin_epoch(self) -> None:
         """Reset the sums, the counts and the clock."""
@@ -201,7 +208,8 @@ def load_weights(net: nn.Module, checkpoint: Checkpoint) -> None:
         _check_tensors(average, dict(net.named_parameters()) if has_average else {})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} is of another network: {error}") from None
-    net.load_state_dict(weights | average)
+    net.load_state_dict(weights)
+    net.load_state_dict(average, strict=False)  # after them: of a tied weight only one of its names is averaged
 
 
 def _check_tensors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
