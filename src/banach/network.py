@@ -164,7 +164,7 @@ class ImplicitNetwork(nn.Module):
         return u, found
 
     def _solve(
-        self, this_pass: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
+        self, this_pass: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **options: Any
     ) -> Solution:
         default_start = z0 is None and self.start is zeros
         try:
@@ -177,11 +177,10 @@ class ImplicitNetwork(nn.Module):
                 first = leaves(z0)[0]
                 inputs = v, torch.arange(first.shape[0], device=first.device)
             T, tolerance = this_pass.evaluate_in_solve, self.tolerance
-            return solve(T, z0, self.solver, inputs=inputs, tolerance=tolerance, compact=compact, **how)
+            return solve(T, z0, self.solver, inputs=inputs, tolerance=tolerance, compact=compact, **options)
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
-            said = (
-                str(error).replace("1 value per channel", "").replace("input size", "")
-            )  # batch norm of one sample
+            # What batch norm says of one sample is not about shapes.
+            said = str(error).replace("1 value per channel", "").replace("input size", "")
             about_shapes = isinstance(error, KeyError) or any(word in said for word in _SHAPE_WORDS)
             if default_start and about_shapes and not isinstance(error, NotConverged):
                 error.add_note(_SHAPE_ADVICE)

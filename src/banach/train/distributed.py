@@ -217,9 +217,9 @@ def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def _reduced(value: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
+def _reduced(value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a tensor over all ranks in place."""
-    dist.all_reduce(value, how)
+    dist.all_reduce(value, operation)
     return value
 
 

@@ -36,9 +36,10 @@ _TUNED = 30  # the step of an epoch at which modules tune themselves, and once m
 
 
 class Feed:
-    """Batches for a `TrainStep`, see `GivenBatches`. A captured step reads copies of what a batch is made from.
+    """The `Feed` of a `TrainStep` in `fit`. A captured step makes a batch of copies of its parts.
 
-    These have the shapes of the first batch. Before a captured step `load` writes them. `step_number` is that of
+    The parts of an image batch are a key and an index (`Batches.drawn`), those of a `Loader` the batch itself. The
+    copies have the shapes of the first batch; before a captured step `load` writes them. `step_number` is that of
     the step which runs, from 1.
     """
 
@@ -92,12 +93,10 @@ class Feed:
             else:
                 group["lr"] = rate
 
-    def eager(self) -> Batch:
-        self.begin_step()
-        return self.make(self.next_parts())
-
-    def captured(self) -> Batch:
-        return self.make(self.kept)
+    def batch(self, *, captured: bool) -> Batch:
+        if not captured:
+            self.begin_step()
+        return self.make(self.kept if captured else self.next_parts())
 
     def make(self, parts: Batch) -> Batch:
         batches = self.state.batches
