@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
-from banach.nn.layers import assigned, draws_masks, is_hooked, modules_of, watched
+from banach.nn.layers import draws_masks, is_hooked, modules_of, watched
+from banach.solve.context import assigned
 
 Result = TypeVar("Result")
 Named = dict[str, Tensor]

@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from banach.backward import Implicit
 from banach.latent import Space
 from banach.network import ImplicitNetwork
-from banach.nn.layers import assigned, modules_of
+from banach.nn.layers import modules_of
 from banach.solve import Picard
+from banach.solve.context import assigned
 from banach.solve.tolerance import Norm
 from banach.train.metrics import MetricSums
 from banach.train.run import RunError
