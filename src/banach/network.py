@@ -151,10 +151,9 @@ class ImplicitNetwork(nn.Module):
         v = self.Q(*d)
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
-        plain = len(modules) > 0 and not special
         # Modes that record R in the forward pass do not evaluate it in the backward pass.
         later = not (type(mode) in (JFB, Neumann) or (type(mode) is Unroll and not mode.checkpoint))
-        this_pass = forward_pass(R, modules, plain=plain, evaluates_later=later)
+        this_pass = forward_pass(R, modules, plain=not special, evaluates_later=later)
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)

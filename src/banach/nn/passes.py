@@ -142,8 +142,8 @@ class PlainPass:
 
 
 def forward_pass(R: Any, modules: list[nn.Module], *, plain: bool, evaluates_later: bool) -> Pass | PlainPass:
-    """Return the pass that R needs. `plain`: it is a module without special layers."""
-    if plain and not evaluates_later and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
+    """Return the pass that R needs. `plain`: its modules, if it has some, are no special layers."""
+    if modules and plain and not evaluates_later and not any([m._buffers for m in modules]):  # noqa: C419 (faster)
         return PlainPass(R)
     return Pass(R, modules, evaluates_later=evaluates_later)
 
