@@ -283,7 +283,7 @@ class GivenBatches:
             return
         if not self.kept:
             self._begin(given)
-        if (got := _kinds(given)) != (wanted := _kinds(self.kept)):
+        if (got := kinds(given)) != (wanted := kinds(self.kept)):
             raise ValueError(
                 f"a captured step takes inputs and targets of the shapes and types of its first call, {wanted}, "
                 f"got {got}; drop the last batch, or make a TrainStep for it"
@@ -322,5 +322,5 @@ def _follow(group: dict[str, Any], options: dict[str, Any]) -> None:
             raise ValueError(f"{text}, got {group[name]}; {advice}")
 
 
-def _kinds(batch: tuple[Tensor, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def kinds(batch: tuple[Tensor, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(one.shape), one.dtype) for one in batch]

@@ -2,8 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -111,18 +111,10 @@ class Pass:
         """Return the selections that lead from the whole batch to the samples that are here."""
         return self.rows if self.index is None else [*self.rows, self.index]
 
-    def _masks_of(self, index: Tensor | None) -> Any:
+    def _masks_of(self, index: Tensor | None) -> AbstractContextManager[None]:
         if self.masks is None or (index is None and _running() is self):
             return nullcontext()
-        return self._made_current(index)
-
-    @contextmanager
-    def _made_current(self, index: Tensor | None) -> Iterator[None]:
-        before, _current.running, self.index = _running(), self, index
-        try:
-            yield
-        finally:
-            _current.running, self.index = before, None
+        return assigned([(_current, "running", self), (self, "index", index)])
 
 
 class PlainPass:

@@ -17,7 +17,7 @@ from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
 from banach.fast.capture import unchanged
 from banach.fast.plan import plan
-from banach.fast.step import Extras, TrainStep, at_least_fp32
+from banach.fast.step import Extras, TrainStep, at_least_fp32, kinds
 from banach.latent import leaves
 from banach.models import ODENet, unrolled
 from banach.models.ode import ODE_FAILURES
@@ -66,8 +66,7 @@ class Feed:
 
     @property
     def fits(self) -> bool:
-        now, wanted = ([(one.shape, one.dtype) for one in batch] for batch in (self.next_parts(), self.kept))
-        return now == wanted
+        return kinds(self.next_parts()) == kinds(self.kept)
 
     def count(self) -> int:
         """Return the number of samples of the next batch, on all ranks."""
