@@ -150,10 +150,9 @@ class ImplicitNetwork(nn.Module):
         v = self.Q(*d)
         if coupled is None:
             coupled = uses_batch_statistics(R, special)
-        plain = len(modules) > 0 and not special
         # Modes that record R in the forward pass do not evaluate it in the backward pass.
         later = not (type(mode) in (JFB, Neumann) or (type(mode) is Unroll and not mode.checkpoint))
-        this_pass = forward_pass(R, modules, plain=plain, evaluates_later=later)
+        this_pass = forward_pass(R, modules, plain=not special, evaluates_later=later)
         with watch_over(R), this_pass:
             compact = self.compact and not coupled
             found = self._solve(this_pass, v, z0, coupled=coupled, compact=compact, throw=throw)
@@ -163,7 +162,7 @@ class ImplicitNetwork(nn.Module):
         return u, found
 
     def _solve(
-        self, this_pass: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **how: Any
+        self, this_pass: Pass | PlainPass, v: Latent, z0: Latent | None, *, compact: bool, **options: Any
     ) -> Solution:
         default_start = z0 is None and self.start is zeros
         try:
@@ -176,9 +175,9 @@ class ImplicitNetwork(nn.Module):
                 first = leaves(z0)[0]
                 inputs = v, torch.arange(first.shape[0], device=first.device)
             T, tolerance = this_pass.evaluate_in_solve, self.tolerance
-            return solve(T, z0, self.solver, inputs=inputs, tolerance=tolerance, compact=compact, **how)
+            return solve(T, z0, self.solver, inputs=inputs, tolerance=tolerance, compact=compact, **options)
         except (TypeError, ValueError, RuntimeError, LookupError) as error:
-            # Batch norm of one sample names a size too.
+            # What batch norm says of one sample is not about shapes.
             said = str(error).replace("1 value per channel", "").replace("input size", "")
             about_shapes = isinstance(error, KeyError) or any(word in said for word in _SHAPE_WORDS)
             if default_start and about_shapes and not isinstance(error, NotConverged):

@@ -87,7 +87,7 @@ def plain(value: Any) -> Any:
     return str(value)  # Path, dtype, device, and settings objects, whose repr is their definition
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+def from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that `plain` wrote: strings become the floats they were."""
     return {key: float(value) if isinstance(value, str) else value for key, value in values.items()}
 

@@ -105,7 +105,7 @@ class Together:
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*arguments: Any, **settings: Any) -> None:
-            for argument in arguments:
+            for argument in (*arguments, *settings.values()):
                 if isinstance(argument, Tensor):
                     argument.share_memory_()
             fork = multiprocessing.get_context("fork")

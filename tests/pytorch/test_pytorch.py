@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,18 @@ def test_a_pass_at_fixed_depth_is_one_graph(
     traced, eager = torch.compile(net, fullgraph=True, backend=backend)(images()), net(images())
     torch.testing.assert_close(traced, eager)
     torch.testing.assert_close(gradients(net, traced.square().sum()), gradients(net, eager.square().sum()))
+
+
+def test_a_compiled_pass_that_does_not_converge_warns_of_that_alone() -> None:
+    """Dynamo traced the search for the user's line, and warned that it cannot trace `sys._getframe`."""
+    net = conv_network(batch_norm=False)
+    net.tolerance = Tolerance(atol=0.0, max_steps=3)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        traced = torch.compile(net, backend="eager")(images())
+    assert [(one.category, one.filename) for one in seen] == [(banach.ConvergenceWarning, __file__)]
+    net.tolerance = Tolerance(max_steps=3, check_every=0)
+    torch.testing.assert_close(traced, net(images()))
 
 
 def test_inductor_with_broyden() -> None:

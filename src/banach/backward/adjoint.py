@@ -71,8 +71,8 @@ class Problem:
         right = torch.where(finite[:, None], g, 0.0)
         unit = units(right)
         scale = (unit / (unit.amax() if len(unit) else 1.0))[:, None]
-        how: dict[str, Any] = {"unit": scale, "axes": axes, "count": self.mode.count}
-        jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, **how)
+        options: dict[str, Any] = {"unit": scale, "axes": axes, "count": self.mode.count}
+        jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, **options)
         equation = Adjoint(self, jacobian, right / unit[:, None], unit, tangent)
         if equation.every and not axes.levels:
             self._check_value(jacobian.value)

@@ -22,7 +22,6 @@ class Mode(Protocol):
 
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         """T(z_star, *inputs), carrying a gradient to everything T reads but z_star."""
-        ...
 
 
 class Unchanged:

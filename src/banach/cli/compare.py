@@ -70,4 +70,4 @@ def _figures(run: Run, epochs: Sequence[Epoch], test: Mapping[str, Any]) -> dict
         "seconds": ("{:,.1f}", seconds if epochs else None),
         "seconds per epoch": ("{:,.2f}", seconds / len(epochs) if epochs else None),
     }
-    return {name: None if value is None else how.format(value) for name, (how, value) in figures.items()}
+    return {name: None if value is None else pattern.format(value) for name, (pattern, value) in figures.items()}

@@ -20,7 +20,7 @@ from banach.cli.progress import Progress
 from banach.cli.shared import DataDir, Imports, number, option, own_run, parameters, recorded, show_plot
 from banach.data import Images
 from banach.data.dataset import find, roots
-from banach.provenance import numbers, plain, provenance
+from banach.provenance import from_plain, plain, provenance
 from banach.train import Epoch, History, Position, Run, Scorer, Settings, Totals, evaluate, fit
 from banach.train.distributed import Ranks, joined
 from banach.train.plot import LEARNING, SOLVES, board, curves
@@ -127,9 +127,9 @@ def _fit(run: Run, net: nn.Module, images: Images, validation: Images | None, fo
     settings, weights = run.settings, parameters(net)["all"]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    how = f", {settings.solver}, {settings.backward}" if settings.backward else ""
+    method = f", {settings.solver}, {settings.backward}" if settings.backward else ""
     data = f"{len(images):,} images of {images.title}, {settings.torch_device}, seed {settings.seed}"
-    console.print(f"{settings.model} ({weights:,} parameters{how}) on {data}\nrun: {run.path}")
+    console.print(f"{settings.model} ({weights:,} parameters{method}) on {data}\nrun: {run.path}")
     progress = Progress(settings.epochs, math.ceil(len(images) / settings.batch_size))
     shown: list[Callable[[Epoch], None]] = [progress.epoch]
 
@@ -179,7 +179,7 @@ def finish(run: Run, net: nn.Module, title: str, history: History, data_dir: Pat
             run.write_test(content)
     if not ranks.first:
         return
-    rows = figures(Totals(**numbers(content["totals"])), "test")
+    rows = figures(Totals(**from_plain(content["totals"])), "test")
     if history.epochs and history.last.validation_accuracy is not None:
         rows.insert(0, ("validation accuracy", f"{history.last.validation_accuracy:.2%}"))
     rows.append(("J-products", f"{sum(epoch.products for epoch in history.epochs):,}"))

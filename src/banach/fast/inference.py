@@ -34,8 +34,8 @@ class CompiledNetwork:
 
     def __init__(self, net: ImplicitNetwork, *, bf16: bool = False, compile: bool = False) -> None:
         if not is_as_written(net):
-            how = " with hooks or an overridden forward" if isinstance(net, ImplicitNetwork) else ""
-            got = f"{type(net).__name__}{how}"
+            got = type(net).__name__
+            got += " with hooks or an overridden forward" if isinstance(net, ImplicitNetwork) else ""
             raise TypeError(f"compile takes an ImplicitNetwork whose Q, R and S it can call itself, got {got}")
         self.net, self.bf16, self.compiles = net, bf16, compile
         self._prepare()

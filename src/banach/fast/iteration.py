@@ -117,17 +117,17 @@ class Iteration:
             kernels.picard_step(samples, parts, self.tolerance, self.solver.damping)
 
     def _solution(self, samples: Samples) -> Solution:
-        """Return the Solution. Its numbers are made when they are read: most steps never need them."""
+        """Return the Solution. Its tensors are made when they are read: most steps never need them."""
         residual, least, allowed, steps = samples.residual, samples.least, samples.allowed, samples.steps
 
-        def numbers() -> dict[str, Tensor]:
+        def per_sample() -> dict[str, Tensor]:
             finite = residual.isfinite() & allowed.isfinite()
             met, none = finite & (residual <= allowed), torch.zeros_like(finite)
             diverged = finite & ~met & (residual > DIVERGED * least)
             parts = residual, met, steps.long(), none, ~finite & (steps > 0), diverged
             return dict(zip(DEFERRED, parts, strict=True))
 
-        return Solution.deferred(samples.z, numbers, {"solver": self.solver, "tolerance": self.tolerance})
+        return Solution.deferred(samples.z, per_sample, {"solver": self.solver, "tolerance": self.tolerance})
 
 
 def _halves(samples: Samples, space: Space) -> list[int]:

@@ -76,8 +76,8 @@ class FastNetwork:
             halves = not draws(net.R)  # masks are those of the whole batch
             return Iteration(self.iterated, net.solver, tolerance, halves=halves)(promoted(z0), v)
         compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
-        how: Any = {"tolerance": tolerance, "coupled": is_coupled(net), "compact": compact}
-        return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **how)
+        options: Any = {"tolerance": tolerance, "coupled": is_coupled(net), "compact": compact}
+        return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **options)
 
 
 def run_network(net: Any, d: tuple[Any, ...], call: Callable[..., Any] | None = None) -> tuple[Any, Any]:
@@ -132,8 +132,8 @@ class Bf16Weights:
     """
 
     def __init__(self, modules: dict[str, Any]) -> None:
-        formats = {p: how for module in modules.values() for p, how in _matrices(module).items()}
-        casts = {p: p.detach().to(torch.bfloat16, memory_format=how) for p, how in formats.items()}
+        formats = {p: one for module in modules.values() for p, one in _matrices(module).items()}
+        casts = {p: p.detach().to(torch.bfloat16, memory_format=one) for p, one in formats.items()}
         self.casts = {p: nn.Parameter(cast, p.requires_grad) for p, cast in casts.items()}  # by original
         self.modules = {name: substitute(module, self.casts) for name, module in modules.items()}
 
@@ -163,7 +163,7 @@ def _matrices(module: Any) -> dict[Tensor, torch.memory_format]:
             formats |= dict.fromkeys(layer.parameters(recurse=False), torch.preserve_format)
         if isinstance(layer, WindowConv2d):
             formats[layer.weight] = torch.channels_last
-    return {p: how for p, how in formats.items() if p.dtype == torch.float32}
+    return {p: one for p, one in formats.items() if p.dtype == torch.float32}
 
 
 def _copy(to: Iterable[Tensor], values: Iterable[Tensor]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class Extras:
         parallel: on several ranks, `parallel(*d)` calls the network and `parallel.weight(n)` weights the loss of n
             samples. Such a step is not captured.
 
-    A captured step calls average and metrics in its warm-up too: `feed.changing()` names what to restore then.
+    A captured step calls average and metrics in its warm-up too: `Feed.changing` names what to restore then.
     """
 
     accumulate: int = 1
@@ -47,6 +47,20 @@ class Extras:
     metrics: Any = None
     watch: Any = None
     parallel: Any = None
+
+
+class Feed(Protocol):
+    """Where a `TrainStep` gets its batches, each (*inputs, targets)."""
+
+    @property
+    def fits(self) -> bool:
+        """The next batch has the shapes of the captured step."""
+
+    def batch(self, *, captured: bool) -> tuple[Tensor, ...]:
+        """Return the next batch. `captured`: for a CUDA graph, so made of tensors that stay where they are."""
+
+    def changing(self) -> Iterable[Tensor]:
+        """Return what a step changes besides the network and the optimizer: a warm-up restores it."""
 
 
 class TrainStep:
@@ -67,7 +81,7 @@ class TrainStep:
         bf16: compute under autocast.
         compile: compile Q, R, S and the loss, if the step is captured.
         extras: clipping, penalties, averages and metrics that are part of the step.
-        feed: gives the batches of `run()`, as `GivenBatches` does. None: they are the arguments of the call.
+        feed: a `Feed`, the batches of `run()`. None: they are the arguments of the call.
         how: the plan. None: `plan(net)`.
 
     Attributes:
@@ -85,14 +99,14 @@ class TrainStep:
         bf16: bool = False,
         compile: bool = False,
         extras: Extras = Extras(),
-        feed: Any = None,
+        feed: Feed | None = None,
         how: Plan | None = None,
     ) -> None:
         if not isinstance(net, nn.Module):
             raise TypeError(f"TrainStep takes a network, got {type(net).__name__}")
         self._how, self._compile = how, compile
         self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
-        self.feed: Any = GivenBatches(optimizer) if feed is None else feed
+        self.feed: Feed = GivenBatches(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
         self.reached: Solution | None = None
         self._recording: Any = None
@@ -116,7 +130,7 @@ class TrainStep:
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
         if self.outdated:
             self._make_plan()
-        self.feed.take((*d, targets), captured=bool(self.plan.graph))
+        cast(GivenBatches, self.feed).take((*d, targets), captured=bool(self.plan.graph))
         return self.run()
 
     def _make_plan(self) -> None:
@@ -175,7 +189,7 @@ class TrainStep:
     def _body(self, *, captured: bool) -> tuple[Tensor, Solution | None]:
         """Take a step, eagerly or as part of a CUDA graph. Return its loss, and the Solution of its last part."""
         extras = self.extras
-        batch = self.feed.captured() if captured else self.feed.eager()
+        batch = self.feed.batch(captured=captured)
         if extras.watch is not None:
             extras.watch.begin()
         self.optimizer.zero_grad(set_to_none=True)
@@ -250,13 +264,12 @@ def at_least_fp32(output: Any) -> Any:
 
 
 class GivenBatches:
-    """Batches that the user hands over. A captured step reads copies of them, and learning rates, in place.
+    """The `Feed` of batches that the user hands over by `take`.
 
-    A feed has `fits`, `eager`, `captured` and `changing`; `take` is for batches that are handed over. A batch is
-    (*inputs, targets).
+    A captured step reads copies of them, and learning rates, in place.
     """
 
-    fits = True  # the next batch has the shapes of the captured step
+    fits = True  # `take` refuses others
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -270,7 +283,7 @@ class GivenBatches:
             return
         if not self.kept:
             self._begin(given)
-        if (got := _kinds(given)) != (wanted := _kinds(self.kept)):
+        if (got := kinds(given)) != (wanted := kinds(self.kept)):
             raise ValueError(
                 f"a captured step takes inputs and targets of the shapes and types of its first call, {wanted}, "
                 f"got {got}; drop the last batch, or make a TrainStep for it"
@@ -290,16 +303,10 @@ class GivenBatches:
         self.options = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
         self.kept = tuple(one.clone() for one in given)
 
-    def eager(self) -> tuple[Tensor, ...]:
-        """Return the next batch."""
-        return self.given
-
-    def captured(self) -> tuple[Tensor, ...]:
-        """Return the next batch in a CUDA graph."""
-        return self.kept
+    def batch(self, *, captured: bool) -> tuple[Tensor, ...]:
+        return self.kept if captured else self.given
 
     def changing(self) -> Iterable[Tensor]:
-        """Return the tensors that `captured` changes."""
         return ()
 
 
@@ -315,5 +322,5 @@ def _follow(group: dict[str, Any], options: dict[str, Any]) -> None:
             raise ValueError(f"{text}, got {group[name]}; {advice}")
 
 
-def _kinds(batch: tuple[Tensor, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def kinds(batch: tuple[Tensor, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(one.shape), one.dtype) for one in batch]

@@ -199,13 +199,15 @@ def _launch(R: Any, v: Tensor, z0: Tensor | None, tolerance: Tolerance, dtype: t
     steps, flags = empty(images, dtype=torch.int64), empty(4, images, dtype=torch.int8)
     scale = 1.0 / math.sqrt(C * H * W * (images if coupled else 1)) if isinstance(norm, RMS) else 1.0
     K = host.constants(sizes)
-    pack[(9 * len(layers),)](exact, weights, counters, K=K)
-    iterate[(programs,)](
+    pack[(9 * len(layers),)](w=exact, out=weights, counters=counters, K=K)
+    iterate[(programs,)](  # `stream` by place: by its name it would be an option of Triton's
         host.pixel_rows(v), None if z0 is None else host.pixel_rows(z0), weights, host.padded(biases, columns),
-        None if known is None else host.padded(known[:2], columns), slots, held, stream, operand, hidden, sums,
-        tests, pivots, counters, value, residual, steps, flags, images, tolerance.max_steps, sizes.groups,
-        tolerance.atol / scale, tolerance.rtol, scale, 1.0 / (images * H * W), blocks[0].norm.eps, form.inner,
-        form.outer, form.slope, form.slope_after, K=K, num_warps=sizes.warps,
+        None if known is None else host.padded(known[:2], columns), slots, held, stream,
+        operand=operand, hidden=hidden, sums=sums, tests=tests, pivots=pivots, counters=counters, value=value,
+        residual=residual, steps=steps, flags=flags, images=images, max_steps=tolerance.max_steps,
+        groups=sizes.groups, atol=tolerance.atol / scale, rtol=tolerance.rtol, scale=scale,
+        share=1.0 / (images * H * W), eps=blocks[0].norm.eps, inner=form.inner, outer=form.outer,
+        slope=form.slope, slope_after=form.slope_after, K=K, num_warps=sizes.warps,
         launch_cooperative_grid=coupled,  # all programs start together: two solves on one GPU cannot deadlock
     )  # fmt: skip
     converged, stalled, nonfinite, diverged = flags.view(torch.bool)

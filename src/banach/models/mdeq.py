@@ -15,9 +15,9 @@ from banach.models.mon import COMMON
 from banach.models.registry import Cosine, Recipe, register
 from banach.network import ImplicitNetwork
 from banach.nn import Dropout2d
-from banach.nn.layers import assigned
 from banach.nn.passes import once_per_pass
 from banach.solve import Picard
+from banach.solve.context import assigned
 
 Branches = tuple[Tensor, ...]
 GROUPS, LAST_GROUPS, WIDEN = 8, 4, 5

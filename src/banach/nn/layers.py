@@ -3,8 +3,8 @@
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -79,19 +79,6 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if hooks of this module, or hooks of all modules, are called with it."""
     kinds, of_all = ("forward", "forward_pre", "backward", "backward_pre"), nn.modules.module
     return any(getattr(module, f"_{kind}_hooks") or getattr(of_all, f"_global_{kind}_hooks") for kind in kinds)
-
-
-@contextmanager
-def assigned(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes inside the block, given as (object, name, value)."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
-        yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 # Every module R whose first pass in train mode drew nothing by a function. Later passes are not watched: that

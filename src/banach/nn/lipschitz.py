@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from torch.nn import grad
 
 from banach import checks
-from banach.nn.layers import assigned
 from banach.nn.passes import once_per_pass
-from banach.solve.context import without_autocast
+from banach.solve.context import assigned, without_autocast
 
 AffineLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 KEPT = 1e-3  # share of the old directions in the new ones, so that none is lost where A is zero

@@ -2,8 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
-from banach.nn.layers import assigned, draws_masks, is_hooked, modules_of, watched
+from banach.nn.layers import draws_masks, is_hooked, modules_of, watched
+from banach.solve.context import assigned
 
 Result = TypeVar("Result")
 Named = dict[str, Tensor]
@@ -114,18 +115,10 @@ class Pass:
         """Return the selections that lead from the whole batch to the samples that are here."""
         return self.rows if self.index is None else [*self.rows, self.index]
 
-    def _masks_of(self, index: Tensor | None) -> Any:
+    def _masks_of(self, index: Tensor | None) -> AbstractContextManager[None]:
         if self.masks is None or (index is None and _running() is self):
             return nullcontext()
-        return self._made_current(index)
-
-    @contextmanager
-    def _made_current(self, index: Tensor | None) -> Iterator[None]:
-        before, _current.running, self.index = _running(), self, index
-        try:
-            yield
-        finally:
-            _current.running, self.index = before, None
+        return assigned([(_current, "running", self), (self, "index", index)])
 
 
 class PlainPass:
@@ -145,8 +138,8 @@ class PlainPass:
 
 
 def forward_pass(R: Any, modules: list[nn.Module], *, plain: bool, evaluates_later: bool) -> Pass | PlainPass:
-    """Return the pass that R needs. `plain`: it is a module without special layers."""
-    if plain and not evaluates_later and not any([module._buffers for module in modules]):  # noqa: C419 (faster)
+    """Return the pass that R needs. `plain`: its modules, if it has some, are no special layers."""
+    if modules and plain and not evaluates_later and not any([m._buffers for m in modules]):  # noqa: C419 (faster)
         return PlainPass(R)
     return Pass(R, modules, evaluates_later=evaluates_later)
 

@@ -11,10 +11,9 @@ from banach import checks
 from banach.backward import Mode
 from banach.backward.jacobian import plain_vjp, typed
 from banach.latent import Latent, Space, detach, leaves
-from banach.nn.layers import assigned
 from banach.nn.passes import on_copies
 from banach.solve import Map, Solver
-from banach.solve.context import rounding
+from banach.solve.context import assigned, rounding
 from banach.solve.solver import Memory, Point
 
 

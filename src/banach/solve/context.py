@@ -126,33 +126,36 @@ _current = threading.local()
 
 
 @contextmanager
-def loops_by(loop: Loop, invert: Callable[[Tensor], Tensor | None] = lambda M: None) -> Iterator[None]:
+def assigned(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes inside the block, given as (object, name, value). One that was missing is None afterwards."""
+    before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in changes]
+    try:
+        for change in changes:
+            setattr(*change)
+        yield
+    finally:
+        for change in before:
+            setattr(*change)
+
+
+def loops_by(
+    loop: Loop, invert: Callable[[Tensor], Tensor | None] = lambda M: None
+) -> AbstractContextManager[None]:
     """Run the loops of solves with host checks by `loop`, in the block and in this thread.
 
     `invert` returns the inverses of a batch of matrices without a host sync, None if it cannot.
     """
-    before = device_loop(), getattr(_current, "invert", None)
-    _current.loop, _current.invert = loop, invert
-    try:
-        yield
-    finally:
-        _current.loop, _current.invert = before
+    return assigned([(_current, "loop", loop), (_current, "invert", invert)])
 
 
-@contextmanager
-def constant_weights() -> Iterator[None]:
+def constant_weights() -> AbstractContextManager[None]:
     """Say that T is differentiated in the latent only, in the block and in this thread."""
-    before = weights_are_constant()
-    _current.constant_weights = True
-    try:
-        yield
-    finally:
-        _current.constant_weights = before
+    return assigned([(_current, "constant_weights", True)])
 
 
 def weights_are_constant() -> bool:
     """Return True if T is differentiated in the latent only, which may be cheaper."""
-    return getattr(_current, "constant_weights", False)
+    return bool(getattr(_current, "constant_weights", False))
 
 
 def device_loop() -> Loop | None:

@@ -66,11 +66,12 @@ class SolveRun:
     def sprint(self, state: State, k: int, *, compact: bool) -> int:
         """Run Picard steps from evaluation k on, each checked by the host, and return the new count.
 
-        This is `step` and `check` with less Python, which costs more than a small T. It stops at an evaluation
-        with a nonfinite residual, a sample that may have stalled or, if `compact`, a sample to remove: `step`
-        finishes that one, from `state.pending`.
+        A sprint is `step` and `check`, many times, with less Python, which costs more than a small T: numbers are
+        in local variables, and go to the state when samples freeze and at the end. It stops at an evaluation with
+        a nonfinite residual, a sample that may have stalled or, if `compact`, a sample to remove: `step` finishes
+        that one, from `state.pending`.
         """
-        z, best_z, count, left = state.z, state.best_z, len(state.z), state.count
+        z, best_z, batch, count = state.z, state.best_z, len(state.z), state.count  # count: of active samples
         atol = np.array(self.atol, state.least.dtype)  # compared faster than a float
         evaluate, measure, space, counted = self.evaluate, self.measure, self.space, count_nonzero
         read = Tensor.numpy if z.is_cpu else to_numpy
@@ -78,7 +79,7 @@ class SolveRun:
         rtol, most = self.tolerance.rtol, self.tolerance.max_steps
         least, least_at = np.where(state.active, state.least, np.inf), state.least_at
         before = now = test = least
-        while left and k < most:
+        while count and k < most:
             Tz = evaluate(z, first=not k)
             r = Tz - z
             measured = measure(r, space)
@@ -88,32 +89,32 @@ class SolveRun:
             else:
                 residual = excess = read(measured)
             active, better = excess > atol, residual < least
-            if left < count:
+            if count < batch:
                 active &= state.active
-            here, fell = counted(active), counted(better)
-            if (fell < count or rtol or compact) and (
-                (compact and here < count)  # samples may leave the batch
-                or (rtol and counted(excess > -np.inf) < count)  # the norm of T(z) is infinite
-                or (fell < count and counted(better | (residual < np.inf)) < count)  # a residual is not finite
-                or (fell < count and self.flat(active & (k + 1 >= least_at + IDLE), residual, Tz).any())  # stalled
+            going_on, fell = counted(active), counted(better)
+            if (fell < batch or rtol or compact) and (
+                (compact and going_on < batch)  # samples may leave the batch
+                or (rtol and counted(excess > -np.inf) < batch)  # the norm of T(z) is infinite
+                or (fell < batch and counted(better | (residual < np.inf)) < batch)  # a residual is not finite
+                or (fell < batch and self.flat(active & (k + 1 >= least_at + IDLE), residual, Tz).any())  # stalled
             ):
                 state.Tz, state.pending = Tz, (r, measured[0] if rtol else measured)
                 break
             k, before, now, test = k + 1, now, residual, excess
-            if fell == count:
+            if fell == batch:
                 best_z, least, least_at = z, residual, k
             else:
                 least, least_at = np.where(better, residual, least), np.where(better, k, least_at)
                 best_z = torch.where(state.column(better), z, best_z) if fell else best_z
-            if left < count:
+            if count < batch:
                 z = torch.where(state.column(state.active), torch.lerp(Tz, z, damping) if damping else Tz, z)
             else:  # a copy of T(z), since T may write its next value into the same memory
                 z = torch.lerp(Tz, z, damping) if damping else Tz.clone()
-            if here < count:
+            if going_on < batch:
                 # Frozen samples count as better, so that only an unusual one takes longer.
                 least = np.where(active, least, np.inf) if rtol else np.maximum(least, atol)
                 state.record(k, residual, excess, active)
-                left = here
+                count = going_on
         state.z, state.best_z = z, best_z
         if k > first:
             self.previous_residuals = before, now
@@ -149,7 +150,7 @@ class SolveRun:
         if self.damping is not None:
             proposal = torch.lerp(Tz, state.z, self.damping) if self.damping else Tz
         else:
-            point = Point(turn, state.z, Tz, r, *state.numbers(), k)
+            point = Point(turn, state.z, Tz, r, *state.for_solver(), k)
             proposal, state.memory = self.solver.step(state.memory, point)
         state.advance(proposal)
         state.freeze()
@@ -218,7 +219,7 @@ class SolveRun:
         return self._without(state, ~seen.active) if compact and self.busy else state
 
     def _risen_since_frozen(self) -> np.ndarray | None:
-        """Return the numbers of samples that converged and froze, but are above the tolerance now; None if none.
+        """Return which samples converged and froze, but are above the tolerance now; None if none.
 
         Not those whose residual another sample cannot have raised: where T expands, the last step of a sample can
         raise its residual a little, to a value that is then equal at every evaluation, while other samples move.
@@ -253,9 +254,9 @@ class SolveRun:
         self.index = stay if self.index is None else self.index[stay]
         self.inputs = select(self.inputs, on_device(stay, state.z))
         self.space = self.space.resized(len(stay))
-        left = state.take(stay)
+        rest = state.take(stay)
         self.whole.memory = ()
-        return left
+        return rest
 
     def residual(self, state: State) -> Tensor:
         """Return a copy of the residuals of the whole batch, as they are now, in the units of norm.measure."""
@@ -277,8 +278,10 @@ class SolveRun:
             found["failures"] = self._failures(state)
         value = space.nest(value)
         # It holds neither T nor its inputs. Numbers of the host become tensors when they are read: most never are.
-        numbers = partial(_numbers, space, self.scale, columns)
-        return Solution.deferred(value, numbers, found) if self.on_host else Solution(value, **numbers(), **found)
+        per_sample = partial(_per_sample, space, self.scale, columns)
+        if self.on_host:
+            return Solution.deferred(value, per_sample, found)
+        return Solution(value, **per_sample(), **found)
 
     def _ends(self, state: State) -> tuple[Array, Array, Array]:
         """Return which samples converged, stalled (only checks judge that) and are nonfinite."""
@@ -286,7 +289,7 @@ class SolveRun:
         return met & ~state.nonfinite, above & ~(state.test > state.limit), state.nonfinite
 
     def _judge(self, state: State) -> tuple[Tensor, tuple[Array, ...]]:
-        """Return the last iterate or the best one, sample by sample, and the columns of `_numbers`."""
+        """Return the last iterate or the best one, sample by sample, and the columns of `_per_sample`."""
         met, stalled, nonfinite = self._ends(state)
         diverged = (state.residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
         best = nonfinite | diverged
@@ -304,7 +307,7 @@ class SolveRun:
         return frozenset(kind for kind, mask in zip(kinds, masks, strict=True) if mask.any())
 
 
-def _numbers(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Any]:
+def _per_sample(space: Space, scale: float, columns: Sequence[Array]) -> dict[str, Any]:
     """Return the tensors of a solution by name. The last three columns are left out if all samples converged."""
     if isinstance(columns[0], np.ndarray):
         table = np.zeros((len(DEFERRED), len(columns[0])), columns[0].dtype)

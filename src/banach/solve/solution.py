@@ -4,7 +4,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,22 +64,22 @@ class Solution:
     fault: Fault | None = None  # what host checks found to be wrong with T
 
     @classmethod
-    def deferred(cls, value: Latent, numbers: Callable[[], dict[str, Any]], known: dict[str, Any]) -> "Solution":
-        """Return a solution whose per-sample tensors, `numbers()`, are made when one is first read."""
+    def deferred(cls, value: Latent, per_sample: Callable[[], dict[str, Any]], known: dict[str, Any]) -> Self:
+        """Return a solution whose tensors `per_sample()`, those of DEFERRED, are made when one is first read."""
         made = object.__new__(cls)
-        made.__dict__.update(known, value=value, _numbers=numbers)
+        made.__dict__.update(known, value=value, _per_sample=per_sample)
         return made
 
-    def changed(self, **known: Any) -> "Solution":
-        """Return the same numbers, still to be made if they have not been read, with other values of the rest."""
+    def changed(self, **known: Any) -> Self:
+        """Return a copy with other values of these fields; deferred tensors are still made when they are read."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, **known)
         return made
 
     def __getattr__(self, name: str) -> Any:
-        if "_numbers" not in self.__dict__ or name not in DEFERRED:
+        if "_per_sample" not in self.__dict__ or name not in DEFERRED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.__dict__.update(self.__dict__["_numbers"]())
+        self.__dict__.update(self.__dict__["_per_sample"]())
         return self.__dict__[name]
 
     def __dir__(self) -> list[str]:

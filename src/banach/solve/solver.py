@@ -38,8 +38,6 @@ class Solver(Protocol):
 
     def start(self, z: Tensor) -> Memory:
         """The memory before the first evaluation."""
-        ...
 
     def step(self, memory: Memory, at: Point) -> tuple[Tensor, Memory]:
         """The next z, and the memory that goes with it."""
-        ...

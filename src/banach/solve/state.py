@@ -123,7 +123,7 @@ class State:
         elif count:
             self.best_z = torch.where(self.column(better), self.z, self.best_z)
 
-    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+    def for_solver(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return residual, least residual and the evaluation that gave it, as tensors on the device."""
         if not self.on_host:
             return self.residual, self.least, self.least_at

@@ -1,7 +1,8 @@
-"""stride(): Picard on a GPU, where a host check costs more than a step: several steps between two checks.
+"""stride(): Picard on a GPU, where a host check costs more than a step.
 
-It does what `SolveRun.step` and `check` do, as long as nothing unusual happens: residuals are finite, no sample
-may have stalled. Otherwise the general loop takes one step, and `stride` goes on after that.
+A stride is several steps between two checks, with the same result as `SolveRun.step` and `check` after each of
+them. It needs finite residuals and no sample that may have stalled. Otherwise the general loop takes one step, and
+`stride` goes on after that.
 """
 
 from collections.abc import Callable
@@ -101,11 +102,11 @@ def _usual_steps(
     run: SolveRun, finite: Array, idle: Array, active: Array, residual: Array, iterates: Tensor
 ) -> int:
     """Return how many steps to take: until nobody is active, or before one that the general loop should take."""
-    fine, left = np.logical_and.reduce(finite, 1), np.logical_or.reduce(active, 1)
+    fine, going_on = np.logical_and.reduce(finite, 1), np.logical_or.reduce(active, 1)
     for j in range(len(residual)):
         if not fine[j] or run.flat(idle[j], residual[j], iterates[j + 1]).any():
             return j
-        if not left[j]:
+        if not going_on[j]:
             return j + 1
     return len(residual)
 
@@ -123,10 +124,10 @@ def _steps(run: SolveRun, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.nda
     # The iterates; T at all but the last, where damping makes these something else; the differences.
     memory = z.new_empty((3 if run.damping else 2) * steps + 1, *z.shape)
     memory[0].copy_(z)
-    done, numbers = _evaluate(run, memory, k, steps)
+    done, norms = _evaluate(run, memory, k, steps)
     if done < steps:
         return _steps(run, z, k, done)
-    *size, residual = to_numpy(numbers.view(-1, steps, len(z)))
+    *size, residual = to_numpy(norms.view(-1, steps, len(z)))
     if not rtol:
         return memory[: steps + 1], residual, residual
     with np.errstate(invalid="ignore"):  # infinity minus infinity
@@ -220,9 +221,9 @@ def _as_one(above: Array, residual: Array, excess: Array, least: Array) -> int:
 def _steps_ahead(before: Array, residual: Array, excess: Array, atol: Array, k: int) -> int:
     """Return how many steps the slowest of these samples needs after k, from the last two of its residuals."""
     with np.errstate(all="ignore"):
-        left = np.log((residual - excess + atol) / residual) / np.log(residual / before)
-    known = np.isfinite(left) & (left > 0)
-    slowest = left.max() if len(left) and known.all() else MOST_AHEAD
+        needed = np.log((residual - excess + atol) / residual) / np.log(residual / before)
+    known = np.isfinite(needed) & (needed > 0)
+    slowest = needed.max() if len(needed) and known.all() else MOST_AHEAD
     return int(min(np.ceil(slowest), max(MOST_AHEAD, k // 4)))
 
 

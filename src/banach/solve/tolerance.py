@@ -19,7 +19,6 @@ class Norm(Protocol):
 
     def measure(self, rows: Tensor, space: Space) -> Tensor:
         """(samples,): the norm of every row up to the constant factor `scale`."""
-        ...
 
     def scale(self, space: Space) -> float:
         """The factor that turns `measure` into the norm."""

@@ -31,6 +31,11 @@ def warn_user(text: str, category: type[Warning]) -> None:
     Python's default filter shows a text once per line, so `text` must be constant: numbers are in
     `Solution.summary()`. (Python 3.11 has no `skip_file_prefixes`.)
     """
+    warn = torch.compiler.disable(_warn) if torch.compiler.is_compiling() else _warn  # Dynamo traces no frames
+    warn(text, category)
+
+
+def _warn(text: str, category: type[Warning]) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back

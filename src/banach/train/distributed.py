@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from banach.backward import Implicit
 from banach.latent import Space
 from banach.network import ImplicitNetwork
-from banach.nn.layers import assigned, modules_of
+from banach.nn.layers import modules_of
 from banach.solve import Picard
+from banach.solve.context import assigned
 from banach.solve.tolerance import Norm
 from banach.train.metrics import MetricSums
 from banach.train.run import RunError
@@ -217,9 +218,9 @@ def placed(tensors: Mapping[str, Tensor], likes: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def _reduced(value: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
+def _reduced(value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a tensor over all ranks in place."""
-    dist.all_reduce(value, how)
+    dist.all_reduce(value, operation)
     return value
 
 

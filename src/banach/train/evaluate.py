@@ -15,8 +15,8 @@ from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
 from banach.network import ImplicitNetwork
-from banach.nn.layers import assigned
 from banach.solve import ConvergenceWarning, Solution, Status
+from banach.solve.context import assigned
 from banach.solve.warning import warn_user
 from banach.train.distributed import Ranks
 from banach.train.metrics import NONFINITE, Compared, MetricSums, Objective, Totals

@@ -15,6 +15,7 @@ from banach.data.loader import Loader
 from banach.fast.plan import Plan, networks_in
 from banach.network import ImplicitNetwork
 from banach.solve import ConvergenceWarning
+from banach.solve.context import assigned
 from banach.solve.warning import warn_user
 from banach.train.checkpoint import Position, is_sharded, write_shards
 from banach.train.distributed import Ranks
@@ -91,7 +92,7 @@ def fit(
         raise ValueError(f"augment applies to Images, got {data}; let the data set change its samples")
     ranks.prepare(net.to(device), settings)
     state = TrainState(net, batches, held, settings, ranks, objective)
-    training = _Training(state, ranks, run, on_epoch, on_step, on_plan)
+    training = _Training(state, run, on_epoch, on_step, on_plan)
     with ExitStack() as stack:
         if run is not None:
             if ranks.first:
@@ -99,9 +100,9 @@ def fit(
             training.resume(run)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(arithmetic(settings.precision, device, search=settings.fast or None))
-        if isinstance(net, ImplicitNetwork) and isinstance(mode := net.backward, Implicit):
-            stack.callback(setattr, net, "backward", mode)
-            net.backward = replace(mode, count=state.counted)  # J-products, on the device
+        if isinstance(net, ImplicitNetwork) and isinstance(net.backward, Implicit):
+            counting = replace(net.backward, count=state.counted)  # J-products, on the device
+            stack.enter_context(assigned([(net, "backward", counting)]))
         stopped = training.train(stack.enter_context(noted_signals(run is not None)))
     if state.average is not None:
         state.average.put_into(net)
@@ -136,7 +137,6 @@ class _Training:
     """The loop of `fit` over epochs and steps, with the files that it writes to the run directory."""
 
     state: TrainState
-    ranks: Ranks
     run: Run | None
     on_epoch: Callable[[Epoch], None] | None
     on_step: Callable[[Position], None] | None
@@ -145,7 +145,7 @@ class _Training:
 
     def resume(self, run: Run) -> None:
         """Continue from the newest checkpoint of the run, if it has one."""
-        state, ranks = self.state, self.ranks
+        state, ranks = self.state, self.state.ranks
         run.check(state.settings)
         if ranks.first:
             run.clean()
@@ -162,7 +162,7 @@ class _Training:
 
     def train(self, signals: list[int]) -> int:
         """Train until the last epoch is done, or until a signal, which is returned; 0 if there was none."""
-        state, run, ranks, settings = self.state, self.run, self.ranks, self.state.settings
+        state, run, ranks, settings = self.state, self.run, self.state.ranks, self.state.settings
         self.steps = Stepper(state)
         if state.epoch < settings.epochs:
             self.steps.prepare()
@@ -187,7 +187,7 @@ class _Training:
             state.step += 1
             if self.on_step is not None:
                 self.on_step(state.position)
-            stopped = self.ranks.agree(signals)
+            stopped = self.state.ranks.agree(signals)
             due = every > 0 and state.step % every == 0 and state.step < len(state.batches)  # else at its end
             if rewound(state, self.run, self.steps.watch, now=stopped > 0 or due):
                 self.steps = Stepper(state)  # captured steps point to the old state of the optimizer
@@ -197,7 +197,7 @@ class _Training:
             if stopped:
                 return stopped
         self._end_epoch(scorer)
-        return self.ranks.agree(signals)
+        return self.state.ranks.agree(signals)
 
     def _end_epoch(self, scorer: Scorer) -> None:
         """Validate, report the epoch, and write a checkpoint and the metrics."""
@@ -211,7 +211,7 @@ class _Training:
                 self.on_epoch(state.done[-1])
         finally:  # after it: what it writes is never behind a checkpoint, even if interrupted here
             self._save()
-            if self.run is not None and self.ranks.first:
+            if self.run is not None and self.state.ranks.first:
                 self.run.write_metrics(state.done)
         state.begin_clock()  # the next epoch's time and memory do not include callbacks and files
 
@@ -222,14 +222,14 @@ class _Training:
             return
         self.shown = plan
         logger.info("%s", plan)
-        if self.run is not None and self.ranks.first:
+        if self.run is not None and self.state.ranks.first:
             self.run.write_plan(plan.to_dict())
         if self.on_plan is not None:
             self.on_plan(plan)
 
     def _save(self) -> None:
         """Write a checkpoint, if there is a run: the first rank alone, or all of them their shards."""
-        state, ranks = self.state, self.ranks
+        state, ranks = self.state, self.state.ranks
         if self.run is None:
             return
         if state.step:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from banach.provenance import numbers, plain
+from banach.provenance import from_plain, plain
 from banach.solve import Solution
 
 Compared = Callable[[Any, Tensor], Tensor]  # (output, targets) -> a loss, or the values of a metric
@@ -73,8 +73,8 @@ class Totals:
             TypeError: if a field is missing, unknown or of another type.
             ValueError: if a string is not a number.
         """
-        tables = {key: numbers(value) for key, value in values.items() if isinstance(value, dict)}
-        made = cls(**numbers(values) | tables)
+        tables = {key: from_plain(value) for key, value in values.items() if isinstance(value, dict)}
+        made = cls(**from_plain(values) | tables)
         kinds: dict[str, Any] = {one.name: one.type for one in dataclasses.fields(cls)}
         checked = [(name, value, kinds[name]) for name, value in vars(made).items()]
         checked += [(name, value, float) for table in tables.values() for name, value in table.items()]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from banach.nn.layers import assigned
+from banach.solve.context import assigned
 
 
 def arithmetic(

@@ -17,7 +17,7 @@ from banach.data.loader import Batch, Loader
 from banach.fast import align_state, channels_last
 from banach.fast.capture import unchanged
 from banach.fast.plan import plan
-from banach.fast.step import Extras, TrainStep, at_least_fp32
+from banach.fast.step import Extras, TrainStep, at_least_fp32, kinds
 from banach.latent import leaves
 from banach.models import ODENet, unrolled
 from banach.models.ode import ODE_FAILURES
@@ -36,9 +36,10 @@ _TUNED = 30  # the step of an epoch at which modules tune themselves, and once m
 
 
 class Feed:
-    """Batches for a `TrainStep`, see `GivenBatches`. A captured step reads copies of what a batch is made from.
+    """The `Feed` of a `TrainStep` in `fit`. A captured step makes a batch of copies of its parts.
 
-    These have the shapes of the first batch. Before a captured step `load` writes them. `step_number` is that of
+    The parts of an image batch are a key and an index (`Batches.drawn`), those of a `Loader` the batch itself. The
+    copies have the shapes of the first batch; before a captured step `load` writes them. `step_number` is that of
     the step which runs, from 1.
     """
 
@@ -65,8 +66,7 @@ class Feed:
 
     @property
     def fits(self) -> bool:
-        now, wanted = ([(one.shape, one.dtype) for one in batch] for batch in (self.next_parts(), self.kept))
-        return now == wanted
+        return kinds(self.next_parts()) == kinds(self.kept)
 
     def count(self) -> int:
         """Return the number of samples of the next batch, on all ranks."""
@@ -92,12 +92,10 @@ class Feed:
             else:
                 group["lr"] = rate
 
-    def eager(self) -> Batch:
-        self.begin_step()
-        return self.make(self.next_parts())
-
-    def captured(self) -> Batch:
-        return self.make(self.kept)
+    def batch(self, *, captured: bool) -> Batch:
+        if not captured:
+            self.begin_step()
+        return self.make(self.kept if captured else self.next_parts())
 
     def make(self, parts: Batch) -> Batch:
         batches = self.state.batches
