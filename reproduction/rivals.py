@@ -23,6 +23,7 @@ DAMPED = {"solver": "picard:0.5", "compile": True, **TF32}
 LARGE = {**DAMPED, "precision": "bf16", "epochs": 100, "pretrain": 3_000}  # planned for 25 minutes
 OWN: dict[tuple[str, str, str], dict[str, Any]] = {  # data, model, gradient -> changes of the model's own recipe
     ("mnist", "mon-fc", "jfb"): {"backward": "jfb"},
+    ("mnist", "mon-fc", "neumann2"): {"backward": "neumann:2"},
     ("mnist", "mon-fc", "exact"): {},
     ("mnist", "mon", "jfb"): {"backward": "jfb"},
     ("mnist", "mon", "exact"): {},
@@ -78,7 +79,14 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
     common = [line for key in [*COMMON, ("digits", "mon", "jfb")] for line in _lines(rows, *key, "common")]
     shown = "![JFB against the exact gradient](rivals.svg)" if _pairs(rows) else "No pair is trained yet."
     tables = {"table": [*own, *common], "own": own, "common": common}
-    return {name: table(lines, COLUMNS) for name, lines in tables.items()} | {"figure": shown}
+    gains = []
+    for title, pair in _pairs(rows).items():
+        jfb, exact = (Interval.of(run.clean for run in runs) for runs in pair.values())
+        gains.append((title, jfb, exact, f"{jfb.minus(exact):+.2f}"))
+    return {name: table(lines, COLUMNS) for name, lines in tables.items()} | {
+        "figure": shown,
+        "gains": table(gains, "network|JFB %|exact gradient %|JFB - exact"),
+    }
 
 
 def _lines(rows: Sequence[Training], data: str, model: str, gradient: str, recipe: str) -> list[tuple[Any, ...]]:
@@ -99,11 +107,11 @@ def _lines(rows: Sequence[Training], data: str, model: str, gradient: str, recip
 
 
 def _pairs(rows: Sequence[Training]) -> dict[str, dict[str, list[Training]]]:
-    """Return by title the finished runs by JFB and by the exact gradient, where there are both."""
+    """Return by title the finished runs by JFB and by the exact gradient, own recipes, where there are both."""
     kinds, full = {"JFB": "jfb", "exact gradient": "exact"}, [row for row in rows if row.final]
     found = {
         f"{TITLES[data]}, {model}": of_groups(full, {label: f"{data}-{model}-{k}" for label, k in kinds.items()})
-        for data, model in PAIRED.items()
+        for data, model in (("mnist", "mon-fc"), *PAIRED.items())
     }
     return {title: runs for title, runs in found.items() if len(runs) == 2}
 

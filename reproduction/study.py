@@ -86,7 +86,8 @@ def read(kind: type[T], path: Path) -> list[T]:
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
-        return [decode(kind, json.loads(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [decode(kind, _as_rows(line)) for line in lines]
     except (TypeError, ValueError, AttributeError) as error:
         fault = "is damaged" if isinstance(error, json.JSONDecodeError) else "does not fit"
         raise RunError(f"{path} {fault}: {error}; restore the file, or delete it and run again") from None
@@ -99,7 +100,29 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]], *, append: bool 
     """Replace the file, completely or not at all; `append`: its lines come first."""
     before = read_lines(path) if append else []
     with whole_file(path) as file:
-        file.writelines(json.dumps(plain(line), allow_nan=False) + "\n" for line in (*before, *lines))
+        for line in (*before, *lines):
+            file.write(json.dumps(_as_columns(plain(line)), allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def _as_columns(value: Any) -> Any:
+    """Return the value with lists of records as columns, which take a third of the space."""
+    if isinstance(value, dict):
+        return {key: _as_columns(part) for key, part in value.items()}
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(part, dict) for part in value):
+        return value
+    if not value[0] or any(part.keys() != value[0].keys() for part in value):
+        return [_as_columns(part) for part in value]
+    return {"columns": {key: _as_columns([part[key] for part in value]) for key in value[0]}}
+
+
+def _as_rows(value: Any) -> Any:
+    """Return what `_as_columns` was given."""
+    if isinstance(value, dict) and value.keys() == {"columns"}:
+        columns = _as_rows(value["columns"])
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if isinstance(value, dict):
+        return {key: _as_rows(part) for key, part in value.items()}
+    return [_as_rows(part) for part in value] if isinstance(value, list) else value
 
 
 def store(path: Path, rows: Iterable[Any], device: torch.device | str = "cpu", *, append: bool = False) -> None:
