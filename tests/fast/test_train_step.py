@@ -13,6 +13,7 @@ import networks
 from banach import Implicit, ImplicitNetwork, Tolerance
 from banach.fast import Extras, TrainStep
 from banach.fast.capture import held_fixed
+from banach.fast.plan import MAY_CHANGE
 from fast.simulated import EagerGraphs, digits, images, simulate_gpu
 from networks import conv_network
 from train.parts_train import plain_network, same_weights
@@ -146,6 +147,48 @@ def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="of the shapes and types of its first call"):
         step((d, d), y)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class Turned(torch.nn.Module):
+    """R(u, v) = tanh(W (table * u)) / 3 + v with a table in a buffer, which `write` may change."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.inner, self.write = torch.nn.Linear(6, 6), write
+        self.register_buffer("table", torch.linspace(-1, 1, 6), persistent=False)
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        self.write(self)
+        return 0.3 * torch.tanh(self.inner(self.table * u)) + v
+
+
+@pytest.mark.parametrize(
+    ("write", "keeps"),
+    [
+        (lambda R: None, True),
+        (lambda R: R.table.mul_(0.9), False),
+        (lambda R: R.table.data.mul_(0.9), False),
+        (lambda R: setattr(R, "table", 0.9 * R.table), False),
+    ],
+    ids=["kept", "in place", "by data", "assigned"],
+)
+def test_an_R_that_keeps_its_buffers_is_iterated_as_one_without_buffers(
+    write: Any, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of rotary embeddings and causal masks kept R from fused steps, torch.compile and bf16 weights."""
+    torch.manual_seed(0)
+    net = ImplicitNetwork(
+        torch.nn.Linear(4, 6), Turned(write), torch.nn.Linear(6, 6), tolerance=Tolerance(atol=1e-6)
+    )
+    reference, d, y = copy.deepcopy(net), torch.randn(5, 4), torch.arange(5)
+    step = captured(net, torch.optim.SGD(net.parameters(), lr=0.1), monkeypatch)
+    assert step.plan.own_loop.why == MAY_CHANGE
+    torch.testing.assert_close(step(d, y), eager_step(reference, d, y))
+    assert bool(step.plan.own_loop) is keeps
+    for _ in range(2):
+        torch.testing.assert_close(step(d, y), eager_step(reference, d, y))
+    torch.testing.assert_close(net.R.table, reference.R.table)
+    torch.testing.assert_close(net.R.inner.weight, reference.R.inner.weight)
 
 
 def test_rates_are_followed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ LONGEST = 8  # differences that the kernels of Anderson keep
 WIDEST = 64  # channels; cuDNN is fast enough for wider convolutions
 _NOT_ONE_BY_ONE = "Q, R and S are not called one by one"
 _NO_FIXED_POINT = "the network has no fixed point"
+MAY_CHANGE = "R may change buffers in training mode"
 _INSIDE = "the fixed point is that of a module inside the network"
 _PARALLEL = "torch.nn.parallel.", "torch.distributed.fsdp."  # modules of wrappers: DDP, FSDP, DataParallel
 
@@ -99,6 +100,7 @@ def plan(
     compile: bool = False,
     observed: bool = False,
     refused: str | None = None,
+    keeps_buffers: bool = False,
 ) -> Plan:
     """Decide how a network runs.
 
@@ -110,6 +112,7 @@ def plan(
         compile: torch.compile was asked for.
         observed: penalties observe the network's own pass, so Q, R and S are not called one by one.
         refused: a reason not to capture, such as "fast is off".
+        keeps_buffers: R is known to leave its buffers as they are, such as tables of rotary embeddings.
     Returns:
         Plan; print it.
     Raises:
@@ -123,7 +126,8 @@ def plan(
     if precision not in ("fp32", "tf32", "bf16"):
         raise ValueError(f"precision must be fp32, tf32 or bf16, got {precision!r}")
     no_kernel = _no_kernel(net, device)
-    ways = _ways_to_iterate(net, no_kernel, training=training, observed=observed)
+    copied = training and _not_copied(getattr(net, "R", None), keeps_buffers)
+    ways = _ways_to_iterate(net, no_kernel, copied, training=training, observed=observed)
     # Reasons, which are false where they do not hold.
     no_parts = training and not ways["own_loop"] and _NOT_ONE_BY_ONE
     no_training = not training and "for training steps only"
@@ -222,7 +226,9 @@ def _unless(*reasons: Any) -> Choice:
     return Choice(not why, why)
 
 
-def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool) -> dict[str, Choice]:
+def _ways_to_iterate(
+    net: Any, no_kernel: str, not_copied: str | bool, *, training: bool, observed: bool
+) -> dict[str, Choice]:
     """Decide what iterates R."""
     if not isinstance(net, ImplicitNetwork):
         why = _INSIDE if networks_in(net) else _NO_FIXED_POINT
@@ -232,7 +238,7 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
         not is_as_written(net) and "the network overrides forward or has hooks",
         type(net.backward) not in modes and f"the backward mode is {type(net.backward).__name__}",
         observed and "penalties observe the network's own pass",
-        training and _not_copied(net.R),
+        not_copied,
     )
     explicit = net.tolerance.max_steps == 0 and "max_steps is 0"
     no_tests = net.tolerance.check_every == 0 and "check_every is 0, so the depth is max_steps"
@@ -255,14 +261,15 @@ def _ways_to_iterate(net: Any, no_kernel: str, *, training: bool, observed: bool
     }
 
 
-def _not_copied(R: Any) -> str:
+def _not_copied(R: Any, keeps_buffers: bool) -> str:
     """Return why R cannot be iterated by a copy that keeps no statistics, "" if it can."""
     if not isinstance(R, nn.Module):
         return "R is a function, not a module"
     norms = [module for module in R.modules() if isinstance(module, _BatchNorm)]
     known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    if any(module.training for module in R.modules()) and any(id(b) not in known for b in R.buffers()):
-        return "R may change buffers in training mode"
+    others = any(id(buffer) not in known for buffer in R.buffers())
+    if others and any(module.training for module in R.modules()) and not keeps_buffers:
+        return MAY_CHANGE
     updates = any(norm.training and norm.track_running_stats for norm in norms)  # a copy would draw other masks
     return "R draws dropout masks and updates statistics" if updates and draws(R) else ""
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from banach.fast.capture import Graphs, held_fixed, reason_of, unchanged
-from banach.fast.network import FastNetwork, compiled, run_network
-from banach.fast.plan import Choice, Plan, plan
+from banach.fast.network import FastNetwork, compiled, promoted, run_network
+from banach.fast.plan import MAY_CHANGE, Choice, Plan, plan
 from banach.network import ImplicitNetwork, as_inputs
+from banach.nn.passes import keeps_buffers
 from banach.solve import Solution
 from banach.solve.warning import warn_user
 
@@ -82,7 +83,7 @@ class TrainStep:
         compile: compile Q, R, S and the loss, if the step is captured.
         extras: clipping, penalties, averages and metrics that are part of the step.
         feed: a `Feed`, the batches of `run()`. None: they are the arguments of the call.
-        how: the plan. None: `plan(net)`.
+        how: makes the plan, by default as `plan(net)`; called as how(), or how(keeps_buffers=True).
 
     Attributes:
         plan: what runs, and why not something faster; `print(step.plan)`.
@@ -100,11 +101,13 @@ class TrainStep:
         compile: bool = False,
         extras: Extras = Extras(),
         feed: Feed | None = None,
-        how: Plan | None = None,
+        how: Callable[..., Plan] | None = None,
     ) -> None:
         if not isinstance(net, nn.Module):
             raise TypeError(f"TrainStep takes a network, got {type(net).__name__}")
-        self._how, self._compile = how, compile
+        options: Any = {"compile": compile, "observed": extras.penalty is not None}
+        self._how = how or partial(plan, net, precision="bf16" if bf16 else None, **options)
+        self._warns = how is None
         self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
         self.feed: Feed = GivenBatches(optimizer) if feed is None else feed
         self.loss: Callable[[Any, Tensor], Tensor] = loss
@@ -135,10 +138,9 @@ class TrainStep:
 
     def _make_plan(self) -> None:
         """Plan for the network as it is now. The step will be captured again."""
-        options: Any = {"compile": self._compile, "observed": self.extras.penalty is not None}
-        self.plan = self._how or plan(self.net, precision="bf16" if self.bf16 else None, **options)
+        self.plan = self._how()
         self._made_for, self._recording = held_fixed(self.net), None
-        if self._how is None and not self.plan.graph:
+        if self._warns and not self.plan.graph:
             self.warn()
 
     @property
@@ -157,6 +159,8 @@ class TrainStep:
             return
         program = partial(self._body, captured=True)
         try:
+            if self.plan.own_loop.why == MAY_CHANGE and self._keeps_buffers():
+                self.plan = self._how(keeps_buffers=True)
             self._network = FastNetwork(self.net, self.plan)
             self._captured_loss = compiled(self.loss, self.plan)
             graphs = Graphs(next(self.net.parameters()).device)
@@ -230,12 +234,23 @@ class TrainStep:
         return loss.detach() * share if share != 1 else loss.detach(), found
 
     def _forward(self, d: tuple[Any, ...], *, captured: bool) -> tuple[Any, Solution | None]:
-        kind = next(self.net.parameters()).device.type
-        with torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext():
+        with self._autocast():
             output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
             if captured and found is not None:  # the graph would otherwise keep the latent
                 found = found.changed(value=())
         return at_least_fp32(output), found
+
+    @torch.no_grad()
+    def _keeps_buffers(self) -> bool:
+        """Return True if R writes to no buffer, by an evaluation on the next batch."""
+        net = cast(ImplicitNetwork, self.net)
+        with self._restored(), self._autocast():
+            v = net.Q(*self.feed.batch(captured=True)[:-1])
+            return keeps_buffers(net.R, promoted(net.start(v)), v)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        kind = next(self.net.parameters()).device.type
+        return torch.autocast(kind, dtype=torch.bfloat16) if self.bf16 else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

@@ -269,6 +269,18 @@ def on_copies(part: Callable[..., Any], *arguments: Any) -> Any:
     return Buffers(part, everywhere(part)).call(*arguments, last=False)
 
 
+def keeps_buffers(R: nn.Module, *arguments: Any) -> bool:
+    """Return True if R(*arguments) writes to no buffer, not even the same values. Syncs with the host."""
+    own = everywhere(R)
+    fresh = {name: buffer.clone() for name, buffer in own.items()}
+    given = dict(fresh)
+    torch.func.functional_call(R, given, arguments, tie_weights=False)
+    same = (given[name] is buffer and not buffer._version for name, buffer in fresh.items())
+    return all(same) and all(
+        one.layout == torch.strided and torch.equal(one, fresh[name]) for name, one in own.items()
+    )
+
+
 def everywhere(module: nn.Module, kind: str = "_buffers") -> Named:
     """Return buffers, or `_parameters`, by name: one that two layers share has two names, for `functional_call`.
 

@@ -164,9 +164,10 @@ class Stepper:
             state.parallel = state.parallel or Parallel(net, ranks, self.feed.count, sharded=settings.sharded)
             state.parallel.total = self.feed.count  # of this feed, also after a rewind
         options: Any = {"compile": settings.compile, "observed": self.penalties is not None}
+        how = partial(plan, net, state.device, settings.precision, refused=self._refused(), **options)
         with self._phase():
-            how = plan(net, state.device, settings.precision, refused=self._refused(), **options)
-        if how.graph and how.channels_last:
+            first = how()
+        if first.graph and first.channels_last:
             channels_last(net)
             align_state(state.optimizer)
         extras = Extras(
@@ -183,8 +184,8 @@ class Stepper:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
         with self._phase():
             self.step = TrainStep(net, state.optimizer, loss, bf16=bf16, extras=extras, feed=self.feed, how=how)
-        self._planned_graph, self._made_for_pretrain = bool(how.graph), self._pretrains
-        if settings.fast and not how.graph and state.device.type == "cuda":
+        self._planned_graph, self._made_for_pretrain = bool(first.graph), self._pretrains
+        if settings.fast and not first.graph and state.device.type == "cuda":
             self.step.warn()
 
     def _refused(self) -> str | None:
