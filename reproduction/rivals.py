@@ -14,8 +14,8 @@ from typing import Any
 from banach import models
 from reproduction.jobs import Job, settings
 from reproduction.study import Interval, percent, table
-from reproduction.table1 import PAPER, PUBLISHED, TITLES
-from reproduction.trainings import Training, learning_curves, of_groups, trained
+from reproduction.table1 import PAPER, PUBLISHED, TITLES, is_ours
+from reproduction.trainings import Training, learning_curves, of_groups, runs_table, trained
 
 EXACT = "implicit:picard:1e-2:300"  # as MON's own recipe
 TF32 = {"precision": "tf32"}  # PyTorch's default for convolutions
@@ -85,6 +85,7 @@ def values(rows: Sequence[Training]) -> dict[str, Any]:
         gains.append((title, jfb, exact, f"{jfb.minus(exact):+.2f}"))
     return {name: table(lines, COLUMNS) for name, lines in tables.items()} | {
         "figure": shown,
+        "runs": runs_table(row for row in rows if not is_ours(row)),
         "gains": table(gains, "network|JFB %|exact gradient %|JFB - exact"),
     }
 

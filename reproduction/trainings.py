@@ -6,7 +6,7 @@ names. Lines hold everything that a run recorded, except weights. A run in work 
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -149,7 +149,7 @@ def of_groups(rows: Sequence[Training], names: Mapping[Label, str]) -> dict[Labe
     return {label: runs for label, runs in found.items() if runs}
 
 
-def runs_table(rows: Sequence[Training]) -> str:
+def runs_table(rows: Iterable[Training]) -> str:
     """Return one line per run: what the intervals are made of, and where it was trained."""
     columns = "run|epochs|images|clean %|released %|s per epoch|J-products|adjoints solved|forward depth|met eps"
     lines = []

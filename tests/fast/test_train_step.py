@@ -152,6 +152,8 @@ def test_a_captured_step_takes_one_shape_and_type(monkeypatch: pytest.MonkeyPatc
 class Turned(torch.nn.Module):
     """R(u, v) = tanh(W (table * u)) / 3 + v with a table in a buffer, which `write` may change."""
 
+    table: Tensor
+
     def __init__(self, write: Any) -> None:
         super().__init__()
         self.inner, self.write = torch.nn.Linear(6, 6), write
