@@ -137,6 +137,12 @@ def test_rows_of_the_other_networks_come_with_their_runs() -> None:
     rows = [training(f"mnist-mon-{kind}-seed{s}", 0.99) for kind in ("jfb", "exact") for s in range(3)]
     found = rivals.values(rows)
     assert "| MNIST | mon | exact | 100 | 99.00 ± 0.00 (n = 3) | 99.2 | 99.1 |" in found["table"]
+    rows += [training(f"mnist-mon-neumann2-seed{s}", 0.98) for s in range(3)]
+    lines = rivals.values(rows)["gains"].splitlines()[2:]
+    assert [line.split(" | ")[1:] for line in lines] == [
+        ["JFB", "99.00 ± 0.00 (n = 3)", "99.00 ± 0.00 (n = 3)", "+0.00 ± 0.00 |"],
+        ["Neumann(2)", "98.00 ± 0.00 (n = 3)", "99.00 ± 0.00 (n = 3)", "-1.00 ± 0.00 |"],
+    ]
     assert table1.values(rows)["mnist-mon-exact"].ours == "99.00 ± 0.00"
 
 
