@@ -144,8 +144,8 @@ class ImplicitNetwork(nn.Module):
         modules = modules_of(R)
         special = special_layers(modules)
         if special:
-            fixed = not self.tolerance.steps_per_check
-            check_sharded(special, fixed_depth=fixed, products=isinstance(mode, Implicit))
+            products = torch.is_grad_enabled() and isinstance(mode, Implicit)
+            check_sharded(special, fixed_depth=not self.tolerance.steps_per_check, products=products)
             check_dropout(R, special)
         v = self.Q(*d)
         if coupled is None:

@@ -167,3 +167,35 @@ def test_torchs_attention_under_autocast(method: Any) -> None:
 
     found = gradient(W.float(), x.float(), autocast(), torch.nn.functional.scaled_dot_product_attention)
     assert error(found, gradient(W, x, nullcontext(), dense)) <= 3e-2
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_compiled_part_in_a_shorter_type_is_no_other_t(method: Any) -> None:
+    """torch.compile rounds once where eager code rounds after every operation, and J-products run eagerly.
+
+    Found as an AdjointWarning (an error here) for a compiled R with bfloat16 weights and a float32 latent.
+    """
+    W, v = 0.3 * normal(64, 64, seed=79) / 8, normal(3, 64, seed=80)
+    values = list[Tensor]()
+
+    def T(u: Tensor, v: Tensor, W: Tensor) -> Tensor:
+        fused = not torch._C._are_functorch_transforms_active()
+        h = (u if fused else u.bfloat16()) @ (W if fused else W.bfloat16())
+        for _ in range(2):
+            h = 1.5 * torch.sin(0.6 * h)
+        values.append((h.bfloat16().float() + v).detach())
+        return h.bfloat16().float() + v
+
+    def exact(u: Tensor, v: Tensor, W: Tensor) -> Tensor:
+        return 1.5 * torch.sin(0.9 * torch.sin(0.6 * u @ W)) + v
+
+    def gradient(T: Any, mode: Any, v: Tensor, W: Tensor) -> Tensor:
+        u = solve(exact, torch.zeros_like(v), inputs=(v, W), tolerance=Tolerance(atol=1e-5)).value
+        return torch.autograd.grad(mode.attach(T, u, (v, W)).square().sum(), W)[0].double()
+
+    mode = Implicit(method, Tolerance(atol=0, rtol=2e-2))
+    got = gradient(T, mode, v.float(), W.float().bfloat16().float().requires_grad_())
+    wanted = gradient(exact, Implicit(), v, W.requires_grad_())
+    assert error(got, wanted) <= 3e-2
+    first, *later = values
+    assert max(float((one - first).norm() / first.norm()) for one in later) > 0

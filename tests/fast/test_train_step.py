@@ -88,8 +88,11 @@ def test_what_replays_hold_fixed() -> None:
     def transpose() -> None:
         net.S[1].weight.data = net.S[1].weight.data.t()
 
+    def shorten() -> None:
+        net.S[1].bias.data = net.S[1].bias.data[:6]
+
     net.R.gamma = numpy.float64(0.4)
-    for change in (transpose, lambda: setattr(net.R, "gamma", numpy.float64(0.3))):
+    for change in (transpose, shorten, lambda: setattr(net.R, "gamma", numpy.float64(0.3))):
         before = held_fixed(net)
         assert held_fixed(net) == before
         change()

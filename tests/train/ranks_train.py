@@ -183,10 +183,14 @@ def nested(rank: int, count: int, folder: Path) -> None:
         net = parts_train.plain_network(backward=mode)
         fully_shard(net.R, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(net, mesh=mesh)
-        try:
-            net(own).sum().backward()
-        except RuntimeError as error:
-            said += f"{reshard}, {type(mode).__name__}: {error}\n"
+        for grad in (False, True):
+            try:
+                with torch.set_grad_enabled(grad):
+                    y = net(own).sum()
+                if grad:
+                    y.backward()
+            except RuntimeError as error:
+                said += f"{reshard}, {type(mode).__name__}, {grad}: {error}\n"
     (folder / f"nested-{rank}").write_text(said)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from banach import GMRES, JFB, ContractionMonitor, Implicit, Neumann, Tolerance, Unroll
+from banach import GMRES, JFB, ContractionMonitor, Implicit, ImplicitNetwork, Neumann, Tolerance, Unroll
 from banach.data import Batches, Flip
 from banach.models import Constant, Cosine, OneCycle, Steps
 from banach.train import Average, Epoch, Run, Settings, finite, fit
@@ -47,11 +47,12 @@ def test_log_and_callbacks_get_the_plan_every_epoch_and_a_resumption(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_parts_in_eval_mode_stay_so(whole: bool) -> None:
+@pytest.mark.parametrize("whole", ["", "net", "parts"])
+def test_parts_in_eval_mode_stay_so(whole: str) -> None:
     """A pretrained Q with frozen batch norm was put into train mode, and lost its statistics.
 
-    A network that is in eval mode as a whole, as `fit` leaves it, is trained as a whole.
+    A network that is in eval mode as a whole, as `fit` leaves it, is trained as a whole. So is a new one that is
+    made of the parts of such a network.
     """
     net: Any = network()
     made = settings(epochs=2, accumulate=2, on_nonfinite="skip")
@@ -59,12 +60,14 @@ def test_parts_in_eval_mode_stay_so(whole: bool) -> None:
     frozen = [module for module in net.Q.modules() if isinstance(module, nn.BatchNorm2d)]
     assert len(norms) > len(frozen) > 0
     (net if whole else net.Q).eval()
+    if whole == "parts":
+        net = ImplicitNetwork(net.Q, net.R, net.S, tolerance=net.tolerance)
     modes = list[bool]()
     net.Q.register_forward_hook(lambda *_: modes.append(frozen[0].training) if net.training else None)
     fit(net, images(64), HELD, made)
-    assert modes == [whole] * len(modes) != []
+    assert modes == [bool(whole)] * len(modes) != []
     for norm in norms:
-        assert bool(norm.num_batches_tracked) == (whole or norm not in frozen)
+        assert bool(norm.num_batches_tracked) == (bool(whole) or norm not in frozen)
 
 
 MODES = [JFB(), Neumann(3), Unroll(2), Unroll(2, checkpoint=True), Implicit(), Implicit(GMRES())]

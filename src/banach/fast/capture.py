@@ -181,21 +181,22 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def held_fixed(net: nn.Module) -> list[Any]:
+def held_fixed(net: nn.Module, *, numbers: bool = True) -> list[Any]:
     """Return what a CUDA graph of the network holds fixed: settings, modes, numbers, and tensors by their address.
 
     Numbers are float attributes of modules, such as a step size. Integers may be counters of calls.
     """
     found: list[Any] = []
     for module in net.modules():
-        found += module, module.training, *[value for value in vars(module).values() if isinstance(value, float)]
+        found += module, module.training
+        found += [value for value in vars(module).values() if isinstance(value, float)] if numbers else ()
         if isinstance(module, ImplicitNetwork):
             found += module.Q, module.R, module.S, module.start, module.coupled
             found += module.solver, module.tolerance, module.backward
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 try:
-                    found += tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.requires_grad
+                    found += tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
                 except (RuntimeError, ValueError):  # sparse tensors and those of lazy layers have no address
                     found += id(tensor), tensor.requires_grad
     return found

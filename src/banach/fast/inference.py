@@ -45,18 +45,20 @@ class CompiledNetwork:
         net = self.net
         if net.coupled:
             raise ValueError("compile takes a network whose samples stop one by one, got coupled=True")
-        self._made_for: list[Any] | None = held_fixed(net)
-        training = any(module.training for module in net.modules())
-        self._predicts = not training and not uses_batch_statistics(net.R)
+        self._predicts = not any(m.training for m in net.modules()) and not uses_batch_statistics(net.R)
         self.plan = plan(net, precision="bf16" if self.bf16 else None, training=False, compile=self.compiles)
         self.fast = FastNetwork(net, self.plan)
         self._calls = CapturedCalls()
         self._independent = bool(self.plan.kernel)  # R is known to treat each sample by itself
+        self._made_for: list[Any] | None = self._held()
+
+    def _held(self) -> list[Any]:
+        return held_fixed(self.net, numbers=bool(self.plan.graph))
 
     @property
     def outdated(self) -> bool:
         """The network has changed since the last call, in a way that replays do not see."""
-        return self._made_for != held_fixed(self.net)
+        return self._made_for != self._held()
 
     @torch.no_grad()
     def __call__(self, *inputs: Any, z0: Latent | None = None, solution: bool = False) -> Any:
@@ -83,7 +85,7 @@ class CompiledNetwork:
         if not self._independent and batch > 1 and self.net.tolerance.max_steps:
             self._check_independent(d)
         y, found = self._run(d, z0, solution=solution)
-        self._made_for = self._made_for or held_fixed(self.net)
+        self._made_for = self._made_for or self._held()
         if found.failures and not solution:
             warn_unconverged(found, self.fast.R, (), coupled=True)  # samples are independent: R is not probed
         return (y, found) if solution else y
@@ -125,7 +127,8 @@ class CompiledNetwork:
     ) -> tuple[Any, Solution]:
         """Return N(d) and the Solution. `eager`: by `solve`, with host checks."""
         fast, count = self.fast, len(d[0])
-        self._made_for = None  # modules may change their numbers when they are called
+        if self.plan.graph:
+            self._made_for = None  # modules may change their numbers when they are called
         with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
@@ -146,10 +149,8 @@ class CompiledNetwork:
             _check_rows("Q(d) of one sample", self.fast.Q(*(one[:1] for one in d)), 1)
             self._independent = not mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,))
         if not self._independent:
-            raise ValueError(
-                "compile takes networks whose R treats each sample by itself, and this one mixes samples; "
-                "call the network itself, with coupled=True"
-            )
+            got = "compile takes networks whose R treats each sample by itself, and this one mixes samples"
+            raise ValueError(f"{got}; call the network itself, with coupled=True")
 
 
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`
@@ -170,8 +171,6 @@ def _check_rows(name: str, value: Latent, count: int) -> Latent:
     name = f"{name} of a compiled network"
     for leaf in leaves(value, name):
         if leaf.shape[:1] != (count,):
-            raise ValueError(
-                f"{name} must have a row for each of {count} samples, got a tensor of shape {tuple(leaf.shape)}; "
-                "otherwise call the network itself"
-            )
+            got = f"got a tensor of shape {tuple(leaf.shape)}; otherwise call the network itself"
+            raise ValueError(f"{name} must have a row for each of {count} samples, {got}")
     return value

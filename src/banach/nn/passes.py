@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from banach.backward.mode import Unchanged
 from banach.latent import Latent
 from banach.nn.layers import draws_masks, is_hooked, modules_of, watched
-from banach.solve.context import assigned
+from banach.solve.context import assigned, unwrap_derivatives
 
 Result = TypeVar("Result")
 Named = dict[str, Tensor]
@@ -121,20 +121,14 @@ class Pass:
         return assigned([(_current, "running", self), (self, "index", index)])
 
 
-class PlainPass:
+class PlainPass(nullcontext[None]):
     """A pass of an R without masks and buffers: nothing has to be kept, and R is called directly."""
 
-    masks = None
+    masks = enter_result = None
 
     def __init__(self, R: nn.Module) -> None:
         called = type(R).__call__ is nn.Module.__call__ and R._compiled_call_impl is None and not is_hooked(R)
         self.evaluate_in_solve = self.evaluate = R.forward if called and not torch.compiler.is_compiling() else R
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
 
 
 def forward_pass(R: Any, modules: list[nn.Module], *, plain: bool, evaluates_later: bool) -> Pass | PlainPass:
@@ -226,9 +220,8 @@ class Buffers:
         value = torch.func.functional_call(self.R, buffers, given, tie_weights=False)  # see `everywhere`
         for name, one in self.names.items():
             if buffers[name].shape != self.snapshot[one].shape:  # a cache that grew, such as rotary embeddings
-                owner, _, key = name.rpartition(".")
-                self.names[name], self.snapshot[name] = name, buffers[name].detach()
-                self.R.get_submodule(owner)._buffers[key] = self.snapshot[name].clone()
+                self.names[name] = key = f"{one} of {name}"  # a name that shared it keeps the old one
+                self.snapshot[key] = unwrap_derivatives(buffers[name].detach())
         if last:
             self.latest = buffers
         return value
@@ -253,6 +246,10 @@ class Buffers:
         if self.latest is not None and not failed:
             own = everywhere(self.R)
             for name, buffer in self.latest.items():
+                if own[name].shape != buffer.shape:
+                    owner, _, key = name.rpartition(".")
+                    self.R.get_submodule(owner)._buffers[key] = unwrap_derivatives(buffer.detach().clone())
+                    continue
                 try:
                     # By `data`: a batch norm that Q has too may have saved it, and its backward does not read it.
                     own[name].data.copy_(buffer)

@@ -51,7 +51,7 @@ def fit(
     """Train a network, on the device of the settings.
 
     Afterwards it is in eval mode, with the averaged weights if there are any. The global random state is restored.
-    Of a network in train mode, parts in eval mode stay so: batch norm in a frozen Q keeps its statistics.
+    In a network in train mode, parts in eval mode stay so, such as frozen batch norm, unless all layers are.
     In a process group of several ranks all of them call `fit`: each takes its part of every batch, the first one
     alone writes files. The logger `banach.train` reports plan, epochs and resumption at level INFO.
 

@@ -81,7 +81,9 @@ class TrainState:
         parts = {"train": train, "validation": validation, "augment": batches.augment, "loss": objective.loss}
         self.identity = _reprs({**parts, "metrics": list(objective.metrics)}) | described(net, settings)
         self.epoch = self.step = self.rewinds = 0
-        self.frozen = [part for part in net.modules() if net.training and not part.training]
+        # Where all layers are in eval mode, as `fit` leaves them, they are to be trained: in a new network, too.
+        trains = net.training and any(part.training for part in net.modules() if not part._modules)
+        self.frozen = [part for part in net.modules() if trains and not part.training]
         self.done: list[Epoch] = []
         self.warm_up, self.begun_at = True, 0
         self.begin_epoch()
