@@ -1,6 +1,7 @@
 """The exact gradient, by the implicit function theorem, and the autograd Function that it is made of."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from banach import checks
 from banach.backward.adjoint import Parts, Problem, Report
+from banach.backward.jacobian import plain_attention
 from banach.backward.krylov import LinearSolver, NormalCG
 from banach.backward.mode import Unchanged, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
@@ -90,7 +92,8 @@ class Implicit:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
         space = Space.of(z_star, coupled=coupled)
-        value = T(z_star, *inputs)
+        with plain_attention() if self.order > 1 else nullcontext():
+            value = T(z_star, *inputs)
         parts: Any = space.check(value)  # refuses another shape or dtype now, rather than in the backward pass
         if is_differentiated(parts):
             problem = Problem(
@@ -120,7 +123,8 @@ class Implicit:
         u: Sequence[Tensor] = attached(problem if self.order == 1 else inner, parts)
         for exact in range(2, self.order + 1):
             z = carrying(z_star, rebuild(z_star, u))
-            pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
+            with plain_attention():
+                pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
             steps = [_derivative(b.to(a.dtype) - a) for a, b in pairs]
             solved = attached(problem if exact == self.order else inner, steps)
             moves = [_derivative(a) + step for (a, _), step in zip(pairs, solved, strict=True)]

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -20,6 +21,7 @@ _REFUSED = (
     *("functorch transforms", "Expected a proper Tensor but got None"),
     *("expected scalar type", "tensors do not have strides"),
 )
+plain_attention = partial(sdpa_kernel, SDPBackend.MATH)  # torch's fast ones have no second derivative
 
 
 class Jacobian:
@@ -32,8 +34,8 @@ class Jacobian:
     on a cotangent.
 
     Pullbacks come from torch.func; from plain autograd where f holds what torch.func refuses, such as an LSTM or a
-    full backward hook, which is then called once per product. Torch's fast attentions have no second derivative:
-    where J needs one, f is evaluated again with the plain one.
+    full backward hook, which is then called once per product. Where J needs a second derivative that attention
+    lacks, f is evaluated again with the plain one.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Jacobian:
             except RuntimeError as error:
                 if "scaled_dot_product" not in str(error):
                     raise
-            with sdpa_kernel(SDPBackend.MATH):
+            with plain_attention():
                 self._evaluate()
                 self._record(self.value)
             return self._push((v,))[0]
