@@ -57,12 +57,12 @@ def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = Non
             after = space.rows(T(space.nest(moved), *inputs))
         except Exception:  # T need not be defined where no iterate has been
             continue
-        if _differ(before, after, watched, space):
+        if differ(before[watched], after[watched], space):
             break
     else:
         return None
     again = space.rows(T(space.nest(rows.clone()), *inputs))
-    return Fault.RANDOM if _differ(before, again, watched, space) else Fault.MIXES
+    return Fault.RANDOM if differ(before[watched], again[watched], space) else Fault.MIXES
 
 
 def _moved(rows: Tensor, sign: int) -> Tensor:
@@ -72,8 +72,8 @@ def _moved(rows: Tensor, sign: int) -> Tensor:
     return torch.nan_to_num(rows + sign * size.clamp(min=1.0) * wave)
 
 
-def _differ(before: Tensor, after: Tensor, watched: Tensor, space: Space) -> bool:
-    """Do watched rows, finite in both, differ by more than rounding?"""
-    finite = before.isfinite().all(1) & after.isfinite().all(1) & watched
+def differ(before: Tensor, after: Tensor, space: Space) -> bool:
+    """Do rows that are finite in both differ by more than rounding?"""
+    finite = before.isfinite().all(1) & after.isfinite().all(1)
     allowed = min(100 * rounding(space), 1e-2) * before.abs().amax(1).clamp(min=1e-30)
     return bool((finite & ((after - before).abs().amax(1) > allowed)).any())
