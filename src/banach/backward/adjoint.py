@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Parts = tuple[Tensor, ...]
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
 _CHANGED = (
-    "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T closes "
-    "over must not change in between (a lambda in a loop reads the last value of a variable); pass it in `inputs`"
+    "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T reads, "
+    "such as an attribute that the next turn of a loop overwrites, must not change in between; pass it in `inputs`"
 )
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 

@@ -14,7 +14,7 @@ from banach import checks
 from banach.backward.adjoint import Parts, Problem, Report
 from banach.backward.jacobian import plain_attention
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import Unchanged, is_differentiated, parameters_of
+from banach.backward.mode import Unchanged, as_of_now, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
@@ -34,10 +34,10 @@ class Implicit:
     nothing warns.
 
     A backward pass evaluates T again, so what T reads must still be what it was. A change in place of an input,
-    of `Solution.value`, or of a parameter of a network's R, is refused. What a plain function closes over cannot
-    be seen from here. Products with J come from torch.func. Where T holds what that refuses (an LSTM, a full
-    backward hook, a CSR matrix) they come from plain autograd, and a hook is called once per product. A nonfinite
-    cotangent stays nonfinite, so that a gradient scaler sees it.
+    of `Solution.value`, or of a parameter of a network's R, is refused. A plain function is evaluated with the
+    variables around it as they were. Products with J come from torch.func. Where T holds what that refuses (an
+    LSTM, a full backward hook, a CSR matrix) they come from plain autograd, and a hook is called once per product.
+    A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it.
 
     Args:
         method: `NormalCG()` (the paper's, two products per step), `GMRES()`, or the iteration w <- J' w + g by
@@ -98,7 +98,7 @@ class Implicit:
         if is_differentiated(parts):
             problem = Problem(
                 mode=self,
-                T=with_autocast_of(space, T),
+                T=with_autocast_of(space, as_of_now(T)),
                 z_star=z_star,
                 value=detach(value),
                 inputs=tuple(inputs),
