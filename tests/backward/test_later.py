@@ -237,6 +237,43 @@ def test_an_object_that_changes_between_the_passes_warns(method: Any) -> None:
         z.sum().backward()
 
 
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_an_energy_model_that_detaches_its_latent_warns(method: Any) -> None:
+    """Found as a silent JFB: with T = dE/du at a copy of u, J is zero."""
+    A = (0.15 * normal(6, 6, seed=3)).requires_grad_()
+
+    def energy(u: Tensor) -> Tensor:
+        return (torch.tanh(u @ A) * LATENTS).sum()
+
+    def cut(u: Tensor) -> Tensor:
+        with torch.enable_grad():
+            u = u.detach().requires_grad_()
+            return torch.autograd.grad(energy(u), u, create_graph=True)[0]
+
+    def gradient_of(T: Any, mode: Mode) -> Tensor:
+        u = fixed_point(T, torch.zeros_like(LATENTS), tolerance=TIGHT, backward=mode)
+        return torch.autograd.grad((u**2).sum(), A)[0]
+
+    u = torch.zeros_like(LATENTS)
+    for _ in range(200):
+        u = (LATENTS * (1 - torch.tanh(u @ A) ** 2)) @ A.T
+    wanted = torch.autograd.grad((u**2).sum(), A)[0]
+    mode = Implicit(method, ADJOINT)
+    torch.testing.assert_close(gradient_of(torch.func.grad(energy), mode), wanted)
+    with pytest.warns(AdjointWarning, match=r"write torch.func.grad\(E\)\(z\)"):
+        got = gradient_of(cut, mode)
+    torch.testing.assert_close(got, gradient_of(cut, JFB()))
+    assert (got - wanted).norm() > 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_map_that_does_not_depend_on_its_latent_does_not_warn(method: Any) -> None:
+    a = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    for T in (lambda u: a + 0 * u, lambda u: a + torch.relu(u - 9), lambda u: (a + u).clamp(-1, 1) + a):
+        z = fixed_point(T, torch.full_like(LATENTS, 7.0), backward=Implicit(method))
+        assert torch.autograd.grad(z.sum(), a)[0] == z.numel()
+
+
 def test_what_is_not_read_again_may_change() -> None:
     with torch.inference_mode():
         x = LATENTS.clone()  # inference tensors do not count their versions
