@@ -137,6 +137,7 @@ class SolveRun:
         if self.busy:
             np.copyto(state.least, best[0], where=state.active)
             np.copyto(state.least_at, best[1], where=state.active)
+            np.fmin(state.least, state.residual, out=state.least)  # of samples that froze meanwhile
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
