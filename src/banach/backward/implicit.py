@@ -96,6 +96,9 @@ class Implicit:
             value = T(z_star, *inputs)
         parts: Any = space.check(value)  # refuses another shape or dtype now, rather than in the backward pass
         if is_differentiated(parts):
+            latents, given = ([], []) if torch.compiler.is_compiling() else (leaves(z_star), tree_leaves(inputs))
+            read = [(f"an input of T ({n})", x) for n, x in enumerate(given, 1) if isinstance(x, Tensor)]
+            read += [*parameters_of(T).items(), *(("Solution.value", leaf) for leaf in latents)]
             problem = Problem(
                 mode=self,
                 T=with_autocast_of(space, as_of_now(T)),
@@ -106,7 +109,7 @@ class Implicit:
                 tolerance=self.tolerance_for(space),
                 eps=rounding(space),
                 computed_in=torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype,
-                unchanged=_unchanged(T, z_star, inputs),
+                unchanged=Unchanged(read, "call backward() before that, or change a copy"),
             )
             parts = self._corrected(T, problem, parts)
         return rebuild(z_star, parts)
@@ -135,13 +138,6 @@ class Implicit:
 def _derivative(part: Tensor) -> Tensor:
     """Zero, with the derivative of the part."""
     return part - part.detach()
-
-
-def _unchanged(T: Map, z_star: Latent, inputs: tuple[Any, ...]) -> Unchanged:
-    latents, given = ([], []) if torch.compiler.is_compiling() else (leaves(z_star), tree_leaves(inputs))
-    parts = [(f"an input of T ({n})", leaf) for n, leaf in enumerate(given, 1) if isinstance(leaf, Tensor)]
-    parts += [*parameters_of(T).items(), *(("Solution.value", leaf) for leaf in latents)]
-    return Unchanged(parts, "call backward() before that, or change a copy")
 
 
 def attached(problem: Problem, parts: Sequence[Tensor]) -> Parts:

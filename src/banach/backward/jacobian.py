@@ -101,8 +101,12 @@ class Jacobian:
 
         with explained(_TWICE):
             product = self._retried(recorded)
-            if self._vjp is plain_vjp:
-                self._check_forward(w, product[0])
+            if self._vjp is plain_vjp:  # it may take a part of J' for a constant: <J p, w> is <p, p> for p = J' w
+                nests = product[0], self._pushed(product[0]), w
+                p, Jp, rows = (self.space.rows(nest).double() for nest in nests)
+                own, other = float((p * p).sum()), float((Jp * rows).sum())
+                if abs(own - other) > 0.1 * own:
+                    raise RuntimeError("J, by double backward, is not implemented for an operation in T")
         return product
 
     def _pushed(self, v: Latent) -> Latent:
@@ -117,14 +121,6 @@ class Jacobian:
                 self._evaluate()
                 self._record(self.value)
             return self._push((v,))[0]
-
-    def _check_forward(self, w: Latent, product: Latent) -> None:
-        """Refuse a J that is not the transpose of J': plain autograd may take a part of J' for a constant."""
-        # <J p, w> is <p, p> for p = J' w.
-        p, Jp, w = (self.space.rows(nest).double() for nest in (product, self._pushed(product), w))
-        own, other = float((p * p).sum()), float((Jp * w).sum())
-        if abs(own - other) > 0.1 * own:
-            raise RuntimeError("J, by double backward, is not implemented for an operation in T")
 
 
 def typed(value: Latent, space: Space) -> Latent:

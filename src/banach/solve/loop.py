@@ -18,7 +18,7 @@ from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Map, Solver
 from banach.solve.state import State, on_device, to_numpy
 from banach.solve.stride import stride
-from banach.solve.tolerance import Tolerance, measure
+from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel, measure
 
 OnStep = Callable[[int, Latent], None]
 _SHARED = (
@@ -112,7 +112,9 @@ def _run_on_host(
     Two short forms of the loop take many steps of Picard at a time, until something unusual happens.
     """
     most, every, k = run.tolerance.max_steps, run.tolerance.steps_per_check, 0
-    sprints = run.can_sprint() and trace is None and on_step is None
+    # These norms give new memory in the type of the rows.
+    known = type(run.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not context.is_transformed()
+    sprints = run.on_host and known and run.damping is not None and trace is None and on_step is None
     strides = run.space.device.type == "cuda" and run.tolerance.check_every is None and not compact
     while run.busy and k < most:
         if sprints:
@@ -135,20 +137,17 @@ def _probed(run: SolveRun, T: Map, found: Solution, inputs: tuple[Any, ...]) -> 
     risen = cast(Any, run.risen)
     fault = probe(T, found.value, inputs, int(risen[0]))
     if fault is None:
-        if run.whole is not None:
-            _check_cut(T, found.value, inputs, on_device(risen, found.converged))
+        if run.whole is not None:  # inputs that all samples share are other ones, cut with the batch
+            index, whole = on_device(risen, found.converged), run.space_of_all
+            cut = whole.resized(len(risen)).rows(T(select(found.value, index), *select(inputs, index)))
+            if differ(whole.rows(T(found.value, *inputs))[index], cut, whole):
+                raise ValueError(
+                    f"compact=True cuts `inputs` along the batch, and T is another map then; {_SHARED}"
+                )
         return found
     residual = _residual(run, run.space_of_all, found.value, inputs)[0]
     nobody, failures = torch.zeros_like(found.converged), found.failures | {Status.MAX_STEPS}
     return replace(found, converged=nobody, residual=residual, failures=failures, fault=fault)
-
-
-def _check_cut(T: Map, z: Latent, inputs: tuple[Any, ...], index: Tensor) -> None:
-    """Refuse inputs that all samples share: cut with the batch, they are other ones."""
-    space = Space.of(z)
-    here, cut = space.rows(T(z, *inputs))[index], T(select(z, index), *select(inputs, index))
-    if differ(here, space.resized(len(index)).rows(cut), space):
-        raise ValueError(f"compact=True cuts `inputs` along the batch, and T is another map then; {_SHARED}")
 
 
 def _recheck_converged(run: SolveRun, found: Solution, inputs: tuple[Any, ...]) -> np.ndarray | None:
