@@ -96,7 +96,7 @@ def solve(
         if run.risen is not None and not space.coupled:
             found = _probed(run, T, found, inputs)
     except Exception as error:
-        if run.whole is not None:
+        if run.whole is not None and _SHARED not in str(error):
             error.add_note(f"with compact=True converged samples had left the batch; {_SHARED}")
         raise
     if throw and not bool(found.converged.all()):
@@ -139,11 +139,10 @@ def _probed(run: SolveRun, T: Map, found: Solution, inputs: tuple[Any, ...]) -> 
     if fault is None:
         if run.whole is not None:  # inputs that all samples share are other ones, cut with the batch
             index, whole = on_device(risen, found.converged), run.space_of_all
+            here = whole.rows(T(found.value, *inputs))[index]  # a copy: T may use its memory again
             cut = whole.resized(len(risen)).rows(T(select(found.value, index), *select(inputs, index)))
-            if differ(whole.rows(T(found.value, *inputs))[index], cut, whole):
-                raise ValueError(
-                    f"compact=True cuts `inputs` along the batch, and T is another map then; {_SHARED}"
-                )
+            if differ(here, cut, whole):
+                raise ValueError(f"compact=True cuts `inputs`, and T is another map then; {_SHARED}")
         return found
     residual = _residual(run, run.space_of_all, found.value, inputs)[0]
     nobody, failures = torch.zeros_like(found.converged), found.failures | {Status.MAX_STEPS}
