@@ -209,3 +209,30 @@ def test_casts_made_while_solving_are_forgotten_where_torch_keeps_them(monkeypat
         net(torch.randn(2, 3)).sum().backward()
         assert cleared == [True]  # leaving the block clears too
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_a_mask_with_as_many_rows_as_the_batch_is_not_cut_with_it(length: int) -> None:
+    """Once one sample is left, its mask is broadcast: a wrong answer without an error."""
+    torch.manual_seed(0)
+    mask, d = torch.ones(length, length).tril().bool(), torch.randn(length, length, 4).double()
+    scale = torch.cat([torch.full((length - 1,), 0.01), torch.ones(1) * 3])[:, None, None]  # the last is late
+
+    def attend(u: Tensor, v: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = v
+        return torch.tanh(0.7 * (u @ u.mT).masked_fill(~mask, -1e9).softmax(-1) @ u + x)
+
+    def net(expand: bool, compact: bool) -> Tensor:
+        def Q(d: Tensor) -> Any:
+            return d * scale, mask.expand(length, -1, -1) if expand else mask
+
+        how: dict[str, Any] = {"tolerance": Tolerance(atol=1e-6, max_steps=200), "compact": compact}
+        start = lambda v: torch.zeros_like(v[0])  # noqa: E731
+        found: Tensor = ImplicitNetwork(Q, attend, torch.nn.Identity(), start=start, **how)(d)
+        return found
+
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        net(expand=False, compact=True)
+    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert "expand it; in a network: in Q" in said[-1]
+    assert torch.allclose(net(expand=True, compact=True), net(expand=False, compact=False), atol=1e-5)

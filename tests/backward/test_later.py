@@ -167,7 +167,8 @@ def along(x: Tensor, A: Tensor, mode: Mode | None, *, closure: bool = False) -> 
             for _ in range(100):
                 u = torch.tanh(0.5 * u @ A + v)
         elif closure:
-            u = fixed_point(lambda u: torch.tanh(0.5 * u @ A + v), torch.zeros_like(x), backward=mode)  # noqa: B023
+            T = lambda u: torch.tanh(0.5 * u @ A + v)  # noqa: B023, E731
+            u = fixed_point(T, torch.zeros_like(x), tolerance=TIGHT, backward=mode)
         else:
             u = closed(lambda u, v: torch.tanh(0.5 * u @ A + v), v, mode)
         x = torch.tanh(x + u)
@@ -175,16 +176,102 @@ def along(x: Tensor, A: Tensor, mode: Mode | None, *, closure: bool = False) -> 
     return total
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_function_in_a_loop_that_reads_the_last_value_of_a_variable_warns(method: Any) -> None:
+LOOP = """
+for t in range(3):
+    v = x * (t + 1)
+    total = total + fixed_point(lambda u: torch.tanh(0.5 * u @ A + v), x, tolerance=TIGHT, backward=mode).sum()
+"""
+
+
+@pytest.mark.parametrize("mode", [*(Implicit(m, ADJOINT) for m in METHODS), Unroll(60, checkpoint=True)], ids=str)
+def test_a_function_in_a_loop_reads_its_own_values_in_the_backward_pass(mode: Mode) -> None:
     """Found as a silently wrong gradient: when the backward pass calls T, its v is that of the last step."""
     A = (0.5 * normal(6, 6, seed=3) / 2.5).requires_grad_()
     wanted = torch.autograd.grad(along(LATENTS, A, None), A)[0]
-    torch.testing.assert_close(torch.autograd.grad(along(LATENTS, A, Implicit(method, ADJOINT)), A)[0], wanted)
+    for closure in (False, True):
+        got = torch.autograd.grad(along(LATENTS, A, mode, closure=closure), A)[0]
+        torch.testing.assert_close(got, wanted)
+    # In a script or a notebook the variable is a global one.
+    script: dict[str, Any] = {"torch": torch, "fixed_point": fixed_point, "A": A, "x": LATENTS, "total": 0}
+    exec(LOOP, script := {**script, "mode": mode, "TIGHT": TIGHT})
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(3):
+        u = torch.zeros_like(LATENTS)
+        for _ in range(100):
+            u = torch.tanh(0.5 * u @ A + LATENTS * (t + 1))
+        total = total + u.sum()
+    wanted = torch.autograd.grad(total, A)[0]
+    torch.testing.assert_close(torch.autograd.grad(script["total"], A)[0], wanted)
+
+
+def test_a_function_that_counts_its_calls_goes_on_counting() -> None:
+    calls, shift = 0, LATENTS
+
+    def T(u: Tensor, *, share: float = 0.5) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.tanh(share * u) * a + shift
+
+    a = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+    z = Implicit(tolerance=ADJOINT).attach(T, LATENTS)
+    assert calls == 1
+    shift = torch.zeros_like(shift)
+    (g,) = torch.autograd.grad(z.sum(), a)
+    assert calls == 2
+    slope = 0.5 * a.detach() * (1 - torch.tanh(0.5 * LATENTS) ** 2)
+    torch.testing.assert_close(g, (torch.tanh(0.5 * LATENTS) / (1 - slope)).sum())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_an_object_that_changes_between_the_passes_warns(method: Any) -> None:
+    class Step:
+        v = LATENTS
+
+        def __call__(self, u: Tensor) -> Tensor:
+            return torch.tanh(a * u + self.v)
+
+    a, T = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), Step()
+    z = Implicit(method).attach(T, LATENTS)
+    T.v = 2 * LATENTS
     with pytest.warns(AdjointWarning, match="T gave another value in the backward pass"):
-        got = torch.autograd.grad(along(LATENTS, A, Implicit(method), closure=True), A)[0]
-    assert (got - wanted).norm() > 1e-3 * wanted.norm()  # which is why
-    torch.autograd.grad(along(LATENTS, A, JFB(), closure=True), A)  # does not call T later
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_an_energy_model_that_detaches_its_latent_warns(method: Any) -> None:
+    """Found as a silent JFB: with T = dE/du at a copy of u, J is zero."""
+    A = (0.15 * normal(6, 6, seed=3)).requires_grad_()
+
+    def energy(u: Tensor) -> Tensor:
+        return (torch.tanh(u @ A) * LATENTS).sum()
+
+    def cut(u: Tensor) -> Tensor:
+        with torch.enable_grad():
+            u = u.detach().requires_grad_()
+            return torch.autograd.grad(energy(u), u, create_graph=True)[0]
+
+    def gradient_of(T: Any, mode: Mode) -> Tensor:
+        u = fixed_point(T, torch.zeros_like(LATENTS), tolerance=TIGHT, backward=mode)
+        return torch.autograd.grad((u**2).sum(), A)[0]
+
+    u = torch.zeros_like(LATENTS)
+    for _ in range(200):
+        u = (LATENTS * (1 - torch.tanh(u @ A) ** 2)) @ A.T
+    wanted = torch.autograd.grad((u**2).sum(), A)[0]
+    mode = Implicit(method, ADJOINT)
+    torch.testing.assert_close(gradient_of(torch.func.grad(energy), mode), wanted)
+    with pytest.warns(AdjointWarning, match=r"write torch.func.grad\(E\)\(z\)"):
+        got = gradient_of(cut, mode)
+    torch.testing.assert_close(got, gradient_of(cut, JFB()))
+    assert (got - wanted).norm() > 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_map_that_does_not_depend_on_its_latent_does_not_warn(method: Any) -> None:
+    a = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    for T in (lambda u: a + 0 * u, lambda u: a + torch.relu(u - 9), lambda u: (a + u).clamp(-1, 1) + a):
+        z = fixed_point(T, torch.full_like(LATENTS, 7.0), backward=Implicit(method))
+        assert torch.autograd.grad(z.sum(), a)[0] == z.numel()
 
 
 def test_what_is_not_read_again_may_change() -> None:

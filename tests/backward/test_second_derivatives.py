@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp
+from torch.nn.functional import scaled_dot_product_attention
 
 from backward.contracts_backward import EXACT, attach, error, gradient, name
 from backward.maps_backward import Case, all_cases, layer, nested, scalar
 from banach import JFB, Implicit, Mode, Neumann, Picard, Tolerance
+from problems import normal
 
 CASES = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 SECOND = [Implicit(mode.method, mode.tolerance, order=2) for mode in EXACT]
@@ -108,6 +110,31 @@ def test_of_implicit_with_order_2(mode: Implicit, case: Case) -> None:
     first = Implicit(mode.method, mode.tolerance)
     assert torch.equal(ours(mode, case)(*case.fresh()), ours(first, case)(*case.fresh()))
     assert error(gradient(mode, case), gradient(first, case)) <= 1e-9
+
+
+def test_of_implicit_with_order_2_through_torchs_attention() -> None:
+    """Its fast kernels have no second derivative."""
+    x, weight = normal(2, 1, 5, 4, seed=1), 0.2 * normal(48, seed=2)
+
+    def T(z: Tensor, weight: Tensor, attend: Value) -> Tensor:
+        return attend(*((z + x) @ weight.view(4, 12)).chunk(3, -1))
+
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT / 2, -1) @ v
+
+    def loop(weight: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for _ in range(150):
+            z = T(z, weight, by_hand)
+        return z
+
+    def implicit(weight: Tensor) -> Tensor:
+        mode = Implicit(tolerance=Tolerance(atol=0, rtol=1e-12, max_steps=200), order=2)
+        return mode.attach(lambda z: T(z, weight, scaled_dot_product_attention), loop(weight.detach()))
+
+    v = torch.ones_like(weight)
+    found = double_backward(lambda weight: implicit(weight).sin().sum(), weight, v)
+    assert error(found, double_backward(lambda weight: loop(weight).sin().sum(), weight, v)) <= 1e-9
 
 
 @pytest.mark.parametrize("way", PRODUCTS)

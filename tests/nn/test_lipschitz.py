@@ -79,13 +79,18 @@ def test_corners() -> None:
     zero = nn.Linear(4, 3)
     nn.init.zeros_(zero.weight)
     assert float(operator_norm(zero)) == 0.0
-    for scale in (1e15, 1e-15):  # whose fourth powers are no numbers of float32
+    for scale in (1e30, 1e20, 1e15, 1e-15, 1e-30):  # whose squares or fourth powers are no numbers of float32
         layer = nn.Linear(6, 6)
         exact = largest(layer.weight.double()) * scale
         with torch.no_grad():
             layer.weight.mul_(scale)
         assert float(operator_norm(layer)) == pytest.approx(exact, rel=1e-5)
-        assert float(Lipschitz(layer).norm().detach()) == pytest.approx(exact, rel=1e-5)
+        bounded = Lipschitz(layer)
+        for _ in range(3):
+            x = normal(2, 6).float()
+            W = layer.weight.detach().double() / max(exact, 1.0)
+            assert torch.allclose((bounded(x) - layer.bias).double(), x.double() @ W.T, atol=1e-5)
+            assert float(bounded.norm().detach()) == pytest.approx(exact, rel=1e-5)
 
 
 def linear(bound: float = 1.0, scale: float = 4.0, steps: int = 1) -> Lipschitz:

@@ -50,6 +50,24 @@ def mean_over_signs(width: int, monkeypatch: pytest.MonkeyPatch, estimate: Calla
     return total / len(grid)
 
 
+def test_the_gradient_goes_through_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fast kernels have no second derivative."""
+    monkeypatch.setattr("banach.nn.penalty._signs", torch.ones_like)
+    z, w = normal(2, 1, 5, 4), normal(4, 12).requires_grad_()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = jacobian_penalty(lambda z: attend(*(z @ w).chunk(3, -1)), z)
+
+    def by_hand(z: Tensor) -> Tensor:
+        q, k, v = (z @ w).chunk(3, -1)
+        return torch.softmax(q @ k.mT / 2, -1) @ v
+
+    J = [torch.func.jacrev(by_hand)(one).reshape(20, 20) for one in z]
+    wanted = torch.stack([Ji.sum(0).square().mean() for Ji in J])
+    assert torch.allclose(found, wanted, rtol=1e-9)
+    slope, expected = (torch.autograd.grad((penalty**2).sum(), w)[0] for penalty in (found, wanted))
+    assert torch.allclose(slope, expected, rtol=1e-9)
+
+
 def test_the_mean_over_all_draws_is_the_dense_value_and_so_is_its_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -39,6 +39,26 @@ def test_compaction_spends_its_work_on_samples_that_need_it(batch: int) -> None:
     assert useful_work(p, False, tolerance) < 0.4, "freezing alone: all rows until the slowest is done"
 
 
+@pytest.mark.parametrize("batch", [3, 6, 20])
+def test_an_input_that_all_samples_share_is_refused_where_it_has_as_many_rows(batch: int) -> None:
+    """It would be cut with the batch. The patterns here can be cut without an error of a shape."""
+    x, patterns = normal(batch, 4) * torch.logspace(-2, 1, batch).double()[:, None], normal(batch, 4, seed=1)
+
+    def T(u: Tensor, x: Tensor, patterns: Tensor) -> Tensor:
+        attention = torch.softmax((u[:, None] @ patterns.mT), -1) @ patterns
+        return 0.3 * attention.reshape(u.shape) + 0.8 * torch.tanh(u) * torch.sigmoid(x) + x
+
+    how: dict[str, Any] = {"tolerance": Tolerance(atol=1e-8, max_steps=400), "compact": True}
+    with pytest.raises(ValueError, match="T is another map then; give what all samples share"):
+        solve(T, torch.zeros_like(x), inputs=(x, patterns), **how)
+    found = solve(T, torch.zeros_like(x), inputs=(x, patterns.expand(batch, -1, -1)), **how)
+    z = torch.zeros_like(x)
+    for _ in range(400):
+        z = T(z, x, patterns)
+    assert found.converged.all()
+    assert distance(found.value, z) < 1e-6
+
+
 def test_T_never_sees_an_empty_batch_when_samples_that_failed_have_left() -> None:
     def T(z: Tensor, q: Tensor) -> Tensor:
         return q * z.reshape(len(z), -1, 2).flatten(1)  # refuses an empty batch

@@ -126,3 +126,14 @@ def test_the_best_iterate_of_an_iteration_that_diverges(every: int) -> None:
     assert torch.equal(found.residual[0], found.trace[:, 0].min())
     assert torch.allclose(found.value[1], rate[1] ** 25 * start[1])
     assert found.status == (Status.MAX_STEPS,) * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 1e20), (torch.bfloat16, 1e20), (torch.float64, 1e155)]
+)
+def test_a_norm_that_overflows_is_not_taken_for_a_map_that_does(dtype: torch.dtype, size: float) -> None:
+    found = solve(lambda z: z / 2 + size, torch.zeros(2, 3, dtype=dtype))
+    assert found.status == (Status.NONFINITE,) * 2
+    assert found.value.isfinite().all()
+    assert "values so large that their norm overflows" in found.summary()
+    assert "check the data for NaN and its size" in found.summary()

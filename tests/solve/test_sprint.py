@@ -57,6 +57,28 @@ def test_short_loops_are_the_general_one(way: str, monkeypatch: pytest.MonkeyPat
     assert ends >= {"CONVERGED", "MAX_STEPS", "NONFINITE"}
 
 
+@pytest.mark.parametrize("way", ["sprint", "stride", "compact", "general"])
+def test_a_sample_that_diverges_keeps_its_best_iterate_while_another_stalls(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found as the iterate of another step: as many samples had converged as were active when one stalled."""
+    if way == "stride":
+        take_strides(monkeypatch)
+    above = torch.tensor(1.0).nextafter(torch.tensor(2.0))
+    kind = torch.tensor([0, 0, 1, 2])[:, None]  # two converge at once, one stalls, one diverges
+
+    def T(z: Tensor, kind: Tensor) -> Tensor:
+        stalls = torch.where(z == 1, above, 1.0)
+        return torch.where(kind == 0, 3.0, torch.where(kind == 1, stalls, 1.05 * z))
+
+    options: dict[str, Any] = {"compact": way == "compact", "record": way == "general"}
+    found = solve(T, torch.ones(4, 1), inputs=(kind,), tolerance=Tolerance(atol=1e-9, max_steps=60), **options)
+    assert [status.name for status in found.status] == ["CONVERGED", "CONVERGED", "STALLED", "MAX_STEPS"]
+    residual = (T(found.value, kind) - found.value).abs()[:, 0]
+    torch.testing.assert_close(residual, found.residual)
+    assert found.value[3] == 1  # where it started, since every step takes it further away
+
+
 def test_strides_keep_no_answer_that_other_samples_have_moved_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that froze between the same two checks. Found as residuals of 100 times the tolerance."""
     take_strides(monkeypatch)

@@ -17,7 +17,7 @@ from banach.backward.transforms import Axes, present
 from banach.latent import Latent, Space, leaves, map_leaves, rebuild
 from banach.solve import Map, Norm, Solver, Status, Tolerance, solve
 from banach.solve.context import device_loop, without_autocast
-from banach.solve.mixing import mixes_samples
+from banach.solve.mixing import differ, mixes_samples
 from banach.solve.state import to_numpy
 from banach.solve.warning import AdjointWarning, warn_user
 
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 Parts = tuple[Tensor, ...]
 Report = Callable[[int, Tensor, tuple[Status, ...]], None]
 _CHANGED = (
-    "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T closes "
-    "over must not change in between (a lambda in a loop reads the last value of a variable); pass it in `inputs`"
+    "T gave another value in the backward pass than in the forward pass, so the gradient is wrong: what T reads, "
+    "such as an attribute that the next turn of a loop overwrites, must not change in between; pass it in `inputs`"
+)
+_CUT = (
+    "T changes with z but its derivative in z is zero, so the gradient is that of JFB: T must not detach z; where "
+    "it differentiates an energy E, write torch.func.grad(E)(z)"
 )
 _ENDS = (Status.CONVERGED, Status.STALLED, Status.MAX_STEPS, Status.NONFINITE)
 
@@ -75,10 +79,15 @@ class Problem:
         jacobian = Jacobian(lambda z: self.T(z, *self.inputs), self.z_star, self.space, **options)
         equation = Adjoint(self, jacobian, right / unit[:, None], unit, tangent)
         if equation.every and not axes.levels:
-            self._check_value(jacobian.value)
+            was, now = self.space.rows(self.value), self.space.rows(jacobian.value)
+            allowed = min(1e4 * self.eps, 0.1) * torch.linalg.vector_norm(was)  # the rounding of another kernel
+            if bool(torch.linalg.vector_norm(now - was) > allowed):
+                warn_user(_CHANGED, AdjointWarning)
         method = self.mode.method
         w = method.solve(equation) if hasattr(method, "solve") else self._iterate(equation, method)
         w = equation.safeguarded(w)
+        if not (equation.start is None or self.zero or axes.levels) and self._is_cut(equation.start, right):
+            warn_user(_CUT, AdjointWarning)
         if equation.every or self.mode.report is not None:
             self._report(equation, w, finite)
         return torch.where(finite[:, None], w * unit[:, None], g)
@@ -89,6 +98,14 @@ class Problem:
         share = 0.1 if self.eps > 1e-4 else 0.01
         if bool(torch.linalg.vector_norm(now - was) > share * torch.linalg.vector_norm(was)):
             warn_user(_CHANGED, AdjointWarning)
+
+    def _is_cut(self, product: Tensor, g: Tensor) -> bool:
+        """Does T change with z, although the product with J' is zero for every sample? `product`: its lengths."""
+        if product.any() or not g.any():
+            return False
+        rows, before = self.space.rows(self.z_star), self.space.rows(self.value)
+        moved = rows + self.eps**0.5 * rows.abs().amax(1, keepdim=True).clamp(min=1)
+        return differ(before, self.space.rows(self.T(self.space.nest(moved), *self.inputs)), self.space)
 
     def _iterate(self, equation: "Adjoint", method: Solver) -> Tensor:
         """Iterate w <- J' w + g by a fixed-point solver."""

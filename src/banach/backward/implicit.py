@@ -1,6 +1,7 @@
 """The exact gradient, by the implicit function theorem, and the autograd Function that it is made of."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from banach import checks
 from banach.backward.adjoint import Parts, Problem, Report
+from banach.backward.jacobian import plain_attention
 from banach.backward.krylov import LinearSolver, NormalCG
-from banach.backward.mode import Unchanged, is_differentiated, parameters_of
+from banach.backward.mode import Unchanged, as_of_now, is_differentiated, parameters_of
 from banach.backward.neumann import carrying
 from banach.latent import Latent, Space, detach, leaves, leaves_like, rebuild
 from banach.solve import Map, Solver, Tolerance
@@ -32,10 +34,10 @@ class Implicit:
     nothing warns.
 
     A backward pass evaluates T again, so what T reads must still be what it was. A change in place of an input,
-    of `Solution.value`, or of a parameter of a network's R, is refused. What a plain function closes over cannot
-    be seen from here. Products with J come from torch.func. Where T holds what that refuses (an LSTM, a full
-    backward hook, a CSR matrix) they come from plain autograd, and a hook is called once per product. A nonfinite
-    cotangent stays nonfinite, so that a gradient scaler sees it.
+    of `Solution.value`, or of a parameter of a network's R, is refused. A plain function is evaluated with the
+    variables around it as they were. Products with J come from torch.func. Where T holds what that refuses (an
+    LSTM, a full backward hook, a CSR matrix) they come from plain autograd, and a hook is called once per product.
+    A nonfinite cotangent stays nonfinite, so that a gradient scaler sees it.
 
     Args:
         method: `NormalCG()` (the paper's, two products per step), `GMRES()`, or the iteration w <- J' w + g by
@@ -90,12 +92,16 @@ class Implicit:
     def attach(self, T: Map, z_star: Latent, inputs: tuple[Any, ...] = (), *, coupled: bool = False) -> Latent:
         z_star = detach(z_star)
         space = Space.of(z_star, coupled=coupled)
-        value = T(z_star, *inputs)
+        with plain_attention() if self.order > 1 else nullcontext():
+            value = T(z_star, *inputs)
         parts: Any = space.check(value)  # refuses another shape or dtype now, rather than in the backward pass
         if is_differentiated(parts):
+            latents, given = ([], []) if torch.compiler.is_compiling() else (leaves(z_star), tree_leaves(inputs))
+            read = [(f"an input of T ({n})", x) for n, x in enumerate(given, 1) if isinstance(x, Tensor)]
+            read += [*parameters_of(T).items(), *(("Solution.value", leaf) for leaf in latents)]
             problem = Problem(
                 mode=self,
-                T=with_autocast_of(space, T),
+                T=with_autocast_of(space, as_of_now(T)),
                 z_star=z_star,
                 value=detach(value),
                 inputs=tuple(inputs),
@@ -103,7 +109,7 @@ class Implicit:
                 tolerance=self.tolerance_for(space),
                 eps=rounding(space),
                 computed_in=torch.get_autocast_dtype(space.device.type) if space.autocast else space.dtype,
-                unchanged=_unchanged(T, z_star, inputs),
+                unchanged=Unchanged(read, "call backward() before that, or change a copy"),
             )
             parts = self._corrected(T, problem, parts)
         return rebuild(z_star, parts)
@@ -120,7 +126,8 @@ class Implicit:
         u: Sequence[Tensor] = attached(problem if self.order == 1 else inner, parts)
         for exact in range(2, self.order + 1):
             z = carrying(z_star, rebuild(z_star, u))
-            pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
+            with plain_attention():
+                pairs = list(zip(leaves(z), leaves_like(z_star, T(z, *problem.inputs), "T"), strict=True))
             steps = [_derivative(b.to(a.dtype) - a) for a, b in pairs]
             solved = attached(problem if exact == self.order else inner, steps)
             moves = [_derivative(a) + step for (a, _), step in zip(pairs, solved, strict=True)]
@@ -131,13 +138,6 @@ class Implicit:
 def _derivative(part: Tensor) -> Tensor:
     """Zero, with the derivative of the part."""
     return part - part.detach()
-
-
-def _unchanged(T: Map, z_star: Latent, inputs: tuple[Any, ...]) -> Unchanged:
-    latents, given = ([], []) if torch.compiler.is_compiling() else (leaves(z_star), tree_leaves(inputs))
-    parts = [(f"an input of T ({n})", leaf) for n, leaf in enumerate(given, 1) if isinstance(leaf, Tensor)]
-    parts += [*parameters_of(T).items(), *(("Solution.value", leaf) for leaf in latents)]
-    return Unchanged(parts, "call backward() before that, or change a copy")
 
 
 def attached(problem: Problem, parts: Sequence[Tensor]) -> Parts:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -20,6 +21,7 @@ _REFUSED = (
     *("functorch transforms", "Expected a proper Tensor but got None"),
     *("expected scalar type", "tensors do not have strides"),
 )
+plain_attention = partial(sdpa_kernel, SDPBackend.MATH)  # torch's fast ones have no second derivative
 
 
 class Jacobian:
@@ -32,8 +34,8 @@ class Jacobian:
     on a cotangent.
 
     Pullbacks come from torch.func; from plain autograd where f holds what torch.func refuses, such as an LSTM or a
-    full backward hook, which is then called once per product. Torch's fast attentions have no second derivative:
-    where J needs one, f is evaluated again with the plain one.
+    full backward hook, which is then called once per product. Where J needs a second derivative that attention
+    lacks, f is evaluated again with the plain one.
     """
 
     def __init__(
@@ -99,8 +101,12 @@ class Jacobian:
 
         with explained(_TWICE):
             product = self._retried(recorded)
-            if self._vjp is plain_vjp:
-                self._check_forward(w, product[0])
+            if self._vjp is plain_vjp:  # it may take a part of J' for a constant: <J p, w> is <p, p> for p = J' w
+                nests = product[0], self._pushed(product[0]), w
+                p, Jp, rows = (self.space.rows(nest).double() for nest in nests)
+                own, other = float((p * p).sum()), float((Jp * rows).sum())
+                if abs(own - other) > 0.1 * own:
+                    raise RuntimeError("J, by double backward, is not implemented for an operation in T")
         return product
 
     def _pushed(self, v: Latent) -> Latent:
@@ -111,18 +117,10 @@ class Jacobian:
             except RuntimeError as error:
                 if "scaled_dot_product" not in str(error):
                     raise
-            with sdpa_kernel(SDPBackend.MATH):
+            with plain_attention():
                 self._evaluate()
                 self._record(self.value)
             return self._push((v,))[0]
-
-    def _check_forward(self, w: Latent, product: Latent) -> None:
-        """Refuse a J that is not the transpose of J': plain autograd may take a part of J' for a constant."""
-        # <J p, w> is <p, p> for p = J' w.
-        p, Jp, w = (self.space.rows(nest).double() for nest in (product, self._pushed(product), w))
-        own, other = float((p * p).sum()), float((Jp * w).sum())
-        if abs(own - other) > 0.1 * own:
-            raise RuntimeError("J, by double backward, is not implemented for an operation in T")
 
 
 def typed(value: Latent, space: Space) -> Latent:

@@ -103,7 +103,11 @@ class GMRES:
         H = r.new_zeros(len(r), room + 1, room)
         Q = torch.eye(room + 1, dtype=r.dtype, device=r.device).repeat(len(r), 1, 1)
         for step in range(room):
-            H[:, : step + 1, step], v = _orthogonalise(equation.A(V[:, step]), V[:, : step + 1])
+            v, basis = equation.A(V[:, step]), V[:, : step + 1]
+            for _ in range(2):  # once loses orthogonality
+                along = torch.bmm(basis, v[..., None])
+                H[:, : step + 1, step] += along[..., 0]
+                v = torch.baddbmm(v[..., None], basis.mT, along, alpha=-1)[..., 0]
             length = torch.linalg.vector_norm(v, dim=1)
             H[:, step + 1, step] = length
             _rotate_(Q, H, step)
@@ -117,15 +121,6 @@ class GMRES:
         ended = (R.diagonal(dim1=1, dim2=2) == 0).to(R.dtype)
         y = torch.linalg.solve_triangular(R + torch.diag_embed(ended), right, upper=True)
         return torch.bmm(y.mT, V[:, :used])[:, 0], used
-
-
-def _orthogonalise(v: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts of v along the basis, and v without them; twice, since once loses orthogonality."""
-    first = torch.bmm(V, v[..., None])
-    v = torch.baddbmm(v[..., None], V.mT, first, alpha=-1)[..., 0]
-    second = torch.bmm(V, v[..., None])
-    v = torch.baddbmm(v[..., None], V.mT, second, alpha=-1)[..., 0]
-    return (first + second)[..., 0], v
 
 
 def _rotate_(Q: Tensor, H: Tensor, step: int) -> None:

@@ -1,6 +1,9 @@
 """The one method a backward mode has, and checks that several modes share."""
 
+import dis
+import functools
 from collections.abc import Iterable, Sequence
+from types import CellType, CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +40,37 @@ class Unchanged:
             if tensor._version != count:
                 what = f"{name} was changed in place between the forward and the backward pass"
                 raise RuntimeError(f"{what}, which needs it as it was: {self.do}")
+
+
+def as_of_now(T: Map) -> Map:
+    """Return T for the backward pass: a plain function reads the variables around it as they are now.
+
+    Of a variable in a loop, a lambda would read the last value. Variables that T assigns, such as a counter, it
+    shares with the function that is returned.
+    """
+    if type(T) is not FunctionType or hasattr(T, "__wrapped__") or torch.compiler.is_compiling():
+        return T
+    code, around, own = T.__code__, T.__globals__, _assigned(T.__code__)
+    read, pairs = set(code.co_names) & around.keys(), zip(code.co_freevars, T.__closure__ or (), strict=True)
+    now = {name: around[name] for name in read}
+    try:
+        cells = tuple([cell if name in own else CellType(cell.cell_contents) for name, cell in pairs])
+    except ValueError:  # a variable without a value
+        return T
+
+    def evaluate(*given: Any) -> Latent:
+        earlier = FunctionType(code, {**around, **now}, None, T.__defaults__, cells)
+        earlier.__kwdefaults__ = T.__kwdefaults__
+        return earlier(*given)
+
+    return T if read & own else evaluate
+
+
+@functools.lru_cache
+def _assigned(code: CodeType) -> frozenset[str]:
+    """Return the names of variables around a function that it assigns."""
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL"))
 
 
 def parameters_of(T: Any) -> dict[str, Tensor]:

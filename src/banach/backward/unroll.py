@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from banach import checks
-from banach.backward.mode import Unchanged, parameters_of
+from banach.backward.mode import Unchanged, as_of_now, parameters_of
 from banach.latent import Latent, detach, map_leaves
 from banach.solve import Map
 
@@ -34,6 +34,7 @@ class Unroll:
         keep = self.checkpoint and torch.is_grad_enabled()
         read = parameters_of(T).items() if keep else ()
         unchanged = Unchanged(read, "call backward() before the optimizer's step()")
+        T = as_of_now(T) if keep else T
 
         def step(z: Latent, *inputs: Any) -> Latent:
             unchanged.check()  # a checkpointed step runs again in the backward pass

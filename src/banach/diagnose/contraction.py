@@ -73,7 +73,9 @@ def _largest_singular_value(J: Jacobian, *, max_steps: int, rtol: float, seed: i
     quiet = torch.zeros_like(history[0], dtype=torch.long)
     for step in range(1, max_steps + 1):
         history.append(krylov.sigma())
-        grew = _to_come(history[-3:]) > rtol * history[-1]
+        before, change = history[-2] - history[-3], history[-1] - history[-2]
+        ratio = (change / before).nan_to_num(nan=0.0).clamp(0.0, 0.999)
+        grew = torch.maximum(change, change * ratio / (1 - ratio)) > rtol * history[-1]
         quiet = torch.where(grew & (quiet < QUIET), 0, quiet + 1)
         if bool((quiet >= QUIET).all()):
             break
@@ -115,13 +117,6 @@ class _Krylov:
             v = v - (torch.linalg.vecdot(self.V, v[:, None])[:, :, None] * self.V).sum(1)
         left = torch.linalg.vector_norm(v, dim=1, keepdim=True) > least
         self.V = torch.cat([self.V, _unit(torch.where(left, v, 0.0))[:, None]], 1)
-
-
-def _to_come(history: list[Tensor]) -> Tensor:
-    """What is still to be added, if every change is to the next as the last one to the one before."""
-    before, change = history[1] - history[0], history[2] - history[1]
-    ratio = (change / before).nan_to_num(nan=0.0).clamp(0.0, 0.999)
-    return torch.maximum(change, change * ratio / (1 - ratio))
 
 
 def _unit(rows: Tensor) -> Tensor:

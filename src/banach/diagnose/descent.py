@@ -102,7 +102,13 @@ def descent_checks(
 
         def gradient(mode: Mode, u: Latent) -> tuple[float, tuple[Tensor, ...]]:
             value = loss(S(mode.attach(at.T, detach(u), at.inputs, coupled=at.coupled)))
-            _check_loss(value)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")
+            if not value.requires_grad:
+                raise ValueError(
+                    "loss must depend on the network's weights, got a constant; do not detach the output"
+                )
             grads = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, materialize_grads=True)
             return float(value.detach()), grads
 
@@ -114,14 +120,6 @@ def descent_checks(
         parts = {name: _agreement(weights, grads, true, {name}) for name in "QRS" if name in owned}
         made.append(Descent(whole.cosine, whole.ratio, parts, value, mode, exact, final))
     return tuple(made)
-
-
-def _check_loss(value: Any) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")
-    if not value.requires_grad:
-        raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
 
 
 def _trained_weights(net: Any) -> dict[Tensor, set[str]]:

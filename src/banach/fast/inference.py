@@ -77,7 +77,12 @@ class CompiledNetwork:
         if not self._predicts:
             raise RuntimeError("a compiled network predicts in eval mode; call net.eval() first")
         d = inputs[0] if len(inputs) == 1 and type(inputs[0]) is tuple else inputs
-        batch = _batch_of(d)
+        others = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
+        if others or not d:
+            got = ", ".join(others) or "none"
+            raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
+        batch = len(d[0])
+        _check_rows("d", d, batch)
         if z0 is not None:
             _check_rows("z0", z0, batch)
         if not batch and self.plan.graph:  # there is no sample to pad a batch with
@@ -154,16 +159,6 @@ class CompiledNetwork:
 
 
 compile = CompiledNetwork  # `banach.compile(net)` reads like `torch.compile(net)`
-
-
-def _batch_of(d: tuple[Any, ...]) -> int:
-    """Return the number of samples that all inputs have a row for."""
-    others = [type(one).__name__ for one in d if not isinstance(one, Tensor)]
-    if others or not d:
-        got = ", ".join(others) or "none"
-        raise TypeError(f"compile takes networks whose inputs are tensors, got {got}; call the network itself")
-    _check_rows("d", d, len(d[0]))
-    return len(d[0])
 
 
 def _check_rows(name: str, value: Latent, count: int) -> Latent:

@@ -83,8 +83,10 @@ class Iteration:
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
             splits = self.halves and cycle == 1 and everyone.memory is None
-            halves = _halves(everyone, space) if splits else []
-            self._iterate(everyone, everyone, taken, halves, cycle)
+            parts = (*leaves(everyone.z), *leaves(v))
+            cut = splits and all(part.shape[:1] == (space.batch,) for part in parts)
+            halves = [space.batch >> number for number in range(1, HALVINGS + 1)] if cut else [0]
+            self._iterate(everyone, everyone, taken, halves if halves[-1] > 1 else [], cycle)
         return self._solution(everyone)
 
     def _iterate(self, everyone: Samples, samples: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
@@ -128,14 +130,6 @@ class Iteration:
             return dict(zip(DEFERRED, parts, strict=True))
 
         return Solution.deferred(samples.z, per_sample, {"solver": self.solver, "tolerance": self.tolerance})
-
-
-def _halves(samples: Samples, space: Space) -> list[int]:
-    """Return the sizes of the smaller batches."""
-    parts = (*leaves(samples.z), *leaves(samples.v))
-    cut = all(part.shape[:1] == (space.batch,) for part in parts)
-    sizes = [space.batch >> number for number in range(1, HALVINGS + 1)]
-    return sizes if cut and sizes[-1] > 1 else []
 
 
 def _in_layout_of(leaf: Tensor, value: Tensor) -> Tensor:

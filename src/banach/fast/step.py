@@ -221,7 +221,12 @@ class TrainStep:
         """Run a part of the batch, (*inputs, targets), forward and backward; `share` is its share of the batch."""
         penalty, metrics, targets = self.extras.penalty, self.extras.metrics, batch[-1]
         with nullcontext() if penalty is None else penalty.observing(self.net) as seen:
-            output, found = self._forward(batch[:-1], captured=captured)
+            d = batch[:-1]
+            with self._autocast():
+                output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
+            if captured and found is not None:  # the graph would otherwise keep the latent
+                found = found.changed(value=())
+            output = at_least_fp32(output)
         if penalty is not None and found is not None:  # the observed solver holds the autograd graph of the pass
             found = replace(found, solver=cast(ImplicitNetwork, self.net).solver)
         compute = self._captured_loss if captured else self.loss
@@ -232,13 +237,6 @@ class TrainStep:
         with nullcontext() if penalty is None else penalty.explained():
             (total if share == 1 else total * share).backward()
         return loss.detach() * share if share != 1 else loss.detach(), found
-
-    def _forward(self, d: tuple[Any, ...], *, captured: bool) -> tuple[Any, Solution | None]:
-        with self._autocast():
-            output, found = self._network(d) if captured else run_network(self.net, d, self.extras.parallel)
-            if captured and found is not None:  # the graph would otherwise keep the latent
-                found = found.changed(value=())
-        return at_least_fp32(output), found
 
     @torch.no_grad()
     def _keeps_buffers(self) -> bool:
@@ -296,8 +294,14 @@ class GivenBatches:
         self.given = given
         if not captured:
             return
-        if not self.kept:
-            self._begin(given)
+        if not self.kept:  # keep what the captured step depends on
+            adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+            for group in self.optimizer.param_groups:  # rates become tensors, which a graph reads at every replay
+                if adam and group["capturable"] and not isinstance(group["lr"], Tensor):
+                    group["lr"] = torch.tensor(float(group["lr"]), device=given[0].device)
+            names = [name for name in self.optimizer.defaults if name not in _FREE]
+            self.options = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
+            self.kept = tuple(one.clone() for one in given)
         if (got := kinds(given)) != (wanted := kinds(self.kept)):
             raise ValueError(
                 f"a captured step takes inputs and targets of the shapes and types of its first call, {wanted}, "
@@ -307,16 +311,6 @@ class GivenBatches:
             _follow(group, options)
         for value, kept in zip(given, self.kept, strict=True):
             kept.copy_(value)
-
-    def _begin(self, given: tuple[Tensor, ...]) -> None:
-        """Keep what the captured step depends on. Rates become tensors, which a graph reads at every replay."""
-        adam = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
-        for group in self.optimizer.param_groups:
-            if adam and group["capturable"] and not isinstance(group["lr"], Tensor):
-                group["lr"] = torch.tensor(float(group["lr"]), device=given[0].device)
-        names = [name for name in self.optimizer.defaults if name not in _FREE]
-        self.options = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
-        self.kept = tuple(one.clone() for one in given)
 
     def batch(self, *, captured: bool) -> tuple[Tensor, ...]:
         return self.kept if captured else self.given

@@ -111,7 +111,10 @@ def residual_stack(blocks: Sequence[nn.Module] | nn.Sequential, x: Tensor) -> Te
         x: images (N, C, H, W).
     """
     given: list[Any] = list(blocks)
-    rate = _dropout(given)
+    drops = [block.drop for block in given]
+    rates = {float(drop.p) if isinstance(drop, nn.Dropout2d) and drop.training else 0.0 for drop in drops}
+    known = all(isinstance(drop, nn.Dropout2d | nn.Identity) for drop in drops)
+    rate = rates.pop() if known and len(rates) == 1 and max(rates) < 1 else None
     if rate is None or not has_kernel(x) or not host.are_known(given, LARGEST):
         return functools.reduce(lambda value, block: block(value), given, x)
     masks = torch.rand((len(given), *x.shape[:2]), device=x.device) >= rate if rate else None
@@ -131,14 +134,6 @@ def fused_stack(blocks: Sequence[Any], x: Tensor, masks: Tensor | None, scale: f
         if blocks[0].norm.training:
             _update_running_(blocks, stats[1:, :, : x.shape[1]], x.numel() // x.shape[1])
     return out
-
-
-def _dropout(blocks: Sequence[Any]) -> float | None:
-    """Return the rate at which all blocks drop channels now, None if there is not one rate below 1."""
-    drops = [block.drop for block in blocks]
-    rates = {float(drop.p) if isinstance(drop, nn.Dropout2d) and drop.training else 0.0 for drop in drops}
-    known = all(isinstance(drop, nn.Dropout2d | nn.Identity) for drop in drops)
-    return rates.pop() if known and len(rates) == 1 and max(rates) < 1 else None
 
 
 @torch.no_grad()

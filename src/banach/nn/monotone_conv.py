@@ -76,7 +76,10 @@ class MonotoneConv2d(nn.Module):
                 y = y + _conv(above, matrices.below[i - 1], wrap=border)
             if i < len(matrices.down):
                 above = _down(x, matrices.down[i])
-                y = y - _up(above, matrices.down[i])
+                # D' y: what a transposed convolution puts before the first pixel belongs to the last.
+                up = F.conv_transpose2d(above[..., :-1, :-1], matrices.down[i], stride=2)
+                up = up[..., 1:] + F.pad(up[..., :1], (up.shape[-1] - 2, 0))
+                y = y - (up[..., 1:, :] + F.pad(up[..., :1, :], (0, 0, up.shape[-2] - 2, 0)))
             found.append(y)
         return rebuild(z, found)
 
@@ -140,13 +143,6 @@ def _conv(x: Tensor, kernel: Tensor, *, wrap: bool = True) -> Tensor:
 def _down(x: Tensor, kernel: Tensor) -> Tensor:
     """D x: a circular convolution of stride 2, then a row and a column of zeros."""
     return F.pad(F.conv2d(F.pad(x, (1, 0, 1, 0), mode="circular"), kernel, stride=2), (0, 1, 0, 1))
-
-
-def _up(y: Tensor, kernel: Tensor) -> Tensor:
-    """D' y: what a transposed convolution puts before the first pixel belongs to the last."""
-    x = F.conv_transpose2d(y[..., :-1, :-1], kernel, stride=2)
-    x = x[..., 1:] + F.pad(x[..., :1], (x.shape[-1] - 2, 0))
-    return x[..., 1:, :] + F.pad(x[..., :1, :], (0, 0, x.shape[-2] - 2, 0))
 
 
 def _response(kernel: Tensor, size: int) -> Tensor:

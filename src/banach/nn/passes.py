@@ -206,7 +206,10 @@ class Buffers:
     """
 
     def __init__(self, R: Any, own: Named, modules: Sequence[nn.Module] = ()) -> None:
-        self.R, self.norms = R, _batch_norms(modules, own)
+        plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        norms = [m for m in modules if own and type(m) in plain and m.training and m.track_running_stats]
+        theirs = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        self.R, self.norms = R, norms if all(id(buffer) in theirs for buffer in own.values()) else []
         one_of = {id(part): name for name, part in own.items()}  # of the names of a shared tensor one
         self.names = {name: one_of[id(part)] for name, part in own.items()}
         self.snapshot = {name: own[name].detach().clone() for name in one_of.values()}
@@ -286,11 +289,3 @@ def everywhere(module: nn.Module, kind: str = "_buffers") -> Named:
     parts = ((prefix, getattr(part, kind)) for prefix, part in module.named_modules())
     places = ((f"{prefix}.{key}".lstrip("."), one) for prefix, held in parts for key, one in held.items())
     return {name: one for name, one in places if one is not None}
-
-
-def _batch_norms(modules: Sequence[nn.Module], buffers: Named) -> list[nn.Module]:
-    """Return the batch norms that track, if all buffers are theirs; else an empty list."""
-    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    norms = [m for m in modules if type(m) in plain and m.training and m.track_running_stats] if buffers else []
-    own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    return norms if all(id(buffer) in own for buffer in buffers.values()) else []

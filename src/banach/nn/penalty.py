@@ -9,7 +9,7 @@ from torch import Tensor
 
 from banach import checks
 from banach.backward import Mode
-from banach.backward.jacobian import plain_vjp, typed
+from banach.backward.jacobian import plain_attention, plain_vjp, typed
 from banach.latent import Latent, Space, detach, leaves
 from banach.nn.passes import on_copies
 from banach.solve import Map, Solver
@@ -134,7 +134,8 @@ def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled
     J = c I has the penalty c^2, whatever the size of the latent and of the batch. Entries of e are +1 or -1
     (Rademacher), drawn from the global generator: of all vectors with independent entries these have the least
     variance. Costs one evaluation of T and one product with J'. The gradient goes through that product (double
-    backward). If T does not support that, as fused attention kernels do not, use `finite_difference_penalty`.
+    backward), so T is evaluated with the plain form of torch's attention, whose fast kernels do not support that.
+    If T holds another operation that does not, use `finite_difference_penalty`.
 
     Args:
         T: the map; called as T(z, *inputs). To penalise a network with the dropout masks and batch-norm buffers of
@@ -148,7 +149,8 @@ def jacobian_penalty(T: Map, z: Latent, inputs: tuple[Any, ...] = (), *, coupled
     """
     z = detach(z)
     space = Space.of(z, coupled=coupled)
-    value, pull = plain_vjp(lambda x: typed(T(x, *inputs), space), z)
+    with plain_attention():
+        value, pull = plain_vjp(lambda x: typed(T(x, *inputs), space), z)
     # The vector asks for a gradient too: else `once_differentiable` would be silently wrong, not refuse.
     e = _signs(space.rows(value)).requires_grad_(torch.is_grad_enabled())
     return space.spread(space.rows(pull(space.nest(e))[0]).square().mean(1))

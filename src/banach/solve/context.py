@@ -62,19 +62,13 @@ def no_derivatives(function: F) -> F:
         finally:
             torch._C._set_grad_enabled(recorded)
             torch._C._set_fwd_grad_enabled(carried)
-            if recorded:
-                _drop_cached_weights()
+            if recorded and parametrize._cache:  # of `parametrize.cached()`
+                known = parametrize._cache.items()
+                parametrize._cache = {key: kept for key, kept in known if kept is not None and kept.requires_grad}
+            if recorded and _KEEPS_CASTS:
+                torch.clear_autocast_cache()
 
     return cast(F, run)
-
-
-def _drop_cached_weights() -> None:
-    """Drop weights that `parametrize.cached()` holds without a gradient; before torch 2.11 autocast's too."""
-    if parametrize._cache:
-        known = parametrize._cache.items()
-        parametrize._cache = {key: kept for key, kept in known if kept is not None and kept.requires_grad}
-    if _KEEPS_CASTS:
-        torch.clear_autocast_cache()
 
 
 def rounding(space: Space) -> float:

@@ -11,16 +11,20 @@ from torch import Tensor
 from banach.latent import Latent, Space, detach, leaves, select
 from banach.solve import context
 from banach.solve.device import run_exported, run_on_device
-from banach.solve.mixing import probe
+from banach.solve.mixing import differ, probe
 from banach.solve.picard import Picard
 from banach.solve.run import SolveRun
 from banach.solve.solution import NotConverged, Solution, Status
 from banach.solve.solver import Map, Solver
 from banach.solve.state import State, on_device, to_numpy
 from banach.solve.stride import stride
-from banach.solve.tolerance import Tolerance, measure
+from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel, measure
 
 OnStep = Callable[[int, Latent], None]
+_SHARED = (
+    "give what all samples share, such as a mask, a row for each sample (expand it; in a network: in Q), or leave "
+    "out compact=True"
+)
 _RECHECKED = 8  # converged samples that are evaluated once more where some have left the batch
 
 
@@ -78,18 +82,23 @@ def solve(
     if compiling and every:
         check, finish = map(torch.compiler.disable, (check, finish))  # what the host decides is not traced
     trace: list[Tensor] | None = [] if record else None
-    with context.without_autocast(space.device):
-        if context.is_exporting():
-            state = run_exported(run, state)
-        elif loop and trace is None and on_step is None:
-            state = run_on_device(run, state, loop)
-        else:
-            state = _run_on_host(run, state, check if every else None, trace, on_step, compact=compact)
-        found = finish(state, trace, shown=on_step is not None)
-    if run.whole is not None and found.converged.any():  # some left the batch, and were not evaluated since
-        run.risen = _recheck_converged(run, found, inputs)
-    if run.risen is not None and not space.coupled:
-        found = _probed(run, T, found, inputs)
+    try:
+        with context.without_autocast(space.device):
+            if context.is_exporting():
+                state = run_exported(run, state)
+            elif loop and trace is None and on_step is None:
+                state = run_on_device(run, state, loop)
+            else:
+                state = _run_on_host(run, state, check if every else None, trace, on_step, compact=compact)
+            found = finish(state, trace, shown=on_step is not None)
+        if run.whole is not None and found.converged.any():  # some left the batch, and were not evaluated since
+            run.risen = _recheck_converged(run, found, inputs)
+        if run.risen is not None and not space.coupled:
+            found = _probed(run, T, found, inputs)
+    except Exception as error:
+        if run.whole is not None and _SHARED not in str(error):
+            error.add_note(f"with compact=True converged samples had left the batch; {_SHARED}")
+        raise
     if throw and not bool(found.converged.all()):
         raise NotConverged(found)
     return found
@@ -103,7 +112,9 @@ def _run_on_host(
     Two short forms of the loop take many steps of Picard at a time, until something unusual happens.
     """
     most, every, k = run.tolerance.max_steps, run.tolerance.steps_per_check, 0
-    sprints = run.can_sprint() and trace is None and on_step is None
+    # These norms give new memory in the type of the rows.
+    known = type(run.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not context.is_transformed()
+    sprints = run.on_host and known and run.damping is not None and trace is None and on_step is None
     strides = run.space.device.type == "cuda" and run.tolerance.check_every is None and not compact
     while run.busy and k < most:
         if sprints:
@@ -123,8 +134,15 @@ def _run_on_host(
 
 def _probed(run: SolveRun, T: Map, found: Solution, inputs: tuple[Any, ...]) -> Solution:
     """Return the solution as it is, or with what is wrong with T: then no sample has converged."""
-    fault = probe(T, found.value, inputs, int(cast(Any, run.risen)[0]))
+    risen = cast(Any, run.risen)
+    fault = probe(T, found.value, inputs, int(risen[0]))
     if fault is None:
+        if run.whole is not None:  # inputs that all samples share are other ones, cut with the batch
+            index, whole = on_device(risen, found.converged), run.space_of_all
+            here = whole.rows(T(found.value, *inputs))[index]  # a copy: T may use its memory again
+            cut = whole.resized(len(risen)).rows(T(select(found.value, index), *select(inputs, index)))
+            if differ(here, cut, whole):
+                raise ValueError(f"compact=True cuts `inputs`, and T is another map then; {_SHARED}")
         return found
     residual = _residual(run, run.space_of_all, found.value, inputs)[0]
     nobody, failures = torch.zeros_like(found.converged), found.failures | {Status.MAX_STEPS}
@@ -171,4 +189,4 @@ def _check_compact(space: Space, inputs: tuple[Any, ...]) -> None:
     for leaf in leaves(inputs):
         if leaf.shape[:1] != (space.batch,):
             got = f"expected {space.batch} rows, got shape {tuple(leaf.shape)}"
-            raise ValueError(f"compact=True cuts `inputs` along the batch: {got}; let T close over the others")
+            raise ValueError(f"compact=True cuts `inputs` along the batch: {got}; {_SHARED}")

@@ -51,29 +51,25 @@ def probe(T: Map, z: Latent, inputs: tuple[Any, ...] = (), row: int | None = Non
     number = torch.arange(len(rows), device=rows.device)
     watched = number % 2 == 1 if row is None else number == row
     before = space.rows(T(z, *inputs)).clone()  # T may write its next value into the same memory
+    # Far, but of the size of the rows: small changes can vanish in a ReLU or in rounding.
+    size = torch.linalg.vector_norm(rows, dim=1, keepdim=True) / rows.shape[1] ** 0.5
+    move = size.clamp(min=1.0) * (torch.cos(torch.arange(rows.shape[1], device=rows.device).to(rows)) + 1.5)
     for sign in (1, -1):
-        moved = torch.where(watched[:, None], rows, _moved(rows, sign))
+        moved = torch.where(watched[:, None], rows, torch.nan_to_num(rows + sign * move))
         try:
             after = space.rows(T(space.nest(moved), *inputs))
         except Exception:  # T need not be defined where no iterate has been
             continue
-        if _differ(before, after, watched, space):
+        if differ(before[watched], after[watched], space):
             break
     else:
         return None
     again = space.rows(T(space.nest(rows.clone()), *inputs))
-    return Fault.RANDOM if _differ(before, again, watched, space) else Fault.MIXES
+    return Fault.RANDOM if differ(before[watched], again[watched], space) else Fault.MIXES
 
 
-def _moved(rows: Tensor, sign: int) -> Tensor:
-    """Return rows far from these, but of their size: small changes can vanish in a ReLU or in rounding."""
-    size = torch.linalg.vector_norm(rows, dim=1, keepdim=True) / rows.shape[1] ** 0.5
-    wave = torch.cos(torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)) + 1.5
-    return torch.nan_to_num(rows + sign * size.clamp(min=1.0) * wave)
-
-
-def _differ(before: Tensor, after: Tensor, watched: Tensor, space: Space) -> bool:
-    """Do watched rows, finite in both, differ by more than rounding?"""
-    finite = before.isfinite().all(1) & after.isfinite().all(1) & watched
+def differ(before: Tensor, after: Tensor, space: Space) -> bool:
+    """Do rows that are finite in both differ by more than rounding?"""
+    finite = before.isfinite().all(1) & after.isfinite().all(1)
     allowed = min(100 * rounding(space), 1e-2) * before.abs().amax(1).clamp(min=1e-30)
     return bool((finite & ((after - before).abs().amax(1) > allowed)).any())

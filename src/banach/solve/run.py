@@ -15,7 +15,7 @@ from banach.solve.picard import Picard
 from banach.solve.solution import DEFERRED, Solution, Status
 from banach.solve.solver import Map, Point, Solver
 from banach.solve.state import DIVERGED, IDLE, RESIDUAL, Array, State, count_nonzero, on_device, to_numpy
-from banach.solve.tolerance import RMS, Euclidean, Tolerance, WorstPixel
+from banach.solve.tolerance import Tolerance
 
 _VMAPPED = (
     "torch.func.vmap cannot map over a solve, whose length follows the data: put what is mapped over on the first "
@@ -57,11 +57,6 @@ class SolveRun:
         rows = self.space.rows(z0, "start").contiguous()
         memory, relative = self.solver.start(rows) if self.damping is None else (), self.tolerance.rtol > 0
         return State.start(rows, memory, self.atol, relative=relative, on_host=self.on_host)
-
-    def can_sprint(self) -> bool:
-        """Return True for Picard and norms that give new memory in the type of the rows, outside torch.func."""
-        known = type(self.tolerance.norm) in (RMS, Euclidean, WorstPixel) and not is_transformed()
-        return self.on_host and known and self.damping is not None
 
     def sprint(self, state: State, k: int, *, compact: bool) -> int:
         """Run Picard steps from evaluation k on, each checked by the host, and return the new count.
@@ -137,6 +132,7 @@ class SolveRun:
         if self.busy:
             np.copyto(state.least, best[0], where=state.active)
             np.copyto(state.least_at, best[1], where=state.active)
+            np.fmin(state.least, state.residual, out=state.least)  # of samples that froze meanwhile
 
     def step(self, state: State, k: int | Tensor, turn: int) -> None:
         """Evaluate T once, record the residual, move every sample that is still active.
@@ -272,9 +268,14 @@ class SolveRun:
             found["residuals"] = tuple(space.spread(row * self.scale) for row in trace)
         met = (state.test <= self.atol) & ((state.test > -np.inf) if state.tested else True)
         if self.on_host and count_nonzero(met) == len(met):  # most passes
-            value, columns = state.z.clone() if shown else state.z, (state.residual, state.steps, met)
+            value, columns = state.z.clone() if shown else state.z, [state.residual, state.steps, met]
         else:
-            value, columns = self._judge(state)
+            met, stalled, nonfinite = self._ends(state)
+            diverged = (state.residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
+            best = nonfinite | diverged
+            residual = (np.where if self.on_host else torch.where)(best, state.least, state.residual)
+            value = torch.where(state.column(best), state.best_z, state.z).detach()
+            columns = [residual, state.steps, met, stalled, nonfinite, diverged]
             found["failures"] = self._failures(state)
         value = space.nest(value)
         # It holds neither T nor its inputs. Numbers of the host become tensors when they are read: most never are.
@@ -287,15 +288,6 @@ class SolveRun:
         """Return which samples converged, stalled (only checks judge that) and are nonfinite."""
         met, above = state.test <= self.atol, state.test > self.atol
         return met & ~state.nonfinite, above & ~(state.test > state.limit), state.nonfinite
-
-    def _judge(self, state: State) -> tuple[Tensor, tuple[Array, ...]]:
-        """Return the last iterate or the best one, sample by sample, and the columns of `_per_sample`."""
-        met, stalled, nonfinite = self._ends(state)
-        diverged = (state.residual > DIVERGED * state.least) & ~(met | stalled | nonfinite)
-        best = nonfinite | diverged
-        residual = (np.where if self.on_host else torch.where)(best, state.least, state.residual)
-        value = torch.where(state.column(best), state.best_z, state.z).detach()
-        return value, (residual, state.steps, met, stalled, nonfinite, diverged)
 
     def _failures(self, state: State) -> frozenset[Status]:
         """Return how samples failed, from what the last check has seen, for warnings that need no host sync."""

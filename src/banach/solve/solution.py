@@ -22,7 +22,7 @@ class Status(enum.Enum):
     CONVERGED = "converged, the residual met the tolerance"
     MAX_STEPS = "stopped at max_steps above the tolerance"
     STALLED = "stalled above the tolerance, at the rounding error of the arithmetic"
-    NONFINITE = "T gave NaN or infinity"
+    NONFINITE = "T gave NaN or infinity, or values so large that their norm overflows"
 
 
 # The per-sample tensors of a solution, which may be made when they are first read.
@@ -140,7 +140,7 @@ class Solution:
         if counts[Status.STALLED]:
             advice.append("a larger tolerance or a higher precision (TF32 and bfloat16 cannot meet 1e-4)")
         if counts[Status.NONFINITE]:
-            advice.append("check the data for NaN, and that T contracts (banach.contraction_factor)")
+            advice.append("check the data for NaN and its size, and that T contracts (banach.contraction_factor)")
         return advice
 
 

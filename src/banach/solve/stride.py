@@ -66,7 +66,10 @@ def stride(run: SolveRun, state: State, k: int) -> int:
     if k > first:
         run.note_last(state, k, (now, test), (least, least_at))
     if risen and (k == most or not state.count):
-        _measure_frozen(run, state, k)
+        # Residuals of samples that froze rose as they moved on, so T may mix samples: they are measured again.
+        _, residual, excess = _steps(run, state.z, k, 1)
+        state.now[state.tested], state.now[RESIDUAL] = excess[0], residual[0]
+        run.previous_residuals = run.previous_residuals[1], residual[0]
     return k
 
 
@@ -109,13 +112,6 @@ def _usual_steps(
         if not going_on[j]:
             return j + 1
     return len(residual)
-
-
-def _measure_frozen(run: SolveRun, state: State, k: int) -> None:
-    """Measure samples where they froze: their residuals rose as they moved on, so that T may mix samples."""
-    _, residual, excess = _steps(run, state.z, k, 1)
-    state.now[state.tested], state.now[RESIDUAL] = excess[0], residual[0]
-    run.previous_residuals = run.previous_residuals[1], residual[0]
 
 
 def _steps(run: SolveRun, z: Tensor, k: int, steps: int) -> tuple[Tensor, np.ndarray, np.ndarray]:

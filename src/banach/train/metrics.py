@@ -109,7 +109,12 @@ class MetricSums:
         """Add one batch: its mean loss, its output, and its `Solution`, or None."""
         count = self.sums.new_full((), len(targets))
         parts = [count, loss * len(targets)]
-        parts += [_total(name, of(output, targets), len(targets)) for name, of in self.metrics.items()]
+        for name, of in self.metrics.items():
+            values = of(output, targets)
+            if not isinstance(values, Tensor):
+                raise TypeError(f"the metric {name} must return a tensor, got {type(values).__name__}")
+            total = values.sum(dtype=torch.float64)  # of all samples, or their mean
+            parts.append(total if values.numel() == len(targets) else total * (len(targets) / values.numel()))
         if solution is not None:
             # Without a step there is no residual: infinity would hide those of other batches.
             residual = torch.where(solution.steps > 0, solution.residual, torch.zeros_like(solution.residual))
@@ -146,14 +151,6 @@ class MetricSums:
             return Totals(*means, mean, deepest, None, None, None, metrics)
         share = converged / rows if math.isfinite(loss) else math.nan  # a NaN output is no answer
         return Totals(*means, mean, deepest, residual / rows, most[1], share, metrics)
-
-
-def _total(name: str, values: Any, samples: int) -> Tensor:
-    """Return the sum over samples of a metric, of which there are values or their mean."""
-    if not isinstance(values, Tensor):
-        raise TypeError(f"the metric {name} must return a tensor, got {type(values).__name__}")
-    total = values.sum(dtype=torch.float64)
-    return total if values.numel() == samples else total * (samples / values.numel())
 
 
 @dataclass(frozen=True, kw_only=True)
