@@ -175,9 +175,12 @@ def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
 
 
 def local(value: Any) -> Tensor:
-    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
-    found: Tensor = value.detach()
-    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
+    """Return this rank's part of a sharded tensor or the values of a sparse one, in the same memory; else `value`."""
+    found: Any = value.detach()
+    found = found.to_local() if is_sharded(found) else found
+    if found.layout is not torch.strided:
+        return found._values() if found.is_sparse else found.values()
+    return found
 
 
 def is_sharded(*values: Any) -> bool:
