@@ -151,6 +151,17 @@ def test_a_full_disk_loses_nothing(capsys: Any, monkeypatch: Any, count: int, na
     assert same("run", "whole")
 
 
+@pytest.mark.parametrize("command", [["evaluate", "run"], ["report", "run", "--samples", "0"]], ids="".join)
+def test_a_full_disk_is_no_reason_to_resume_a_finished_run(
+    command: list[str], run: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(command, capsys, "No space left on device; free some space, then run the command again")
+
+
 def test_a_closed_pipe_of_warnings_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """`banach train 2>&1 | head -1` died of its first warning, before the first checkpoint."""
     reader, writer = os.pipe()
