@@ -28,7 +28,7 @@ class Extras:
     """What a step does besides loss, gradient and optimizer.
 
     Attributes:
-        accumulate: number of parts that a batch is split into, run one after the other.
+        accumulate: number of parts of a batch, run one after the other; their losses are weighted by samples.
         clip: largest norm of the gradient.
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
