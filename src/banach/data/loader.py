@@ -77,6 +77,8 @@ def _checked(given: Any) -> Batch:
         raise TypeError(f"a batch must be {kinds}, got {wrong[0]} in it")
     if given[1].dim() == 0:
         raise ValueError("targets need a batch axis, got a tensor without axes; set the batch size of the data")
+    if not given[1].numel():
+        raise ValueError("a batch must hold at least one sample, got none; leave out empty batches")
     return *d, given[1]
 
 
