@@ -127,3 +127,70 @@ def test_folders_and_arrays_train_and_resume_from_another_folder(here: Path, mon
         assert main(["evaluate", f"../runs/{name}-1", "--split", "validation", "--device", "cpu"]) == 0
         assert main(["train", "--resume", f"../runs/{name}-1"]) == 0
     assert main(["predict", "../runs/photos-1", str(here / "photos" / "a")]) == 0
+
+
+FAULTS = """
+from torch import nn
+from banach import models
+class R(nn.Module):
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.Dropout(p)
+    def forward(self, u, v):
+        return 0.5 * self.drop(self.linear(u).tanh()) + v
+class Two(nn.Module):
+    def forward(self, u):
+        return u, u
+def Q(inputs=64):
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 16), nn.BatchNorm1d(16))
+for name, make in {
+    "few": lambda image, classes: (Q(), R(), nn.Linear(16, classes - 3)),
+    "two": lambda image, classes: (Q(), R(), Two()),
+    "none": lambda image, classes: "net",
+    "drop": lambda image, classes: (Q(), R(0.5), nn.Linear(16, classes)),
+    "shape": lambda image, classes: (Q(60), R(), nn.Linear(16, classes)),
+    "bug": lambda image, classes: undefined,
+    "good": lambda image, classes: (Q(), R(), nn.Linear(16, classes)),
+}.items():
+    models.register(name, make, description="for a test", image=(1, 8, 8))
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("few", "class numbers from 0 to 6, got 9 to 9; give the network an output for each class"),
+        ("two", "cross entropy needs outputs (batch, classes, ...), got a tuple"),
+        ("none", "the builder of none must return (Q, R, S) or a module, got str"),
+        ("drop", "R.drop is Dropout, which draws new random numbers at every evaluation"),
+        ("shape", "mine_package:shape cannot be trained on digits (scikit-learn): mat1 and mat2 shapes"),
+    ],
+)
+def test_a_model_with_a_fault_is_refused_in_a_sentence(
+    model: str, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback, and left a run directory."""
+    Path("mine_package.py").write_text(FAULTS)
+    command = [*SMALL, "--import", "mine_package", "--model", model, "--epochs", "1", "--out", "r"]
+    refused(command, capsys, said)
+    assert not Path("r").exists()
+    monkeypatch.setenv("BANACH_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"must return|cannot be trained"):
+        main(command)
+
+
+def test_trying_a_model_changes_nothing_and_its_bugs_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine_package.py").write_text(FAULTS)
+    command = [*SMALL, "--import", "mine_package", "--epochs", "1", "--model"]
+    with pytest.raises(NameError, match="undefined"):
+        main([*command, "bug"])
+    assert main([*command, "good", "--out", "tried"]) == 0
+    tried: list[Any] = []
+    monkeypatch.setattr("banach.cli.train._try_out", lambda *given: tried.append(given))
+    assert main([*command, "good", "--out", "plain"]) == 0
+    assert len(tried) == 1
+    weights = [Run.open(name).latest() for name in ("tried", "plain")]
+    assert weights[0] is not None
+    assert weights[1] is not None
+    for name, value in weights[0].under("net").items():
+        assert torch.equal(value, weights[1].under("net")[name]), name

@@ -359,7 +359,7 @@ def ways(net: nn.Module, data: list[Any], loss: Any = None) -> list[Any]:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda y, targets: F.mse_loss(y, targets).item(), "tensor of one number, got float; use mean"),
+        (lambda y, targets: F.mse_loss(y, targets).item(), "tensor of one number, got float; use mean..,"),
         (lambda y, targets: (y - targets).square(), r"tensor of one number, got one of shape \(8, 1\); use mean"),
         (nn.GaussianNLLLoss(), "missing 1 required positional argument: 'var'"),
     ],
@@ -422,9 +422,9 @@ def classes_of(S: nn.Module) -> ImplicitNetwork:
 
 def test_an_output_that_cross_entropy_does_not_take() -> None:
     """A tuple has no dim()."""
-    for S, said in ((Two(), "got a tuple; change S, or pass loss="), (nn.Flatten(0), r"got the shape \(80,\)")):
+    for S, said in ((Two(), "got a tuple; change S or pass loss="), (nn.Flatten(0), r"got the shape \(80,\)")):
         for use in ways(classes_of(S), [(torch.randn(8, 4), torch.arange(8) % 3)]):
-            with pytest.raises(ValueError, match=rf"needs an output \(batch, classes, \.\.\.\), {said}"):
+            with pytest.raises(ValueError, match=rf"needs outputs \(batch, classes, \.\.\.\), {said}"):
                 use()
 
 

@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 import shlex
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,17 +13,21 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 from banach import data as registry
+from banach import models
 from banach.cli.console import console, table
 from banach.cli.progress import Progress
 from banach.cli.shared import DataDir, Imports, number, option, own_run, parameters, recorded, show_plot
 from banach.data import Images
 from banach.data.dataset import find, roots
+from banach.diagnose.frozen import undisturbed
+from banach.fast import unchanged
 from banach.provenance import from_plain, plain, provenance
 from banach.train import Epoch, History, Position, Run, Scorer, Settings, Totals, evaluate, fit
 from banach.train.distributed import Ranks, joined
+from banach.train.metrics import cross_entropy
 from banach.train.plot import LEARNING, SOLVES, board, curves
 from banach.train.run import PLOT
 from banach.train.settings import GROUPS
@@ -107,7 +112,22 @@ def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images
     validation = None if settings.whole else settings.load("validation", data_dir)
     dataset = registry.get(str(settings.data))
     find(dataset, "test", roots(dataset, data_dir))  # missing test data is better reported before training
-    return settings.build(), train, validation
+    net = settings.build()
+    if not models.get(str(settings.model)).builder.__module__.startswith("banach."):
+        _try_out(net.to(settings.torch_device), train, settings)
+    return net, train, validation
+
+
+def _try_out(net: nn.Module, images: Images, settings: Settings) -> None:
+    """Refuse a model of the user's that fails on a batch, or has too few outputs. Its weights and buffers stay."""
+    few = images.normalise(images.pixels[: settings.batch_size]).to(settings.torch_device)
+    try:
+        with undisturbed(), torch.no_grad(), unchanged(net.buffers()), warnings.catch_warnings(action="ignore"):
+            output = net(few)
+        output = output.cpu() if isinstance(output, Tensor) else output
+        cross_entropy(output, torch.full((len(few),), len(images.classes) - 1))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{settings.model} cannot be trained on {images.title}: {error}") from error
 
 
 def _next_free(data: str) -> Path:

@@ -270,7 +270,7 @@ def mean_loss(loss: Callable[[Any, Tensor], Tensor], output: Any, targets: Tenso
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
     got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    raise TypeError(f"a loss must return its mean as a tensor of one number, got {got}; use mean(), and not item()")
+    raise TypeError(f"a loss must return its mean, a tensor of one number, got {got}; use mean(), not item()")
 
 
 def at_least_fp32(output: Any) -> Any:

@@ -175,7 +175,7 @@ def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
 
 
 def local(value: Any) -> Tensor:
-    """Return this rank's part of a sharded tensor or the values of a sparse one, in the same memory; else `value`."""
+    """Return this rank's part of a sharded tensor, the values of a sparse one, or `value`; in the same memory."""
     found: Any = value.detach()
     found = found.to_local() if is_sharded(found) else found
     if found.layout is not torch.strided:

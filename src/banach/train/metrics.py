@@ -26,7 +26,7 @@ def cross_entropy(output: Tensor, targets: Tensor, label_smoothing: float = 0.0)
     """Return the cross entropy; refuse one output, of which it would be zero, and targets of other kinds."""
     if not isinstance(output, Tensor) or output.dim() < 2:
         got = f"the shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-        raise ValueError(f"cross entropy needs an output (batch, classes, ...), got {got}; change S, or pass loss=")
+        raise ValueError(f"cross entropy needs outputs (batch, classes, ...), got {got}; change S or pass loss=")
     if output.shape[1] == 1:
         got = f"got one output and {targets.dtype} targets; give two outputs for two classes"
         raise ValueError(f"cross entropy needs a score for each class, {got}, or pass loss= for a regression")

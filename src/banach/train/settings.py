@@ -272,7 +272,7 @@ class Settings:
             text = "max-steps 0 is the explicit twin, which does not solve and whose gradient is exact by jfb"
             raise ValueError(f"{text}; leave out {', '.join(wrong).replace('_', '-')}")
         if self.tune and not any(callable(getattr(module, "tune", None)) for module in net.modules()):
-            raise ValueError(f"tune needs a module with a method tune(net, d), {self.model} has none; leave it out")
+            raise ValueError(f"tune needs a module with a method tune, {self.model} has none; use --no-tune")
         if self.correction and max(self.correction_steps) >= (most := net.tolerance.max_steps):
             got = f"got {max(self.correction_steps)}; choose earlier iterates, or more steps"
             raise ValueError(f"correction-steps must be less than max-steps, here {most}, {got}")
