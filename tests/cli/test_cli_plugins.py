@@ -1,5 +1,7 @@
 """Models and data of your own on the command line: --import, entry points, folders; runs find them again."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from banach.cli import app, shared
 from banach.cli.app import main
 from banach.data import dataset
 from banach.models import Model
+from banach.provenance import digest
 from banach.train import Run
 from cli.conftest import SMALL, refused
 
@@ -127,6 +130,61 @@ def test_folders_and_arrays_train_and_resume_from_another_folder(here: Path, mon
         assert main(["evaluate", f"../runs/{name}-1", "--split", "validation", "--device", "cpu"]) == 0
         assert main(["train", "--resume", f"../runs/{name}-1"]) == 0
     assert main(["predict", "../runs/photos-1", str(here / "photos" / "a")]) == 0
+
+
+def write_arrays(seed: int = 0, change: int = 0) -> str:
+    """Write arrays of the same shapes and labels; return the SHA-256 of the training part."""
+    pixels = np.random.default_rng(seed).integers(0, 200, (60, 8, 8), dtype=np.uint8)
+    x, y, labels = pixels[:40], pixels[40:] + np.uint8(change), np.arange(60, dtype=np.uint8) % 3
+    np.savez("mine.npz", x_train=x, y_train=labels[:40], x_test=y, y_test=labels[40:])
+    return hashlib.sha256(labels[:40].tobytes() + x.tobytes()).hexdigest()
+
+
+@pytest.mark.filterwarnings("always")  # the command line prints them
+def test_a_run_knows_the_images_it_was_trained_on(capsys: Any) -> None:
+    """Other pixels in arrays of the same shape were resumed, evaluated and reported without a word."""
+    was, command = write_arrays(), ["train", "--data", "mine.npz", "--model", "digits", "--batch-size", "8"]
+    assert main([*command, *SMALL[5:], "--epochs", "2", "--out", "run"]) == 0
+    now = write_arrays(seed=1)
+    said = f"the train images have changed since the run was started (SHA-256 {was[:12]}, now {now[:12]}); restore"
+    refused(["train", "--resume", "run"], capsys, said)
+    for split in ("test", "validation", "train"):
+        assert main(["evaluate", "run", "--split", split, "--device", "cpu"]) == 0
+        assert f"mine.npz ({split}) are not those of the run" in capsys.readouterr().err
+    assert main(["diagnose", "run", "--samples", "4", "--device", "cpu"]) == 0
+    assert "mine.npz (validation) are not those of the run" in capsys.readouterr().err
+    assert main(["report", "run", "--samples", "0", "--device", "cpu"]) == 0
+    assert (
+        "Nothing was measured: the images of mine.npz (validation) are not" in Path("run/report.html").read_text()
+    )
+
+    assert write_arrays(change=1) == was  # other test images: training goes on
+    assert main(["train", "--resume", "run"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--split", "validation", "--device", "cpu"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["evaluate", "run", "--device", "cpu"]) == 0
+    assert "mine.npz (test) are not those of the run" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_has_no_digest_and_is_read(capsys: Any) -> None:
+    write_arrays()
+    command = ["train", "--data", "mine.npz", "--model", "digits", "--batch-size", "8"]
+    assert main([*command, *SMALL[5:], "--epochs", "1", "--out", "run"]) == 0
+    for path in Path("run").glob("checkpoints/*/state.json"):
+        content = json.loads(path.read_text())
+        identity = content["state"]["identity"]
+        assert identity.pop("train SHA-256") == identity.pop("validation SHA-256") == write_arrays()
+        path.write_text(json.dumps({**content, "sha256": digest(content["state"])}))
+    figures = json.loads(Path("run/test.json").read_text())
+    del figures["images"], figures["sha256"]
+    Path("run/test.json").write_text(json.dumps(figures))
+    write_arrays(seed=1)
+    for later in (["train", "--resume", "run"], ["evaluate", "run"], ["report", "run", "--samples", "0"]):
+        capsys.readouterr()
+        assert main(later) == 0
+        assert capsys.readouterr().err == ""
+    assert "Nothing was measured" not in Path("run/report.html").read_text()
 
 
 FAULTS = """

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,7 +25,7 @@ from banach.train import Position, Run, RunError, Scorer, Settings
 from banach.train.plot import Chart, draw
 from banach.train.precision import arithmetic
 from banach.train.settings import FIXED_POINT
-from banach.train.state import check_identity, described, load_weights
+from banach.train.state import DIGEST, check_identity, described, load_weights
 
 GROUP = "banach"  # of entry points
 SCORED = 400  # images at a time
@@ -135,6 +135,18 @@ class Opened:
     net: nn.Module
     dataset: DataSet
     position: Position
+    identity: Mapping[str, str]
+
+    def load(self, split: str, data_dir: Path | None, *, strict: bool = False) -> Images:
+        """Return a split; if its images are not those of the run, warn, or with `strict` refuse them."""
+        images = self.settings.load(split, data_dir)
+        known = (self.run.test() or {}).get("images") if split == "test" else self.identity.get("train" + DIGEST)
+        if known not in (None, images.sha256):
+            text = f"the images of {images.title} ({split}) are not those of the run: they have changed since then"
+            if strict:
+                raise RunError(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return images
 
     def answers(self, images: Images) -> tuple[Tensor, Tensor]:
         """Return probabilities, and a row (steps, residual, converged) per image, zeros without a fixed point.
@@ -179,4 +191,5 @@ def open_run(path: Path, device: str = "auto", **given: Any) -> Opened:
         flags = ", ".join("--" + name.replace("_", "-") for name in named)
         raise ValueError(f"{settings.model} has no fixed point; leave out {flags}")
     dataset = data.get(str(settings.data))
-    return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position)
+    identity = checkpoint.state["identity"]
+    return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position, identity)

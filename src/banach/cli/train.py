@@ -215,7 +215,8 @@ def finish(run: Run, net: nn.Module, title: str, history: History, data_dir: Pat
 
 def record(totals: Totals, images: Images, split: str, settings: Settings) -> dict[str, Any]:
     """Return the figures of an evaluation with their provenance, for JSON."""
-    about = {"split": split, "title": images.title, "count": len(images), "totals": plain(vars(totals))}
+    about = {"split": split, "title": images.title, "count": len(images), "images": images.sha256}
+    about |= {"totals": plain(vars(totals))}
     return about | provenance(settings.to_dict(), device=images.device)
 
 
