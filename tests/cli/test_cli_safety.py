@@ -145,7 +145,7 @@ def test_a_full_disk_loses_nothing(capsys: Any, monkeypatch: Any, count: int, na
         assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 2
     said = capsys.readouterr().err
     assert name in said
-    assert "No space left on device; free some space and resume" in said
+    assert "No space left on device; free some space and run it again (train: with --resume, earlier" in said
     assert main(["train", "--resume", "run"]) == 0
     assert main([*SMALL, "--epochs", "1", "--out", "whole"]) == 0
     assert same("run", "whole")
@@ -159,7 +159,7 @@ def test_a_full_disk_is_no_reason_to_resume_a_finished_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    refused(command, capsys, "No space left on device; free some space, then run the command again")
+    refused(command, capsys, "No space left on device; free some space and run it again (train: with --resume")
 
 
 def test_a_closed_pipe_of_warnings_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,18 +359,29 @@ def ways(net: nn.Module, data: list[Any], loss: Any = None) -> list[Any]:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda y, targets: F.mse_loss(y, targets).item(), "tensor of one number, got float; use mean..,"),
-        (lambda y, targets: (y - targets).square(), r"tensor of one number, got one of shape \(8, 1\); use mean"),
-        (nn.GaussianNLLLoss(), "missing 1 required positional argument: 'var'"),
+        (
+            lambda y, targets: F.mse_loss(y, targets).item(),
+            "into one number, got float; take its mean, as",
+        ),
+        (lambda y, targets: (y - targets).square(), r"into one number, got \(8, 1\); take its mean"),
     ],
 )
 def test_a_loss_that_is_not_a_mean_is_refused_in_a_sentence(loss: Any, said: str) -> None:
     """It was an AttributeError, or an error of torch.stack."""
     for use in ways(network().double(), batches(1), loss):
-        with pytest.raises(TypeError, match=said) as caught:
+        with pytest.raises(ValueError, match=said):
             use()
-        if "var" in said:
-            assert "called as loss(output, targets): wrap one that" in caught.value.__notes__[0]
+
+
+def test_a_loss_without_a_gradient_is_refused_in_a_sentence() -> None:
+    """Evaluation needs none."""
+    learn, score, take_step = ways(
+        network().double(), batches(1), lambda y, targets: F.mse_loss(y.detach(), targets)
+    )
+    for use in (learn, take_step):
+        with pytest.raises(ValueError, match="loss must depend on the network's weights, got a constant"):
+            use()
+    assert score().loss > 0
 
 
 def test_a_loss_with_an_axis_of_length_one() -> None:
@@ -383,7 +394,7 @@ def test_an_empty_batch_is_refused_in_a_sentence() -> None:
     """It was a ZeroDivisionError."""
     a, b, targets = torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 1)
     for use in ways(network(), [((a, b), targets)], F.mse_loss):
-        with pytest.raises(ValueError, match="a batch must hold at least one sample, got none; leave out empty"):
+        with pytest.raises(ValueError, match="need a batch axis of at least one sample, got"):
             use()
 
 
@@ -395,10 +406,10 @@ class Two(nn.Module):
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (torch.randn(8), r"targets of int64 \(8,\), or probabilities \(8, 3\), got torch.float32 \(8,\); convert"),
-        (torch.ones(8).int(), r"got torch.int32 \(8,\); convert them, or pass loss="),
-        (torch.ones(8, 5).long(), r"got torch.int64 \(8, 5\); convert them, or pass loss="),
-        (torch.arange(8), "class numbers from 0 to 2, got 0 to 7; give the network an output for each class"),
+        (torch.randn(8), r"got \(8, 3\) and torch.float32 \(8,\) \(.*\); change S, or pass loss="),
+        (torch.ones(8).int(), r"got \(8, 3\) and torch.int32 \(8,\)"),
+        (torch.ones(8, 5).long(), r"got \(8, 3\) and torch.int64 \(8, 5\)"),
+        (torch.arange(8), r"class numbers below their number, got .* \(Target \d is out of bounds"),
     ],
 )
 def test_targets_that_cross_entropy_does_not_take(targets: Tensor, said: str) -> None:
@@ -422,9 +433,9 @@ def classes_of(S: nn.Module) -> ImplicitNetwork:
 
 def test_an_output_that_cross_entropy_does_not_take() -> None:
     """A tuple has no dim()."""
-    for S, said in ((Two(), "got a tuple; change S or pass loss="), (nn.Flatten(0), r"got the shape \(80,\)")):
+    for S, said in ((Two(), "got tuple and"), (nn.Flatten(0), r"got \(80,\) and")):
         for use in ways(classes_of(S), [(torch.randn(8, 4), torch.arange(8) % 3)]):
-            with pytest.raises(ValueError, match=rf"needs outputs \(batch, classes, \.\.\.\), {said}"):
+            with pytest.raises(ValueError, match=rf"needs outputs \(batch, classes, \.\.\.\) .*{said}"):
                 use()
 
 

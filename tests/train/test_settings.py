@@ -165,7 +165,7 @@ def test_flags_override_the_file_and_the_file_overrides_the_recipe(tmp_path: Pat
         ("max-steps = 0\njacobian-penalty = 0.5", "explicit twin, .*; leave out jacobian-penalty"),
         ('max-steps = 0\nbackward = "neumann:5"', "explicit twin.* gradient is exact by jfb; leave out backward"),
         ("tune = true", "tune needs a module with a method tune, digits has none; use --no-tune"),
-        ("correction = 1\nmax-steps = 5", "correction-steps must be less than max-steps, here 5, got 5; choose"),
+        ("correction = 1\nmax-steps = 5", "correction-steps must be below max-steps 5, got 5; take"),
         ('data = "mnist"\nrecipe = "papr"', "did you mean 'paper'"),
         ('data = "cifar10"\nmodel = "resnet56"\nbackward = "jfb"', "no fixed point; leave out backward"),
     ],

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from banach.latent import Latent
 from banach.solve import Map
-from banach.solve.context import functorch, is_functorch_wrapped_tensor
+from banach.solve.context import is_functorch_wrapped_tensor, unwrap_derivatives
 
 
 class Mode(Protocol):
@@ -30,20 +30,14 @@ class Unchanged:
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], do: str) -> None:
         # Other kinds, such as sharded tensors, are kept by others; inference tensors do not count writes.
         plain = ((n, t) for n, t in tensors if type(t) in (Tensor, nn.Parameter) and not t.is_inference())
-        self.do, self.counts = do, [(name, tensor, _writes(tensor)) for name, tensor in plain]
+        plain = ((n, unwrap_derivatives(t)) for n, t in plain)  # a wrapper of torch.func counts its own writes
+        self.do, self.counts = do, [(name, tensor, tensor._version) for name, tensor in plain]
 
     def check(self) -> None:
         for name, tensor, count in self.counts:
-            if _writes(tensor) != count:
+            if tensor._version != count:
                 what = f"{name} was changed in place between the forward and the backward pass"
                 raise RuntimeError(f"{what}, which needs it as it was: {self.do}")
-
-
-def _writes(tensor: Tensor) -> int:
-    """Count the writes to a tensor; a wrapper of torch.func has its own count, which misses those to its value."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor._version
 
 
 def parameters_of(T: Any) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -97,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         # What typer raises for bad usage; its class is in click or in typer, depending on the version.
         if hasattr(error, "format_message"):
             return _usage(error)
-        sentence = _sentence(error, (sys.argv[1:] if arguments is None else arguments)[:1])
+        sentence = _sentence(error)
         if sentence is None or os.environ.get("BANACH_DEBUG"):
             raise
         return _refuse(sentence, DIVERGED if type(error).__name__ == "DivergenceError" else BAD_INPUT)
@@ -112,11 +111,12 @@ def _usage(error: Any) -> int:
     return _refuse(f"{message.rstrip('.')}; see: {path} --help".replace("?;", "?"))
 
 
-def _sentence(error: Exception, command: list[str]) -> str | None:
+def _sentence(error: Exception) -> str | None:
     """Return the message of an error that the user can do something about, None for others."""
     from banach.train import CheckpointError, DivergenceError, RunError  # a command has imported it already
 
-    if isinstance(error, (ValueError, RunError, CheckpointError, DivergenceError)):
+    random = "there is no fixed point to find" in str(error)  # an R with plain dropout
+    if random or isinstance(error, (ValueError, RunError, CheckpointError, DivergenceError)):
         return str(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
         return f"there is not enough memory for this; choose smaller settings ({str(error)[:200]})"
@@ -124,8 +124,7 @@ def _sentence(error: Exception, command: list[str]) -> str | None:
         return None
     said = (f"{error.filename}: " if error.filename else "") + str(error.strerror or error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        resumed = " and resume: earlier checkpoints are complete" if command == ["train"] else ""
-        said += f"; free some space{resumed or ', then run the command again'}"
+        said += "; free some space and run it again (train: with --resume, earlier checkpoints are complete)"
     return said
 
 

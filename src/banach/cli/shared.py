@@ -137,14 +137,14 @@ class Opened:
     position: Position
     identity: Mapping[str, str]
 
-    def load(self, split: str, data_dir: Path | None, *, strict: bool = False) -> Images:
-        """Return a split; if its images are not those of the run, warn, or with `strict` refuse them."""
+    def load(self, split: str, data_dir: Path | None) -> Images:
+        """Return a split. Refuse one of other training images, since it may hold some that the run has seen."""
         images = self.settings.load(split, data_dir)
-        known = (self.run.test() or {}).get("images") if split == "test" else self.identity.get("train" + DIGEST)
-        if known not in (None, images.sha256):
-            text = f"the images of {images.title} ({split}) are not those of the run: they have changed since then"
-            if strict:
-                raise RunError(text)
+        known: Mapping[str, Any] = (self.run.test() or {}) if split == "test" else self.identity
+        if known.get(DIGEST, images.sha256) != images.sha256:
+            text = f"the images of {images.title} ({split}) are not those of the run: they have changed"
+            if split != "test":
+                raise RunError(f"{text}; restore them")
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         return images
 
@@ -183,13 +183,12 @@ def open_run(path: Path, device: str = "auto", **given: Any) -> Opened:
         raise RunError(f"{path} has no checkpoint yet; train it: banach train --resume {shlex.quote(str(path))}")
     net = run.settings.changed({"device": device}).build()
     load_weights(net, checkpoint)
-    now = described(net, run.settings)
-    check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
+    now, identity = described(net, run.settings), checkpoint.state["identity"]
+    check_identity({name: kept for name, kept in identity.items() if name in now}, now)
     if isinstance(net, ImplicitNetwork):
         settings.configure(net)
     elif named := [name for name in FIXED_POINT if given.get(name) is not None]:
         flags = ", ".join("--" + name.replace("_", "-") for name in named)
         raise ValueError(f"{settings.model} has no fixed point; leave out {flags}")
     dataset = data.get(str(settings.data))
-    identity = checkpoint.state["identity"]
     return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position, identity)

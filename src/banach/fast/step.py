@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from banach.diagnose.descent import check_loss
 from banach.fast.capture import Graphs, held_fixed, reason_of, unchanged
 from banach.fast.network import FastNetwork, compiled, run_network
 from banach.fast.plan import Choice, Plan, plan
@@ -128,8 +129,8 @@ class TrainStep:
         for name, value in (*(("inputs", one) for one in d), ("targets", targets)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
-        if not targets.numel():
-            raise ValueError("a batch must hold at least one sample, got none; leave out empty batches")
+        if targets.shape[:1] == (0,):
+            raise ValueError("targets need a batch axis of at least one sample, got none; leave that batch out")
         if self.outdated:
             self._make_plan()
         cast(GivenBatches, self.feed).take((*d, targets), captured=bool(self.plan.graph))
@@ -223,7 +224,7 @@ class TrainStep:
         if penalty is not None and found is not None:  # the observed solver holds the autograd graph of the pass
             found = replace(found, solver=cast(ImplicitNetwork, self.net).solver)
         compute = self._captured_loss if captured else self.loss
-        loss = mean_loss(compute, output, targets)
+        loss = check_loss(compute(output, targets))
         if metrics is not None:
             metrics.add(loss, output, targets, found)
         total = loss if penalty is None else loss + penalty.added(seen, lambda y: compute(y, targets))
@@ -257,20 +258,6 @@ class TrainStep:
     def _state(self) -> list[Tensor]:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return [value for value in values if isinstance(value, Tensor)]
-
-
-def mean_loss(loss: Callable[[Any, Tensor], Tensor], output: Any, targets: Tensor) -> Tensor:
-    """Return loss(output, targets) as a tensor without axes; refuse what is not one number."""
-    try:
-        value: Any = loss(output, targets)
-    except TypeError as error:
-        if "positional argument" in str(error):
-            error.add_note("A loss is called as loss(output, targets): wrap one that needs more in a function.")
-        raise
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(())
-    got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    raise TypeError(f"a loss must return its mean, a tensor of one number, got {got}; use mean(), not item()")
 
 
 def at_least_fp32(output: Any) -> Any:

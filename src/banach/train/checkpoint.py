@@ -178,9 +178,8 @@ def local(value: Any) -> Tensor:
     """Return this rank's part of a sharded tensor, the values of a sparse one, or `value`; in the same memory."""
     found: Any = value.detach()
     found = found.to_local() if is_sharded(found) else found
-    if found.layout is not torch.strided:
-        return found._values() if found.is_sparse else found.values()
-    return found
+    strided = found.layout is torch.strided
+    return found if strided else found._values() if found.is_sparse else found.values()
 
 
 def is_sharded(*values: Any) -> bool:

@@ -81,8 +81,7 @@ def fit(
     _check(net, train, validation, settings, objective)
     sparse = [name for name, t in net.state_dict().items() if getattr(t, "layout", torch.strided) != torch.strided]
     if sparse and run is not None:
-        text = f"a checkpoint holds dense tensors, got the sparse {sparse[0]}"
-        raise ValueError(f"{text}; register it with persistent=False, or leave out run")
+        raise ValueError(f"a checkpoint holds dense tensors, got {sparse[0]}; register it with persistent=False")
     if settings.on_nonfinite == "rewind" and run is None:
         raise ValueError("on_nonfinite='rewind' needs checkpoints; pass run=, or choose stop or skip")
     ranks = Ranks.here()

@@ -23,24 +23,19 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def cross_entropy(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the cross entropy; refuse one output, of which it would be zero, and targets of other kinds."""
-    if not isinstance(output, Tensor) or output.dim() < 2:
-        got = f"the shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-        raise ValueError(f"cross entropy needs outputs (batch, classes, ...), got {got}; change S or pass loss=")
-    if output.shape[1] == 1:
+    """Return the cross entropy; refuse one output, of which it would be zero, and what it does not take."""
+    shape = tuple(getattr(output, "shape", ()))
+    if shape[1:2] == (1,):
         got = f"got one output and {targets.dtype} targets; give two outputs for two classes"
         raise ValueError(f"cross entropy needs a score for each class, {got}, or pass loss= for a regression")
-    wanted = output.shape[:1] + output.shape[2:]
-    numbers = targets.dtype in (torch.int64, torch.uint8) and targets.shape == wanted
-    if not numbers and not (targets.is_floating_point() and targets.shape == output.shape):
-        expected = f"targets of int64 {tuple(wanted)}, or probabilities {tuple(output.shape)}"
-        got = f"{targets.dtype} {tuple(targets.shape)}"
-        raise ValueError(f"cross entropy needs {expected}, got {got}; convert them, or pass loss=")
     try:
         return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
-    except IndexError:
-        got = f"got {int(targets.min())} to {int(targets.max())}; give the network an output for each class"
-        raise ValueError(f"targets must be class numbers from 0 to {output.shape[1] - 1}, {got}") from None
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        got = f"got {shape or type(output).__name__} and {targets.dtype} {tuple(targets.shape)} ({error})"
+        text = "cross entropy needs outputs (batch, classes, ...) and int64 class numbers below their number"
+        raise ValueError(f"{text}, {got}; change S, or pass loss=") from error
 
 
 @dataclass(frozen=True)

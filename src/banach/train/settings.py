@@ -49,9 +49,8 @@ class Settings:
     The first two groups describe the data and the network, which `load`, `augmentation` and `build` make; leave
     them None if you pass your own to `fit`. Strings are those of `banach.train.words`.
 
-    The parts of `accumulate` are weighted by samples: they give the gradient of the whole batch if the loss is a
-    plain mean over samples (not one with class weights, or over tokens), and batch norm sees the parts. `ema` is
-    the decay d of the averaged weights, a <- d a + (1 - d) w at every step.
+    The parts of `accumulate` give the gradient of the whole batch if the loss is a plain mean over samples; batch
+    norm sees the parts. `ema` is the decay d of averaged weights, a <- d a + (1 - d) w at every step.
 
     `jacobian_penalty` times |dT/du|_F^2 / n at the fixed point is added to the loss, estimated by one product with
     the Jacobian or by a difference; `correction` times the losses at some iterates, see
@@ -273,9 +272,8 @@ class Settings:
             raise ValueError(f"{text}; leave out {', '.join(wrong).replace('_', '-')}")
         if self.tune and not any(callable(getattr(module, "tune", None)) for module in net.modules()):
             raise ValueError(f"tune needs a module with a method tune, {self.model} has none; use --no-tune")
-        if self.correction and max(self.correction_steps) >= (most := net.tolerance.max_steps):
-            got = f"got {max(self.correction_steps)}; choose earlier iterates, or more steps"
-            raise ValueError(f"correction-steps must be less than max-steps, here {most}, {got}")
+        if self.correction and (last := max(self.correction_steps)) >= (most := net.tolerance.max_steps):
+            raise ValueError(f"correction-steps must be below max-steps {most}, got {last}; take earlier ones")
 
 
 _NAMES = [field.name for field in dataclasses.fields(Settings)]
