@@ -64,7 +64,7 @@ test: setup lint
 	@echo "line coverage of src/banach: $$($(BIN)/coverage report --format=total)%"
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	WRITE_RESULTS=1 $(BIN)/python -m pytest -m "slow and not gpu"
 
 test-endurance: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/train/test_kills.py tests/train/test_mutations.py

@@ -103,7 +103,7 @@ def test_onnx_equals_the_network_on_digits(solver: str, digits: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_onnx_equals_the_network_on_mnist(tmp_path: Path, real_data: Any) -> None:  # noqa: F811
-    """All test images, one by one and by 512. The figures are kept in results/export.json."""
+    """All test images, one by one and by 512. `make test-slow` keeps the figures in results/export.json."""
     source_commit()  # before the file is written, which makes the tree dirty
     run, path, folder = tmp_path / "run", tmp_path / "model.onnx", real_data("mnist")
     flags = ["--data", "mnist", "--data-dir", str(folder), "--subset", "2000", "--epochs", "1", "--out", str(run)]
@@ -117,7 +117,23 @@ def test_onnx_equals_the_network_on_mnist(tmp_path: Path, real_data: Any) -> Non
             print(found[-1])  # a minute each
     opened = open_run(run, "cpu")
     accuracy = json.loads((run / "test.json").read_text())["totals"]["accuracy"]
-    write_json(FIGURES, {"found": found, "test_accuracy": accuracy, **provenance(opened.settings)})
+    content = {"found": found, "test_accuracy": accuracy, **provenance(opened.settings)}
+    write_json(written_to(tmp_path), content)
+
+
+def written_to(scratch: Path) -> Path:
+    """Return where figures go: into results/ only on request, as by `make test-slow`."""
+    return FIGURES if os.environ.get("WRITE_RESULTS") else scratch / FIGURES.name
+
+
+def test_a_committed_result_is_written_on_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever MNIST was on the disk, the figures changed, and the test below failed in the same run."""
+    monkeypatch.delenv("WRITE_RESULTS", raising=False)
+    assert written_to(tmp_path) == tmp_path / "export.json"
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\ntest-slow: setup\n\tWRITE_RESULTS=1 $(BIN)/python -m pytest" in makefile
+    monkeypatch.setenv("WRITE_RESULTS", "1")
+    assert written_to(tmp_path) == FIGURES
 
 
 def test_the_page_quotes_the_measured_figures() -> None:

@@ -90,6 +90,21 @@ def test_a_network_forwards_and_backwards(method: Any) -> None:
     assert error(jacrev(net)(d), jacrev(lambda d: by_hand(net, d))(d)) <= 1e-9
 
 
+def test_parameters_that_were_written_to_before_the_pass() -> None:
+    """By an optimizer, or by nn.init: they were refused as changed between the forward and the backward pass."""
+    net, d = network(Implicit(NormalCG(), TIGHT)), normal(4, 5, seed=141)
+    given = {name: p.detach().add_(0) for name, p in net.named_parameters()}
+    found = jacrev(lambda given: functional_call(net, given, (d,)))(given)
+    weights, outputs = list(net.parameters()), by_hand(net, d).flatten()
+    rows = [torch.autograd.grad(y, weights, retain_graph=True) for y in outputs]
+    assert error(matrix(found.values(), 12), torch.stack([flat(row) for row in rows])) <= 1e-9
+    pull = vjp(lambda given: functional_call(net, given, (d,)), given)[1]
+    for p in net.R.parameters():
+        p.detach().mul_(2)  # the memory of those in `given`
+    with pytest.raises(RuntimeError, match=r"R's parameter .* was changed in place between"):
+        pull(torch.ones_like(by_hand(net, d)))
+
+
 # Per sample: solve first, then vmap(grad(...)) with z0=z* and max_steps=0.
 
 

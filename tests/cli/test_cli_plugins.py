@@ -1,6 +1,9 @@
 """Models and data of your own on the command line: --import, entry points, folders; runs find them again."""
 
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from banach.cli import app, shared
 from banach.cli.app import main
 from banach.data import dataset
 from banach.models import Model
+from banach.provenance import digest
 from banach.train import Run
 from cli.conftest import SMALL, refused
 
@@ -127,3 +131,116 @@ def test_folders_and_arrays_train_and_resume_from_another_folder(here: Path, mon
         assert main(["evaluate", f"../runs/{name}-1", "--split", "validation", "--device", "cpu"]) == 0
         assert main(["train", "--resume", f"../runs/{name}-1"]) == 0
     assert main(["predict", "../runs/photos-1", str(here / "photos" / "a")]) == 0
+
+
+def write_arrays(seed: int = 0, change: int = 0) -> str:
+    """Write arrays of the same shapes and labels; return the SHA-256 of the training part."""
+    pixels = np.random.default_rng(seed).integers(0, 200, (60, 8, 8), dtype=np.uint8)
+    x, y, labels = pixels[:40], pixels[40:] + np.uint8(change), np.arange(60, dtype=np.uint8) % 3
+    np.savez("mine.npz", x_train=x, y_train=labels[:40], x_test=y, y_test=labels[40:])
+    return hashlib.sha256(labels[:40].tobytes() + x.tobytes()).hexdigest()
+
+
+@pytest.mark.filterwarnings("always")  # the command line prints them
+def test_a_run_knows_the_images_it_was_trained_on(capsys: Any) -> None:
+    """Other pixels in arrays of the same shape were resumed, evaluated and reported without a word."""
+    was, command = write_arrays(), ["train", "--data", "mine.npz", "--model", "digits", "--batch-size", "8"]
+    assert main([*command, *SMALL[5:], "--epochs", "2", "--out", "run"]) == 0
+    now = write_arrays(seed=1)
+    said = f"the run was started with the SHA-256 of the images={was}, got {now}; resume with the same one"
+    refused(["train", "--resume", "run"], capsys, said)
+    changed = "the images of mine.npz (validation) are not those of the run: they have changed; restore them"
+    for command in (["evaluate", "run", "--split", "validation"], ["diagnose", "run", "--samples", "4"]):
+        refused([*command, "--device", "cpu"], capsys, changed)
+    assert main(["report", "run", "--samples", "0", "--device", "cpu"]) == 0
+    assert f"Nothing was measured: {changed}." in Path("run/report.html").read_text()
+
+    assert write_arrays(change=1) == was  # other test images: training goes on
+    assert main(["train", "--resume", "run"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--split", "validation", "--device", "cpu"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["evaluate", "run", "--device", "cpu"]) == 0
+    assert "mine.npz (test) are not those of the run" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_has_no_digest_and_is_read(capsys: Any) -> None:
+    write_arrays()
+    command = ["train", "--data", "mine.npz", "--model", "digits", "--batch-size", "8"]
+    assert main([*command, *SMALL[5:], "--epochs", "1", "--out", "run"]) == 0
+    for path in Path("run").glob("checkpoints/*/state.json"):
+        content = json.loads(path.read_text())
+        identity = content["state"]["identity"]
+        assert identity.pop("the SHA-256 of the images") == write_arrays()
+        path.write_text(json.dumps({**content, "sha256": digest(content["state"])}))
+    figures = json.loads(Path("run/test.json").read_text())
+    del figures["the SHA-256 of the images"], figures["sha256"]
+    Path("run/test.json").write_text(json.dumps(figures))
+    write_arrays(seed=1)
+    for later in (["train", "--resume", "run"], ["evaluate", "run"], ["report", "run", "--samples", "0"]):
+        capsys.readouterr()
+        assert main(later) == 0
+        assert capsys.readouterr().err == ""
+    assert "Nothing was measured" not in Path("run/report.html").read_text()
+
+
+FAULTS = """
+from torch import nn
+from banach import models
+class R(nn.Module):
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.Dropout(p)
+    def forward(self, u, v):
+        return 0.5 * self.drop(self.linear(u).tanh()) + v
+class Two(nn.Module):
+    def forward(self, u):
+        return u, u
+def Q(inputs=64):
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 16), nn.BatchNorm1d(16))
+for name, make in {
+    "few": lambda image, classes: (Q(), R(), nn.Linear(16, classes - 3)),
+    "two": lambda image, classes: (Q(), R(), Two()),
+    "none": lambda image, classes: "net",
+    "drop": lambda image, classes: (Q(), R(0.5), nn.Linear(16, classes)),
+    "shape": lambda image, classes: (Q(60), R(), nn.Linear(16, classes)),
+    "bug": lambda image, classes: undefined,
+    "good": lambda image, classes: (Q(), R(), nn.Linear(16, classes)),
+}.items():
+    models.register(name, make, description="for a test", image=(1, 8, 8))
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "few",
+            "class numbers below their number, got (2, 7) and torch.int64 (2,) (Target 9 is out of bounds",
+        ),
+        ("two", "cross entropy needs outputs (batch, classes, ...)"),
+        ("none", "the builder of none must return (Q, R, S) or a module, got str"),
+        ("drop", "R.drop is Dropout, which draws new random numbers at every evaluation"),
+    ],
+)
+def test_a_model_with_a_fault_is_refused_in_a_sentence(
+    model: str, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback, which BANACH_DEBUG=1 still shows, and left a run directory."""
+    Path("mine_package.py").write_text(FAULTS)
+    command = [*SMALL, "--import", "mine_package", "--model", model, "--epochs", "1", "--out", "r"]
+    refused(command, capsys, said)
+    assert Path("r").exists() == (model == "drop")  # which is seen in train mode only
+    shutil.rmtree("r", ignore_errors=True)
+    monkeypatch.setenv("BANACH_DEBUG", "1")
+    with pytest.raises((ValueError, RuntimeError)):
+        main(command)
+
+
+def test_bugs_of_a_model_are_shown() -> None:
+    Path("mine_package.py").write_text(FAULTS)
+    command = [*SMALL, "--import", "mine_package", "--epochs", "1", "--model"]
+    for model, error, said in (("bug", NameError, "undefined"), ("shape", RuntimeError, "mat1 and mat2 shapes")):
+        with pytest.raises(error, match=said):
+            main([*command, model])
+    assert main([*command, "good"]) == 0

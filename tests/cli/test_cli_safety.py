@@ -145,10 +145,21 @@ def test_a_full_disk_loses_nothing(capsys: Any, monkeypatch: Any, count: int, na
         assert main([*SMALL, "--epochs", "1", "--out", "run"]) == 2
     said = capsys.readouterr().err
     assert name in said
-    assert "No space left on device; free some space and resume" in said
+    assert "No space left on device; free some space and run it again (train: with --resume, earlier" in said
     assert main(["train", "--resume", "run"]) == 0
     assert main([*SMALL, "--epochs", "1", "--out", "whole"]) == 0
     assert same("run", "whole")
+
+
+@pytest.mark.parametrize("command", [["evaluate", "run"], ["report", "run", "--samples", "0"]], ids="".join)
+def test_a_full_disk_is_no_reason_to_resume_a_finished_run(
+    command: list[str], run: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(command, capsys, "No space left on device; free some space and run it again (train: with --resume")
 
 
 def test_a_closed_pipe_of_warnings_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,8 @@ def zipped(path: Path, **members: bytes) -> Path:
         ({**WHOLE, "images": PIXELS.reshape(60, 30)}, "images must be"),
         ({**WHOLE, "labels": 0 * LABELS}, "1 classes, expected"),
         ({"images": PIXELS[:9], "labels": LABELS[:9]}, "9 training images, 0 test images"),
+        ({**SPLIT, "y_test": LABELS[40:] + 3}, "test images of a class without training images"),
+        ({**SPLIT, "y_test": LABELS[40:] - 3}, "labels below 0"),
         ({**SPLIT, "x_test": PIXELS[40:, 1:]}, "make them match"),
         ({"images": np.uint8(1), "labels": np.array(1)}, "1 labels for images (); make them match"),
         ({**WHOLE, "images": PIXELS[:, :0]}, "60 images (1, 0, 5), expected 1 to"),

@@ -87,7 +87,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"image must be \(channels, height, width\), .* got None"):
         models.register("bad", own, description="bad")
     models.register("bad", lambda image, classes: "net", description="bad", image=(1, 2, 2))
-    with pytest.raises(TypeError, match=r"the builder of bad must return \(Q, R, S\) or a module, got str"):
+    with pytest.raises(ValueError, match=r"the builder of bad must return \(Q, R, S\) or a module, got str"):
         models.build("bad")
     with pytest.raises(ValueError, match="resnet56 has no twin without batch norm"):
         models.build("resnet56", batch_norm=False)

@@ -327,3 +327,55 @@ def test_the_policy_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
         quietly(lambda: fit(network("data"), marked(), HELD, made, run=run))
     skip = replace(made, on_nonfinite="skip")
     assert quietly(lambda: fit(network("data"), marked(), HELD, skip, run=run)).finished
+
+
+class Mixed(nn.Module):
+    """Q(d) = A W d, A sparse, or None for the dense one."""
+
+    def __init__(self, layout: Any, *, persistent: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        A = torch.rand(12, 12, dtype=torch.float64).triu(8)
+        self.register_buffer("A", A if layout is None else A.to_sparse(layout=layout), persistent=persistent)
+        self.linear = nn.Linear(64, 12).double()
+
+    def forward(self, d: Tensor) -> Tensor:
+        mixed: Tensor = self.A @ self.linear(d.flatten(1).double()).mT
+        return mixed.mT
+
+
+def sparse_network(layout: Any, **options: Any) -> ImplicitNetwork:
+    net = plain_network()
+    net.Q = Mixed(layout, **options)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore::banach.ConvergenceWarning")
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_the_values_of_a_sparse_buffer_are_watched(layout: Any, policy: str, tmp_path: Path) -> None:
+    """No maximum of a sparse tensor is implemented, so that fit failed at its first step."""
+    made, nets = settings(epochs=1, on_nonfinite=policy), [sparse_network(one) for one in (layout, None)]
+    losses = [fit(net, images(), None, made).last.loss for net in nets]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    for got, wanted in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r"holds dense tensors, got Q\.A; register it with"):
+        fit(sparse_network(layout, persistent=True), images(), None, made, run=Run.create(tmp_path / "run", made))
+    values: Any = nets[0].get_buffer("Q.A")
+    (values._values() if layout is torch.sparse_coo else values.values())[3] = torch.nan
+    with pytest.raises(DivergenceError, match=r"in step 1 of epoch 1"):
+        fit(nets[0], images(), None, made)
+
+
+def test_a_sparse_gradient_is_watched() -> None:
+    """Of an embedding with sparse=True, which SGD takes."""
+    nets = list[nn.Module]()
+    data = [(torch.arange(12).reshape(4, 3), torch.arange(4) % 2), (torch.full((2, 3), 7), torch.arange(2))]
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        Q = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Flatten())
+        nets.append(ImplicitNetwork(Q, Contraction(12), nn.Linear(12, 2)))
+        fit(nets[-1], data, None, settings(optimizer="sgd", lr=0.1))
+    for got, wanted in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(got, wanted)

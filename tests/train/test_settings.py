@@ -147,6 +147,8 @@ def test_flags_override_the_file_and_the_file_overrides_the_recipe(tmp_path: Pat
     settings = choose({}, file)
     assert (settings.jacobian_penalty, settings.correction, settings.correction_steps) == (0.5, 1, (1, 4))
     assert choose({"correction_steps": "2,3"}, file).correction_steps == (2, 3)
+    assert choose({"max_steps": 5}, file).correction_steps == (1, 4)  # the last iterate that a solve goes on from
+    assert choose({"max_steps": 2}).correction == 0
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,8 @@ def test_flags_override_the_file_and_the_file_overrides_the_recipe(tmp_path: Pat
         ('correction-steps = "2,x"', "'2,x' needs a whole number, got 'x'"),
         ("max-steps = 0\njacobian-penalty = 0.5", "explicit twin, .*; leave out jacobian-penalty"),
         ('max-steps = 0\nbackward = "neumann:5"', "explicit twin.* gradient is exact by jfb; leave out backward"),
+        ("tune = true", "tune needs a module with a method tune, digits has none; use --no-tune"),
+        ("correction = 1\nmax-steps = 5", "correction-steps must be below max-steps 5, got 5; take"),
         ('data = "mnist"\nrecipe = "papr"', "did you mean 'paper'"),
         ('data = "cifar10"\nmodel = "resnet56"\nbackward = "jfb"', "no fixed point; leave out backward"),
     ],

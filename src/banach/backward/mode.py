@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from banach.latent import Latent
 from banach.solve import Map
-from banach.solve.context import is_functorch_wrapped_tensor
+from banach.solve.context import is_functorch_wrapped_tensor, unwrap_derivatives
 
 
 class Mode(Protocol):
@@ -33,6 +33,7 @@ class Unchanged:
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], do: str) -> None:
         # Other kinds, such as sharded tensors, are kept by others; inference tensors do not count writes.
         plain = ((n, t) for n, t in tensors if type(t) in (Tensor, nn.Parameter) and not t.is_inference())
+        plain = ((n, unwrap_derivatives(t)) for n, t in plain)  # a wrapper of torch.func counts its own writes
         self.do, self.counts = do, [(name, tensor, tensor._version) for name, tensor in plain]
 
     def check(self) -> None:

@@ -115,7 +115,8 @@ def _sentence(error: Exception) -> str | None:
     """Return the message of an error that the user can do something about, None for others."""
     from banach.train import CheckpointError, DivergenceError, RunError  # a command has imported it already
 
-    if isinstance(error, (ValueError, RunError, CheckpointError, DivergenceError)):
+    random = "there is no fixed point to find" in str(error)  # an R with plain dropout
+    if random or isinstance(error, (ValueError, RunError, CheckpointError, DivergenceError)):
         return str(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
         return f"there is not enough memory for this; choose smaller settings ({str(error)[:200]})"
@@ -123,7 +124,7 @@ def _sentence(error: Exception) -> str | None:
         return None
     said = (f"{error.filename}: " if error.filename else "") + str(error.strerror or error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        said += "; free some space and resume: earlier checkpoints are complete"
+        said += "; free some space and run it again (train: with --resume, earlier checkpoints are complete)"
     return said
 
 

@@ -72,9 +72,7 @@ def verify_(
 
 @data_app.command(epilog=EPILOG)
 def fetch(
-    names: Annotated[list[str], argument("Data sets.")],
-    data_dir: DataDir = None,
-    modules: Imports = None,
+    names: Annotated[list[str], argument("Data sets.")], data_dir: DataDir = None, modules: Imports = None
 ) -> None:
     """Download data sets, and verify them.
 

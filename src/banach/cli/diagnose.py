@@ -112,7 +112,7 @@ def diagnose(
     net, settings = opened.net, opened.settings
     if not isinstance(net, ImplicitNetwork) or net.tolerance.max_steps == 0:
         raise ValueError(f"{run} holds an explicit network, which has no fixed point to diagnose")
-    found = settings.load("validation", data_dir)
+    found = opened.load("validation", data_dir)
     samples = min(32, len(found)) if samples is None else checks.whole("samples", samples, 2, len(found))
     checks.whole("seed", seed, 0, 2**63 - 1)
     chosen = found.subset(samples).to(settings.torch_device)

@@ -44,7 +44,7 @@ def evaluate(
         console.print(f"the run is not finished ({done}): do not choose anything by its test set")
     if settings.whole and split == "validation":
         raise ValueError("this run was trained on the validation images too (whole); choose --split test or train")
-    images = settings.load(split, data_dir).to(settings.torch_device)
+    images = opened.load(split, data_dir).to(settings.torch_device)
     totals = measure(net, images, batch_size=batch_size, precision=settings.precision)
     title = f"{images.title}: {len(images):,} {split} images"
     console.print(table(title, ("figure", "value"), figures(totals, split)))

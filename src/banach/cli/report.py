@@ -140,7 +140,7 @@ def _measure(one: Reported, samples: int, data_dir: Path | None, device: str) ->
     try:
         opened = open_run(one.run.path, device)
         one = replace(one, parameters=parameters(opened.net))
-        images = opened.settings.load("validation", data_dir)
+        images = opened.load("validation", data_dir)
     except (RunError, DataError) as error:
         return replace(one, why=f"Nothing was measured: {error}.")
     console.print(f"measuring {one.name} on {len(images):,} validation images")

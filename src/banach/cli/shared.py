@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,7 +25,7 @@ from banach.train import Position, Run, RunError, Scorer, Settings
 from banach.train.plot import Chart, draw
 from banach.train.precision import arithmetic
 from banach.train.settings import FIXED_POINT
-from banach.train.state import check_identity, described, load_weights
+from banach.train.state import DIGEST, check_identity, described, load_weights
 
 GROUP = "banach"  # of entry points
 SCORED = 400  # images at a time
@@ -135,6 +135,18 @@ class Opened:
     net: nn.Module
     dataset: DataSet
     position: Position
+    identity: Mapping[str, str]
+
+    def load(self, split: str, data_dir: Path | None) -> Images:
+        """Return a split. Refuse one of other training images, since it may hold some that the run has seen."""
+        images = self.settings.load(split, data_dir)
+        known: Mapping[str, Any] = (self.run.test() or {}) if split == "test" else self.identity
+        if known.get(DIGEST, images.sha256) != images.sha256:
+            text = f"the images of {images.title} ({split}) are not those of the run: they have changed"
+            if split != "test":
+                raise RunError(f"{text}; restore them")
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return images
 
     def answers(self, images: Images) -> tuple[Tensor, Tensor]:
         """Return probabilities, and a row (steps, residual, converged) per image, zeros without a fixed point.
@@ -171,12 +183,12 @@ def open_run(path: Path, device: str = "auto", **given: Any) -> Opened:
         raise RunError(f"{path} has no checkpoint yet; train it: banach train --resume {shlex.quote(str(path))}")
     net = run.settings.changed({"device": device}).build()
     load_weights(net, checkpoint)
-    now = described(net, run.settings)
-    check_identity({name: kept for name, kept in checkpoint.state["identity"].items() if name in now}, now)
+    now, identity = described(net, run.settings), checkpoint.state["identity"]
+    check_identity({name: kept for name, kept in identity.items() if name in now}, now)
     if isinstance(net, ImplicitNetwork):
         settings.configure(net)
     elif named := [name for name in FIXED_POINT if given.get(name) is not None]:
         flags = ", ".join("--" + name.replace("_", "-") for name in named)
         raise ValueError(f"{settings.model} has no fixed point; leave out {flags}")
     dataset = data.get(str(settings.data))
-    return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position)
+    return Opened(run, settings, net.to(where).eval(), dataset, checkpoint.position, identity)

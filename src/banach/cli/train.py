@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 import shlex
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from banach.train.distributed import Ranks, joined
 from banach.train.plot import LEARNING, SOLVES, board, curves
 from banach.train.run import PLOT
 from banach.train.settings import GROUPS
+from banach.train.state import DIGEST
 
 BOARD = "tensorboard"
 EPILOG = """Switches have a --no- form, such as --no-monitor. A settings file (--config) holds the same names:
@@ -107,7 +109,11 @@ def _parts(settings: Settings, data_dir: Path | None) -> tuple[nn.Module, Images
     validation = None if settings.whole else settings.load("validation", data_dir)
     dataset = registry.get(str(settings.data))
     find(dataset, "test", roots(dataset, data_dir))  # missing test data is better reported before training
-    return settings.build(), train, validation
+    net = settings.build()
+    if settings.torch_device.type == "cpu":
+        with warnings.catch_warnings(action="ignore"):  # fresh weights need not converge
+            evaluate(net, train.take(train.labels.topk(2).indices))  # refuses too few outputs
+    return net, train, validation
 
 
 def _next_free(data: str) -> Path:
@@ -143,17 +149,9 @@ def _fit(run: Run, net: nn.Module, images: Images, validation: Images | None, fo
                 shown.append(stack.enter_context(board(folder)))
             except ValueError as error:
                 console.print(str(error))
-        return fit(
-            net,
-            images,
-            validation,
-            settings,
-            augment=settings.augmentation(),
-            run=run,
-            on_epoch=on_epoch,
-            on_step=progress.step,
-            on_plan=lambda plan: console.print(str(plan)),
-        )
+        how: Any = {"augment": settings.augmentation(), "run": run, "on_epoch": on_epoch}
+        how |= {"on_step": progress.step, "on_plan": lambda plan: console.print(str(plan))}
+        return fit(net, images, validation, settings, **how)
 
 
 def _say_stopped(run: Run, data_dir: Path | None) -> None:
@@ -195,8 +193,8 @@ def finish(run: Run, net: nn.Module, title: str, history: History, data_dir: Pat
 
 def record(totals: Totals, images: Images, split: str, settings: Settings) -> dict[str, Any]:
     """Return the figures of an evaluation with their provenance, for JSON."""
-    about = {"split": split, "title": images.title, "count": len(images), "totals": plain(vars(totals))}
-    return about | provenance(settings.to_dict(), device=images.device)
+    about = {"split": split, "title": images.title, DIGEST: images.sha256, "count": len(images)}
+    return about | {"totals": plain(vars(totals))} | provenance(settings.to_dict(), device=images.device)
 
 
 def figures(totals: Totals, split: str) -> list[tuple[str, str]]:

@@ -78,9 +78,7 @@ CIFAR10 = DataSet(
     folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
     files={"train": tuple(f"data_batch_{k}" for k in range(1, 6)), "test": ("test_batch",)},
     endings=(".bin", ""),
-    downloads={
-        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530",
-    },
+    downloads={"https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"},
     known={
         "train": "72271e0eaae021dd9568260927404c4fff87e7e0bfa04c843b94150b01b9bc26",
         "test": "ecc0a6ddb5cb58330ce4f06c1825ec8c68baeade5baaacbb3cbdf8f385599213",

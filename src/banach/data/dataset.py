@@ -6,7 +6,7 @@ import os
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,12 +168,12 @@ def load(
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)}")
     part = "test" if split == "test" else "train"
-    (pixels, labels), title, _ = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)))
+    (pixels, labels), title, digest = _read(dataset, part, find(dataset, part, roots(dataset, data_dir)))
     if split in ("train", "validation"):
         index = parted(labels, dataset.validation)[split == "validation"]
         pixels, labels = pixels[index], labels[index]
     tensors = torch.from_numpy(pixels).to(device), torch.from_numpy(labels.astype(np.int64)).to(device)
-    return dataset.images(*tensors, split=split, title=title)
+    return replace(dataset.images(*tensors, split=split, title=title), sha256=digest)
 
 
 def verify(dataset: DataSet, part: str, places: tuple[Path, ...]) -> str:

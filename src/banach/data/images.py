@@ -23,7 +23,8 @@ KEY = 0x62616E616368  # "banach"
 class Images:
     """`pixels` uint8 (N, C, H, W) and `labels` int64 (N,), on one device.
 
-    `title` names the data in results. `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    `title` names the data in results. `mean` and `std` are per channel, of pixels scaled to [0, 1]. `sha256` is
+    that of the part of a data set which they were loaded from, or None: a run does not resume with another.
     """
 
     pixels: Tensor
@@ -34,6 +35,7 @@ class Images:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    sha256: str | None = None
 
     def __post_init__(self) -> None:
         x, y = self.pixels, self.labels

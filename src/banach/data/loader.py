@@ -75,8 +75,8 @@ def _checked(given: Any) -> Batch:
     d = tuple(given[0]) if isinstance(given[0], (tuple, list)) else (given[0],)
     if wrong := [type(one).__name__ for one in (*d, given[1]) if not isinstance(one, Tensor)]:
         raise TypeError(f"a batch must be {kinds}, got {wrong[0]} in it")
-    if given[1].dim() == 0:
-        raise ValueError("targets need a batch axis, got a tensor without axes; set the batch size of the data")
+    if (shape := tuple(given[1].shape))[:1] in ((), (0,)):
+        raise ValueError(f"targets need a batch axis of at least one sample, got shape {shape}; correct the data")
     return *d, given[1]
 
 

@@ -148,7 +148,7 @@ def _dataset(
     if not 0 < (train + test) * math.prod(shape) <= LIMIT:
         got = f"{train + test:,} images {shape}"
         raise DataError(f"{name} has {got}, expected 1 to {LIMIT:,} bytes; choose a size, as in folder:PATH@32")
-    if min(one.min() for one in labels) < 0:
+    if labels[0].min() < 0 or not np.isin(labels[-1], labels[0]).all():
         raise DataError(f"{name} has labels below 0, or test images of a class without training images; fix them")
 
     def read_part(part: str, paths: tuple[Path, ...]) -> Arrays:

@@ -101,15 +101,8 @@ def descent_checks(
         exact = exact or Implicit(tolerance=Tolerance(atol=0.0, rtol=rtol, max_steps=1000))
 
         def gradient(mode: Mode, u: Latent) -> tuple[float, tuple[Tensor, ...]]:
-            value = loss(S(mode.attach(at.T, detach(u), at.inputs, coupled=at.coupled)))
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"loss must turn the network's output into one number, got {got}; take its mean")
-            if not value.requires_grad:
-                raise ValueError(
-                    "loss must depend on the network's weights, got a constant; do not detach the output"
-                )
-            grads = torch.autograd.grad(value.sum(), list(weights), retain_graph=True, materialize_grads=True)
+            value = check_loss(loss(S(mode.attach(at.T, detach(u), at.inputs, coupled=at.coupled))))
+            grads = torch.autograd.grad(value, list(weights), retain_graph=True, materialize_grads=True)
             return float(value.detach()), grads
 
         true = gradient(exact, final.value)[1]
@@ -120,6 +113,16 @@ def descent_checks(
         parts = {name: _agreement(weights, grads, true, {name}) for name in "QRS" if name in owned}
         made.append(Descent(whole.cosine, whole.ratio, parts, value, mode, exact, final))
     return tuple(made)
+
+
+def check_loss(value: Any) -> Tensor:
+    """Return what a loss gave as a tensor without axes; refuse what is not one number that weights change."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss must turn outputs into one number, got {got}; take its mean, as a tensor")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
+    return value.reshape(())
 
 
 def _trained_weights(net: Any) -> dict[Tensor, set[str]]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from banach.diagnose.descent import check_loss
 from banach.fast.capture import Graphs, held_fixed, reason_of, unchanged
 from banach.fast.network import FastNetwork, compiled, promoted, run_network
 from banach.fast.plan import MAY_CHANGE, Choice, Plan, plan
@@ -29,7 +30,7 @@ class Extras:
     """What a step does besides loss, gradient and optimizer.
 
     Attributes:
-        accumulate: number of parts that a batch is split into, run one after the other.
+        accumulate: number of parts of a batch, run one after the other; their losses are weighted by samples.
         clip: largest norm of the gradient.
         penalty: `penalty.observing(net)` surrounds a pass; `penalty.added(seen, loss)` is added to its loss.
         average: `average.update(net)` is called after the optimizer.
@@ -131,6 +132,8 @@ class TrainStep:
         for name, value in (*(("inputs", one) for one in d), ("targets", targets)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"a training step takes a tensor of {name}, got a {type(value).__name__}")
+        if targets.shape[:1] == (0,):
+            raise ValueError("targets need a batch axis of at least one sample, got none; leave that batch out")
         if self.outdated:
             self._make_plan()
         cast(GivenBatches, self.feed).take((*d, targets), captured=bool(self.plan.graph))
@@ -230,7 +233,7 @@ class TrainStep:
         if penalty is not None and found is not None:  # the observed solver holds the autograd graph of the pass
             found = replace(found, solver=cast(ImplicitNetwork, self.net).solver)
         compute = self._captured_loss if captured else self.loss
-        loss = compute(output, targets)
+        loss = check_loss(compute(output, targets))
         if metrics is not None:
             metrics.add(loss, output, targets, found)
         total = loss if penalty is None else loss + penalty.added(seen, lambda y: compute(y, targets))

@@ -109,18 +109,8 @@ COMMON = Recipe(
     lr=1e-3, epochs=20, batch_size=128, schedule=Cosine(), eps=1e-3, rtol=0.0, max_steps=100, augment="flip+crop:4"
 )
 # The gradient is exact, by the same splitting. Here each sample stops by itself; the authors stop the whole batch.
-OWN = Recipe(
-    lr=1e-3,
-    epochs=40,
-    batch_size=128,
-    schedule=Steps((10, 20, 30), 0.1),
-    eps=0.0,
-    rtol=1e-2,
-    max_steps=300,
-    backward="implicit:picard:1e-2:300",
-    augment="none",
-    tune=True,
-)
+TRAINED = Recipe(lr=1e-3, epochs=40, batch_size=128, schedule=Steps((10, 20, 30), 0.1), augment="none", tune=True)
+OWN = replace(TRAINED, eps=0.0, rtol=1e-2, max_steps=300, backward="implicit:picard:1e-2:300")
 # From 1e-3 to .05 in 30 epochs, and back in 35. (The authors go back in 30, and change Adam's first beta too.)
 LARGE = replace(OWN, lr=0.05, epochs=65, schedule=OneCycle(warm=0.46, start=0.02, end=0.02), augment="flip+crop:4")
 CONSTANT = replace(LARGE, lr=1e-3, epochs=200, schedule=Constant())

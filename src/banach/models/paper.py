@@ -164,16 +164,8 @@ CIFAR10 = replace(
 )
 SVHN_DECAYED = replace(SVHN, lr=1e-3, epochs=25, schedule=Cosine())
 # 64,000 steps of 128 out of 45,000 images, a tenth of the rate after 32,000 and 48,000 steps.
-HE = Recipe(
-    lr=0.1,
-    momentum=0.9,
-    weight_decay=1e-4,
-    epochs=182,
-    batch_size=128,
-    schedule=Steps(at=(91, 136), factor=0.1),
-    max_steps=0,
-    augment="flip+crop:4",
-)
+EXPLICIT = Recipe(lr=0.1, momentum=0.9, weight_decay=1e-4, epochs=182, batch_size=128, max_steps=0)
+HE = replace(EXPLICIT, schedule=Steps(at=(91, 136), factor=0.1), augment="flip+crop:4")
 
 MNIST_RECIPES = {
     "released": MNIST,

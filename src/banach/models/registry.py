@@ -239,7 +239,7 @@ def build(
     if isinstance(made, tuple) and len(made) == 3:
         made = ImplicitNetwork(*made, tolerance=model.recipe.tolerance)
     if not isinstance(made, nn.Module):
-        raise TypeError(f"the builder of {name} must return (Q, R, S) or a module, got {type(made).__name__}")
+        raise ValueError(f"the builder of {name} must return (Q, R, S) or a module, got {type(made).__name__}")
     given = {"solver": solver, "tolerance": tolerance, "backward": backward}
     given = {key: value for key, value in given.items() if value is not None}
     if given and not isinstance(made, ImplicitNetwork):

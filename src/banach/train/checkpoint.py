@@ -175,9 +175,11 @@ def _read_tensors(folder: Path, checksum: str) -> dict[str, Tensor]:
 
 
 def local(value: Any) -> Tensor:
-    """Return this rank's part of a sharded tensor, in the same memory; others as they are, without gradient."""
-    found: Tensor = value.detach()
-    return found.to_local() if is_sharded(found) else found  # type: ignore[attr-defined]
+    """Return this rank's part of a sharded tensor, the values of a sparse one, or `value`; in the same memory."""
+    found: Any = value.detach()
+    found = found.to_local() if is_sharded(found) else found
+    strided = found.layout is torch.strided
+    return found if strided else found._values() if found.is_sparse else found.values()
 
 
 def is_sharded(*values: Any) -> bool:

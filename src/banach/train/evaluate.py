@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
+from banach.diagnose.descent import check_loss
 from banach.fast.capture import held_fixed, reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
@@ -116,7 +117,7 @@ def measure(scorer: Scorer, data: Images | Loader, batch_size: int, objective: O
         with arithmetic(scorer.precision, device):
             for *d, targets in _batches(data, size, scorer.ranks):
                 output, found = scorer(*d)
-                sums.add(objective.loss(output, targets), output, targets, found)
+                sums.add(check_loss(objective.loss(output, targets)), output, targets, found)
                 sums.add_evaluations(scorer.net, len(targets))
         scorer.ranks.add(sums)
         if hasattr(scorer.net, "reshard"):  # a pass without backward pass keeps the gathered weights of R

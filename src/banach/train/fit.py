@@ -79,6 +79,9 @@ def fit(
     """
     device, objective = settings.torch_device, Objective.of(loss, metrics)
     _check(net, train, validation, settings, objective)
+    sparse = [name for name, t in net.state_dict().items() if getattr(t, "layout", torch.strided) != torch.strided]
+    if sparse and run is not None:
+        raise ValueError(f"a checkpoint holds dense tensors, got {sparse[0]}; register it with persistent=False")
     if settings.on_nonfinite == "rewind" and run is None:
         raise ValueError("on_nonfinite='rewind' needs checkpoints; pass run=, or choose stop or skip")
     ranks = Ranks.here()

@@ -23,11 +23,19 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def cross_entropy(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the cross entropy; refuse one output, of which it would be zero."""
-    if output.dim() > 1 and output.shape[1] == 1:
+    """Return the cross entropy; refuse one output, of which it would be zero, and what it does not take."""
+    shape = tuple(getattr(output, "shape", ()))
+    if shape[1:2] == (1,):
         got = f"got one output and {targets.dtype} targets; give two outputs for two classes"
         raise ValueError(f"cross entropy needs a score for each class, {got}, or pass loss= for a regression")
-    return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
+    try:
+        return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        got = f"got {shape or type(output).__name__} and {targets.dtype} {tuple(targets.shape)} ({error})"
+        text = "cross entropy needs outputs (batch, classes, ...) and int64 class numbers below their number"
+        raise ValueError(f"{text}, {got}; change S, or pass loss=") from error
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Settings:
     The first two groups describe the data and the network, which `load`, `augmentation` and `build` make; leave
     them None if you pass your own to `fit`. Strings are those of `banach.train.words`.
 
-    The parts of `accumulate` give the same gradient as the whole batch, but batch norm sees the parts. `ema` is
-    the decay d of the averaged weights, a <- d a + (1 - d) w at every step.
+    The parts of `accumulate` give the gradient of the whole batch if the loss is a plain mean over samples; batch
+    norm sees the parts. `ema` is the decay d of averaged weights, a <- d a + (1 - d) w at every step.
 
     `jacobian_penalty` times |dT/du|_F^2 / n at the fixed point is added to the loss, estimated by one product with
     the Jacobian or by a difference; `correction` times the losses at some iterates, see
@@ -160,7 +160,7 @@ class Settings:
         settings.augmentation()  # refuses words that are not understood, before the data is read
         if isinstance(net, ImplicitNetwork):
             settings.configure(net)  # so does this
-            settings._check_twin()
+            settings._check_network(net)
         return settings
 
     def changed(self, given: Mapping[str, Any]) -> Settings:
@@ -263,13 +263,17 @@ class Settings:
             raise ValueError(f"there is no {device} here ({torch.cuda.device_count()} GPUs); choose --device cpu")
         return device
 
-    def _check_twin(self) -> None:
-        """Refuse what the explicit twin cannot have."""
+    def _check_network(self, net: ImplicitNetwork) -> None:
+        """Refuse what the explicit twin cannot have, and what would change nothing."""
         wrong = [name for name in ("jacobian_penalty", "correction", "pretrain", "tune") if getattr(self, name)]
         wrong += ["backward"] if self.backward != "jfb" else []
         if self.max_steps == 0 and wrong:
             text = "max-steps 0 is the explicit twin, which does not solve and whose gradient is exact by jfb"
             raise ValueError(f"{text}; leave out {', '.join(wrong).replace('_', '-')}")
+        if self.tune and not any(callable(getattr(module, "tune", None)) for module in net.modules()):
+            raise ValueError(f"tune needs a module with a method tune, {self.model} has none; use --no-tune")
+        if self.correction and (last := max(self.correction_steps)) >= (most := net.tolerance.max_steps):
+            raise ValueError(f"correction-steps must be below max-steps {most}, got {last}; take earlier ones")
 
 
 _NAMES = [field.name for field in dataclasses.fields(Settings)]

@@ -21,6 +21,7 @@ from banach.train.metrics import COUNTS, Epoch, MetricSums, Objective
 from banach.train.settings import FREE, Settings
 
 LOWER = 0.1  # times the learning rate, after every rewind
+DIGEST = "the SHA-256 of the images"  # in `TrainState.identity`, and in the figures of the test images
 _PLAIN = ("epoch", "step", "rewinds")  # attributes that a checkpoint stores as they are
 
 
@@ -80,6 +81,8 @@ class TrainState:
         train = batches.images if isinstance(batches, Batches) else batches
         parts = {"train": train, "validation": validation, "augment": batches.augment, "loss": objective.loss}
         self.identity = _reprs({**parts, "metrics": list(objective.metrics)}) | described(net, settings)
+        if sha256 := getattr(train, "sha256", None):
+            self.identity[DIGEST] = sha256
         self.epoch = self.step = self.rewinds = 0
         # Where all layers are in eval mode, as `fit` leaves them, they are to be trained: in a new network, too.
         trains = net.training and any(part.training for part in net.modules() if not part._modules)
@@ -233,6 +236,7 @@ def described(net: Any, settings: Settings) -> dict[str, str]:
 
 def check_identity(kept: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuse to resume with something else."""
+    kept = {DIGEST: now[DIGEST], **kept} if DIGEST in now else kept  # of an older run it is not known
     for name in sorted({*kept, *now}):
         if kept.get(name) != now.get(name):
             if name not in kept:

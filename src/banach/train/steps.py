@@ -170,15 +170,8 @@ class Stepper:
         if first.graph and first.channels_last:
             channels_last(net)
             align_state(state.optimizer)
-        extras = Extras(
-            accumulate=settings.accumulate,
-            clip=settings.clip,
-            penalty=self.penalties,
-            average=state.average,
-            metrics=state.metrics,
-            watch=self.watch,
-            parallel=state.parallel,
-        )
+        held: Any = {"metrics": state.metrics, "watch": self.watch, "parallel": state.parallel}
+        extras = Extras(settings.accumulate, settings.clip, self.penalties, state.average, **held)
         loss, bf16 = state.objective.loss, settings.precision == "bf16"
         if loss is cross_entropy:
             loss = partial(loss, label_smoothing=settings.label_smoothing)
