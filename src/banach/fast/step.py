@@ -84,7 +84,7 @@ class TrainStep:
         compile: compile Q, R, S and the loss, if the step is captured.
         extras: clipping, penalties, averages and metrics that are part of the step.
         feed: a `Feed`, the batches of `run()`. None: they are the arguments of the call.
-        how: makes the plan, by default as `plan(net)`; called as how(), or how(keeps_buffers=True).
+        how: the plan, or what makes it: how(), or how(keeps_buffers=True). None: `plan(net)`.
 
     Attributes:
         plan: what runs, and why not something faster; `print(step.plan)`.
@@ -102,12 +102,13 @@ class TrainStep:
         compile: bool = False,
         extras: Extras = Extras(),
         feed: Feed | None = None,
-        how: Callable[..., Plan] | None = None,
+        how: Plan | Callable[..., Plan] | None = None,
     ) -> None:
         if not isinstance(net, nn.Module):
             raise TypeError(f"TrainStep takes a network, got {type(net).__name__}")
         options: Any = {"compile": compile, "observed": extras.penalty is not None}
-        self._how = how or partial(plan, net, precision="bf16" if bf16 else None, **options)
+        made = how or partial(plan, net, precision="bf16" if bf16 else None, **options)
+        self._how: Callable[..., Plan] = (lambda **_: made) if isinstance(made, Plan) else made
         self._warns = how is None
         self.net, self.optimizer, self.bf16, self.extras = net, optimizer, bf16, extras
         self.feed: Feed = GivenBatches(optimizer) if feed is None else feed
