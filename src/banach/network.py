@@ -59,6 +59,16 @@ def fixed_point(
     return (z, found) if solution else z
 
 
+def check_loss(value: Any) -> Tensor:
+    """Return what a loss gave as a tensor without axes; refuse what is not one number that weights change."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss must turn outputs into one number, got {got}; take its mean, as a tensor")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
+    return value.reshape(())
+
+
 def as_inputs(d: Any) -> tuple[Any, ...]:
     """Return the arguments of Q: a tuple is several inputs, anything else is one."""
     return d if type(d) is tuple else (d,)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from banach.backward import Implicit, Mode
 from banach.diagnose.frozen import network_map, unchanging, undisturbed
 from banach.latent import Latent, Space, detach
+from banach.network import check_loss
 from banach.solve import Solution, Tolerance, solve
 from banach.solve.context import rounding
 
@@ -113,16 +114,6 @@ def descent_checks(
         parts = {name: _agreement(weights, grads, true, {name}) for name in "QRS" if name in owned}
         made.append(Descent(whole.cosine, whole.ratio, parts, value, mode, exact, final))
     return tuple(made)
-
-
-def check_loss(value: Any) -> Tensor:
-    """Return what a loss gave as a tensor without axes; refuse what is not one number that weights change."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"loss must turn outputs into one number, got {got}; take its mean, as a tensor")
-    if torch.is_grad_enabled() and not value.requires_grad:
-        raise ValueError("loss must depend on the network's weights, got a constant; do not detach the output")
-    return value.reshape(())
 
 
 def _trained_weights(net: Any) -> dict[Tensor, set[str]]:

@@ -10,11 +10,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from banach.diagnose.descent import check_loss
 from banach.fast.capture import Graphs, held_fixed, reason_of, unchanged
 from banach.fast.network import FastNetwork, compiled, promoted, run_network
 from banach.fast.plan import MAY_CHANGE, Choice, Plan, plan
-from banach.network import ImplicitNetwork, as_inputs
+from banach.network import ImplicitNetwork, as_inputs, check_loss
 from banach.nn.passes import keeps_buffers
 from banach.solve import Solution
 from banach.solve.warning import warn_user
@@ -143,7 +142,7 @@ class TrainStep:
     def _make_plan(self) -> None:
         """Plan for the network as it is now. The step will be captured again."""
         self.plan = self._how()
-        self._made_for, self._recording = held_fixed(self.net), None
+        self._made_for, self._recording = held_fixed(self.net) if self.plan.graph else None, None
         if self._warns and not self.plan.graph:
             self.warn()
 

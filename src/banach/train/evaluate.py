@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from banach.data import Batches, Images
 from banach.data.loader import Batch, Loader
-from banach.diagnose.descent import check_loss
 from banach.fast.capture import held_fixed, reason_of
 from banach.fast.inference import CompiledNetwork
 from banach.fast.plan import plan, runs_graphs
 from banach.fast.step import at_least_fp32, run_network
-from banach.network import ImplicitNetwork
+from banach.network import ImplicitNetwork, check_loss
 from banach.solve import ConvergenceWarning, Solution, Status
 from banach.solve.context import assigned
 from banach.solve.warning import warn_user
