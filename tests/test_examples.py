@@ -122,7 +122,8 @@ def test_the_transformer_is_causal() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of Dynamo, at v
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # these four are of the compiler itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning")
 @pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning")
 def test_the_transformer_trains_captured_and_compiled() -> None:

@@ -135,6 +135,7 @@ class CompiledNetwork:
         if self.plan.graph:
             self._made_for = None  # modules may change their numbers when they are called
         with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            fast.bf16.refresh()
             v = _check_rows("Q(d)", fast.Q(*d), count)
             if eager:
                 z0 = _check_rows("the latent", self.net.start(v) if z0 is None else z0, count)
@@ -150,6 +151,7 @@ class CompiledNetwork:
     def _check_independent(self, d: tuple[Tensor, ...]) -> None:
         """Refuse an R that mixes samples, once, by a few evaluations: late samples go on as a smaller batch."""
         with torch.autocast(d[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            self.fast.bf16.refresh()
             v = _check_rows("Q(d)", self.fast.Q(*d), len(d[0]))
             _check_rows("Q(d) of one sample", self.fast.Q(*(one[:1] for one in d)), 1)
             self._independent = not mixes_samples(self.fast.R, promoted(self.net.start(v)), (v,))

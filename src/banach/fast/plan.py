@@ -58,7 +58,7 @@ class Plan:
         kernel: one kernel launch iterates R until it converges.
         loop: a while node in the CUDA graph iterates R until every sample has stopped.
         fused_step: kernels measure and move all samples after an evaluation of R; else `solve` does.
-        bf16_weights: matrices are cast to bf16 once per step.
+        bf16_weights: matrices are cast to bf16 once per step, or per prediction on a GPU.
         fused_blocks: stacks of residual blocks run as fused kernels.
         windows: convolutions of few channels run as Triton kernels.
         channels_last: the weights of convolutions should be in that memory format. `fit` converts them; in your
@@ -144,7 +144,7 @@ def plan(
         precision=precision,
         graph=_graph(net, device, refused, ways["kernel"], training=training),
         **ways,
-        bf16_weights=_unless(no_training, no_bf16, no_parts),
+        bf16_weights=_unless(no_bf16, no_parts, not training and no_gpu),
         fused_blocks=_unless(no_bf16, no_kernel, no_parts, no_stack),
         windows=windows,
         channels_last=_unless(no_gpu, no_tensor_cores),
