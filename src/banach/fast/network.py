@@ -52,8 +52,6 @@ class FastNetwork:
         iterated = parts["R"] if predicts else frozen_copy(parts["R"])
         self.iterated = self.R if predicts else compiled(iterated, self.plan)
         self.joined: Callable[..., None] | None = None
-        if self.plan.compiled and self.plan.fused_step and isinstance(net.solver, Picard):
-            self.joined = compiled(joined_steps(iterated, net.solver, net.tolerance), self.plan)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if not self.plan.own_loop:
