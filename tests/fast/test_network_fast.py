@@ -16,14 +16,12 @@ from banach import (
     ImplicitNetwork,
     Neumann,
     Picard,
-    Status,
     Tolerance,
     Unroll,
     WorstPixel,
-    solve,
 )
 from banach.fast import FastNetwork, plan
-from banach.fast.iteration import Iteration, joined_steps
+from banach.fast.iteration import Iteration
 from banach.nn import Dropout
 from banach.solve.context import loops_by
 from banach.solve.device import loop_eagerly
@@ -86,36 +84,6 @@ def test_late_samples_go_on_as_a_smaller_batch(norm: Any, batch: int, monkeypatc
     d = torch.linspace(0.1, 6, batch).view(-1, 1, 1, 1) * images(1)
     assert_same_step(own, other, d)
     assert {batch, batch // 2} <= set(seen) <= {batch, batch // 2, batch // 4}
-
-
-@pytest.mark.parametrize("norm", [RMS(), Euclidean()])
-@pytest.mark.parametrize("damping", [0.0, 0.3])
-def test_steps_joined_with_r_are_the_solvers(norm: Any, damping: float) -> None:
-    """What torch.compile gets: the test and the move after R, for a nest in several memory formats."""
-
-    def R(u: Any, v: Any) -> Any:
-        x, y = u["x"], u["y"]
-        steep = 0.5 + 3e30 * (v.mean((1, 2, 3), keepdim=True) > 1)  # the last sample overflows
-        return {"y": 0.4 * torch.sin(y) + v.mean((1, 2, 3))[:, None], "x": steep * x.flip(1) + v}
-
-    d = torch.linspace(0.01, 1.2, 6, dtype=torch.float64).view(-1, 1, 1, 1) * torch.ones(
-        6, 3, 4, 5, dtype=torch.float64
-    )
-    v = d.contiguous(memory_format=torch.channels_last)
-    z = {"x": torch.zeros_like(v), "y": torch.zeros(6, 7, dtype=torch.float64)}
-    tolerance, solver = Tolerance(atol=1e-9, rtol=1e-7, max_steps=50, norm=norm), Picard(damping)
-    found = Iteration(R, solver, tolerance, joined=joined_steps(R, solver, tolerance))
-    wanted = solve(R, z, solver, inputs=(v,), tolerance=tolerance)
-    with pytest.MonkeyPatch.context() as patch:
-        simulate_gpu(patch, kernels=True)
-        got = found(z, v)
-    assert got.status == wanted.status
-    assert wanted.status[-1] is Status.NONFINITE
-    assert torch.equal(got.steps, wanted.steps)
-    fine = slice(0, 5)
-    torch.testing.assert_close(got.residual[fine], wanted.residual[fine])
-    for name in z:
-        torch.testing.assert_close(got.value[name][fine], wanted.value[name][fine])
 
 
 def test_a_batch_that_cannot_be_halved_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banach import kernels
 from banach.latent import Latent, Space, leaves, leaves_like, map_leaves, select
-from banach.solve import RMS, Anderson, Picard, Solution, Tolerance, solve
+from banach.solve import Anderson, Picard, Solution, Tolerance, solve
 from banach.solve.context import device_loop
 from banach.solve.device import loop_eagerly, steps_before_loop
 from banach.solve.solution import DEFERRED
@@ -74,7 +74,6 @@ class Iteration:
     solver: Picard | Anderson
     tolerance: Tolerance  # in the norm RMS or Euclidean
     halves: bool = True
-    joined: Callable[..., None] | None = None  # `joined_steps`, compiled: takes steps in place of R and kernels
 
     def __call__(self, z: Latent, v: Latent) -> Solution:
         """Return the fixed point from the start z. Captured inside `loops_by`; else with host syncs."""
@@ -117,10 +116,7 @@ class Iteration:
     def _take(self, samples: Samples, count: int) -> None:
         """Take steps."""
         for _ in range(count):
-            if self.joined is not None:
-                self.joined(samples.z, samples.v, samples.active, samples.numbers, samples.steps)
-            else:
-                self._move(samples, self.R(samples.z, samples.v))
+            self._move(samples, self.R(samples.z, samples.v))
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
         """Measure and move every sample that is active."""
@@ -143,38 +139,6 @@ class Iteration:
             return dict(zip(DEFERRED, parts, strict=True))
 
         return Solution.deferred(samples.z, per_sample, {"solver": self.solver, "tolerance": self.tolerance})
-
-
-def joined_steps(R: Callable[..., Latent], solver: Picard, tolerance: Tolerance) -> Callable[..., None]:
-    """Return a function that takes a step in place, in plain PyTorch: torch.compile joins the test with R."""
-    atol, rtol, damping = tolerance.atol, tolerance.rtol, solver.damping
-    mean = type(tolerance.norm) is RMS
-
-    def step(z: Latent, v: Latent, active: Tensor, numbers: Tensor, steps: Tensor) -> None:
-        old = leaves(z)
-        new = [leaf.to(numbers.dtype) for leaf in leaves_like(z, R(z, v), "R")]
-        changes = [one - before for one, before in zip(new, old, strict=True)]
-        scale = sum(leaf[:1].numel() for leaf in old) ** -0.5 if mean else 1.0
-        residual = sum(map(_squares, changes)).sqrt() * scale  # type: ignore[union-attr]
-        bound = atol + rtol * scale * sum(map(_squares, new)).sqrt()  # type: ignore[union-attr]
-        found = torch.stack((residual, torch.fmin(residual, numbers[1]), bound))
-        going_on = residual.isfinite() & bound.isfinite() & (residual > bound)
-        for leaf, one, change in zip(old, new, changes, strict=True):
-            moves = active.view(-1, *(1,) * (leaf.dim() - 1))
-            leaf.copy_(torch.where(moves, one - damping * change, leaf))
-        numbers.copy_(torch.where(active, found, numbers))
-        steps.add_(active)
-        active.logical_and_(going_on)
-
-    return step
-
-
-def _squares(x: Tensor) -> Tensor:
-    """Return the sum of squares of every sample, first along the axis that is innermost in memory, as norms do."""
-    x = x.square()
-    if x.dim() > 2:
-        x = x.sum(min(range(1, x.dim()), key=x.stride))
-    return x.flatten(1).sum(1)
 
 
 def _in_layout_of(leaf: Tensor, value: Tensor) -> Tensor:

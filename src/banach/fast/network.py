@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from banach import kernels
-from banach.fast.iteration import Iteration, joined_steps
+from banach.fast.iteration import Iteration
 from banach.fast.plan import Plan, draws, is_stack, is_window, plan
 from banach.latent import Latent, detach, leaves, map_leaves
 from banach.network import ImplicitNetwork, as_inputs, is_coupled, zeros
@@ -18,7 +18,7 @@ from banach.nn import substitute
 from banach.nn.dropout import check_dropout
 from banach.nn.layers import modules_of, watch_over
 from banach.nn.passes import Pass
-from banach.solve import Picard, Solution, solve
+from banach.solve import Solution, solve
 
 Net = TypeVar("Net", bound=nn.Module)
 
@@ -49,9 +49,7 @@ class FastNetwork:
             parts = self.bf16.modules
         # Not bound methods of the network: compiled parts are called in its place.
         self.Q, self.R, self.S = (compiled(part, self.plan) for part in parts.values())
-        iterated = parts["R"] if predicts else frozen_copy(parts["R"])
-        self.iterated = self.R if predicts else compiled(iterated, self.plan)
-        self.joined: Callable[..., None] | None = None
+        self.iterated = self.R if predicts else compiled(frozen_copy(parts["R"]), self.plan)
 
     def __call__(self, d: Any) -> tuple[Any, Solution | None]:
         if not self.plan.own_loop:
@@ -76,8 +74,7 @@ class FastNetwork:
             return kernels.latent_solve(net.R, v, z0, tolerance=tolerance)
         if fused:
             halves = not draws(net.R)  # masks are those of the whole batch
-            iterate = Iteration(self.iterated, net.solver, tolerance, halves=halves, joined=self.joined)
-            return iterate(promoted(z0), v)
+            return Iteration(self.iterated, net.solver, tolerance, halves=halves)(promoted(z0), v)
         compact = checked and not plan.graph and tolerance.check_every != 0 and len(leaves(v)[0]) > 0
         options: Any = {"tolerance": tolerance, "coupled": is_coupled(net), "compact": compact}
         return solve(self.iterated, promoted(z0), net.solver, inputs=(v,), **options)
