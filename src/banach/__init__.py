@@ -17,21 +17,9 @@ if TYPE_CHECKING:
     from banach.fast import compile
     from banach.network import ImplicitNetwork, fixed_point
     from banach.solve import (
-        RMS,
-        AdjointWarning,
-        Anderson,
-        Broyden,
-        ConvergenceWarning,
-        Euclidean,
-        NotConverged,
-        Picard,
-        Solution,
-        Solver,
-        Status,
-        Tolerance,
-        WorstPixel,
-        solve,
-    )
+        RMS, AdjointWarning, Anderson, Broyden, ConvergenceWarning, Euclidean, NotConverged, Picard, Solution,
+        Solver, Status, Tolerance, WorstPixel, solve,
+    )  # fmt: skip
 
 __version__ = "0.1.0"
 

@@ -61,15 +61,18 @@ def solve_by_modules(R: Any, v: Tensor, z0: Tensor | None = None, *, tolerance: 
 
 def plain_picard_step(samples: Any, parts: Any, tolerance: Tolerance, damping: float) -> None:
     """What `picard_step` computes, in plain torch."""
-    was, (residual, least, allowed) = samples.active.clone(), samples.numbers
+    index = torch.arange(len(samples.active)) if samples.index is None else samples.index
+    was = samples.active[index]
     z, Tz = (torch.cat([part[which].reshape(len(was), -1) for part in parts], 1) for which in (0, 1))
     scale = z.shape[1] ** -0.5 if type(tolerance.norm) is RMS else 1.0
-    r = torch.linalg.vector_norm(Tz - z, dim=1) * scale
-    bound = tolerance.atol + tolerance.rtol * torch.linalg.vector_norm(Tz, dim=1) * scale
-    goes_on = r.isfinite() & bound.isfinite() & (r > bound)
-    for mine, new in ((residual, r), (allowed, bound), (least, torch.fmin(least, r)), (samples.active, goes_on)):
-        mine.copy_(torch.where(was, new, mine))
-    samples.steps.add_(was)
+    residual = torch.linalg.vector_norm(Tz - z, dim=1) * scale
+    allowed = tolerance.atol + tolerance.rtol * torch.linalg.vector_norm(Tz, dim=1) * scale
+    goes_on = residual.isfinite() & allowed.isfinite() & (residual > allowed)
+    least = torch.fmin(samples.least[index], residual)
+    for name, new in {"residual": residual, "allowed": allowed, "least": least, "active": goes_on}.items():
+        numbers = getattr(samples, name)
+        numbers[index] = torch.where(was, new, numbers[index])
+    samples.steps[index] += was.int()
     for old, new in parts:
         moves = was.view(-1, *(1,) * (old.dim() - 1))
         old.copy_(torch.where(moves, torch.lerp(new.to(old.dtype), old, damping), old))

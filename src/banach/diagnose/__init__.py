@@ -1,21 +1,13 @@
 """MEASURE, never change: contraction, convergence, quality of the cheap gradient."""
 
 from banach.diagnose.contraction import (
-    Contraction,
-    contraction_factor,
-    error_bound,
-    measure_contraction,
-    observed_rate,
-)
+    Contraction, contraction_factor, error_bound, measure_contraction, observed_rate,
+)  # fmt: skip
 from banach.diagnose.descent import Agreement, Descent, descent_check, descent_checks
 from banach.diagnose.frozen import NetworkMap, network_map
 from banach.diagnose.monitor import (
-    ContractionMonitor,
-    ContractionReading,
-    ContractionWarning,
-    suggested_order,
-    verdict,
-)
+    ContractionMonitor, ContractionReading, ContractionWarning, suggested_order, verdict,
+)  # fmt: skip
 from banach.solve import mixes_samples
 
 __all__ = [

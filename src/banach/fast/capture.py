@@ -17,8 +17,6 @@ from banach.solve.context import loops_by
 from banach.solve.device import loop_at_least_once
 
 _BROKEN: "list[Recording]" = []  # captures that failed: the allocator may still point to them
-# While nodes need the graphs themselves, which PyTorch 2.8 and newer can keep.
-_KEPT = {"keep_graph": True} if hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph") else {}
 WARM_UPS = 2  # runs before a capture: they create handles, plans, optimizer state and compiled kernels
 # Backward passes run in this thread: a loop in one of them ends a capture, and only the thread that began it may.
 _in_this_thread = functools.partial(torch.autograd.set_multithreading_enabled, False)
@@ -44,7 +42,7 @@ class Graphs:
 
     def capture(self, program: Callable[[], Any]) -> "Recording":
         """Record the kernels that the program launches, without running them, and what it returns."""
-        recording, stream = Recording(self.pool, self.index), torch.cuda.current_stream(self.device)
+        recording, stream = Recording(self.pool), torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         gc.collect()  # an autograd graph of the warm-up, kept alive by a cycle, would accumulate on its own stream
@@ -80,45 +78,24 @@ class Graphs:
 class Recording:
     """A captured program: CUDA graphs one after the other, cut at its loops, which are while nodes.
 
-    So loops may be anywhere in the program, in the middle of a backward pass or in another loop too. From the
-    second replay on it is one graph, unless it draws random numbers: PyTorch advances its generators only when it
-    launches graphs itself.
+    So loops may be anywhere in the program, in the middle of a backward pass or in another loop too.
     """
 
-    def __init__(self, pool: Any, index: int) -> None:
-        self.pool, self.index = pool, index  # of the device
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
         self.parts: list[Any] = []  # CUDA graphs and while nodes of the innermost loop; the last one may be open
         self.depth = 0  # of the loop that is being captured
         self.result: Any = None  # of the program
-        self.launches: list[Any] = []  # what a replay launches
 
     def replay(self) -> Any:
-        """Launch the program on the current stream, and return its result, which is overwritten."""
-        if not self.launches:
-            self._first_replay()
-        else:
-            for one in self.launches:
-                one.replay()
+        """Launch all parts on the current stream, and return the result, which they overwrite."""
+        for part in self.parts:
+            part.replay()
         return self.result
-
-    def _first_replay(self) -> None:
-        """Launch the parts one by one, then make them one graph if no generator has advanced."""
-        self.launches = self.parts
-        if len(self.parts) == 1:
-            self.replay()
-            return
-        from banach.fast.while_node import JoinedGraph, WhileNode
-
-        with torch.cuda.device(self.index):
-            self.launches = [JoinedGraph([part]) if isinstance(part, WhileNode) else part for part in self.parts]
-            before = torch.cuda.get_rng_state()
-            self.replay()
-            if torch.equal(before, torch.cuda.get_rng_state()):
-                self.launches = [JoinedGraph(self.parts)]
 
     def begin(self) -> None:
         """Begin to capture a graph on the current stream."""
-        self.parts.append(torch.cuda.CUDAGraph(**_KEPT))
+        self.parts.append(torch.cuda.CUDAGraph(keep_graph=True) if self.depth else torch.cuda.CUDAGraph())
         # Other threads, such as a progress bar, may call CUDA meanwhile: only this thread is restricted.
         self.parts[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
@@ -139,7 +116,10 @@ class Recording:
         self.depth -= 1
         from banach.fast.while_node import WhileNode  # here, where nothing is being captured
 
-        self.parts = [*outer, WhileNode(self.parts, active, steps, **limits)]
+        node = WhileNode(self.parts, active, steps, **limits)
+        if not self.depth:
+            node.instantiate()
+        self.parts = [*outer, node]
         self.begin()
 
 

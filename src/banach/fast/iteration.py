@@ -1,8 +1,7 @@
 """Iteration: Picard or Anderson by fused kernels. It stops by itself and drops samples that have converged."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,40 +23,32 @@ HALVINGS = 2  # each costs a sort and copies of late samples
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples that are iterated together: a row each in z and v, and their numbers. All are written in place."""
+    """The samples that are iterated together, z and v, and numbers of the whole batch. All are written in place.
+
+    All tensors but z and v have one entry per sample of the whole batch, and are shared by its parts; `index` maps
+    rows of z to these entries.
+    """
 
     z: Latent
     v: Latent
+    index: Tensor | None  # which samples of the batch these are, None: all
     active: Tensor  # (samples,) of bool
-    numbers: Tensor  # (3, samples): residual, the least residual so far, what the tolerance allows
-    steps: Tensor  # (samples,) of int32
-    arrived: Tensor  # the same, zero between two steps: counts the programs of a kernel
+    residual: Tensor
+    least: Tensor  # the least residual so far
+    allowed: Tensor
+    steps: Tensor  # of int32
+    arrived: Tensor  # of int32, zero between two steps: counts the programs of a kernel
     memory: Any = None  # what Anderson's kernels remember
 
     @staticmethod
     def start(z: Latent, v: Latent, samples: int, solver: Picard | Anderson) -> "Samples":
         first = leaves(z)[0]
         kind = torch.promote_types(first.dtype, torch.float32)
-        numbers = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
+        residual, least, allowed = torch.full((3, samples), torch.inf, dtype=kind, device=first.device)
         active = torch.ones(samples, dtype=torch.bool, device=first.device)
         steps, arrived = torch.zeros((2, samples), dtype=torch.int32, device=first.device)
-        memory = None
-        if isinstance(solver, Anderson):
-            memory = kernels.AndersonMemory.start(z, numbers[0], solver.memory)
-        return Samples(z, v, active, numbers, steps, arrived, memory)
-
-    def part(self, index: Tensor) -> "Samples":
-        """Return a copy of some of them."""
-        z, v, active, steps = select((self.z, self.v, self.active, self.steps), index)
-        numbers = self.numbers.index_select(1, index)
-        return Samples(z, v, active, numbers, steps, self.arrived[: len(index)])
-
-    def put(self, index: Tensor, part: "Samples") -> None:
-        """Write such a copy back."""
-        mine, others = (leaves((one.z, one.active, one.steps)) for one in (self, part))
-        for whole, some in zip(mine, others, strict=True):
-            whole.index_copy_(0, index, some)
-        self.numbers.index_copy_(1, index, part.numbers)
+        memory = kernels.AndersonMemory.start(z, residual, solver.memory) if isinstance(solver, Anderson) else None
+        return Samples(z, v, None, active, residual, least, allowed, steps, arrived, memory)
 
 
 @dataclass(frozen=True)
@@ -87,36 +78,37 @@ class Iteration:
         space.check(Tz)
         everyone = Samples.start(map_leaves(_in_layout_of, z, Tz), v, space.samples, self.solver)
         self._move(everyone, Tz)
-        self._take(everyone, first - 1)
+        for _ in range(first - 1):
+            self._move(everyone, self.R(everyone.z, v))
         if most > first:
             taken = torch.full((), first, dtype=torch.int32, device=space.device)
             splits = self.halves and cycle == 1 and everyone.memory is None
             parts = (*leaves(everyone.z), *leaves(v))
             cut = splits and all(part.shape[:1] == (space.batch,) for part in parts)
             halves = [space.batch >> number for number in range(1, HALVINGS + 1)] if cut else [0]
-            self._iterate(everyone, taken, halves if halves[-1] > 1 else [], cycle)
+            self._iterate(everyone, everyone, taken, halves if halves[-1] > 1 else [], cycle)
         return self._solution(everyone)
 
-    def _iterate(self, everyone: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
+    def _iterate(self, everyone: Samples, samples: Samples, taken: Tensor, halves: list[int], cycle: int) -> None:
         """Iterate these samples until all are done, the late ones as smaller batches."""
         loop, most = device_loop() or loop_eagerly, self.tolerance.max_steps
         stop_at = halves[0] if halves else 0
 
+        def steps() -> None:
+            for _ in range(cycle):
+                self._move(samples, self.R(samples.z, samples.v))
+
         def iterate_late() -> None:
             index = everyone.active.sort(descending=True).indices[:stop_at]  # all active ones are among them
-            late = everyone.part(index)
-            self._iterate(late, taken, halves[1:], cycle)
-            everyone.put(index, late)
+            late = replace(everyone, z=select(everyone.z, index), v=select(everyone.v, index), index=index)
+            self._iterate(everyone, late, taken, halves[1:], cycle)
 
-        steps = partial(self._take, everyone, cycle)
-        loop(steps, everyone.active, taken, cycle=cycle, max_steps=most, stop_at=stop_at)
+        loop(steps, samples.active, taken, cycle=cycle, max_steps=most, stop_at=stop_at)
+        if samples.index is not None:  # a part of the batch, which is written back
+            for all_of_them, late in zip(leaves(everyone.z), leaves(samples.z), strict=True):
+                all_of_them.index_copy_(0, samples.index, late)
         if halves:  # an `if` on the device, written as a loop: its body leaves no sample active or no step
             loop(iterate_late, everyone.active, taken, cycle=0, max_steps=most, stop_at=0)
-
-    def _take(self, samples: Samples, count: int) -> None:
-        """Take steps."""
-        for _ in range(count):
-            self._move(samples, self.R(samples.z, samples.v))
 
     def _move(self, samples: Samples, Tz: Latent) -> None:
         """Measure and move every sample that is active."""
@@ -128,10 +120,9 @@ class Iteration:
 
     def _solution(self, samples: Samples) -> Solution:
         """Return the Solution. Its tensors are made when they are read: most steps never need them."""
-        steps = samples.steps
+        residual, least, allowed, steps = samples.residual, samples.least, samples.allowed, samples.steps
 
         def per_sample() -> dict[str, Tensor]:
-            residual, least, allowed = samples.numbers
             finite = residual.isfinite() & allowed.isfinite()
             met, none = finite & (residual <= allowed), torch.zeros_like(finite)
             diverged = finite & ~met & (residual > DIVERGED * least)

@@ -50,7 +50,17 @@ class WhileNode:
     max_steps: int
     stop_at: int = 0
 
-    def add_to(self, graph: Any, after: list[Any]) -> Any:
+    def instantiate(self) -> None:
+        """Make the loop a graph of its own, which `replay` launches."""
+        self.graph = _done(driver.cuGraphCreate(0))
+        self._add_to(self.graph, [])
+        self.executable = _done(driver.cuGraphInstantiate(self.graph, 0))
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream().cuda_stream))
+
+    def _add_to(self, graph: Any, after: list[Any]) -> Any:
         """Add the loop to a graph, after other nodes, and return its node."""
         context = _done(driver.cuCtxGetCurrent())
         handle = _done(driver.cuGraphConditionalHandleCreate(graph, context, 0, 0))
@@ -66,7 +76,14 @@ class WhileNode:
         except TypeError:
             node = _done(driver.cuGraphAddNode(graph, [first], 1, parameters))
         body = parameters.conditional.phGraph_out[0]
-        self._add_test(body, _add_parts(body, self.parts), handle, self.cycle)
+        last: list[Any] = []
+        for part in self.parts:
+            if isinstance(part, WhileNode):
+                last = [part._add_to(body, last)]
+            else:
+                child = driver.CUgraph(int(part.raw_cuda_graph()))
+                last = [_done(driver.cuGraphAddChildGraphNode(body, last, len(last), child))]
+        self._add_test(body, last, handle, self.cycle)
         return node
 
     def _add_test(self, graph: Any, after: list[Any], handle: Any, cycle: int) -> Any:
@@ -81,38 +98,11 @@ class WhileNode:
         launch.kernelParams = (values, (ctypes.c_ulonglong, address, number, number, address, number, number))
         return _done(driver.cuGraphAddKernelNode(graph, after, len(after), launch))
 
-
-class JoinedGraph:
-    """Graphs and while nodes, one after the other, as one CUDA graph: one launch for all of them."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        self.parts = parts  # they own the memory of the kernels
-        self.graph = _done(driver.cuGraphCreate(0))
-        _add_parts(self.graph, parts)
-        self.executable = _done(driver.cuGraphInstantiate(self.graph, 0))
-        self.device = torch.cuda.current_device()
-
-    def replay(self) -> None:
-        """Launch it on the current stream of its device."""
-        _done(driver.cuGraphLaunch(self.executable, torch.cuda.current_stream(self.device).cuda_stream))
-
     def __del__(self) -> None:
         if sys.is_finalizing() or not hasattr(self, "executable"):
             return
         driver.cuGraphExecDestroy(self.executable)
         driver.cuGraphDestroy(self.graph)
-
-
-def _add_parts(graph: Any, parts: list[Any]) -> list[Any]:
-    """Add graphs and while nodes, one after the other, and return the last node in a list."""
-    last: list[Any] = []
-    for part in parts:
-        if isinstance(part, WhileNode):
-            last = [part.add_to(graph, last)]
-        else:
-            child = driver.CUgraph(int(part.raw_cuda_graph()))
-            last = [_done(driver.cuGraphAddChildGraphNode(graph, last, len(last), child))]
-    return last
 
 
 @functools.cache

@@ -32,14 +32,14 @@ def picard_step(
     from banach.kernels.steps_kernel import picard
 
     count, sizes = len(parts[0][0]), [z[:1].numel() for z, _ in parts]
-    numbers = samples.active, *samples.numbers, samples.steps, samples.arrived
+    numbers = samples.active, samples.residual, samples.least, samples.allowed, samples.steps, samples.arrived
     most = max(1, 2 * multiprocessors(samples.active.device) // max(count, 1))
     splits = [min(ceil_div(size, _BLOCK) or 1, most) for size in sizes]  # programs per sample, for each tensor
     total = sum(splits)
-    sums = None if total == 1 else samples.numbers.new_empty(count, total, 2)
+    sums = None if total == 1 else samples.residual.new_empty(len(samples.active), total, 2)
     for number, ((z, value), size, split) in enumerate(zip(parts, sizes, splits, strict=True)):
         picard[(count, split)](
-            *(z, _in_layout_of(z, value), *numbers, sums),
+            *(z, _in_layout_of(z, value), samples.index, *numbers, sums),
             *(size, tolerance.atol, tolerance.rtol, _scale(tolerance, sum(sizes)), damping),
             FIRST=sum(splits[:number]),
             SPLIT=split,
@@ -100,7 +100,7 @@ def anderson_step(samples: Any, z: Tensor, Tz: Tensor, solver: Anderson, toleran
     ridge = 10 * torch.finfo(sums.dtype).eps if solver.ridge is None else solver.ridge
     bounded = not math.isinf(solver.bound)
     fit[(count,)](
-        *(samples.active, *samples.numbers, samples.steps, memory.least_at),
+        *(samples.active, samples.residual, samples.least, samples.allowed, samples.steps, memory.least_at),
         *(memory.moves, memory.gram, memory.c, sums, tolerance.atol, tolerance.rtol, _scale(tolerance, width)),
         *(ridge, solver.bound if bounded else 1.0, solver.growth, solver.patience),
         BOUNDED=bounded,

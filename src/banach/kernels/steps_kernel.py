@@ -10,17 +10,18 @@ import triton.language as tl
 
 @triton.jit
 def picard(
-    z, Tz, active, residual, least, allowed, steps, arrived, sums, size, atol, rtol, scale, damping,
+    z, Tz, index, active, residual, least, allowed, steps, arrived, sums, size, atol, rtol, scale, damping,
     FIRST: tl.constexpr, SPLIT: tl.constexpr, TOTAL: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move a part of one sample; the program that comes last of the sample's TOTAL ones tests it.
 
     `sums` holds the two sums of every program, those for this tensor from FIRST on, added in one order.
     """
-    sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part = tl.program_id(0), tl.program_id(1)
+    sample = row.to(tl.int64) if index is None else tl.load(index + row)
     if tl.load(active + sample) != 0:
         kind = residual.dtype.element_ty
-        start = sample * size
+        start = row.to(tl.int64) * size
         length = tl.cdiv(tl.cdiv(size, BLOCK), SPLIT) * BLOCK
         moved = tl.zeros((BLOCK,), kind)
         square = tl.zeros((BLOCK,), kind)

@@ -9,19 +9,8 @@ from banach.models.mdeq import mdeq, mdeq_tiny, unrolled
 from banach.models.mon import mon, mon_fc, mon_large, mon_tiers
 from banach.models.ode import ODENet, anode, node
 from banach.models.registry import (
-    Constant,
-    Cosine,
-    Model,
-    OneCycle,
-    Recipe,
-    Schedule,
-    Steps,
-    build,
-    get,
-    names,
-    recipe,
-    register,
-)
+    Constant, Cosine, Model, OneCycle, Recipe, Schedule, Steps, build, get, names, recipe, register,
+)  # fmt: skip
 
 __all__ = [
     "Constant", "Cosine", "Image", "LatentBlock", "LatentResNet", "Model", "ODENet", "OneCycle", "Parts", "Recipe",
